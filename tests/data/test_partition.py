@@ -3,14 +3,17 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedshift.data.assignment import describe_assignment, saved
-from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.copies import count_copies, number_samples
+from fedshift.data.federation import ClientData, Federation, federation, pool_training_data
 from fedshift.data.nuclei import nuclei
+from fedshift.data.partition import CHANGES as CATALOG
 from fedshift.data.partition import (
     dirichlet,
     domain_mix,
@@ -389,6 +392,57 @@ def test_repeated_samples_are_not_dealt_out():
     with pytest.raises(UsageError, match=r"samples of client 'd1' are repeated.*put repeat\(\) after it"):
         iid(clients=2)(repeat()(numbered(40, 30)))
     assert [len(c.train) for c in repeat()(iid(clients=2, within="domain")(numbered(40, 30))).clients] == [20] * 4
+
+
+EVERY = {
+    "dirichlet": dirichlet(clients=2, alpha=1.0),
+    "domain_mix": domain_mix(clients=2, mixing=0.5),
+    "ham_non_iid": ham_non_iid(),
+    "iid": iid(clients=2),
+    "labels": labels(clients=7, per_client=2),
+    "only": only(clients="*"),
+    "quantity": quantity(clients=2),
+    "repeat": repeat(seed=1),
+    "sample": sample(fraction=0.5),
+    "truncate": truncate(),
+    "validation": validation(size=3),
+}
+
+
+def overlapping(data, folder):
+    """Both clients have samples of both domains, some of them in common, and one twice."""
+    rows = [("a", "d0", 0), ("a", "d0", 1), ("a", "d1", 2), ("b", "d1", 2), ("b", "d0", 1), ("b", "d1", 5)]
+    rows += [(name, "d0", row) for name in "ab" for row in range(10, 40)] + [("b", "d0", 1)]
+    table = pd.DataFrame([(c, s, d, s, r) for s in ("train", "test") for c, d, r in rows])
+    table.to_csv(folder / "split.csv", index=False, header=["client", "split", "domain", "source", "row"])
+    return saved(path=str(folder / "split.csv"))(data)
+
+
+@pytest.mark.parametrize("name", [*EVERY, "saved"])
+def test_copies_are_known_after_every_change_and_when_all_are_pooled(name, tmp_path):
+    assert EVERY.keys() == {change.__name__ for change in CATALOG}
+    names = ("NV", "MEL", "BCC", "AKIEC", "VASC", "DF", "BKL")
+    data = replace(numbered(70, 63, classes=7), class_names=names)
+    made = overlapping(data, tmp_path) if name == "saved" else EVERY[name](data)
+    for whole in (made, repeat()(made), repeat()(truncate()(repeat()(made)))):
+        for view in (whole, pool_training_data(whole), whole.pool(), whole.to(torch.device("cpu"))):
+            parts = {client.name: client.train for client in view.clients}
+            numbers = np.concatenate(list(number_samples(parts).values()))
+            values = np.array(held(view))  # equal exactly where samples are the same one
+            assert len(np.unique(numbers)) == len(np.unique(values)) == len(np.unique(np.c_[numbers, values], axis=0))
+            assert count_copies(parts) == np.unique(values, return_counts=True)[1].max()
+
+
+def test_samples_of_many_numbers_are_copies_where_they_are_equal_unless_they_are_blank():
+    x = np.random.default_rng(0).integers(0, 255, (4, 1, 6, 6)).astype(np.uint8)
+    x[2:] = 7
+    again, few = x.copy(), np.zeros((4, 31), np.float32)
+    parts = {name: Samples(x=torch.from_numpy(x), y=torch.arange(4)) for name, x in (("a", x), ("b", again))}
+    numbers = number_samples(parts | {"c": Samples(x=torch.from_numpy(few), y=torch.arange(4))})
+    assert [len(set(each)) for each in numbers.values()] == [4, 4, 4]
+    assert (numbers["a"] == numbers["b"]).tolist() == [True, True, False, False]
+    assert not set(numbers["c"]) & set(numbers["a"])
+    assert count_copies({}) == 0
 
 
 # Draws for testing

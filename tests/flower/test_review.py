@@ -123,6 +123,22 @@ def test_a_site_that_is_started_again_goes_on_counting_what_it_sent(served, tmp_
     assert all("uploads.json is damaged" in told for told in served(method, policy=policy)[1])
 
 
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+def test_copies_of_a_sample_at_the_site_spend_as_if_they_were_in_one_batch(tmp_path):
+    from opacus.accountants import RDPAccountant
+
+    plan = prepare(dp_sgd(noise_multiplier=4.0, secret=True), nn.Linear(2, 2), optimizer=SGD(lr=0.1))
+    plan = replace(plan, work=Work(batch_size=2, epochs=3))
+    accountant = RDPAccountant()
+    for together in (2, 2, 1) * 3:  # five copies
+        accountant.step(noise_multiplier=4.0 / together, sample_rate=1.0)
+    worst = accountant.get_epsilon(1e-5, alphas=ORDERS)
+    assert compute_epsilon(spent_by_round(plan, 5) ** -0.5, 1.0, 1, 1e-5) == pytest.approx(worst, rel=1e-12)
+    read(tmp_path, f"sample_epsilon = {worst * 1.001}").check_round(0, plan, copies=5)
+    with pytest.raises(RefusedMessage, match="allows epsilon"):
+        read(tmp_path, f"sample_epsilon = {worst * 0.999}").check_round(0, plan, copies=5)
+
+
 def test_a_delta_that_is_too_large_for_the_samples_is_said():
     rule = dp_sgd(delta=1e-2, secret=True).rules[0]
     assert describe_delta(rule, {"ann": 99}) == []

@@ -1,7 +1,7 @@
 """DP-SGD against plain loops over samples, noise by its statistics, and participation counted batch by batch."""
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from math import inf, log
 
@@ -18,6 +18,7 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.data.partition import repeat
 from fedshift.engines.identity import Identity
 from fedshift.engines.stacked import Stacked
 from fedshift.experiments.experiment import Experiment
@@ -356,9 +357,81 @@ def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
 
 def test_clients_that_took_part_less_spend_less():
     pytest.importorskip("opacus")
-    from fedshift.analysis.privacy import describe_sample_guarantee
+    from fedshift.analysis.privacy import SampleUses, describe_sample_guarantee
 
     rule = dp_sgd(noise_multiplier=2.0, secret=True).rules[0]
-    said = describe_sample_guarantee(rule, {"a": 2, "b": 1, "c": 2})
+    said = describe_sample_guarantee(rule, SampleUses(passes={"a": 2, "b": 1, "c": 2}))
     assert said.startswith("(epsilon = 3.19, delta = 1e-05)-differentially private")
     assert said.endswith("; epsilon = 2.17 after 1 of b")
+
+
+def copied(kind):
+    """Two clients of 20 and 4 different samples, of which some occur more than once."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 1, 6, 6)), np.arange(24) % 3
+    parts = {"a": np.arange(20), "b": np.arange(20, 24)}
+    if kind == "given twice":
+        parts["a"] = np.r_[parts["a"], 3, 3, 7]
+    if kind == "shared":
+        parts["b"] = np.r_[parts["b"], 5, 5]
+    made = federation({name: (x[rows], y[rows], x[:2], y[:2]) for name, rows in parts.items()})
+    return repeat()(made) if kind == "repeated" else made
+
+
+@pytest.mark.parametrize("kind", ["repeated", "given twice", "shared", "none"])
+@pytest.mark.parametrize(
+    ("method", "batch_size"), [(dp_sgd(), 4), (dp_sgd(), None), (METHODS["centralized"](dp_sgd()), 4)]
+)
+def test_copies_of_a_sample_are_accounted_together(kind, method, batch_size):
+    accountants = pytest.importorskip("opacus.accountants")
+    from fedshift.analysis.privacy import ORDERS, compute_epsilon
+
+    data = copied(kind)
+    work, small = Work(batch_size=batch_size, epochs=1), nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    running = Trial(method, lambda *_: small, data, Settings(work=work, optimizer=SGD(lr=0.1), rounds=3), 0)
+    steps, draw = defaultdict(list), running.engine.draw_batches
+
+    def watched(name, client):
+        own, apart = draw(name, client)
+        for _, index in own:
+            together = Counter(x.numpy().tobytes() for x in running.train[name].x[index])
+            for sample, times in together.items():
+                steps[sample].append(times)
+        return own, apart
+
+    running.engine.draw_batches = watched
+    for _ in range(3):
+        running.advance()
+    used = running.count_uses()
+    spent = []
+    for times in steps.values():
+        accountant = accountants.RDPAccountant()
+        for together in times:  # a step moves by as many clips as it holds copies
+            accountant.step(noise_multiplier=2.0 / together, sample_rate=1.0)
+        spent.append(accountant.get_epsilon(1e-5, alphas=ORDERS))
+    rows = Counter(x.numpy().tobytes() for client in data.clients for x in client.train.x)
+    assert used.copies == max(rows.values()) == {"repeated": 5, "given twice": 3, "shared": 3, "none": 1}[kind]
+    assert compute_epsilon(2.0, 1.0, used.squares, 1e-5) == pytest.approx(max(spent), rel=1e-12)
+
+
+def test_ten_copies_in_ten_batches_spend_ten_passes():
+    pytest.importorskip("opacus")
+    from fedshift.analysis.privacy import SampleUses, bound_squares, compute_epsilon, describe_sample_guarantee
+
+    rule = dp_sgd(secret=True).rules[0]
+    assert compute_epsilon(1.0, 1.0, 1, 1e-5) < 4.73
+    assert 19.05 < compute_epsilon(1.0, 1.0, 10, 1e-5) < 19.06
+    assert describe_sample_guarantee(rule, SampleUses(passes={"a": 1, "b": 1}, copies=10, squares=10)) == (
+        "(epsilon = 19.1, delta = 1e-05)-differentially private at the level of samples after 1 pass over each "
+        "client's data, in which a sample occurs up to 10 times (RDP accountant of Opacus)"
+    )
+    assert [bound_squares(10, size) for size in (1, 3, 10, 50, None)] == [10, 3 * 9 + 1, 100, 100, 100]
+
+
+def test_copies_in_a_batch_move_the_gradient_by_as_many_clips():
+    x, y = batch(6)
+    x, y = x[[0, 1, 2, 5, 5, 5]], y[[0, 1, 2, 5, 5, 5]]
+    whole, *_ = gradients_of(dp_sgd(gn(), clipping_norm=0.01, noise_multiplier=0.0), x, y)
+    rest, *_ = gradients_of(dp_sgd(gn(), clipping_norm=0.01, noise_multiplier=0.0), x[:3], y[:3])
+    moved = torch.cat([(6 * whole[name] - 3 * rest[name]).flatten() for name in whole]).norm()
+    assert moved == pytest.approx(3 * 0.01, rel=1e-9)

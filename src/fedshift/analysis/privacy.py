@@ -5,9 +5,13 @@ sampled Gaussian mechanism, composed over rounds. For clients, two federations a
 the other (whose change counts as zero), and each client takes part in a round independently (Poisson sampling). Here a
 fixed number takes part, so with less than full participation epsilon is an approximation.
 
-For samples, two data sets of a client are neighbors if in one the gradients of one sample count as zero; the number of
-samples is public. A pass over the data is a partition into batches that does not depend on the samples, so that each
-sample is in one step of it: a pass is one Gaussian mechanism, without sampling, and epsilon is not an approximation.
+For samples, two data sets are neighbors if in one the gradients of one sample count as zero; the number of samples is
+public. A pass over the data is a partition into batches that does not depend on the samples, so that each sample is in
+one step of it: a pass is one Gaussian mechanism, without sampling, and epsilon is not an approximation.
+
+Copies of a sample, at one client or at several, count as zero together. A step whose batch holds j of them moves by up
+to j clips, so that its Renyi divergence of order a is a j^2 / (2 z^2) (Mironov 2017, Corollary 3, for sensitivity j),
+that of j^2 steps with one copy; steps of all clients add up (Proposition 1).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 from typing import Protocol, runtime_checkable
 
@@ -45,6 +50,31 @@ class Mechanism(Protocol):
     def delta(self) -> float: ...  # noqa: D102
     @property
     def secret(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleUses:
+    """How often the steps of a trial used the samples of its clients.
+
+    Attributes:
+        passes: Each client's passes over its data.
+        copies: How often the most frequent sample occurs in the data of all clients.
+        squares: The number of a sample's copies in a batch, squared and summed over the steps of all clients, for the
+            sample where this is largest; an upper bound will do.
+        assumes: What is assumed of samples that were not compared with each other.
+
+    """
+
+    passes: Mapping[str, int]
+    copies: int = 1
+    squares: int = 0
+    assumes: str = ""
+
+
+def bound_squares(copies: int, batch_size: int | None) -> int:
+    """Return the largest :attr:`SampleUses.squares` of one pass with ``batch_size``; None: one batch."""
+    whole, rest = divmod(copies, min(batch_size or copies, copies))
+    return whole * min(batch_size or copies, copies) ** 2 + rest**2
 
 
 def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta: float) -> float:
@@ -79,10 +109,16 @@ def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int) -> st
     return _describe(mechanism, sampling, rounds, span, assuming)
 
 
-def describe_sample_guarantee(mechanism: Mechanism, passes: Mapping[str, int]) -> str:
-    """Return the guarantee of ``mechanism`` for samples in words; ``passes``: each client's passes over its data."""
+def describe_sample_guarantee(mechanism: Mechanism, used: SampleUses) -> str:
+    """Return the guarantee of ``mechanism`` for samples in words."""
+    passes = used.passes
     fewest, most = min(passes.values()), max(passes.values())
-    span = f"at the level of each client's samples after {most} pass{'es' * (most > 1)} over its data"
+    times, assuming = f"{most} pass{'es' * (most > 1)} over", f"; this assumes that {used.assumes}" * bool(used.assumes)
+    if used.copies > 1:
+        span = f"at the level of samples after {times} each client's data, in which a sample occurs up to "
+        span += f"{used.copies} times"
+        return _describe(mechanism, 1.0, used.squares, span, assuming)
+    span = f"at the level of each client's samples after {times} its data"
     others = ""
     if fewest < most and mechanism.noise_multiplier:
         few = sorted(name for name, count in passes.items() if count == fewest)
@@ -90,7 +126,7 @@ def describe_sample_guarantee(mechanism: Mechanism, passes: Mapping[str, int]) -
         with suppress(UsageError):
             spent = _round_up(compute_epsilon(mechanism.noise_multiplier, 1.0, fewest, mechanism.delta))
             others = f"; epsilon = {spent} after {fewest} of {who}"
-    return _describe(mechanism, 1.0, most, span, others)
+    return _describe(mechanism, 1.0, most, span, others + assuming)
 
 
 def describe_delta(mechanism: Mechanism, samples: Mapping[str, int]) -> list[str]:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..utils.errors import UsageError
@@ -97,6 +99,25 @@ def iterate_batches(seed: int, client: str, samples: int, bounds: Bounds, steps:
             order, current = draw(seed, client, number, samples), number
         start, stop = bounds[position]
         yield step, order[start:stop]
+
+
+def square_uses(
+    seed: int, client: str, numbers: NDArray[np.int64], bounds: Bounds, passes: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the different numbers, and how often a step of the first ``passes`` uses each, squared, summed over steps.
+
+    ``numbers``: those of the client's samples, int64 ``[N]``; copies of a sample have the same one.
+    """
+    different, place_N = np.unique(numbers, return_inverse=True)
+    if len(different) == len(numbers):
+        return different, np.full(len(different), passes)
+    total, step_N = np.zeros(len(different), np.int64), np.repeat(np.arange(len(bounds)), [b - a for a, b in bounds])
+    for steps in range(0, passes * len(bounds), len(bounds)):
+        batches = iterate_batches(seed, client, len(numbers), bounds, range(steps, steps + len(bounds)))
+        order = torch.cat([index for _, index in batches]).numpy()
+        used, times = np.unique(place_N[order] * len(bounds) + step_N, return_counts=True)
+        np.add.at(total, used // len(bounds), times**2)
+    return different, total
 
 
 KEPT_SAMPLES = 10_000

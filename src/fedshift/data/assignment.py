@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os.path import commonprefix
 from pathlib import Path
@@ -96,8 +96,9 @@ def _read_assignment(data: Federation, path: Path) -> Federation:
         raise UsageError(f"{path}: rows must be whole numbers, and splits one of {', '.join(SPLITS)}")
     table = table.assign(client=table["client"].map(unescape_cell), domain=table["domain"].map(unescape_cell))
     own: dict[str, dict[str, Samples]] = {}
+    origins = _read_origins(data, table, path)
     for (client, split), wanted in table.groupby(COLUMNS[:2], sort=False):
-        own.setdefault(str(client), {})[str(split)] = _gather(data, wanted, path)
+        own.setdefault(str(client), {})[str(split)] = _gather(origins, wanted)
     shared = {name.removesuffix("*"): own.pop(name) for name in list(own) if name.endswith("*")}
     clients = []
     for name, parts in own.items():
@@ -109,10 +110,13 @@ def _read_assignment(data: Federation, path: Path) -> Federation:
     return replace(data, clients=tuple(clients))
 
 
-def _gather(data: Federation, wanted: pd.DataFrame, path: Path) -> Samples:
-    """Return the samples in the rows of ``wanted``, in the same order."""
-    parts, places = [], []
-    for (domain, source), group in wanted.reset_index().groupby(COLUMNS[2:4], sort=False):
+def _read_origins(data: Federation, table: pd.DataFrame, path: Path) -> dict[tuple[str, str], Samples]:
+    """Return the splits of ``data`` that ``table`` takes samples from, by client and split.
+
+    Those of one type and scaling are rows of one store, so that a sample that several clients take stays known as one.
+    """
+    found: dict[tuple[str, str], Samples] = {}
+    for (domain, source), group in table.groupby(COLUMNS[2:4], sort=False):
         origin = data.client(str(domain)).splits.get(str(source))
         size = 0 if origin is None else len(origin)
         if origin is None or not group["row"].between(0, size - 1).all():
@@ -120,6 +124,27 @@ def _gather(data: Federation, wanted: pd.DataFrame, path: Path) -> Samples:
                 f"{path} takes rows {group['row'].min()} to {group['row'].max()} of client {domain!r}, {source} data, "
                 f"which has {size} samples here: use the data with which the split was saved"
             )
-        parts.append(origin.take(torch.tensor(group["row"].to_list())))
+        found[str(domain), str(source)] = origin
+    if table.drop_duplicates(COLUMNS[:4]).groupby(COLUMNS[:2]).size().max() == 1:  # nothing is joined
+        return found
+    kinds: dict[object, list[tuple[str, str]]] = {}
+    for key, split in found.items():
+        kinds.setdefault((split.shape, split.dtype, split.normalization, split.lazy), []).append(key)
+    for keys in kinds.values():
+        distinct = list({id(found[key]): found[key] for key in keys}.values())
+        joined, start = join_samples(distinct), 0
+        parts = {}
+        for split in distinct:
+            parts[id(split)] = joined.take(torch.arange(start, start + len(split)))
+            start += len(split)
+        found |= {key: parts[id(found[key])] for key in keys}
+    return found
+
+
+def _gather(origins: Mapping[tuple[str, str], Samples], wanted: pd.DataFrame) -> Samples:
+    """Return the samples in the rows of ``wanted``, in the same order."""
+    parts, places = [], []
+    for (domain, source), group in wanted.reset_index().groupby(COLUMNS[2:4], sort=False):
+        parts.append(origins[str(domain), str(source)].take(torch.tensor(group["row"].to_list())))
         places.append(group.index.to_numpy())
     return join_samples(parts).take(torch.from_numpy(np.argsort(np.concatenate(places))))

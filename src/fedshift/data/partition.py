@@ -311,13 +311,14 @@ def _partition(
         ]
 
     def change(data: Federation) -> Federation:
-        for client in data.clients:
-            if int(client.train.distinct_rows.max()) + 1 < len(client.train):
-                raise UsageError(
-                    f"{name}(clients={clients}): samples of client {client.name!r} are repeated, and copies would "
-                    "come to several clients: put repeat() after it"
-                )
         wholes = [(data.pool().clients[0], "")] if within == "all" else [(c, f"{c.name}-") for c in data.clients]
+        for whole, _ in wholes:
+            if int(whole.train.distinct_rows.max()) + 1 < len(whole.train):
+                repeated = (c.name for c in data.clients if int(c.train.distinct_rows.max()) + 1 < len(c.train))
+                raise UsageError(
+                    f"{name}(clients={clients}): samples of client {next(repeated, data.names[0])!r} are repeated, and "
+                    "copies would come to several clients: put repeat() after it"
+                )
         return replace(data, clients=tuple(part for whole in wholes for part in deal(whole[0], data, whole[1])))
 
     return change

@@ -150,6 +150,11 @@ class Samples:
         return own, tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
 
     @property
+    def all_rows(self) -> Tensor:
+        """The row in the store of each sample, int64 ``[N]``; copies of a sample have the same row."""
+        return torch.arange(len(self)) if self.rows is None else self.rows
+
+    @property
     def distinct_rows(self) -> Tensor:
         """Number of each sample, from 0 in order of first occurrence (int64 ``[N]``); copies share a number."""
         if self.rows is None:
@@ -346,8 +351,8 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
     if len(distinct) == 1:
         return first
     if all(part.store is first.store and part.normalization == first.normalization for part in distinct):
-        rows = [torch.arange(len(part)) if part.rows is None else part.rows for part in distinct]
-        return Samples(x=first.store, y=y, rows=torch.cat(rows), normalization=first.normalization)
+        rows = torch.cat([part.all_rows for part in distinct])
+        return Samples(x=first.store, y=y, rows=rows, normalization=first.normalization)
     kinds = {(part.dtype, part.normalization) for part in distinct}
     if any(part.lazy for part in distinct):
         if len(kinds) > 1:
@@ -355,16 +360,37 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
                 "lazy samples of different types or scalings cannot be put together: give all clients one type and one "
                 "scaling (--normalize half)"
             )
-        starts = np.cumsum([0, *(len(part.store) for part in distinct)])
-        rows = [
-            int(start) + (torch.arange(len(part)) if part.rows is None else part.rows)
-            for start, part in zip(starts, distinct, strict=False)
-        ]
-        store = JoinedStore([part.store for part in distinct])
-        return Samples(x=store, y=y, rows=torch.cat(rows), normalization=first.normalization)
-    if len(kinds) > 1:
-        return Samples(x=torch.cat([part.inputs(slice(None)) for part in distinct]), y=y)
-    return Samples(x=torch.cat([part.x for part in distinct]), y=y, normalization=first.normalization)
+        stores = list({id(part.store): part.store for part in distinct}.values())
+        starts = dict(zip(map(id, stores), np.cumsum([0, *map(len, stores)]).tolist(), strict=False))
+        rows = torch.cat([starts[id(part.store)] + part.all_rows for part in distinct])
+        return Samples(x=JoinedStore(stores), y=y, rows=rows, normalization=first.normalization)
+    once, rows_N = _keep_once(distinct)
+    x = torch.cat([part.inputs(slice(None)) if len(kinds) > 1 else part.x for part in once])
+    normalization = HALF if len(kinds) > 1 else first.normalization
+    return Samples(x=x, y=y, rows=rows_N, normalization=normalization)
+
+
+def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | None]:
+    """Return samples that hold each row of the stores of ``parts`` once, and the row of each sample in their sequence.
+
+    Copies therefore stay rows of one store, by which they are known. None: there are none, and the order is that of
+    ``parts``.
+    """
+    groups: dict[tuple[int, Normalization], list[int]] = {}
+    for number, part in enumerate(parts):
+        groups.setdefault((id(part.store), part.normalization), []).append(number)
+    once, places, start = [], [torch.empty(0)] * len(parts), 0
+    for members in groups.values():
+        rows = torch.cat([parts[number].all_rows for number in members])
+        distinct, place = torch.unique(rows, return_inverse=True)
+        lead = parts[members[0]]
+        y = lead.y.new_zeros((len(distinct), *lead.y.shape[1:]))
+        once.append(Samples(x=lead.store, y=y, rows=distinct, normalization=lead.normalization))
+        sizes = [len(parts[number]) for number in members]
+        for number, own in zip(members, torch.split(place + start, sizes), strict=True):
+            places[number] = own
+        start += len(distinct)
+    return (parts, None) if start == sum(map(len, parts)) else (once, torch.cat(places))
 
 
 def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -399,6 +425,13 @@ def digest_samples(split: Samples) -> bytes:
         found.update(np.ascontiguousarray(x.cpu().numpy()).data)
     found.update(np.ascontiguousarray(split.y.cpu().numpy()).data)
     return found.digest()
+
+
+def digest_each(x: NDArray[np.generic]) -> NDArray[np.uint64]:
+    """Return the BLAKE2b digest (RFC 7693, 128 bits) of the bytes of each sample of ``x``, ``[n, 2]``."""
+    rows = x.reshape(len(x), -1).view(np.uint8)
+    joined = b"".join(blake2b(row.data, digest_size=16).digest() for row in rows)
+    return np.frombuffer(joined, np.uint64).reshape(-1, 2)
 
 
 def map_store(store: Tensor | LazyStore, change: Callable[[Tensor], Tensor]) -> Tensor | LazyStore:

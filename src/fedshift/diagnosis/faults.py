@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from ..data.copies import MANY_NUMBERS
 from ..data.federation import Federation
 from ..tasks import Classification, Segmentation
 from ..tasks.segmentation import find_empty_masks
@@ -36,8 +37,6 @@ FEW = 30
 """Samples below which an accuracy or a standard deviation is too uncertain."""
 LARGE, APART = 1e4, 100.0
 """A feature counts as not scaled with values beyond the first, or standard deviations this many times apart."""
-MANY_NUMBERS = 32
-"""Numbers per sample from which equal samples count as copies; with fewer, two people can have the same values."""
 
 _Z = 1.959964
 _DOUBT = " Samples of so few numbers can be equal by chance: check whether they are the same one."

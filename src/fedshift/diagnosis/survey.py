@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..data.federation import Federation
-from ..data.samples import Samples
+from ..data.samples import Samples, digest_each
 
 CHUNK = 2**21
 """Numbers read at a time."""
@@ -103,7 +103,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
     for start in range(0, len(split), step):
         x = np.ascontiguousarray(split.copy_rows(slice(start, start + step)).cpu().numpy())
         x_nFP = x.reshape(len(x), features, -1)
-        digests.append(_sample_digests(x))
+        digests.append(digest_each(x))
         whole = np.isfinite(x_nFP).all(axis=(1, 2)) if x.dtype.kind == "f" else np.ones(len(x), bool)
         broken.append(start + np.flatnonzero(~whole))
         broken_features |= ~np.isfinite(x_nFP[~whole]).all(axis=(0, 2))
@@ -143,11 +143,4 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
 
 def _identify_targets(y: NDArray[np.generic]) -> NDArray[np.int64]:
     """Return an integer for each sample's target: the class, or for masks and numbers the first bytes of a digest."""
-    return y.astype(np.int64) if y.ndim == 1 else _sample_digests(np.ascontiguousarray(y))[:, 0].view(np.int64)
-
-
-def _sample_digests(x: NDArray[np.generic]) -> NDArray[np.uint64]:
-    """Return the digest of each sample's bytes, ``[n, 2]``."""
-    rows = x.reshape(len(x), -1).view(np.uint8)
-    joined = b"".join(blake2b(row.data, digest_size=16).digest() for row in rows)
-    return np.frombuffer(joined, np.uint64).reshape(-1, 2)
+    return y.astype(np.int64) if y.ndim == 1 else digest_each(np.ascontiguousarray(y))[:, 0].view(np.int64)

@@ -327,7 +327,7 @@ class Experiment:
             share = len(self.settings.draw_participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
             yield f"{method.name}: {describe_guarantee(mechanism, share, trial.server.round)}"
         if mechanism := find_mechanism(method.rules):
-            yield f"{method.name}: {describe_sample_guarantee(mechanism, trial.count_passes())}"
+            yield f"{method.name}: {describe_sample_guarantee(mechanism, trial.count_uses())}"
 
     def _without_later(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if name not in self.measured_later)

@@ -14,9 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from ..analysis.privacy import SampleUses
 from ..core.architecture import architecture
 from ..core.compatibility import check_client_count
 from ..core.kernel import (
@@ -32,7 +34,9 @@ from ..core.kernel import (
 from ..core.method import Method
 from ..core.preparation import apply_surgery
 from ..core.server_round import StreamingAggregator
+from ..core.work import square_uses
 from ..data.augmentation import check_augmentable
+from ..data.copies import number_samples
 from ..data.federation import ClientData, Federation, count_labels, pool_training_data
 from ..data.samples import Samples
 from ..engines import ENGINES
@@ -213,6 +217,25 @@ class Trial:
         work, smallest = self.plan.work, self.plan.smallest_batch
         steps = self.clients.count_steps()
         return {name: -(-steps[name] // len(work.batch_bounds(self._sizes[name], smallest))) for name in steps}
+
+    def count_uses(self) -> SampleUses:
+        """Return how often the steps so far used the samples of all clients, each copy of a sample included."""
+        passes, train = self.count_passes(), {name: split for name, split in self.train.items() if len(split)}
+        if self._remote:
+            return SampleUses(passes=passes, assumes="no sample occurs twice, at one site or at several")
+        numbers = number_samples(train)
+        every, uses, rows = [], [], []
+        for name, own in numbers.items():
+            bounds = self.plan.work.batch_bounds(len(own), self.plan.smallest_batch)
+            different, squares = square_uses(self.seed, name, own, bounds, passes.get(name, 0))
+            every.append(different)
+            uses.append(squares)
+            rows.append(np.unique(own, return_counts=True)[1])
+        _, place = np.unique(np.concatenate(every), return_inverse=True)
+        most, copies = (np.bincount(place, np.concatenate(values)) for values in (uses, rows))
+        alike = "no items of the data sets, which draw at random when read, are copies of one sample"
+        assumes = alike if any(split.draws for split in train.values()) else ""
+        return SampleUses(passes=passes, copies=int(copies.max()), squares=int(most.max()), assumes=assumes)
 
     @property
     def identity(self) -> dict[str, str]:

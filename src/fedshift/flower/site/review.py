@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...analysis.privacy import (
     Mechanism,
+    SampleUses,
+    bound_squares,
     compute_epsilon,
     describe_delta,
     describe_guarantee,
@@ -47,6 +49,7 @@ class TrialReview:
         code: functions on this machine that the settings may call.
         validates: whether the site only validates: nothing is trained here, and no entries leave.
         samples: number of the site's training samples; 0: unknown.
+        copies: how often the most frequent of these occurs among them.
 
     """
 
@@ -58,6 +61,7 @@ class TrialReview:
     code: frozenset[str] = frozenset()
     validates: bool = False
     samples: int = 0
+    copies: int = 1
 
     @property
     def leaving(self) -> tuple[str, ...]:
@@ -73,7 +77,13 @@ class TrialReview:
         if mechanism := find_mechanism((self.plan.method.aggregate,)):
             said.append(describe_guarantee(mechanism, 1.0, self.rounds))
         if mechanism := find_mechanism(self.plan.method.rules):
-            said.append(describe_sample_guarantee(mechanism, {"this site": self.rounds * passes_of_round(self.plan)}))
+            used = SampleUses(
+                passes={"this site": self.rounds * passes_of_round(self.plan)},
+                copies=self.copies,
+                squares=self.rounds * uses_of_round(self.plan, self.copies),
+                assumes="no other site holds samples of this one",
+            )
+            said.append(describe_sample_guarantee(mechanism, used))
             said += describe_delta(mechanism, {"this site": self.samples})
         return "; ".join(said) or "no differential privacy"
 
@@ -106,8 +116,15 @@ def passes_of_round(plan: Plan) -> int:
     return plan.work.epochs or 1
 
 
-def spent_by_round(plan: Plan) -> float:
+def uses_of_round(plan: Plan, copies: int) -> int:
+    """Return how many passes over samples that differ spend at least what a round spends on one with ``copies``."""
+    return passes_of_round(plan) * bound_squares(max(1, copies), plan.work.batch_size)
+
+
+def spent_by_round(plan: Plan, copies: int = 1) -> float:
     """Return the privacy that a round spends per sample, in units that add up over rounds and experiments.
+
+    ``copies``: how often the most frequent sample occurs at the site.
 
     A pass with noise multiplier z is a Gaussian mechanism and spends 1 / z^2: its Renyi divergence of order a is
     a / (2 z^2) (Mironov 2017, arXiv:1702.07476, Corollary 3), and divergences add up under composition (Proposition 1).
@@ -116,7 +133,7 @@ def spent_by_round(plan: Plan) -> float:
     mechanism = find_mechanism(plan.method.rules)
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
         return 0.0
-    return passes_of_round(plan) / mechanism.noise_multiplier**2
+    return uses_of_round(plan, copies) / mechanism.noise_multiplier**2
 
 
 class PastUploads:
@@ -215,23 +232,24 @@ class SitePolicy(BaseModel):
         if self.epsilon is not None:
             mechanism = find_mechanism((review.plan.method.aggregate,))
             _check_epsilon("epsilon", "dp", self.epsilon, mechanism, review.rounds, f"{review.rounds} rounds")
-        self._check_samples(review.plan, review.rounds, spent, f"{review.rounds} rounds")
+        self._check_samples(review.plan, review.copies, review.rounds, spent, f"{review.rounds} rounds")
 
-    def check_round(self, uploads: int, plan: Plan, spent: float = 0.0) -> None:
+    def check_round(self, uploads: int, plan: Plan, spent: float = 0.0, copies: int = 1) -> None:
         """Raise :class:`RefusedMessage` if a trial with ``uploads`` may send no more, whatever its settings say.
 
         A repeated round, for example after a lost answer, is one more upload, so twice as many uploads as rounds are
-        allowed. ``spent``: privacy spent by all uploads of this site so far.
+        allowed. ``spent``: privacy spent by all uploads of this site so far. ``copies``: as of
+        :func:`spent_by_round`.
         """
         if self.rounds is not None and uploads >= 2 * self.rounds:
             raise RefusedMessage(
                 f"this site's policy allows {self.rounds} rounds, and it sent {uploads} uploads (rounds)"
             )
-        self._check_samples(plan, 1, spent, "one more round")
+        self._check_samples(plan, copies, 1, spent, "one more round")
 
-    def _check_samples(self, plan: Plan, rounds: int, spent: float, told: str) -> None:
+    def _check_samples(self, plan: Plan, copies: int, rounds: int, spent: float, told: str) -> None:
         if self.sample_epsilon is not None:
-            mechanism, uses = find_mechanism(plan.method.rules), rounds * passes_of_round(plan)
+            mechanism, uses = find_mechanism(plan.method.rules), rounds * uses_of_round(plan, copies)
             told += " and what this site sent before" if spent else ""
             _check_epsilon("sample_epsilon", "dp_sgd", self.sample_epsilon, mechanism, uses, told, spent)
 

@@ -20,10 +20,12 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save
 
+from ...analysis.privacy import find_mechanism
 from ...config.expressions import trust_only
 from ...config.spec import CompareSpec, DataSpec, RunSpec
 from ...core.kernel import ClientState, ServerState, init_client, init_server, trained_state
 from ...core.plan import Plan
+from ...data.copies import count_copies
 from ...data.federation import Federation, count_labels, encode_targets
 from ...data.files.table_schema import Column
 from ...data.sources import SCALES, prepare_clients
@@ -150,6 +152,7 @@ class _Trial:
     model: ModelFactory
     settings: Settings
     sites: int
+    copies: int
 
     @property
     def name(self) -> str:
@@ -290,7 +293,7 @@ class Site:
         trial = self._trial(asked.facts["trial"])
         server, base = self._broadcast(trial.plan, trial.plan.loaded, asked)
         round = server.round + 1
-        self.policy.check_round(self.past.count(trial.name), trial.plan, self.past.sum_spent())
+        self.policy.check_round(self.past.count(trial.name), trial.plan, self.past.sum_spent(), trial.copies)
         with keep_freed_memory():
             trained = trial.engine.train_client(server, trial.kept.name, trial.kept.load_after(base))
         trial.kept.save(trained.client, base, round)
@@ -310,7 +313,7 @@ class Site:
             "shared": to_record(update.shared),
             "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
         }
-        self.past.add(trial.name, spent_by_round(trial.plan))
+        self.past.add(trial.name, spent_by_round(trial.plan, trial.copies))
         return Exchange(kind="trained", facts=facts, arrays=arrays)
 
     def _evaluate(self, asked: Exchange) -> Exchange:
@@ -403,6 +406,7 @@ class Site:
             code=self.code,
             validates=self.validates,
             samples=len(client.train),
+            copies=count_copies({client.name: client.train}) if find_mechanism(method.rules) else 1,
         )
         experiment = str(asked["experiment"])
         if not experiment.isalnum():
@@ -415,7 +419,7 @@ class Site:
         kept = SiteState(folder, client.name, plan, data.fingerprint)
         return _Trial(
             plan=plan, data=data, engine=engine, kept=kept, model=model, settings=settings,
-            sites=int(asked["clients"]),
+            sites=int(asked["clients"]), copies=review.copies,
         )  # fmt: skip
 
     def _load_source(self, spec: DataSpec, columns: tuple[Column, ...] = ()) -> Federation:
