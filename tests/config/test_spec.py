@@ -18,7 +18,7 @@ OTHER = {
     "task": "multilabel",
     "split_column": "part", "group_column": "patient", "missing": "refuse", "scaling": "none",
     "loss": "focal(gamma=1.0)", "augment": "flip()",
-    "metric": "auc", "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "batch_size": 0,
+    "metric": "auc", "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "steps": 4, "batch_size": 0,
     "optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.001,
     "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,
     "weights": "own.safetensors", "weights_skip_classifier": True,

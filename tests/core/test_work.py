@@ -1,10 +1,12 @@
 """Batches, passes and groups: nothing lost, nothing repeated, FedMMB's Algorithm 1."""
 
+from itertools import chain
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.core.work import Work, iterate_batches
+from fedshift.core.work import AMOUNTS, Work, iterate_batches
 from fedshift.utils.errors import UsageError
 
 
@@ -43,12 +45,43 @@ def test_groups_follow_fedmmbs_algorithm_1():
     assert groups == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15, 16, 17], [18, 19]]
 
 
-@given(per_pass=st.integers(1, 12), count=st.integers(1, 5), kind=st.sampled_from(["epochs", "batches"]))
+@given(per_pass=st.integers(1, 12), count=st.integers(1, 5), kind=st.sampled_from(AMOUNTS))
 def test_rounds_are_told_from_the_steps_that_were_done(per_pass, count, kind):
     work, done = Work(**{kind: count}), 0
     for number in range(20):
         assert work.rounds(done, per_pass) == number
+        assert work.passes(number, per_pass) == -(-done // per_pass)
         done = work.steps_of_round(done, per_pass).stop
+
+
+@given(samples=st.integers(1, 60), size=st.integers(1, 9), count=st.integers(1, 9), kind=st.sampled_from(AMOUNTS))
+def test_an_average_round_is_that_of_many_rounds(samples, size, count, kind):
+    work, steps, used = Work(batch_size=size, **{kind: count}), 0, 0
+    bounds = work.batch_bounds(samples)
+    rounds = len(bounds) * -(-len(bounds) // count) if kind == "batches" else len(bounds)  # whole passes
+    for _ in range(rounds):
+        coming = work.steps_of_round(steps, len(bounds))
+        used += sum(bounds[step % len(bounds)][1] - bounds[step % len(bounds)][0] for step in coming)
+        steps = coming.stop
+    assert work.average_round(samples) == pytest.approx((steps / rounds, used / rounds))
+
+
+def test_a_round_of_steps_goes_on_through_passes_where_the_last_one_ended():
+    work, bounds = Work(batch_size=4, steps=4), Work(batch_size=4, steps=4).batch_bounds(11)
+    done, seen = 0, []
+    for _ in range(3):
+        steps = work.steps_of_round(done, len(bounds))
+        assert len(steps) == 4
+        seen += [index.tolist() for _, index in iterate_batches(0, "c", 11, bounds, steps)]
+        done = steps.stop
+    assert [len(batch) for batch in seen] == [4, 4, 3] * 4
+    assert all(sorted(chain(*seen[at : at + 3])) == list(range(11)) for at in range(0, 12, 3))
+
+
+def test_an_amount_of_work_takes_the_place_of_another():
+    assert Work(batch_size=4, steps=9).change({"batches": 2}) == Work(batch_size=4, batches=2)
+    assert Work(epochs=2).change({"epochs": None, "steps": 3}) == Work(steps=3)
+    assert Work(steps=9).change({"batch_size": None}) == Work(batch_size=None, steps=9)
 
 
 @given(samples=st.integers(1, 40), size=st.integers(1, 9), passes=st.integers(1, 3))
@@ -82,8 +115,10 @@ def test_the_order_depends_on_seed_and_client_and_on_the_step_alone():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Work(), "exactly one"),
-        (lambda: Work(epochs=1, batches=1), "exactly one"),
+        (lambda: Work(), "none of them: give exactly one of epochs, batches, steps"),
+        (lambda: Work(epochs=1, batches=2), "epochs=1 and batches=2: give exactly one of epochs, batches, steps"),
+        (lambda: Work(batches=1, steps=2), "batches=1 and steps=2: give exactly one"),
+        (lambda: Work(steps=0), "steps=0: must be at least 1"),
         (lambda: Work(epochs=0), "epochs=0"),
         (lambda: Work(batches=-1), "batches=-1"),
         (lambda: Work(batch_size=0, epochs=1), "batch_size=0"),
@@ -107,6 +142,8 @@ def test_a_pass_of_one_batch_keeps_the_stored_order():
     [
         (Work(batch_size=8, batches=1), (30, 5), 1, True),
         (Work(batch_size=8, batches=2), (30, 5), 1, False),
+        (Work(batch_size=8, steps=1), (30, 5), 1, True),
+        (Work(batch_size=8, steps=2), (8, 5), 1, False),
         (Work(batch_size=8, epochs=1), (8, 5), 1, True),
         (Work(batch_size=8, epochs=1), (9, 5), 1, False),
         (Work(batch_size=8, epochs=1), (9, 5), 2, True),

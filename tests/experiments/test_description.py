@@ -75,7 +75,9 @@ def test_optimizers_work_and_networks_are_said_in_words():
     assert describe_optimizer(AdamW(lr=1e-3, weight_decay=0.1, schedule=Cosine(rounds=9))) == (
         "AdamW, learning rate 0.001, weight decay 0.1, schedule cosine (rounds 9, floor 0.0)"
     )
-    assert describe_work(Work(batch_size=None, batches=2)) == "2 batches of all samples"
+    assert describe_work(Work(batch_size=None, batches=2)) == "up to 2 batches of all samples, ending with the pass"
+    assert describe_work(Work(batch_size=4, batches=1)) == "1 batch of 4 samples"
+    assert describe_work(Work(batch_size=4, steps=100)) == "100 steps, batches of 4 samples"
     assert describe_work(Work(batch_size=8, epochs=2)) == "2 epochs, batches of 8 samples"
     assert describe_factory(digit_cnn_bn) == "digit-cnn-bn"
     assert describe_factory(own_network) == f"{__name__}:own_network"

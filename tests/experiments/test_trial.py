@@ -117,6 +117,20 @@ def test_one_batch_joined_is_one_step_fewer(make, tmp_path):
     assert steps_of(tmp_path / "run") == [4, 2, 4]
 
 
+def test_fewer_steps_than_batches_asked_for_are_said_once_and_steps_are_exactly_taken(make, tmp_path, Listener):
+    watch = Listener()
+    make("fedavg", seeds=2, rounds=1, batch_size=8, batches=4).run(tmp_path / "run", observer=watch)
+    said = [text for text in watch.notices if "batches=" in text]
+    assert said == [
+        "fedavg: a pass has fewer than batches=4 at 'bob' (2), where a round ends with the pass and takes fewer steps. "
+        "--steps takes the same number at each client, over as many passes as that needs"
+    ]
+    assert steps_of(tmp_path / "run") == [4, 2, 4]
+    make("fedavg", rounds=2, batch_size=8, steps=7).run(tmp_path / "steps", observer=watch)
+    assert steps_of(tmp_path / "steps") == [14, 14, 14]
+    assert [text for text in watch.notices if "batches=" in text] == said
+
+
 def test_a_client_of_one_sample_under_batch_normalization_is_refused(tiny_folder, rewrite, make, tmp_path):
     rewrite("bob", x_train=np.zeros((1, 8, 8, 3), np.uint8), y_train=np.zeros(1, np.int64))
     with pytest.raises(UsageError, match="client 'bob' has one training sample, over which batch normalization"):

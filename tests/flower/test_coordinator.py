@@ -63,9 +63,12 @@ def test_several_methods_and_seeds_are_compared(tmp_path, machine):
     }
 
 
-@pytest.mark.parametrize("method", ["fedbn", "scaffold", "fedadam+fedbn+fedmmb(batches=1)"])
-def test_it_goes_on_where_it_was_stopped(method, tmp_path, machine):
-    spec, grid = spec_for(method, rounds=4, log="tensorboard"), SiteGrid(sites_of(spec_for(), tmp_path))
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("fedbn", {}), ("scaffold", {"steps": 5, "batch_size": 5}), ("fedadam+fedbn+fedmmb(batches=1)", {})],
+)
+def test_it_goes_on_where_it_was_stopped(method, changes, tmp_path, machine):
+    spec, grid = spec_for(method, rounds=4, log="tensorboard", **changes), SiteGrid(sites_of(spec_for(), tmp_path))
     heard = Heard()
     heard.after = lambda done: (heard.stop.set(), heard.changed.set()) if done.round == 2 else None
     assert not coordinator(spec, grid, tmp_path / "served", heard).run()

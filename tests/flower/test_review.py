@@ -1,7 +1,7 @@
 """What a site refuses by its policy, and what it shows before it agrees."""
 
 import importlib.util
-from dataclasses import replace
+from collections import Counter
 
 import pytest
 from torch import nn
@@ -10,8 +10,15 @@ from fedshift.analysis.privacy import ORDERS, compute_epsilon, describe_delta
 from fedshift.cli.deployment import _ask_to_train
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.work import Work
-from fedshift.flower.site.review import Confirmation, SitePolicy, spent_by_round
+from fedshift.core.work import Work, iterate_batches
+from fedshift.flower.site.review import (
+    Confirmation,
+    SitePolicy,
+    TrialReview,
+    compute_spent,
+    count_uses,
+    passes_of_round,
+)
 from fedshift.flower.transport.arrays import RefusedMessage
 from fedshift.methods.dp_sgd import dp_sgd
 from fedshift.utils.errors import UsageError
@@ -86,12 +93,34 @@ def test_epsilon_of_samples_is_that_of_every_pass_over_them(most, took_part, ser
 def test_a_round_that_is_asked_for_again_spends_epsilon_again(tmp_path):
     method, policy = dp_sgd(noise_multiplier=1.4, secret=True), read(tmp_path, "sample_epsilon = 5.0")
     plan = prepare(method, nn.Linear(2, 2), optimizer=SGD(lr=0.1))
-    spent = spent_by_round(plan)
-    policy.check_round(1, plan, spent)
+    spent = compute_spent(plan, passes_of_round(plan, 8, 0, 0))
+    policy.check_round(1, plan, 1, spent)
     with pytest.raises(RefusedMessage, match="allows epsilon 5, and one more round and what this site sent before"):
-        policy.check_round(2, plan, 2 * spent)
+        policy.check_round(2, plan, 1, 2 * spent)
     with pytest.raises(RefusedMessage, match="allows epsilon 5, and one more round spend"):
-        policy.check_round(0, replace(plan, work=Work(epochs=3)))
+        policy.check_round(0, plan, 3)
+
+
+@pytest.mark.parametrize("work", [{"epochs": 2}, {"batches": 3}, {"steps": 3}, {"steps": 7}, {"steps": 11}])
+def test_no_sample_is_used_more_often_than_is_counted_whatever_the_local_work(work):
+    """Uses of each sample, counted over rounds of which some are taken again with new noise."""
+    samples, work = 18, Work(batch_size=4, **work)
+    plan = prepare(dp_sgd(secret=True), nn.Linear(2, 2), optimizer=SGD(lr=0.1), work=work)
+    bounds, uses = work.batch_bounds(samples), Counter()
+    done = reached = counted = repeated = 0
+    for number in range(12):
+        counted += passes_of_round(plan, samples, done, reached)
+        steps = work.steps_of_round(done, len(bounds))
+        for _, index in iterate_batches(0, "c", samples, bounds, steps):
+            uses.update(index.tolist())
+        reached = max(reached, steps.stop)
+        repeated += number % 4 == 2
+        done = done if number % 4 == 2 else steps.stop
+        assert max(uses.values()) <= counted
+    again = repeated * (len(steps) // len(bounds) + 2)
+    assert counted <= work.passes(12 - repeated, len(bounds)) + again
+    review = TrialReview(plan=plan, model="", seed=0, rounds=12, sites=2, samples=samples)
+    assert f"after {work.passes(12, len(bounds))} passes over its data" in review.privacy
 
 
 @pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
@@ -102,7 +131,7 @@ def test_what_different_noise_spends_adds_up_as_the_accountant_has_it():
     for noise, epochs in ((1.4, 2), (0.8, 1), (3.0, 5)):
         method, work = dp_sgd(noise_multiplier=noise, secret=True), Work(epochs=epochs)
         plan = prepare(method, nn.Linear(2, 2), optimizer=SGD(lr=0.1), work=work)
-        whole += spent_by_round(plan)
+        whole += compute_spent(plan, passes_of_round(plan, 40, 0, 0))
         for _ in range(epochs):
             accountant.step(noise_multiplier=noise, sample_rate=1.0)
     found = compute_epsilon(whole**-0.5, 1.0, 1, 1e-5)
@@ -127,16 +156,17 @@ def test_a_site_that_is_started_again_goes_on_counting_what_it_sent(served, tmp_
 def test_copies_of_a_sample_at_the_site_spend_as_if_they_were_in_one_batch(tmp_path):
     from opacus.accountants import RDPAccountant
 
-    plan = prepare(dp_sgd(noise_multiplier=4.0, secret=True), nn.Linear(2, 2), optimizer=SGD(lr=0.1))
-    plan = replace(plan, work=Work(batch_size=2, epochs=3))
+    plan = prepare(dp_sgd(noise_multiplier=4.0, secret=True), nn.Linear(2, 2), optimizer=SGD(lr=0.1),
+                   work=Work(batch_size=2, epochs=3))  # fmt: skip
     accountant = RDPAccountant()
     for together in (2, 2, 1) * 3:  # five copies
         accountant.step(noise_multiplier=4.0 / together, sample_rate=1.0)
     worst = accountant.get_epsilon(1e-5, alphas=ORDERS)
-    assert compute_epsilon(spent_by_round(plan, 5) ** -0.5, 1.0, 1, 1e-5) == pytest.approx(worst, rel=1e-12)
-    read(tmp_path, f"sample_epsilon = {worst * 1.001}").check_round(0, plan, copies=5)
+    uses = count_uses(plan, passes_of_round(plan, 10, 0, 0), 5)
+    assert compute_epsilon(compute_spent(plan, uses) ** -0.5, 1.0, 1, 1e-5) == pytest.approx(worst, rel=1e-12)
+    read(tmp_path, f"sample_epsilon = {worst * 1.001}").check_round(0, plan, uses)
     with pytest.raises(RefusedMessage, match="allows epsilon"):
-        read(tmp_path, f"sample_epsilon = {worst * 0.999}").check_round(0, plan, copies=5)
+        read(tmp_path, f"sample_epsilon = {worst * 0.999}").check_round(0, plan, uses)
 
 
 def test_a_delta_that_is_too_large_for_the_samples_is_said():
@@ -149,9 +179,9 @@ def test_a_delta_that_is_too_large_for_the_samples_is_said():
 
 def test_rounds_that_are_asked_for_again_and_again_are_counted(served, tmp_path):
     policy = read(tmp_path, "rounds = 2")
-    policy.check_round(3, None)
+    policy.check_round(3, None, 1)
     with pytest.raises(Exception, match="allows 2 rounds, and it sent 4 uploads"):
-        policy.check_round(4, None)
+        policy.check_round(4, None, 1)
 
 
 @pytest.mark.parametrize(("agreed", "who"), [(True, ALL), (False, OTHERS)])

@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 from fedshift.core.work import Work
+from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbabu import fedbabu
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.fednova import fednova
+from fedshift.methods.fedrep import fedrep
 from fedshift.utils.state import is_equal
 from tests.laws.conftest import METHODS, by_name
 from tests.laws.course import ROUNDS, make_trial
@@ -29,6 +34,20 @@ def test_every_engine_equals_the_loop_over_rounds_in_float64(course, method, oth
         assert distance(expected.tensors, found.tensors) <= 1e-9
         assert expected.facts == found.facts
     assert [row["moment"] for row in found.rows if row["split"] == "test"].count("trained") == 3
+
+
+@pytest.mark.parametrize("method", [fedbn(), fednova(), fedrep(), ditto(epochs=1), fedbabu()], ids=by_name)
+def test_every_engine_equals_the_loop_where_clients_take_equal_steps_over_unequal_passes(method, other_engine):
+    """Five steps of clients with three, two and one batches a pass: rounds begin and end within passes."""
+    states = []
+    for engine in ("sequential", other_engine):
+        running = make_trial(method, engine, work=Work(batch_size=8, steps=5))
+        for number in range(1, 4):
+            running.advance()
+            assert set(running.clients.count_steps().values()) == {5 * number}
+        running.close()
+        states.append(running.to_tensors()[0])
+    assert distance(*states) <= 1e-9
 
 
 def step_in_float32(method, engine):

@@ -43,6 +43,16 @@ def test_a_group_of_all_batches_is_one_epoch(trial, course, engine):
     assert is_equal(course(fedbn(), engine)[3].tensors, groups.to_tensors()[0])
 
 
+def test_steps_of_a_pass_are_one_epoch_and_one_step_is_one_batch(trial, engine):
+    data = unequal({"a": 16, "b": 16, "c": 16})
+    for given, same in (({"steps": 2}, {"epochs": 1}), ({"steps": 1}, {"batches": 1})):
+        one, other = (trial(fedbn(), engine, data=data, work=Work(batch_size=8, **work)) for work in (given, same))
+        for _ in range(2):
+            one.advance()
+            other.advance()
+        assert is_equal(one.to_tensors()[0], other.to_tensors()[0])
+
+
 def test_single_mini_batches_of_equal_clients_are_one_centralized_step_on_the_union(trial, any_engine):
     rng = np.random.default_rng(5)
     arrays = {name: (rng.normal(size=(12, 1, 5, 5)), np.arange(12) % 3) for name in "abcd"}

@@ -60,6 +60,7 @@ def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, cours
         {"optimizer": SGD(lr=0.05, momentum=0.9, nesterov=True, keep=True)},
         {"optimizer": AdamW(lr=0.01, keep=True, schedule=Cosine(rounds=4))},
         {"work": Work(batch_size=4, batches=3)},
+        {"work": Work(batch_size=4, steps=3)},
         {"work": Work(batch_size=None, epochs=2)},
         {"participation": 2},
         {
@@ -69,7 +70,17 @@ def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, cours
         {"augment": parse_augmentation("color_jitter(), scale(), shear()"), "data": pixels(), "participation": 2},
         {"loss": parse_loss("focal(weights='balanced')")},
     ],
-    ids=["momentum kept", "adamw kept", "batch groups", "full batch", "sampled clients", "moved", "colored", "focal"],
+    ids=[
+        "momentum kept",
+        "adamw kept",
+        "batch groups",
+        "steps",
+        "full batch",
+        "sampled clients",
+        "moved",
+        "colored",
+        "focal",
+    ],
 )
 def test_resumed_equals_uninterrupted_whatever_the_settings(trial, changes, tmp_path):
     whole, broken = trial(fedbn(), **changes), trial(fedbn(), **changes)

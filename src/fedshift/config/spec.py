@@ -140,10 +140,15 @@ class SharedSpec(TrialSpec):
     """Settings written in the same way on the command line, in TOML and in Python."""
 
     epochs: Annotated[Positive | None, Parameter(group=TRAINING)] = None
-    """Passes of each client over its data in a round; 1 unless batches are given."""
+    """Passes of each client over its data in a round; 1 unless batches or steps are given."""
 
     batches: Annotated[Positive | None, Parameter(group=TRAINING)] = None
-    """Batches of each client in a round, in place of epochs."""
+    """Batches of each client in a round, in place of epochs. A round ends with the pass over the client's data
+    (FedMMB's algorithm), so a client with fewer batches than this takes fewer; steps goes on into the next pass."""
+
+    steps: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Local steps of each client in a round, in place of epochs: the same number for clients of all sizes, over as many
+    passes as they need. The next round continues where the last one ended."""
 
     lr: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.01
     """Learning rate of the local optimizer."""

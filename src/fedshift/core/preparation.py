@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ from .optimizer import Optimizer
 from .plan import Loss, Plan, Precision, compute_features, compute_outputs, forward, to_inputs, to_memory_format
 from .selection import entries, norm_statistics
 from .work import Work
-
-Settings = TypeVar("Settings", Work, Optimizer)
 
 
 def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
@@ -85,6 +83,7 @@ def prepare(
     """
     if optimizer is None:
         raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
+    _refuse_unknown_settings(optimizer, method.optimizer, method)
     _refuse_unsupported(model)
     template = use_fast_convolutions(use_fast_linear(key_dropouts(apply_surgery(method, model))))
     found = entries(template)
@@ -110,8 +109,8 @@ def prepare(
     plan = Plan(
         method=replace(method, rules=rules), module=template, entries=found, initial=initial, loaded=loaded, sent=sent,
         trained=trained, extra_params=(), extra_rest=(), freeze_from=float("inf"),
-        work=_resolve_work(method, work or Work(epochs=1), clients),
-        optimizer=_override_settings(optimizer, method.optimizer, method),
+        work=resolve_work(method, work or Work(epochs=1), clients),
+        optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=1, precision=precision, seed=seed,
     )  # fmt: skip
     plan = add_extra_entries(plan)
@@ -133,14 +132,16 @@ def prepare(
     return plan
 
 
-def _resolve_work(method: Method, work: Work, clients: int) -> Work:
-    work = _override_settings(work, method.work, method)
+def resolve_work(method: Method, work: Work, clients: int) -> Work:
+    """Return the local work of ``method`` where the experiment's is ``work`` and ``clients`` train."""
+    _refuse_unknown_settings(work, method.work, method)
+    work = work.change(method.work)
     if method.pooled == "scaled" and work.batch_size is not None:
         return replace(work, batch_size=work.batch_size * clients)
     return work
 
 
-def _override_settings(settings: Settings, changes: Mapping[str, Any], method: Method) -> Settings:
+def _refuse_unknown_settings(settings: Work | Optimizer, changes: Mapping[str, Any], method: Method) -> None:
     known = {each.name for each in fields(settings)}
     for name in changes:
         if name not in known:
@@ -148,7 +149,6 @@ def _override_settings(settings: Settings, changes: Mapping[str, Any], method: M
                 f"method {method.name!r} sets {name}, which {type(settings).__name__} has not: it has "
                 f"{', '.join(sorted(known))}"
             )
-    return replace(settings, **changes)
 
 
 def add_extra_entries(plan: Plan) -> Plan:

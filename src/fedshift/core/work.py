@@ -4,15 +4,18 @@ The order of samples is a function of the client's step count alone: pass ``p`` 
 ``(seed, "order", client, p)``, and step ``s`` is batch ``s mod T`` of pass ``s div T``, T batches a pass; where T is 1,
 the samples stay in the order in which they are stored. A resumed run therefore needs no cursor. A group of C batches a
 round follows FedMMB's Algorithm 1 (Nasirigerdeh et al., arXiv:2011.07006): batches are taken in turn through a pass and
-the last group of a pass may be smaller.
+the last group of a pass may be smaller. A round of n steps takes n, over as many passes as that needs, and the next
+round continues where it ended: local work in FLamby (du Terrail et al. 2022, arXiv:2210.04620, section 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from math import ceil
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,24 +28,40 @@ from ..utils.random_streams import stream
 Bounds = tuple[tuple[int, int], ...]
 
 
+AMOUNTS = ("epochs", "batches", "steps")
+"""Units of the amount of local work."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Local work of one round: ``epochs`` passes over the client's data or ``batches`` batches, exactly one of them.
+    """Local work of one round: passes over the client's data, batches within a pass, or steps; exactly one of them.
 
-    A batch holds ``batch_size`` samples; None means all of the client's.
+    Args:
+        batch_size: Samples in a batch; None: all of the client's.
+        epochs: Passes over the client's data.
+        batches: Batches, at most as many as are left of the pass: a round ends with the pass (FedMMB's Algorithm 1).
+        steps: Local steps, over as many passes as they need; the next round continues where this one ended.
+
     """
 
     batch_size: int | None = 32
     epochs: int | None = None
     batches: int | None = None
+    steps: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.epochs is None) == (self.batches is None):
-            raise UsageError(f"epochs={self.epochs} and batches={self.batches}: give exactly one of the two")
-        for name in ("batch_size", "epochs", "batches"):
-            value = getattr(self, name)
+        given = {name: getattr(self, name) for name in AMOUNTS if getattr(self, name) is not None}
+        if len(given) != 1:
+            found = " and ".join(f"{name}={value}" for name, value in given.items()) or "none of them"
+            raise UsageError(f"{found}: give exactly one of {', '.join(AMOUNTS)}")
+        for name, value in {"batch_size": self.batch_size, **given}.items():
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
+
+    def change(self, changes: Mapping[str, Any]) -> Self:
+        """Return the work with fields replaced by ``changes``, in which an amount takes the place of another."""
+        given = any(changes.get(name) is not None for name in AMOUNTS)
+        return replace(self, **{**(dict.fromkeys(AMOUNTS) if given else {}), **changes})
 
     def batch_bounds(self, samples: int, smallest: int = 1) -> Bounds:
         """Return the first and last bound of each batch of one pass in the permuted samples.
@@ -56,6 +75,8 @@ class Work:
         """Return the steps of the next round of a client that has done ``done`` steps, ``per_pass`` batches a pass."""
         if self.epochs is not None:
             return range(done, done + self.epochs * per_pass)
+        if self.steps is not None:
+            return range(done, done + self.steps)
         assert self.batches is not None
         return range(done, min(done + self.batches, (done // per_pass + 1) * per_pass))
 
@@ -64,17 +85,50 @@ class Work:
 
         ``smallest``: as of :meth:`batch_bounds`.
         """
-        return self.batches == 1 or (
+        return self.always_one_step or (
             self.epochs == 1 and all(len(self.batch_bounds(size, smallest)) == 1 for size in sizes)
         )
+
+    @property
+    def always_one_step(self) -> bool:
+        """Return whether a round is one step, whatever the number of samples."""
+        return 1 in (self.batches, self.steps)
 
     def rounds(self, done: int, per_pass: int) -> int:
         """Return the number of rounds after which a client has done ``done`` steps, ``per_pass`` batches a pass."""
         if self.epochs is not None:
             return done // (self.epochs * per_pass)
+        if self.steps is not None:
+            return done // self.steps
         assert self.batches is not None
         passes, rest = divmod(done, per_pass)
         return passes * -(-per_pass // self.batches) + -(-rest // self.batches)
+
+    def passes(self, rounds: int, per_pass: int) -> int:
+        """Return the number of passes that a client begins in its first ``rounds`` rounds, ``per_pass`` batches each.
+
+        Each sample is in one batch of a pass, so that it is in at most as many steps.
+        """
+        if self.epochs is not None:
+            return rounds * self.epochs
+        if self.steps is not None:
+            return ceil(rounds * self.steps / per_pass)
+        assert self.batches is not None
+        return ceil(rounds / ceil(per_pass / self.batches))
+
+    def average_round(self, samples: int, smallest: int = 1) -> tuple[float, float]:
+        """Return the steps of a round of a client with ``samples``, and the samples in these, averaged over rounds.
+
+        ``smallest``: as of :meth:`batch_bounds`.
+        """
+        per_pass = len(self.batch_bounds(samples, smallest))
+        if self.epochs is not None:
+            return self.epochs * per_pass, self.epochs * samples
+        if self.steps is not None:
+            return self.steps, self.steps * samples / per_pass
+        assert self.batches is not None
+        rounds = ceil(per_pass / self.batches)
+        return per_pass / rounds, samples / rounds
 
 
 @lru_cache(maxsize=1024)

@@ -394,9 +394,7 @@ def measure_cost(experiment: Experiment, method: Method) -> Cost:
             trial.plan, trial.train, clients=clients, rounds=1, workers=settings.workers, augment=settings.augment
         )
         work, sizes = trial.plan.work, [len(split) for split in trial.train.values()]
-        samples = sum(
-            work.epochs * size if work.epochs else (work.batches or 1) * (work.batch_size or size) for size in sizes
-        )
+        samples = sum(work.average_round(size, trial.plan.smallest_batch)[1] for size in sizes)
     measured = sum(len(part) for c in experiment.data.clients for name, part in c.splits.items() if name != "train")
     forward = seconds * len(sizes) / clients / samples / 3  # a step costs three forward passes
     return Cost(round=seconds, evaluation=forward * measured)

@@ -103,7 +103,7 @@ def find_capabilities(method: Method) -> Capabilities:
     ]
     if plan.optimizer.keep:
         memories.append("momentum")
-    if plan.work.batches:
+    if plan.work.epochs is None:
         memories.append("its place in the pass")
     kept = [text for text in (_describe_entries(plan, plan.personal), *memories) if text != "nothing"]
     unsent = _describe_entries(plan, frozenset(plan.initial) - plan.sent)

@@ -75,9 +75,12 @@ def describe_optimizer(optimizer: Optimizer) -> str:
 def describe_work(work: Work) -> str:
     """Return the local work of a client between two exchanges."""
     samples = f"{work.batch_size} samples" if work.batch_size else "all samples"
-    if work.epochs is None:
-        return f"{_count(work.batches or 0, 'batch', 'batches')} of {samples}"
-    return f"{_count(work.epochs, 'epoch')}, batches of {samples}"
+    if work.epochs is not None:
+        return f"{_count(work.epochs, 'epoch')}, batches of {samples}"
+    if work.steps is not None:
+        return f"{_count(work.steps, 'step')}, batches of {samples}"
+    count = _count(work.batches or 0, "batch", "batches")
+    return f"{count} of {samples}" if work.batches == 1 else f"up to {count} of {samples}, ending with the pass"
 
 
 def describe_rounds(settings: Settings) -> str:

@@ -303,6 +303,14 @@ class Experiment:
                 f"{who}: the last batch would hold one sample, over which batch normalization has no variance; it "
                 "joins the batch before it"
             )
+        asked = trial.plan.work.batches or 0
+        short = {name: count for name, count in trial.count_batches().items() if count < asked}
+        if short:
+            yield (
+                f"{trial.plan.method.name}: a pass has fewer than batches={asked} at {_list_batches(short)}, where a "
+                "round ends with the pass and takes fewer steps. --steps takes the same number at each client, over as "
+                "many passes as that needs"
+            )
         if trial.plan.personalizes and self.settings.unseen == "skip" and self._has_unmeasured:
             yield (
                 f"{trial.plan.method.name} keeps models on its clients, and not all take part in every round: one that "
@@ -411,6 +419,12 @@ class Experiment:
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }
         write_summary(directory, facts, {} if self.make_engine else self._sample_images(), sessions)
+
+
+def _list_batches(batches: Mapping[str, int]) -> str:
+    """Return the clients in ``batches`` with their numbers of batches, all clients only if there are few."""
+    named = [f"{name!r} ({count})" for name, count in list(batches.items())[:MAX_NAMED]]
+    return ", ".join(named) + (f" and {len(batches) - MAX_NAMED} more clients" if len(batches) > MAX_NAMED else "")
 
 
 def _last_evaluation(folder: Path) -> list[Row]:

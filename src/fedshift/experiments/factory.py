@@ -14,7 +14,7 @@ from ..config.spec import CompareSpec, RunSpec, SharedSpec, Spec, TrialSpec
 from ..core.loss import Loss, parse_loss
 from ..core.method import Method
 from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay
-from ..core.work import Work
+from ..core.work import AMOUNTS, Work
 from ..data.augmentation import Augmentation, parse_augmentation
 from ..data.federation import encode_targets
 from ..data.files.read_options import Progress
@@ -192,11 +192,13 @@ def resolve_settings(
 
     """
     shared = {field.name: getattr(spec, field.name) for field in fields(TrialSpec)} | changes
-    epochs = 1 if spec.epochs is None and spec.batches is None else spec.epochs
+    amounts = {name: getattr(spec, name) for name in AMOUNTS}
+    if all(value is None for value in amounts.values()):
+        amounts["epochs"] = 1
     moments = [name.strip() for name in moments.split(",")] if isinstance(moments, str) else moments
     return Settings(
         **shared,
-        work=Work(batch_size=batch_size, epochs=epochs, batches=spec.batches),
+        work=Work(batch_size=batch_size, **amounts),
         optimizer=optimizer,
         loss=None if loss == "auto" else parse_loss(loss) if isinstance(loss, str) else loss,
         weights=as_initial_weights(weights, skip_classifier=skip_classifier),

@@ -212,11 +212,15 @@ class Trial:
             name for name, size in sizes.items() if work.batch_bounds(size, smallest) != work.batch_bounds(size)
         )
 
+    def count_batches(self) -> dict[str, int]:
+        """Return the number of batches in a pass over each client's data."""
+        work, smallest = self.plan.work, self.plan.smallest_batch
+        return {name: len(work.batch_bounds(size, smallest)) for name, size in self._sizes.items()}
+
     def count_passes(self) -> dict[str, int]:
         """Return the passes over its data that each client has begun; in a pass, each sample is in one batch."""
-        work, smallest = self.plan.work, self.plan.smallest_batch
-        steps = self.clients.count_steps()
-        return {name: -(-steps[name] // len(work.batch_bounds(self._sizes[name], smallest))) for name in steps}
+        steps, batches = self.clients.count_steps(), self.count_batches()
+        return {name: -(-count // batches[name]) for name, count in steps.items()}
 
     def count_uses(self) -> SampleUses:
         """Return how often the steps so far used the samples of all clients, each copy of a sample included."""

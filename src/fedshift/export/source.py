@@ -14,10 +14,10 @@ from ..config.expressions import list_catalog
 from ..core.method import Method
 from ..core.optimizer import Optimizer, Schedule
 from ..core.plan import Plan
-from ..core.work import Work
 from ..data.datasets._card import get_card
 from ..data.federation import Federation
 from ..data.nuclei import nuclei
+from ..experiments.description import describe_work
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import AT_SITE, restore_trial, select_trials
 from ..experiments.settings import Settings
@@ -164,7 +164,7 @@ def describe_settings(plan: Plan, settings: Settings, normalization: Any) -> dic
     share = settings.participation
     images = plan.initial and normalization.features is None
     return {
-        "local work": _format_work(plan.work),
+        "local work in a round": describe_work(plan.work),
         "optimizer": _format_optimizer(plan.optimizer),
         "loss": str(settings.loss),
         "augmentation": str(settings.augment or "none"),
@@ -238,14 +238,6 @@ def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> 
             client=client or "mean of the clients", seeds=len(values), mean=mean, std=std, low=interval.low,
             high=interval.high,
         )  # fmt: skip
-
-
-def _format_work(work: Work) -> str:
-    """Return the local work of a round in words."""
-    count, unit = (work.epochs, "epoch") if work.epochs else (work.batches, "batch")
-    plural = ("s" if unit == "epoch" else "es") * (count != 1)
-    size = f"batches of {work.batch_size} samples" if work.batch_size else "all of a client's samples in a batch"
-    return f"{count} {unit}{plural} a round, {size}"
 
 
 def _format_optimizer(optimizer: Optimizer) -> str:

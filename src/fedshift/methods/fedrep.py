@@ -53,7 +53,7 @@ def fedrep(
     """Keep the last ``layers`` layers of ``base`` (or a pattern) local; ``head : body`` divides the steps of a round.
 
     ``head_epochs`` and ``body_epochs``: a round is that many passes for the head and then for the body, instead of the
-    experiment's epochs or batches.
+    experiment's epochs, batches or steps.
     """
     if head < 1 or body < 1:
         raise UsageError(f"head={head} and body={body}: give 1 or more for each")
@@ -65,5 +65,5 @@ def fedrep(
                 f"head_epochs={head_epochs} and body_epochs={body_epochs}: give 1 or more for each, or neither"
             )
         head, body = head_epochs, body_epochs
-        base = base.with_work(epochs=head + body, batches=None)
+        base = base.with_work(epochs=head + body)
     return base.keep_on_client(parse_selection(layers)).with_rule(HeadThenBody(head / (head + body), layers))

@@ -138,10 +138,10 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
     settings["method"] = _fill_template(recipe.get("methods", {}).get(method, method), {**coordinates, "clip": clip})
     if "agc" in coordinates and method != "fedwon":
         settings["agc"] = clip
-    if "batches" in settings:
+    if settings.keys() & {"batches", "steps"}:
         settings.pop("epochs", None)
         if method == "fedmmb":
-            settings.pop("batches")
+            settings.pop("batches", None)
     if settings.get("epochs") == 1:  # the default, so that both have the same run
         settings.pop("epochs")
     rounds = max(1, math.floor(settings["rounds"] * options.scale + 0.5))

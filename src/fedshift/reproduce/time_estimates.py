@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, lru_cache
-from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Timer
@@ -28,6 +27,7 @@ from ..core.aggregation import average_uploads
 from ..core.kernel import client_final, client_init, client_step_, init_client, init_server
 from ..core.method import Method
 from ..core.plan import Plan, forward
+from ..core.preparation import resolve_work
 from ..core.selection import Scope
 from ..core.server_round import StreamingAggregator
 from ..core.work import Work
@@ -199,8 +199,8 @@ class TimeEstimates:
             members = {"pooled": sum(members.values())}
         if min(members.values()) < FEW:
             check_sizes(_make_plan(spec, method, settings, sizes), members)
-        work = _resolve_work(method, settings.work, len(sizes.train) - len(settings.newcomers))
-        passed = [_count_steps(work, size) for size in members.values()]
+        work = resolve_work(method, settings.work, len(sizes.train) - len(settings.newcomers))
+        passed = [work.average_round(size) for size in members.values()]
         count, samples = (sum(found) / len(members) for found in zip(*passed, strict=True))
         taking_part = len(settings.draw_participants(spec.first_seed, 1, tuple(members)))
         plain = not method.rules and method.aggregate is average_uploads and method.scope == Scope()
@@ -292,22 +292,6 @@ def _measure_sizes(data: Federation) -> dict[str, Any]:
         "pixels": split.dtype == torch.uint8,
         "labels": count_labels(data).tolist(),
     }
-
-
-def _resolve_work(method: Method, work: Work, clients: int) -> Work:
-    """Return ``work`` with the changes that ``method`` makes to it."""
-    work = replace(work, **method.work)
-    scaled = method.pooled == "scaled" and work.batch_size is not None
-    return replace(work, batch_size=(work.batch_size or 0) * clients) if scaled else work
-
-
-def _count_steps(work: Work, samples: int) -> tuple[float, float]:
-    """Return the average steps and samples per round, over a pass of a client with ``samples`` samples."""
-    per_pass = len(work.batch_bounds(samples))
-    if work.epochs is not None:
-        return work.epochs * per_pass, work.epochs * samples
-    rounds = ceil(per_pass / (work.batches or 1))
-    return per_pass / rounds, samples / rounds
 
 
 class TimeBudget:

@@ -64,6 +64,16 @@ class TrialReview:
     copies: int = 1
 
     @property
+    def passes(self) -> int:
+        """Passes over the site's samples in all rounds."""
+        return self.plan.work.passes(self.rounds, batches_of_pass(self.plan, self.samples))
+
+    @property
+    def uses(self) -> int:
+        """Those of all rounds (:func:`count_uses`)."""
+        return count_uses(self.plan, self.passes, self.copies)
+
+    @property
     def leaving(self) -> tuple[str, ...]:
         """The entries that leave the site each round."""
         return tuple(name for name in self.plan.initial if name in self.plan.sent and not self.validates)
@@ -78,9 +88,9 @@ class TrialReview:
             said.append(describe_guarantee(mechanism, 1.0, self.rounds))
         if mechanism := find_mechanism(self.plan.method.rules):
             used = SampleUses(
-                passes={"this site": self.rounds * passes_of_round(self.plan)},
+                passes={"this site": self.passes},
                 copies=self.copies,
-                squares=self.rounds * uses_of_round(self.plan, self.copies),
+                squares=self.uses,
                 assumes="no other site holds samples of this one",
             )
             said.append(describe_sample_guarantee(mechanism, used))
@@ -108,23 +118,39 @@ class TrialReview:
         )
 
 
-def passes_of_round(plan: Plan) -> int:
-    """Return the maximum number of passes over a site's samples that a round starts.
+def batches_of_pass(plan: Plan, samples: int) -> int:
+    """Return the number of batches in a pass over ``samples``; 1, with which passes are the most, where there are 0."""
+    return len(plan.work.batch_bounds(samples, plan.smallest_batch)) if samples else 1
 
-    A group of batches ends at the end of its pass.
+
+def passes_of_round(plan: Plan, samples: int, done: int, reached: int) -> int:
+    """Return how often a round's upload uses each of a site's ``samples`` at most, beyond what is counted already.
+
+    A pass uses each sample once and counts in the round that begins it, so that rounds that continue it add nothing,
+    unless their steps are taken again, with new noise.
+
+    Args:
+        plan: the trial's plan.
+        samples: number of the site's training samples.
+        done: local steps before the round.
+        reached: local steps that are in the uploads counted so far.
+
     """
-    return plan.work.epochs or 1
+    per_pass = batches_of_pass(plan, samples)
+    before = math.ceil(done / per_pass) if done == reached else done // per_pass
+    return math.ceil(plan.work.steps_of_round(done, per_pass).stop / per_pass) - before
 
 
-def uses_of_round(plan: Plan, copies: int) -> int:
-    """Return how many passes over samples that differ spend at least what a round spends on one with ``copies``."""
-    return passes_of_round(plan) * bound_squares(max(1, copies), plan.work.batch_size)
-
-
-def spent_by_round(plan: Plan, copies: int = 1) -> float:
-    """Return the privacy that a round spends per sample, in units that add up over rounds and experiments.
+def count_uses(plan: Plan, passes: int, copies: int) -> int:
+    """Return how many passes over samples that differ spend at least what ``passes`` spend on one with ``copies``.
 
     ``copies``: how often the most frequent sample occurs at the site.
+    """
+    return passes * bound_squares(max(1, copies), plan.work.batch_size)
+
+
+def compute_spent(plan: Plan, uses: int) -> float:
+    """Return the privacy that ``uses`` (:func:`count_uses`) spend per sample; it adds up over rounds and experiments.
 
     A pass with noise multiplier z is a Gaussian mechanism and spends 1 / z^2: its Renyi divergence of order a is
     a / (2 z^2) (Mironov 2017, arXiv:1702.07476, Corollary 3), and divergences add up under composition (Proposition 1).
@@ -133,7 +159,7 @@ def spent_by_round(plan: Plan, copies: int = 1) -> float:
     mechanism = find_mechanism(plan.method.rules)
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
         return 0.0
-    return uses_of_round(plan, copies) / mechanism.noise_multiplier**2
+    return uses / mechanism.noise_multiplier**2
 
 
 class PastUploads:
@@ -149,19 +175,27 @@ class PastUploads:
         if path.exists():
             fix = "remove it, if no limit of a policy depends on what this site sent before"
             self._trials = read_checked(path, fix)["trials"]
+            if any("steps" not in each for each in self._trials.values()):
+                raise UsageError(f"{path} is of an older version of fedshift, without numbers of steps: {fix}")
 
     def count(self, trial: str) -> int:
         """Return the number of uploads of ``trial``."""
         return int(self._trials.get(trial, {}).get("uploads", 0))
 
+    def reached(self, trial: str) -> int:
+        """Return the local steps up to which there are uploads of ``trial``."""
+        return int(self._trials.get(trial, {}).get("steps", 0))
+
     def sum_spent(self, *, without: str | None = None) -> float:
-        """Return the privacy spent by all uploads (:func:`spent_by_round`) except those of trial ``without``."""
+        """Return the privacy spent by all uploads (:func:`compute_spent`) except those of trial ``without``."""
         return math.fsum(each["spent"] for name, each in self._trials.items() if name != without)
 
-    def add(self, trial: str, spent: float) -> None:
-        """Count an upload of ``trial`` that is about to be sent, and the privacy that it spends."""
-        before = self._trials.get(trial, {"uploads": 0, "spent": 0.0})
-        self._trials[trial] = {"uploads": before["uploads"] + 1, "spent": before["spent"] + spent}
+    def add(self, trial: str, spent: float, steps: int) -> None:
+        """Count an upload of ``trial`` after ``steps`` steps, before it is sent, and the privacy that it spends."""
+        before = self._trials.get(trial, {"uploads": 0, "spent": 0.0, "steps": 0})
+        self._trials[trial] = {
+            "uploads": before["uploads"] + 1, "spent": before["spent"] + spent, "steps": max(before["steps"], steps),
+        }  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_checked(self.path, {"trials": self._trials})
 
@@ -209,7 +243,7 @@ class SitePolicy(BaseModel):
     def check(self, review: TrialReview, spent: float = 0.0) -> None:
         """Raise :class:`RefusedMessage` naming the first limit that ``review`` exceeds.
 
-        ``spent``: privacy spent by uploads of other methods, seeds and experiments (:func:`spent_by_round`).
+        ``spent``: privacy spent by uploads of other methods, seeds and experiments (:func:`compute_spent`).
         """
         for part in re.split(r"\+(?![^(]*\))", review.plan.method.name):
             if self.methods is not None and not _matches(part.partition("(")[0], self.methods):
@@ -232,24 +266,24 @@ class SitePolicy(BaseModel):
         if self.epsilon is not None:
             mechanism = find_mechanism((review.plan.method.aggregate,))
             _check_epsilon("epsilon", "dp", self.epsilon, mechanism, review.rounds, f"{review.rounds} rounds")
-        self._check_samples(review.plan, review.copies, review.rounds, spent, f"{review.rounds} rounds")
+        self._check_samples(review.plan, review.uses, spent, f"{review.rounds} rounds")
 
-    def check_round(self, uploads: int, plan: Plan, spent: float = 0.0, copies: int = 1) -> None:
+    def check_round(self, uploads: int, plan: Plan, uses: int, spent: float = 0.0) -> None:
         """Raise :class:`RefusedMessage` if a trial with ``uploads`` may send no more, whatever its settings say.
 
         A repeated round, for example after a lost answer, is one more upload, so twice as many uploads as rounds are
-        allowed. ``spent``: privacy spent by all uploads of this site so far. ``copies``: as of
-        :func:`spent_by_round`.
+        allowed. ``uses``: those of the coming round's passes (:func:`passes_of_round`, :func:`count_uses`). ``spent``:
+        privacy spent by all uploads of this site so far.
         """
         if self.rounds is not None and uploads >= 2 * self.rounds:
             raise RefusedMessage(
                 f"this site's policy allows {self.rounds} rounds, and it sent {uploads} uploads (rounds)"
             )
-        self._check_samples(plan, copies, 1, spent, "one more round")
+        self._check_samples(plan, uses, spent, "one more round")
 
-    def _check_samples(self, plan: Plan, copies: int, rounds: int, spent: float, told: str) -> None:
+    def _check_samples(self, plan: Plan, uses: int, spent: float, told: str) -> None:
         if self.sample_epsilon is not None:
-            mechanism, uses = find_mechanism(plan.method.rules), rounds * uses_of_round(plan, copies)
+            mechanism = find_mechanism(plan.method.rules)
             told += " and what this site sent before" if spent else ""
             _check_epsilon("sample_epsilon", "dp_sgd", self.sample_epsilon, mechanism, uses, told, spent)
 
@@ -259,7 +293,7 @@ def _check_epsilon(
 ) -> None:
     """Raise :class:`RefusedMessage` unless ``uses`` of ``mechanism`` spend at most epsilon ``most``.
 
-    ``told``: these uses, in words. ``before``: privacy spent by others (:func:`spent_by_round`).
+    ``told``: these uses, in words. ``before``: privacy spent by others (:func:`compute_spent`).
     """
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
         raise RefusedMessage(

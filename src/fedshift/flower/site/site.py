@@ -56,7 +56,7 @@ from ..transport.arrays import RefusedMessage, check_state, from_record, to_reco
 from ..transport.exchange import Exchange
 from .ledger import TRAINS, VALIDATES, Ledger
 from .local_data import DataRefused, drop_training, holds_test_alone, load_local, relabel
-from .review import Confirmation, PastUploads, SitePolicy, TrialReview, spent_by_round
+from .review import Confirmation, PastUploads, SitePolicy, TrialReview, compute_spent, count_uses, passes_of_round
 from .site_model import collect_site_model
 
 Say = Callable[[str], None]
@@ -293,9 +293,12 @@ class Site:
         trial = self._trial(asked.facts["trial"])
         server, base = self._broadcast(trial.plan, trial.plan.loaded, asked)
         round = server.round + 1
-        self.policy.check_round(self.past.count(trial.name), trial.plan, self.past.sum_spent(), trial.copies)
+        client, reached = trial.kept.load_after(base), self.past.reached(trial.name)
+        passes = passes_of_round(trial.plan, len(trial.engine.data[trial.kept.name]), client.steps, reached)
+        uses = count_uses(trial.plan, passes, trial.copies)
+        self.policy.check_round(self.past.count(trial.name), trial.plan, uses, self.past.sum_spent())
         with keep_freed_memory():
-            trained = trial.engine.train_client(server, trial.kept.name, trial.kept.load_after(base))
+            trained = trial.engine.train_client(server, trial.kept.name, client)
         trial.kept.save(trained.client, base, round)
         update = trained.update
         loss = trained.loss_sum / update.weight
@@ -313,7 +316,7 @@ class Site:
             "shared": to_record(update.shared),
             "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
         }
-        self.past.add(trial.name, spent_by_round(trial.plan, trial.copies))
+        self.past.add(trial.name, compute_spent(trial.plan, uses), trained.client.steps)
         return Exchange(kind="trained", facts=facts, arrays=arrays)
 
     def _evaluate(self, asked: Exchange) -> Exchange:
