@@ -4,23 +4,42 @@ Tutorials are followed from beginning to end in ``test_tutorials.py``.
 """
 
 import importlib.util
+import inspect
 import re
 import shlex
 import sys
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 import fedshift
+from fedshift.analysis import statistics
+from fedshift.cli import deployment
 from fedshift.config.expressions import list_catalog
+from fedshift.config.spec import CompareSpec
 from fedshift.data.augmentation import CATALOG
 from fedshift.data.digits import digits
+from fedshift.data.files import image_store, volume_decoding, volumes
 from fedshift.data.sources import SPLITS
+from fedshift.diagnosis import shift_tests
+from fedshift.engines import auto, cost_model, deferral, stacked
+from fedshift.evaluation.policies import POLICIES
+from fedshift.experiments import client_store, jobs
 from fedshift.experiments.factory import parse_methods
+from fedshift.flower.compat.strategy import MethodStrategy
+from fedshift.flower.server import history
+from fedshift.flower.site import join
+from fedshift.flower.transport import pki, programs
+from fedshift.nn import deferred, linear
+from fedshift.report import tables as report_tables
+from fedshift.tasks.task import BATCH
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+WORDS = {3: "three", 5: "five", 10: "ten", 28: "Twenty-eight"}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -192,3 +211,63 @@ def test_every_page_of_the_site_exists_and_every_page_is_on_it():
 def test_the_readme_has_at_most_six_links_to_documentation():
     reading = (ROOT / "README.md").read_text().split("## Documentation")[1].split("\n\n")[1]
     assert 1 <= len(re.findall(r"^- \[", reading, re.MULTILINE)) <= 6
+
+
+def list_stated_numbers():
+    """Sentences of pages around the numbers of the code: ``(page, sentence)``."""
+    defaults = {field.name: field.default for field in fields(CompareSpec)}
+    served = {name: each.default for name, each in inspect.signature(deployment.serve).parameters.items()}
+    strategy = {name: each.default for name, each in inspect.signature(MethodStrategy).parameters.items()}
+    low, high = volume_decoding.PERCENTILES
+    return [
+        ("README.md", f"[{len(list_catalog('methods'))} methods]"),
+        ("README.md", f"[{WORDS[len(list_catalog('data.datasets'))]} data sets]"),
+        ("README.md", f"with {WORDS[len(POLICIES) - 1]} policies"),  # all but skip
+        (
+            "README.md",
+            f"Python {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['requires-python'][2:]} or",
+        ),
+        ("docs/data.md", f"(`--test-fraction`, {defaults['test_fraction']})"),
+        ("docs/data.md", f"The cache is limited to {image_store.LIMIT:g} GB"),
+        ("docs/data.md", f"(the {volumes.KEPT / 2**20:.0f} MB used most recently are cached)"),
+        ("docs/data.md", f"its {low}th and {high}th percentiles become -1 and 1"),
+        ("docs/data.md", f"more than {volume_decoding.MOST_BYTES / 1e9:.1f} GB"),
+        ("docs/data.md", f"(Holm), is at most {shift_tests.LEVEL:g} and"),
+        ("docs/data.md", f"batches of {BATCH}"),
+        ("docs/deployment.md", f"inbound port (TCP {served['port']})"),
+        ("docs/deployment.md", f"`--round-timeout` seconds ({served['round_timeout']:g})"),
+        ("docs/deployment.md", f"tries again, at most {join.LONGEST:g} seconds later"),
+        ("docs/deployment.md", f"It keeps the checkpoints of the last {WORDS[history.KEPT]} rounds"),
+        ("docs/deployment.md", f"more than {WORDS[round(served['update_bound'])]} times as long as the median"),
+        ("docs/deployment.md", f"({' or '.join(programs.VERSIONS)})"),
+        ("docs/flower.md", f"({' or '.join(programs.VERSIONS)})"),
+        ("docs/flower.md", f"The strategy waits `wait` seconds ({strategy['wait']:g})"),
+        ("docs/guide.md", f"At least {WORDS[statistics.FEWEST]} seeds"),
+        ("docs/guide.md", f"With more than {report_tables.ONE_BY_ONE} clients"),
+        ("docs/performance.md", f"Reports** of more than {report_tables.ONE_BY_ONE} clients"),
+        (
+            "docs/performance.md",
+            f"chunks of {stacked.CACHE / 2**20:g} MiB of parameters and {stacked.ACTIVATIONS / 2**20:g} MiB",
+        ),
+        ("docs/performance.md", f"keeps up to {stacked.GATHERED / 2**20:g} MiB of them"),
+        ("docs/performance.md", f"batches of up to {deferred.FEW} samples"),
+        ("docs/performance.md", f"Linear layers (float32, from {linear.LEAST:,} weights)"),
+        ("docs/performance.md", f"at least {cost_model.FASTER} times as fast"),
+        ("docs/performance.md", f"in {cost_model.SPAN} s for each layer shape"),
+        (
+            "docs/performance.md",
+            f"(from {deferral.LEAST:,} weights) are kept as factors of a product for {deferred.ROWS} samples",
+        ),
+        ("docs/performance.md", f"For less than {auto.LITTLE / 1e9:g} GFLOP in total"),
+        ("docs/performance.md", f"the median of {WORDS[auto.TURNS]} turns"),
+        ("docs/performance.md", f"for at least {auto.SHORT} s"),
+        ("docs/performance.md", f"rounds of up to {auto.MANY} clients"),
+        ("docs/performance.md", f"less than about {WORDS[round(jobs.WORTH)]} seconds of work"),
+        ("docs/performance.md", f"in memory up to {client_store.MEMORY / 2**20:g} MiB of values"),
+        ("docs/security.md", f"Certificates expire after `--days` ({pki.DAYS})"),
+    ]
+
+
+@pytest.mark.parametrize(("page", "sentence"), list_stated_numbers())
+def test_pages_state_the_numbers_of_the_code(page, sentence):
+    assert sentence in " ".join((ROOT / page).read_text().split())
