@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import fedshift
 from fedshift.config.spec import DataSpec, RunSpec
@@ -189,3 +190,56 @@ def test_npz_files_take_any_task_and_data_by_name_one_of_their_kind(tmp_path):
         load_source("digits", DataSpec(task="multilabel"))
     assert load_source("nuclei", DataSpec(task="segmentation(surface=True)")).task == Segmentation(surface=True)
     assert as_task("classification") == CLASSIFICATION
+
+
+ABSURD = (2_000_000_000, 2**62, np.uint64(2**63 + 5), 1e300, -(2**62), float("nan"), float("inf"), 0.5)
+
+
+@pytest.mark.parametrize("label", ABSURD)
+def test_a_label_that_is_no_class_is_refused_with_sample_and_file(label, tmp_path):
+    y = np.arange(len(X), dtype=type(label) if isinstance(label, np.generic) else np.dtype(type(label))) % 2
+    y[3] = label
+    np.savez(tmp_path / "ann.npz", x_train=X, y_train=y, x_test=X, y_test=np.zeros(len(X), int))
+    with pytest.raises(UsageError, match=r"ann\.npz, train data: .* of sample 3 is") as refused:
+        load_source(str(tmp_path), DataSpec(classes=3))
+    assert str(y[3]) in str(refused.value)
+    torch_data = TensorDataset(torch.zeros(len(X), 4), torch.from_numpy(y.astype(np.float64)))
+    with pytest.raises(UsageError, match=r"client 'ann', train data: .* of sample 3 is"):
+        federation({"ann": (torch_data, torch_data)})
+
+
+@pytest.mark.parametrize(("label", "samples"), [(1000, 8), (1007, 8), (1100, 1100)])
+def test_more_classes_than_samples_are_meant_only_if_their_number_is_given(label, samples):
+    x, y = np.zeros((samples // 2, 4)), np.arange(samples // 2) % 2
+    given = {"ann": (x, np.where(np.arange(len(y)) == 2, label, y), x, y)}
+    with pytest.raises(
+        UsageError, match=rf"'ann', train data: the label of sample 2 is {label}.*--classes {label + 1}"
+    ):
+        federation(given)
+    assert federation(given, classes=label + 1).check().classes == label + 1
+    few = {"ann": (x, np.where(np.arange(len(y)) == 2, max(999, samples - 1), y), x, y)}
+    assert federation(few).classes == max(1000, samples)
+    with pytest.raises(UsageError, match="classes=4611686018427387904"):
+        federation(given, classes=2**62)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((0, 255), "client 'ann', train data: masks hold 0 and 255 alone, and 255 means that a pixel is ignored"),
+        ((0, 128), r"masks hold class 128, and only 2 of 0\.\.128 occur .*\(--classes 129\)"),
+        ((0, 1, 200), r"masks hold class 200, and only 3 of 0\.\.200 occur"),
+    ],
+)
+def test_masks_of_classes_that_do_not_occur_are_refused(values, said):
+    masks = np.resize(np.array(values, np.uint8), IMAGES.shape)
+    with pytest.raises(UsageError, match=said):
+        federation({"ann": (IMAGES, masks, IMAGES, masks)})
+    assert federation({"ann": (IMAGES, masks, IMAGES, masks)}, classes=250).check().classes == 250
+
+
+def test_whole_numbers_of_a_column_are_told_apart_exactly(tmp_path):
+    rows = pd.DataFrame({"client": ["a", "b"] * 8, "age": range(16), "y": ([2**53] * 2 + [2**53 + 1] * 2) * 4})
+    rows.to_csv(tmp_path / "rows.csv", index=False)
+    made = load_source(str(tmp_path / "rows.csv"), DataSpec(client_column="client", target="y"))
+    assert made.class_names == ("9007199254740992", "9007199254740993")

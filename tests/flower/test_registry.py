@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedshift.flower.server.registry import SiteDescription
+from fedshift.flower.server.registry import ClientRegistry, SiteDescription
 from fedshift.utils.errors import FedshiftError
 
 SOUND = {
@@ -60,6 +60,15 @@ def test_what_cannot_be_is_refused(fault):
     wrong, why = SELF[fault]
     with pytest.raises(FedshiftError, match=f"^{why}"):
         SiteDescription.of({**SOUND, **wrong})
+
+
+def test_a_site_with_far_more_classes_than_samples_is_named():
+    few = SiteDescription.of(SOUND | {"labels": None})
+    many = SiteDescription.of(SOUND | {"name": "absurd", "classes": 10**6, "labels": None})
+    with pytest.raises(FedshiftError, match=r"'absurd' has 1000000 classes, and all sites together 66 samples"):
+        ClientRegistry(clients=(few, many)).to_federation(None)
+    allowed = SiteDescription.of(SOUND | {"name": "many", "classes": 1000, "labels": None})
+    assert ClientRegistry(clients=(few, allowed)).to_federation(None).classes == 1000
 
 
 def test_what_is_missing_is_named():

@@ -185,8 +185,9 @@ class DataSpec:
     test_fraction: Annotated[float, Field(gt=0, lt=1), Parameter(group=FILES)] = 0.2
     """Fraction of each client's samples for testing, if the files do not define a split."""
 
-    classes: Annotated[Positive | None, Parameter(group=PREPARING)] = None
-    """Number of classes; by default one more than the largest training label."""
+    classes: Annotated[Annotated[int, Field(ge=1, le=1_000_000)] | None, Parameter(group=PREPARING)] = None
+    """Number of classes; by default one more than the largest training label, which must then not exceed the number of
+    samples (or 1000)."""
 
     allow_single_class: Annotated[bool, Parameter(group=PREPARING, negative=())] = False
     """Accept clients whose training data contain only one class."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..tasks.catalog import as_task
-from ..tasks.classification import CLASSIFICATION
+from ..tasks.classification import CLASSIFICATION, MOST_CLASSES
 from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
@@ -143,6 +143,10 @@ class Federation:
     faults: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
     task: Task = CLASSIFICATION
+
+    def __post_init__(self) -> None:
+        if self.classes > MOST_CLASSES:
+            raise UsageError(f"classes={self.classes}: at most {MOST_CLASSES} are possible; correct the number")
 
     def __repr__(self) -> str:
         """List the clients with the size of each split and the number of classes in their training data."""
@@ -419,16 +423,20 @@ def find_majority_classes(data: Federation) -> dict[str, int]:
 
 
 def make_federation(
-    name: str, clients: Sequence[ClientData], *, task: Task | None, classes: int | None = None, note: str = ""
-) -> Federation:
+    name: str, clients: Sequence[ClientData], *, task: Task | None, classes: int | None = None, note: str = "",
+    locate: Callable[[str, str], str] = _locate,
+) -> Federation:  # fmt: skip
     """Return the federation of ``clients``.
 
     ``task``: the prediction task; None: classification or segmentation, inferred from the clients' targets.
-    ``classes``: number of classes, labels or targets; None: as found in the training data.
+    ``classes``: number of classes, labels or targets; None: as found in the training data, unless that is absurd.
+    ``locate``: returns the beginning of messages about a client's split.
     """
     if task is None:
         task = Segmentation() if clients and clients[0].train.y.dtype == torch.uint8 else CLASSIFICATION
     if classes is None:
+        samples = sum(len(split) for client in clients for split in client.splits.values())
+        task.check_outputs({locate(client.name, "train"): client.train.y for client in clients}, samples)
         classes = task.count_outputs(client.train.y for client in clients)
     made = Federation(name=name, clients=tuple(clients), classes=classes, note=note, task=task)
     if not made.lazy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ from .task import BATCH, Counts, Task, is_overlap, softmax_entropy
 
 RANKED = 1_000_000
 """Largest number of scores ranked at once."""
+MOST_CLASSES = 1_000_000
+"""Largest number of classes; a network with more outputs would take gigabytes."""
+FEW_CLASSES = 1_000
+"""Number of classes up to which most may lack samples (a small part of ImageNet)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +38,16 @@ class Classification(Task):
         y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
         if y.ndim != 1:
             raise UsageError(f"{where}: labels of shape {y.shape}; give one class a sample")
-        if y.dtype.kind == "f" and not (np.isfinite(y).all() and (y == np.round(y)).all()):
+        fractions = np.flatnonzero(~(np.isfinite(y) & (y == np.round(y)))) if y.dtype.kind == "f" else np.empty(0, int)
+        if len(fractions):
             raise UsageError(
-                f"{where}: labels are not whole numbers; give classes as 0, 1, 2, ..., or predict numbers "
-                "(task='regression')"
+                f"{where}: labels are not whole numbers; that of sample {fractions[0]} is {y[fractions[0]]}: give "
+                "classes as 0, 1, 2, ..., or predict numbers (task='regression')"
+            )
+        if y.dtype.kind != "b" and len(beyond := np.flatnonzero((y >= MOST_CLASSES) | (y <= -MOST_CLASSES))):
+            raise UsageError(
+                f"{where}: the label of sample {beyond[0]} is {y[beyond[0]]}, beyond any number of classes (at most "
+                f"{MOST_CLASSES}): number classes 0, 1, 2, ..., or predict numbers (task='regression')"
             )
         return torch.from_numpy(y.astype(np.int64))
 
@@ -48,6 +58,16 @@ class Classification(Task):
     @override
     def count_outputs(self, targets: Iterable[Tensor]) -> int:
         return 1 + max((int(y.max()) for y in targets if len(y)), default=0)
+
+    @override
+    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> None:
+        for where, y in targets.items():
+            if len(y) and int(y.max()) >= max(FEW_CLASSES, samples):
+                top = int(y.max())
+                raise UsageError(
+                    f"{where}: the label of sample {int(y.argmax())} is {top}, which would mean {top + 1} classes in "
+                    f"{samples} samples: number classes 0, 1, 2, ..., or give their number (--classes {top + 1})"
+                )
 
     @override
     def entropy(self, outputs: Tensor) -> Tensor:

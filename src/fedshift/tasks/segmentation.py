@@ -30,6 +30,8 @@ LEFT_OUT = -100
 """Class that makes torch's losses ignore a pixel."""
 SURFACE_METRICS = ("surface_distance", "hausdorff95")
 """Metrics that are counted with ``surface``."""
+MANY_CLASSES, SPARSE = 32, 4
+"""Classes beyond the first number are refused if more than this many times as many would be counted as occur."""
 NAMED = 8
 """Maximum number of classes whose shares are reported."""
 
@@ -91,6 +93,24 @@ class Segmentation(Task):
     @override
     def entropy(self, outputs: Tensor) -> Tensor:
         return softmax_entropy(outputs)
+
+    @override
+    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> None:
+        counts = {where: torch.bincount(y.flatten(), minlength=IGNORED + 1) for where, y in targets.items()}
+        held = sum(counts.values(), torch.zeros(IGNORED + 1, dtype=torch.int64)).nonzero()[:, 0].tolist()
+        classes = [value for value in held if value != IGNORED]
+        top = max(classes, default=0)
+        where = next((place for place, count in counts.items() if count[top if top else IGNORED]), "masks")
+        if held == [0, IGNORED]:
+            raise UsageError(
+                f"{where}: masks hold 0 and {IGNORED} alone, and {IGNORED} means that a pixel is ignored: write 1 in "
+                f"place of {IGNORED} if these are two classes"
+            )
+        if (len(classes) == 2 and classes[0] == 0 and top > 1) or top > max(MANY_CLASSES, SPARSE * len(classes)):
+            raise UsageError(
+                f"{where}: masks hold class {top}, and only {len(classes)} of 0..{top} occur at any client: number "
+                f"classes 0, 1, 2, ..., or give their number (--classes {top + 1})"
+            )
 
     @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:

@@ -62,6 +62,15 @@ class Task(ABC):
         """Return the number of classes, labels or targets in all clients' training ``targets``."""
         return max((y.shape[1] for y in targets), default=1)
 
+    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> None:  # noqa: B027 - anything goes by default
+        """Raise :class:`UsageError` if :meth:`count_outputs` of training targets would be absurd; by default never.
+
+        Args:
+            targets: Training targets of each client, by the beginning of messages.
+            samples: Number of samples in all splits of all clients.
+
+        """
+
     def prepare(self, targets: Sequence[Tensor]) -> Task:
         """Return the task fitted to all clients' training ``targets`` for :meth:`encode`; by default unchanged."""
         return self

@@ -117,7 +117,10 @@ def _read_clients(
         if reading.progress:
             reading.progress("arrays", done, len(wanted))
     note = f"{len(clients)} {kind}"
-    return make_federation(path.resolve().name, clients, task=reading.task, classes=reading.classes, note=note)
+    return make_federation(
+        path.resolve().name, clients, task=reading.task, classes=reading.classes, note=note,
+        locate=lambda name, split: f"{found[name]}, {split} data",
+    )  # fmt: skip
 
 
 def _mapped_in(path: Path, reading: ReadOptions) -> dict[str, Path]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ...tasks import Classification, Task
+from ...tasks.classification import MOST_CLASSES
+from ...utils.errors import UsageError
 from ...utils.files import cache_directory
 from ..federation import Federation
 
@@ -54,6 +56,10 @@ class ReadOptions:
     like: Federation | None = None
     cache: Path | None = None
     progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.classes is not None and not 1 <= self.classes <= MOST_CLASSES:
+            raise UsageError(f"classes={self.classes}: give a number from 1 to {MOST_CLASSES}")
 
     @property
     def targets(self) -> list[str]:

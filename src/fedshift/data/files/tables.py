@@ -342,6 +342,14 @@ def _find_classes(rows: TableRows, target: str, least: int | None) -> tuple[int,
     return classes, label, names
 
 
+def _to_number(value: str) -> int | float:
+    """Return the number in a text, exactly if it is an integer; raise :class:`ValueError` if it is none."""
+    try:
+        return int(value)
+    except ValueError:
+        return float(value)
+
+
 def number_classes(values: Sequence[str], target: str, least: int | None) -> tuple[int, list[int], tuple[str, ...]]:
     """Number the distinct ``values`` of column ``target`` as classes.
 
@@ -351,12 +359,12 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
     """
     meaning: Sequence[Any] = values
     try:
-        numbers = {value: float(value) for value in values}
+        numbers = {value: _to_number(value) for value in values}
     except ValueError:
         pass
     else:
         for value, number in numbers.items():
-            if not number.is_integer():
+            if isinstance(number, float) and not number.is_integer():
                 raise UsageError(
                     f"target {target!r} is {value} in some rows, not a whole number, and no class: "
                     "group its values into classes, name another column (--target), or learn numbers (--task "

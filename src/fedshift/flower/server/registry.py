@@ -27,13 +27,14 @@ from ...data.samples import Samples
 from ...experiments.factory import make_settings
 from ...experiments.settings import Settings
 from ...tasks import CLASSIFICATION, Task, as_task, describe_task, restore_task
+from ...tasks.classification import FEW_CLASSES, MOST_CLASSES
 from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import FedshiftError, UsageError
 from ..transport.arrays import NUMPY_TYPES
 
-MOST_SAMPLES, MOST_VALUES, MOST_AXES, MOST_CLASSES, LONGEST_NAME, LONGEST_TEXT = 10**8, 2**30, 8, 10**6, 200, 2000
-"""Limits that no real site reaches: samples in a split, values and axes of a sample, classes, characters in a site's
-name, and characters in names of classes, columns and categories."""
+MOST_SAMPLES, MOST_VALUES, MOST_AXES, LONGEST_NAME, LONGEST_TEXT = 10**8, 2**30, 8, 200, 2000
+"""Limits that no real site reaches: samples in a split, values and axes of a sample, characters in a site's name,
+and characters in names of classes, columns and categories."""
 
 
 ONE_PIXEL = (1, 1, 1)
@@ -225,6 +226,13 @@ class ClientRegistry:
         found = max(len(names), *(client.classes for client in self.clients))
         if columns and kind == CLASSIFICATION and (not alike or all(map(str.isdecimal, names))):
             found, _, names = number_classes(names, "the label", classes)
+        samples = sum(sum(client.samples.values()) for client in self.clients)
+        if classes is None and kind == CLASSIFICATION and found > max(FEW_CLASSES, samples):
+            most = max(self.clients, key=lambda client: client.classes)
+            raise FedshiftError(
+                f"{most.name!r} has {most.classes} classes, and all sites together {samples} samples: number classes "
+                f"0, 1, 2, ..., or give their number in the settings (classes = {found})"
+            )
         if classes is not None and classes < found:
             raise FedshiftError(f"classes={classes}, but the sites have {found}: ask for as many")
         whole = RemoteFederation(
