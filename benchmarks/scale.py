@@ -177,6 +177,47 @@ def kept(turns: int) -> None:
     print()
 
 
+def idle(turns: int) -> None:
+    """Print what clients cost that sit a round out: rounds of ten among ten and among 100,000, in turn."""
+    import torch
+
+    from fedshift.config.expressions import list_catalog
+    from fedshift.core.work import Work
+    from fedshift.data.federation import ClientData, Federation
+    from fedshift.data.samples import Samples
+    from fedshift.experiments.settings import Settings
+    from fedshift.experiments.trial import Trial
+
+    settings = Settings(
+        rounds=10**6, work=Work(batch_size=4, epochs=1), participation=10, engine="sequential", evaluate_every=10**6
+    )
+    with tempfile.TemporaryDirectory() as place:
+        trials = {}
+        for count in (10, 100_000):
+            store = Samples(x=torch.randn(4 * count, 4), y=torch.arange(4 * count) % 10)
+            clients = tuple(
+                ClientData(name=f"{k:06}", train=store.take(torch.arange(4 * k, 4 * k + 4)), test=store)
+                for k in range(count)
+            )
+            data = Federation(name="random", clients=clients, classes=10)
+            method, model = list_catalog("methods")["fedbn"](), list_catalog("models")["abide-mlp"]
+            trials[count] = Trial(method, model, data, settings, 0)
+            (Path(place) / str(count)).mkdir()
+        seconds = {(count, part): [] for count in trials for part in ("round", "checkpoint")}
+        for _ in range(turns + 1):  # the first makes what later ones keep
+            for count, trial in trials.items():
+                for part in ("round", "checkpoint"):
+                    began = time.perf_counter()
+                    trial.advance() if part == "round" else trial.save(
+                        Path(place, str(count)), "checkpoint.safetensors"
+                    )
+                    seconds[count, part].append(time.perf_counter() - began)
+    few, many = trials
+    for part in ("round", "checkpoint"):
+        more = median(b - a for a, b in zip(seconds[few, part][1:], seconds[many, part][1:], strict=True))
+        print(f"{many - few:,} idle clients add {1000 * more:.0f} ms to a {part} (FedBN, ten clients a round).")
+
+
 def write_digits(folder: Path) -> None:
     """220,000 gray digits of one client, 20,000 of them for testing."""
     import numpy as np
@@ -272,9 +313,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15, help="turns of 100 sampled clients of each point")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of `fedshift run`")
     parser.add_argument("--engines", nargs="+", default=("sequential", "pool"), help="engines that are measured")
-    parser.add_argument(
-        "--parts", nargs="+", default=("grown", "kept", "command"), choices=("grown", "kept", "command")
-    )
+    parts = ("grown", "idle", "kept", "command")
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -285,6 +325,8 @@ def main() -> None:
     else:
         if "grown" in options.parts:
             draw(grown(options.turns, options.engines), ROOT / "docs" / "images" / "scale.svg")
+        if "idle" in options.parts:
+            idle(options.turns)
         if "kept" in options.parts:
             kept(max(1, options.turns // 3))
         if "command" in options.parts:
