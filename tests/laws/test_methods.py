@@ -1,24 +1,42 @@
-"""Laws 3 to 7: what methods reduce to, what leaves a client, and what stays."""
+"""Laws 3 to 8: what methods reduce to, what leaves a client, what stays, and which parameters are a network's."""
+
+import re
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import broadcast, client_final, client_init
+from fedshift.core.kernel import (
+    broadcast,
+    client_final,
+    client_init,
+    init_client,
+    init_server,
+    transform_gradients,
+    update_,
+)
+from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.rule import Rule
 from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
+from fedshift.methods.agc import _adaptive_clip_grad, agc
+from fedshift.methods.apfl import apfl
+from fedshift.methods.ditto import ditto
 from fedshift.methods.fedap import fedap
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
+from fedshift.methods.feddyn import feddyn
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fixbn import fixbn
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.methods.single import single
 from fedshift.utils.state import is_equal, nbytes, pick
-from tests.laws.course import ROUNDS, client_tensors, unequal
+from tests.laws.conftest import FEDERATED, by_name
+from tests.laws.course import ROUNDS, client_tensors, make_trial, unequal
 
 BATCH_NORM = {"first", "downsample.1", "second"}
 
@@ -208,3 +226,115 @@ def test_training_alone_moves_nothing(trial):
     done = running.advance()
     assert (done.down, done.up) == (0, 0)
     assert running.server.shared == {}
+
+
+NETWORKS = {
+    "personalmodel": ".+", "mixture": "own/.+", "personalhead": ".+", "localaggregation": "", "gates": "",
+    "representation": "",
+}  # fmt: skip
+"""Of the parameters that each rule adds on clients, those that are another network's."""
+DECAYED = NETWORKS | {"representation": ".+"}
+"""Those that decay: FedSR's too, as in its authors' code, whose optimizer has one weight decay for all."""
+ADDING = [method for method in FEDERATED if any(make_trial(method).plan.extra_params)]
+
+
+def test_every_rule_that_adds_parameters_is_known():
+    """A new one must say whether its parameters are a network's (``Rule.find_network``) and decay."""
+    assert {rule.rpartition(".")[2] for method in ADDING for rule in rules_that_add(method)} == NETWORKS.keys()
+
+
+def rules_that_add(method):
+    plan = make_trial(method).plan
+    return {name for name, own in zip(plan.rule_names, plan.extra_params, strict=True) if own}
+
+
+def told_apart(plan, table):
+    """The names of the model's trained parameters and of those own ones that ``table`` lists, and all other names."""
+    own = {name: rule for rule, names in zip(plan.rule_names, plan.extra_trained, strict=True) for name in names}
+    listed = {n for n, rule in own.items() if re.fullmatch(f"{rule}/({table[rule.rpartition('.')[2]]})", n)}
+    return plan.trained | listed, own.keys() - listed
+
+
+OPTIMIZERS = {
+    "sgd": (SGD(lr=0.1, momentum=0.5, weight_decay=0.3), torch.optim.SGD, {"momentum": 0.5}),
+    "adamw": (AdamW(lr=0.1, weight_decay=0.3), torch.optim.AdamW, {}),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("method", ADDING, ids=by_name)
+def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(method, kind):
+    optimizer, theirs, given = OPTIMIZERS[kind]
+    plan = replace(make_trial(method).plan, optimizer=optimizer)
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=9)
+    job = replace(job, params={name: tensor * 0.9 for name, tensor in job.params.items()})  # within any bounds
+    rates = {n: rule.lr_scale for rule, own in zip(plan.method.rules, plan.extra_trained, strict=True) for n in own}
+    apart = {n for rule, own in zip(plan.method.rules, plan.extra_trained, strict=True) if rule.epochs for n in own}
+    decayed, _ = told_apart(plan, DECAYED)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in job.params.items()}
+    groups = [
+        {"params": [leaf], "lr": 0.1 * rates.get(name, 1.0), "weight_decay": 0.3 * (name in decayed)}
+        for name, leaf in leaves.items()
+    ]
+    reference = theirs(groups, **given)
+    for _ in range(2):
+        grads = {name: torch.rand_like(tensor) * 1e-3 for name, tensor in job.params.items()}
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name].clone()
+        reference.step()
+        for alone in (False, True):
+            job = update_(plan, replace(job, apart=alone), grads, job.rest, 1) if not alone or apart else job
+    for name, leaf in leaves.items():
+        bounded = leaf.clamp(0, 1) if name.startswith(("0.localaggregation", "0.mixture/alpha")) else leaf
+        assert (job.params[name] - bounded).abs().max() <= 1e-12, name
+
+
+@pytest.mark.parametrize("method", ADDING, ids=by_name)
+def test_clipping_acts_on_networks_and_on_nothing_else_that_a_rule_adds(method):
+    plan = make_trial(agc(method, clip=0.1)).plan
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=9)
+    grads = {name: torch.ones_like(tensor) for name, tensor in job.params.items()}
+    bare = transform_gradients(make_trial(method).plan, job, grads, torch.tensor(3))
+    found = transform_gradients(plan, job, grads, torch.tensor(3))
+    clipped, others = told_apart(plan, NETWORKS)
+    assert found.keys() == clipped | others
+    for name in clipped:
+        assert torch.equal(found[name], _adaptive_clip_grad(bare[name], job.params[name], 0.1)), name
+    assert all(torch.equal(found[name], grads[name]) for name in others)
+
+
+@dataclass(frozen=True)
+class ClipNorm(Rule):
+    """The rule of CONTRIBUTING.md: it takes the norm over all gradients that it is given."""
+
+    limit: float
+
+    def transform_grads(self, grads, params, context):
+        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+        return {name: grad * (self.limit / norm).clamp(max=1.0) for name, grad in grads.items()}
+
+
+BESIDE = [agc(clip=0.05), fedprox(mu=0.5), scaffold(), feddyn(alpha=0.5), fedavg().with_rule(ClipNorm(0.1))]
+
+
+@pytest.mark.parametrize("other", BESIDE, ids=lambda method: str(method.rules))
+@pytest.mark.parametrize("add", [ditto, apfl], ids=["ditto", "apfl"])
+def test_a_rule_that_adds_a_network_leaves_the_servers_bits_alone(trial, other, add):
+    alone, both = (trial(method, optimizer=SGD(lr=0.05, weight_decay=0.1)) for method in (other, add(other)))
+    for _ in range(2):
+        alone.advance()
+        both.advance()
+    assert is_equal(alone.server.shared, both.server.shared)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("method", ADDING, ids=by_name)
+def test_the_stacked_engine_decays_alike(trial, method, kind):
+    plain = "scaffold" in method.name  # which is for plain SGD
+    optimizer = SGD(lr=0.05, weight_decay=0.3) if plain else replace(OPTIMIZERS[kind][0], lr=0.01)
+    loop, stacked = (trial(method, engine, optimizer=optimizer) for engine in ("sequential", "stacked"))
+    for running in (loop, stacked):
+        running.advance()
+    expected, found = loop.to_tensors()[0], stacked.to_tensors()[0]
+    assert expected.keys() == found.keys()
+    assert max(float((expected[n].double() - found[n].double()).abs().max()) for n in found) <= 1e-9

@@ -70,6 +70,7 @@ def measure(state, client, number):
 
 
 def descend(state, client, number):
+    """The gradient steps of one pass."""
     for x, y in batches(client, number):
         leaves = {n: t.detach().requires_grad_() for n, t in state.items() if "_mean" not in n and "_var" not in n}
         grads = torch.autograd.grad(F.cross_entropy(run(state | leaves, x, {}), y), [*leaves.values()])
@@ -85,21 +86,24 @@ def pool(measured, layer):
     return mean, squares / (total - 1)
 
 
-@pytest.mark.parametrize("participation", [1.0, 1])
-def test_rounds_equal_a_plain_loop(participation):
-    running = trial(hbn(momentum=MOMENTUM, samples=SAMPLES), participation=participation)
+@pytest.mark.parametrize(("participation", "epochs"), [(1.0, 1), (1, 1), (1.0, 2)])
+def test_rounds_equal_a_plain_loop(participation, epochs):
+    """With one client a round, the other begins late; in two passes a client's samples come twice and count once."""
+    work = Work(batch_size=BATCH, epochs=epochs)
+    running = trial(hbn(momentum=MOMENTUM, samples=SAMPLES), participation=participation, work=work)
     server = {name: tensor.clone() for name, tensor in running.plan.initial.items()}
-    factors = {client: {f"{layer}.factor": server[f"{layer}.factor"] for layer in LAYERS} for client in SIZES}
-    passes = dict.fromkeys(SIZES, 0)
+    factors, passes = dict.fromkeys(SIZES), dict.fromkeys(SIZES, 0)
     for _ in range(3 if isinstance(participation, float) else 7):
         took_part = sorted(running.advance().participants)
         measured, after = [], {}
         for client in took_part:
-            start = server | factors[client]
+            start = server | (factors[client] or {})
             measured.append(measure(start, client, passes[client]))
-            after[client] = descend(start, client, passes[client])
-            factors[client] = {name: after[client][name] for name in factors[client]}
-            passes[client] += 1
+            for _ in range(epochs):
+                start = descend(start, client, passes[client])
+                passes[client] += 1
+            after[client] = start
+            factors[client] = {f"{layer}.factor": start[f"{layer}.factor"] for layer in LAYERS}
         share = sum(SHARES[client] for client in took_part)
         mean = {n: sum(SHARES[client] / share * after[client][n] for client in took_part) for n in server}
         for layer in LAYERS:

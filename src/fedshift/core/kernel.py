@@ -182,8 +182,13 @@ def init_client(plan: Plan) -> ClientState:
 
 
 def _merge_loaded_and_personal(plan: Plan, client: ClientState, server: ServerState) -> State:
-    state = {**pick(server.shared, plan.loaded), **client.personal}
+    state = {**pick(server.shared, plan.loaded), **personal_entries(plan, client, server)}
     return {name: state[name] for name in plan.initial}
+
+
+def personal_entries(plan: Plan, client: ClientState, server: ServerState) -> State:
+    """Return the entries that a client does not load: its own, of which some are the server's until it has begun."""
+    return client.personal if client.steps else client.personal | pick(server.shared, plan.adopted)
 
 
 def _memory_alone(plan: Plan, client: ClientState, index: int) -> State:
@@ -414,9 +419,20 @@ def combine_samples(
 
 
 def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: Tensor) -> State:
-    """Return the objective's gradients after every rule has changed them."""
+    """Return the objective's gradients after every rule has changed the model's, and those of networks it treats alike.
+
+    No rule changes the gradients of another's own parameters otherwise.
+    """
     for index, rule in enumerate(plan.method.rules):
-        grads = rule.transform_grads(grads, job.params, _rule_context(plan, job, index, key))
+        if type(rule).transform_grads is Rule.transform_grads:
+            continue
+        context, params = _rule_context(plan, job, index, key), pick(job.params, plan.trained)
+        changed = rule.transform_grads(pick(grads, plan.trained), params, context)
+        for network in filter(None, plan.networks if rule.on_copies else ()):
+            found, weights = ({entry: state[name] for entry, name in network.items()} for state in (grads, job.params))
+            found = rule.transform_grads(found, weights, replace(context, global_params={}))
+            changed = changed | {network[entry]: grad for entry, grad in found.items()}
+        grads = grads | changed
     return grads
 
 
@@ -429,7 +445,11 @@ def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samp
         plan.optimizer.update_(pick(job.params, active & plan.trained), grads, job.optimizer, job.lr)
     for index, (rule, names) in enumerate(zip(plan.method.rules, plan.extra_trained, strict=True)):
         if names and bool(rule.epochs) == job.apart:
-            plan.optimizer.update_(pick(job.params, active & names), grads, job.optimizer, job.lr * rule.lr_scale)
+            for optimizer, own in (
+                (plan.optimizer, names & plan.decayed),
+                (plan.undecayed_optimizer, names - plan.decayed),
+            ):
+                optimizer.update_(pick(job.params, active & own), grads, job.optimizer, job.lr * rule.lr_scale)
             rule.restrict_(_extra_entries(plan, index, job.params, job.rest))
     if job.apart:
         return replace(job, rest=rest)

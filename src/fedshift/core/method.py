@@ -17,7 +17,7 @@ from torch import nn
 from ..utils.errors import UsageError
 from .aggregation import Aggregation, average_uploads
 from .rule import Rule
-from .selection import Scope, Select
+from .selection import Scope, Select, nothing
 from .server_optimizer import ServerOptimizer
 
 Surgery = Callable[[nn.Module], nn.Module]
@@ -77,7 +77,8 @@ class Method:
     @property
     def text(self) -> str:
         """All choices in one line; two methods that differ in anything differ here."""
-        parts = {
+        parts: dict[str, Any] = {
+            "begin with": None if self.scope.begin is nothing else self.scope.begin,
             "surgery": self.surgery, "rules": self.rules, "freeze": self.freeze, "server": self.server,
             "pooled": self.pooled, "work": dict(self.work), "optimizer": dict(self.optimizer),
         }  # fmt: skip

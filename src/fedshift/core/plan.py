@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -36,6 +36,7 @@ class Plan:
         entries: The model's entries, in order.
         initial: State that server and clients start from.
         loaded: Names of the entries that clients load.
+        adopted: Names of the entries that a client keeps, but takes from the server as its first round starts.
         sent: Names of the entries that clients send.
         trained: Names of the parameters that the optimizer changes.
         extra_params: Parameters that each rule adds on clients, at their initial values.
@@ -55,6 +56,7 @@ class Plan:
     entries: tuple[Entry, ...]
     initial: State
     loaded: frozenset[str]
+    adopted: frozenset[str] = frozenset()
     sent: frozenset[str]
     trained: frozenset[str]
     extra_params: tuple[State, ...]
@@ -71,6 +73,11 @@ class Plan:
     def personal(self) -> frozenset[str]:
         """Entries that a client keeps from round to round instead of loading them."""
         return frozenset(self.initial) - self.loaded
+
+    @property
+    def received(self) -> frozenset[str]:
+        """Entries that clients receive in each round: what they load, and what they adopt in their first."""
+        return self.loaded | self.adopted
 
     @property
     def has_global(self) -> bool:
@@ -230,6 +237,23 @@ class Plan:
             frozenset(names[entry] for entry in params)
             for names, params in zip(self.extra_names, self.extra_params, strict=True)
         )
+
+    @cached_property
+    def networks(self) -> tuple[dict[str, str], ...]:
+        """Each rule's network: its parameters' names in local training, by the model's entries they stand for."""
+        own = zip(self.method.rules, self.extra_names, self.extra_params, strict=True)
+        return tuple({entry: names[name] for name, entry in rule.find_network(p).items()} for rule, names, p in own)
+
+    @cached_property
+    def decayed(self) -> frozenset[str]:
+        """Names of the trained parameters in local training on which the optimizer's weight decay acts."""
+        own = zip(self.method.rules, self.networks, self.extra_trained, strict=True)
+        return self.trained.union(*(names if rule.decays else network.values() for rule, network, names in own))
+
+    @cached_property
+    def undecayed_optimizer(self) -> Optimizer:
+        """The optimizer without weight decay, for all other parameters."""
+        return replace(self.optimizer, weight_decay=0.0)
 
 
 def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:

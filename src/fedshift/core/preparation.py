@@ -90,6 +90,7 @@ def prepare(
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     initial = {entry.name: tensors[entry.name].detach().clone() for entry in found}
     loaded, sent = method.scope.load.names(found), method.scope.send.names(found)
+    adopted = frozenset(entry.name for entry in found if method.scope.begin(entry)) & sent - loaded
     if loaded - sent:
         raise UsageError(
             f"method {method.name!r} loads {min(loaded - sent)!r}, which no client sends: "
@@ -108,7 +109,7 @@ def prepare(
         raise UsageError(f"method {method.name!r} trains no parameter of the model: leave some requires_grad=True")
     plan = Plan(
         method=replace(method, rules=rules), module=template, entries=found, initial=initial, loaded=loaded, sent=sent,
-        trained=trained, extra_params=(), extra_rest=(), freeze_from=float("inf"),
+        adopted=adopted, trained=trained, extra_params=(), extra_rest=(), freeze_from=float("inf"),
         work=resolve_work(method, work or Work(epochs=1), clients),
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=1, precision=precision, seed=seed,

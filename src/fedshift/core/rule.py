@@ -110,6 +110,10 @@ class Rule:
     Attributes:
         personalizes: Clients use another model than the one they load (:meth:`personal_model`).
         lr_scale: Learning rate of the rule's own parameters, relative to that of the model's.
+        decays: The optimizer's weight decay acts on the rule's own parameters, too; on those of another network
+            (:meth:`find_network`) it does in any case.
+        on_copies: :meth:`transform_grads` is called for each rule's network, too, by itself: for a rule that treats any
+            network alike.
         epochs: Passes of a round over the client's data that train the rule's own parameters separately, after the
             model's; None: both are trained on the same batches.
         leads: These passes come before the model's, which then starts anew from what :meth:`init_local` makes of them.
@@ -118,7 +122,7 @@ class Rule:
         features: Layer whose input the rule reads, by its name in the network, or ``"last"`` for the last layer with
             parameters, so that features are what the classifier sees; empty: none. They come from the same forward
             pass as the loss.
-        observes: Samples of a round, its first ones, on which the rule sees the model run before local work
+        observes: Different samples of a round, its first ones, on which the rule sees the model run before local work
             (:meth:`observe`); 0: none.
         growing: Axes of entries of the server's memory whose lengths change from round to round; all other lengths, and
             all types, stay what they are at the start.
@@ -129,6 +133,8 @@ class Rule:
 
     personalizes: bool = False
     lr_scale: float = 1.0
+    decays: bool = False
+    on_copies: bool = False
     epochs: int | None = None
     leads: bool = False
     finetune_rounds: int = 0
@@ -171,7 +177,7 @@ class Rule:
 
         Args:
             memory: The rule's memory on the client as the round begins.
-            samples: Samples of the run: :attr:`observes`, or all of the round where it has fewer.
+            samples: Samples of the run: :attr:`observes`, or all that the client uses in the round if these are fewer.
             run: Runs the model once in training mode, without a gradient, and calls each hook with the layer that it
                 names and the layer's inputs; keeps nothing that layers write.
 
@@ -185,6 +191,14 @@ class Rule:
     def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
         """Return entries that every client holds for the rule: parameters that the optimizer trains too, and others."""
         return {}, {}
+
+    def find_network(self, params: Iterable[str]) -> Mapping[str, str]:
+        """Return those of the rule's own parameters that are another network's weights.
+
+        They are given by their names among ``params``, with the model's entries that they stand for. Weight decay and
+        rules with :attr:`on_copies` treat them as they treat the model's; other own parameters are no network's.
+        """
+        return {}
 
     def trainable(self, names: frozenset[str]) -> frozenset[str]:
         """Return which of the parameters ``names`` the optimizer changes."""
@@ -219,7 +233,11 @@ class Rule:
         raise NotImplementedError
 
     def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
-        """Return the gradients that the optimizer receives."""
+        """Return the gradients that the optimizer receives: those of the model's trained entries, by their names.
+
+        For another rule's network (:attr:`on_copies`) they have the names of the entries that these stand for, and
+        ``context.global_params`` is empty.
+        """
         return grads
 
     def restrict_(self, extra_entries: State) -> None:

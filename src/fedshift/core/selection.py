@@ -204,11 +204,15 @@ SELECTIONS: Mapping[str, Select] = {
 
 @dataclass(frozen=True)
 class Scope:
-    """Entries that a client takes from the server as a round starts (``load``) and uploads at its end (``send``)."""
+    """Entries that a client takes from the server as a round starts (``load``) and uploads at its end (``send``).
+
+    ``begin``: entries that it sends and does not load, but takes once, as its first round starts.
+    """
 
     load: Select = everything
     send: Select = everything
+    begin: Select = nothing
 
     def keep_on_client(self, selection: Select) -> Scope:
         """Return the scope with ``selection`` kept on the client: neither loaded nor sent."""
-        return Scope(load=self.load & ~selection, send=self.send & ~selection)
+        return replace(self, load=self.load & ~selection, send=self.send & ~selection)

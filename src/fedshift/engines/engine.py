@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,11 +182,15 @@ class Engine(ABC):
         return self.data[name].targets() if self.plan.reads_targets else None
 
     def first_samples(self, name: str, batches: Batches) -> FirstSamples | None:
-        """Return the first samples of a client's round, augmented as its first step's; None where no rule sees them."""
+        """Return the first samples of a client's round, each once; None where no rule sees them.
+
+        They are augmented as those of its first step.
+        """
         if not self.plan.observed:
             return None
-        step = batches[0][0]
-        index = torch.cat([index for _, index in batches])[: self.plan.observed]
+        step, order = batches[0][0], torch.cat([index for _, index in batches])
+        _, first = np.unique(order.cpu().numpy(), return_index=True)
+        index = order[torch.from_numpy(np.sort(first))[: self.plan.observed]]
         return FirstSamples(self.load_batch(name, step, index)[0], self.step_key(name, step))
 
     def step_key(self, name: str, step: int) -> Tensor:

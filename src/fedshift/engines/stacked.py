@@ -36,6 +36,7 @@ from ..core.kernel import (
     init_client,
     init_server,
     load_state,
+    personal_entries,
     restart,
 )
 from ..core.optimizer import SGD
@@ -155,7 +156,8 @@ class Stacked(Engine):
             jobs = [self._load_lane(broadcast(server, lane.name), lane) for lane in lanes]
             return jobs[0], _stack_jobs(self.plan, jobs)
         first = load_state(self.plan, lanes[0].client, server)
-        personal = {name: torch.stack([lane.client.personal[name] for lane in lanes]) for name in self.plan.personal}
+        kept = [personal_entries(self.plan, lane.client, server) for lane in lanes]
+        personal = {name: torch.stack([own[name] for own in kept]) for name in self.plan.personal}
         fresh = self.plan.optimizer.init(first.params)
         optimizer = _stack_states([lane.client.optimizer or fresh for lane in lanes])
         params, rest = (

@@ -29,8 +29,8 @@ from ..utils.state import nbytes, pick
 
 
 def downlink_bytes(plan: Plan, server: ServerState) -> int:
-    """Return the bytes that one client receives in a round: the entries it loads, and the rules' server memory."""
-    return nbytes(pick(server.shared, plan.loaded)) + sum(map(nbytes, server.memory))
+    """Return the bytes that one client receives in a round: entries, and the rules' server memory."""
+    return nbytes(pick(server.shared, plan.received)) + sum(map(nbytes, server.memory))
 
 
 def uplink_bytes(update: Update) -> int:

@@ -33,6 +33,7 @@ class Clipping(Rule):
     clip: float
     classifier: bool = True
     names: frozenset[str] = field(default=frozenset(), repr=False)
+    on_copies = True
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:
@@ -58,7 +59,7 @@ class Clipping(Rule):
     @override
     def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
         return {
-            name: _adaptive_clip_grad(grad, params[name], self.clip) if name.rpartition("/")[2] in self.names else grad
+            name: _adaptive_clip_grad(grad, params[name], self.clip) if name in self.names else grad
             for name, grad in grads.items()
         }
 

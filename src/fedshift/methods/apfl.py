@@ -7,6 +7,7 @@ public code (FedTorch) takes it on the first batch of a round, with a decay of 0
 of parameters. Normalization statistics are those that the mixture has met in training.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -42,9 +43,13 @@ class Mixture(Rule):
         return add_prefix("own", params) | alpha, add_prefix("own", rest)
 
     @override
+    def find_network(self, params: Iterable[str]) -> Mapping[str, str]:
+        return {name: name.removeprefix("own/") for name in params if name.startswith("own/")}
+
+    @override
     def restrict_(self, extra_entries: State) -> None:
         if self.learned:
-            extra_entries["alpha"].clamp_(0, 1)
+            extra_entries["alpha"].copy_(extra_entries["alpha"].clamp(0, 1))  # clamp_ has no batching rule
 
     @override
     def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:

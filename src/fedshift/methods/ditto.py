@@ -5,6 +5,7 @@ client trains w for the server, or in ``epochs`` passes apart from it (the algor
 normalization statistics included; w is trained and averaged as without it.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,6 +30,10 @@ class PersonalModel(Rule):
     @override
     def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
         return params, rest
+
+    @override
+    def find_network(self, params: Iterable[str]) -> Mapping[str, str]:
+        return {name: name for name in params}
 
     @override
     def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:

@@ -58,7 +58,7 @@ class LocalAggregation(Rule):
     @override
     def restrict_(self, extra_entries: State) -> None:
         for weight in extra_entries.values():
-            weight.clamp_(0, 1)
+            weight.copy_(weight.clamp(0, 1))  # clamp_ has no batching rule
 
     @override
     def init_local(self, state: State, context: RuleContext) -> State:

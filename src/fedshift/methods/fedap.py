@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core.aggregation import Uploads, average_uploads
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.selection import SELECTIONS, Scope, batch_norm
+from ..core.selection import SELECTIONS, batch_norm
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
 
@@ -97,5 +97,5 @@ def fedap(base: Method, *, self_weight: float = 0.5) -> Method:
     if not 0 <= self_weight <= 1:
         raise UsageError(f"self_weight={self_weight:g}: give a number in [0, 1]")
     affine = SELECTIONS["batch_norm_affine"]
-    scope = Scope(load=base.scope.load & ~batch_norm, send=base.scope.send & ~affine)
+    scope = replace(base.scope, load=base.scope.load & ~batch_norm, send=base.scope.send & ~affine)
     return replace(base.with_aggregation(StatisticsMix(float(self_weight))), scope=scope)

@@ -9,6 +9,7 @@ implementations (TsingZ0/PFLlib and fluke). A class that a client lacks counts 1
 infinite.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -58,6 +59,10 @@ class PersonalHead(Rule):
     @override
     def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
         return {name: params[name] for name in self.head if name in params}, {}
+
+    @override
+    def find_network(self, params: Iterable[str]) -> Mapping[str, str]:
+        return {name: name for name in params}
 
     @override
     def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:

@@ -6,8 +6,8 @@ mean + deviation * noise, and a linear classifier of z. The loss gains l2 times 
 mean divergence KL(N(c mean, (c deviation)^2), N(r_y, s_y^2)), a bound of the mutual information of features and inputs
 given the class (without classes it is that of Alemi et al. 2017, arXiv:1612.00410). Formulas from the authors' public
 code (atuannguyen/FedSR), whose L2 term is the norm itself. As there, each client has its own c, r and s, which are
-trained with the model and do not travel. That code predicts by the mean probability over 20 draws; here a trained model
-takes the mean features, so that it predicts alike every time.
+trained with the model, decay as it does, and do not travel. That code predicts by the mean probability over 20 draws;
+here a trained model takes the mean features, so that it predicts alike every time.
 """
 
 from collections import OrderedDict
@@ -82,6 +82,7 @@ class Representation(Rule):
     cmi: float
     zeros: Tensor | None = field(default=None, repr=False, compare=False)
     features: str = "sampler"
+    decays = True
     requires = Requirements(unique=True, classes="FedSR holds features near a Gaussian for each class")
 
     @override

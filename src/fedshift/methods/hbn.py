@@ -2,10 +2,10 @@
 
 Chen et al. 2025 (ICML), arXiv:2505.21877, by the authors' public code (Hongyao-Chen/HybridBN). In training mean and
 variance are (1 - a) global + a batch, a = sigmoid(factor) by channel; factors are trained, sent and averaged, but each
-client goes on from its own. Before local work client k runs the model that it received once, in training mode, and
-sends the mixed mean m_k and variance v_k of each layer with the number n_k of samples. The server makes of them M = sum
-n_k m_k / N and V = sum n_k (v_k + (m_k - M)^2) / (N - 1), N = sum n_k, toward which the global statistics move by the
-part ``momentum``.
+client goes on from its own, having begun with the server's. Before local work client k runs the model that it received
+once, in training mode, and sends the mixed mean m_k and variance v_k of each layer with the number n_k of samples, each
+counted once. The server makes of them M = sum n_k m_k / N and V = sum n_k (v_k + (m_k - M)^2) / (N - 1), N = sum n_k,
+toward which the global statistics move by the part ``momentum``.
 
 The authors test with M and V in place of the global statistics, from one more exchange after the round. Here they are
 those of the round itself, which were measured on the model before it: evaluation is one model behind, and no exchange
@@ -114,4 +114,5 @@ def hbn(base: Method, *, momentum: float = 0.002, samples: int = 64) -> Method:
     if samples < 1:
         raise UsageError(f"samples={samples}: give 1 or more")
     changed = base.with_surgery(BatchNormToHybrid()).with_rule(Measurement(float(momentum), samples))
-    return replace(changed, scope=replace(base.scope, load=base.scope.load & ~hybrid_factors))
+    scope = replace(base.scope, load=base.scope.load & ~hybrid_factors, begin=hybrid_factors)
+    return replace(changed, scope=scope)

@@ -18,7 +18,7 @@ from ...core.optimizer import SGD
 from ...core.plan import Plan
 from ...core.preparation import apply_surgery, prepare
 from ...core.rule import Rule, RuleContext
-from ...core.selection import entries
+from ...core.selection import entries, nothing
 from ...methods.agc import Clipping
 from ...methods.fednova import NormalizedAveraging
 from ...methods.fedprox import Proximal
@@ -115,6 +115,9 @@ def _refuse_rules_of_training(method: Method) -> None:
             r.source_method for r in method.rules if not isinstance(r, IN_ANY_LOOP)
         ],
         "freezes statistics in training": [str(method.freeze)] if method.freeze else [],
+        "starts a client's first round from other entries": [str(method.scope.begin)]
+        if method.scope.begin is not nothing
+        else [],
         "sets the local work": [f"{name}={value}" for name, value in method.work.items()],
         "sets the local optimizer": [f"{name}={value}" for name, value in method.optimizer.items()],
         "trains on all data in one place": ["pooled"] if method.pooled else [],

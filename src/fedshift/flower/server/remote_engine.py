@@ -84,7 +84,7 @@ class RemoteEngine(Engine):
         diverged: list[Diverged] = []
         measures = "trained" in self.settings.moments and self.settings.is_evaluated(round)
         splits = measured_splits(self.federation) if measures else ()
-        for name, answer in self._ask("train", server, asked, self.plan.loaded, enough, splits):
+        for name, answer in self._ask("train", server, asked, self.plan.received, enough, splits):
             try:
                 results[name] = self._check_update(server, name, clients[name].steps, answer, splits)
             except FedshiftError as error:
@@ -121,7 +121,7 @@ class RemoteEngine(Engine):
                 self.nodes.say(
                     f"round {server.round}: {name} is not measured: it is away, and has no row of this round"
                 )
-        entries = plan.sent if plan.has_global else plan.loaded
+        entries = plan.sent if plan.has_global else plan.received
         enough = min(self.min_clients, len(names))
         rows: dict[str, list[Row]] = {}
         for name, answer in self._ask("evaluate", server, names, entries, enough, measured_splits(data)):

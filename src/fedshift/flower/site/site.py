@@ -291,7 +291,7 @@ class Site:
         if self.validates:
             raise RefusedMessage(f"this site {VALIDATES} (join --validate-only): it trains nothing")
         trial = self._trial(asked.facts["trial"])
-        server, base = self._broadcast(trial.plan, trial.plan.loaded, asked)
+        server, base = self._broadcast(trial.plan, trial.plan.received, asked)
         round = server.round + 1
         client, reached = trial.kept.load_after(base), self.past.reached(trial.name)
         passes = passes_of_round(trial.plan, len(trial.engine.data[trial.kept.name]), client.steps, reached)
@@ -322,7 +322,7 @@ class Site:
     def _evaluate(self, asked: Exchange) -> Exchange:
         trial = self._trial(asked.facts["trial"])
         plan, data = trial.plan, trial.data
-        server, base = self._broadcast(plan, plan.sent if plan.has_global else plan.loaded, asked)
+        server, base = self._broadcast(plan, plan.sent if plan.has_global else plan.received, asked)
         if base or not plan.personalizes:
             kept, only = trial.kept.load_after(base), data.clients[0]
             augment = trial.settings.augment
