@@ -1,6 +1,7 @@
 """Settings as Python values: each makes the experiment that its text makes, and is written as that text."""
 
 import tomllib
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fedshift.data.augmentation import flip, parse_augmentation, rotate, sequenc
 from fedshift.experiments.factory import make_experiment, make_settings
 from fedshift.experiments.python_settings import make_python_experiment
 from fedshift.models.digits import small_cnn
+from fedshift.tasks import Classification
 from fedshift.utils.errors import UsageError
 
 
@@ -46,6 +48,16 @@ def lone(logits, y):
 
 def brighten(x, rng):
     return (x * 1.1).clamp(max=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed(Classification):
+    name = "weighed"
+    factor: float = 2.0
+
+    def count(self, predictions, y, outputs):
+        counts = super().count(predictions, y, outputs)
+        return counts | {"loss_sum": self.factor * counts["loss_sum"]}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +101,9 @@ def brighten(x, rng):
             {"augment": sequence(flip(), sometimes(rotate(), p=0.2))},
             {"augment": "sequence(flip(p=0.5, vertical=False), sometimes(rotate(degrees=30.0, fill='zeros'), p=0.2))"},
         ),
+        ({"task": Classification()}, {"task": "classification"}),
+        ({"task": Classification}, {"task": "classification"}),
+        ({"task": Weighed(factor=3.0)}, {"task": f"{__name__}:Weighed(factor=3.0)"}),
         ({"newcomers": ["cid"]}, {"newcomers": "cid"}),
         ({"domains": ["cid", "ann"]}, {"domains": "cid,ann"}),
         ({"moments": ["loaded", "trained"]}, {"moments": "loaded,trained"}),
@@ -111,7 +126,7 @@ def test_a_value_is_the_text_that_is_written(make_both, given, written):
     assert ours.settings == theirs.settings
     assert [method.text for method in ours.methods] == [method.text for method in theirs.methods]
     assert (ours.seeds, ours.model) == (theirs.seeds, theirs.model)
-    assert ours.data.fingerprint == theirs.data.fingerprint
+    assert (ours.data.fingerprint, ours.data.task) == (theirs.data.fingerprint, theirs.data.task)
     assert ours.config == theirs.config
 
 
@@ -158,6 +173,7 @@ def test_functions_that_can_be_imported_are_written_by_name(make_both, tmp_path,
         ("optimizer", SGD(lr=0.1, schedule=type("Halved", (Schedule,), {})()), "SGD(lr=0.1"),
         ("augment", brighten, "function brighten ("),
         ("augment", sequence(flip(), brighten), "function Transform ("),
+        ("task", type("Lone", (Weighed,), {})(factor=5.0), "Lone(factor=5.0) of Lone ("),
         ("seeds", [1, 5], "the seeds 1, 5"),
         ("newcomers", ["a,b"], "the clients 'a,b'"),
     ],
@@ -198,6 +214,44 @@ def test_settings_of_files_are_refused_for_what_is_no_file(tiny):
     with pytest.raises(UsageError, match="--client-column says how your own files are read: a Federation"):
         make_python_experiment({"methods": "fedavg", "data": tiny, "client_column": "site"})
     assert make_python_experiment({"methods": "fedavg", "data": tiny, "domains": "ann"}).data.names == ("ann",)
+
+
+def test_a_task_is_given_as_an_object(tiny, tmp_path):
+    """On its own data as on others, in a worker process, and again to resume, but not another one."""
+    given = {"methods": "fedavg", "data": tiny, "lr": 0.01, "seeds": 2}
+    plain = fedshift.compare(**given, rounds=1).records
+    alike = fedshift.compare(**given, rounds=1, task=Weighed(factor=3.0), jobs=2, out=tmp_path / "run").records
+    factors = alike["loss_sum"] / plain["loss_sum"]
+    assert np.allclose(factors, np.where(alike["split"] == "test", 3.0, 1.0))
+    with pytest.raises(UsageError, match=r"another task: then .*factor': 3.0.*now .*factor': 2.0"):
+        fedshift.compare(**given, rounds=2, task=Weighed(), resume=tmp_path / "run")
+    fedshift.compare(**given, rounds=2, task=Weighed(factor=3.0), resume=tmp_path / "run")
+    assert set(fedshift.read_run(tmp_path / "run").records["round"]) == {1, 2}
+    assert fedshift.load_data(tiny, task=Weighed).task == Weighed()
+
+
+def make_task(**changed):
+    return type("Mine", (Weighed,), changed)()
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (make_task(metrics=("acuracy",)), r"unknown metric of task weighed 'acuracy': did you mean 'accuracy'\?"),
+        (make_task(metrics=()), "task weighed has no metric"),
+        (
+            make_task(metrics=("accuracy", "exact_match")),
+            r"metric 'exact_match' of task weighed takes exact, which its counts \(samples, .*\) lack",
+        ),
+        (make_task(count=lambda *_: {}["y"]), "cannot count one sample: KeyError: 'y'; in .*python_settings"),
+        (type("Mine", (Weighed,), {"__init__": lambda self, a: None}), r"task Mine\(\) makes none: .* missing 1"),
+        (3, "task=3 is no task: give classification, .* or a subclass of fedshift.tasks.Task"),
+    ],
+)
+def test_a_task_that_cannot_be_measured_is_refused_before_anything_starts(task, said, tiny, tmp_path):
+    with pytest.raises(UsageError, match=said):
+        fedshift.compare(methods="fedavg", data=tiny, rounds=1, task=task, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_augmentation_of_ones_own_has_the_same_name_in_every_process():

@@ -13,7 +13,7 @@ import torch
 
 from ..config.expressions import EMBEDDED, expressions, list_catalog, resolve
 from ..config.spec import DataSpec
-from ..tasks import as_task
+from ..tasks import Task, as_task
 from ..utils.csv_cells import escape_table
 from ..utils.errors import UsageError, unknown_name
 from .assignment import describe_assignment, saved
@@ -45,6 +45,7 @@ def load_source(
     progress: Progress | None = None,
     differing: int | None = None,
     like: Federation | None = None,
+    task: Task | None = None,
 ) -> Federation:
     """Load the clients of ``data`` without splits or scaling.
 
@@ -55,36 +56,40 @@ def load_source(
         progress: Callback for progress.
         differing: Side in pixels to which images of different sizes are resized; None: refuse such images.
         like: Federation that user files join, see :class:`~fedshift.data.files.read_options.ReadOptions`.
+        task: The prediction task; None: the one in ``spec``, or else that of the data.
 
     """
+    task = as_task(spec.task) if task is None and spec.task else task
     if not isinstance(data, str):
-        made = _read_object(data, spec, progress, like)
+        made = _read_object(data, spec, progress, like, task)
     elif data in EMBEDDED:
         _refuse(spec, READ, data)
-        made = _apply_task(resolve("data", EMBEDDED[data])(), spec, data)
+        made = _apply_task(resolve("data", EMBEDDED[data])(), task, data)
     elif Path(data).exists():
         try:
-            made = _read_directory(Path(data), spec, progress, differing, like)
+            made = _read_directory(Path(data), spec, progress, differing, like, task)
         except UsageError as error:
             if data not in list_catalog("data.datasets"):
                 raise
             raise UsageError(f"{error}. (./{data} was read, not the benchmark of that name: rename one)") from error
     else:
-        made = _read_benchmark(data, spec, progress)
+        made = _read_benchmark(data, spec, progress, task)
     made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains else made
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
     return replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
 
 
-def _read_object(data: object, spec: DataSpec, progress: Progress | None, like: Federation | None) -> Federation:
+def _read_object(
+    data: object, spec: DataSpec, progress: Progress | None, like: Federation | None, task: Task | None
+) -> Federation:
     if isinstance(data, Federation):
         _refuse(spec, READ, "a Federation")
-        return _apply_task(data, spec, "a Federation")
+        return _apply_task(data, task, "a Federation")
     if not holds_tables(data):
         used = {"target", "client_column", "test_fraction"} if holds_hub_datasets(data) else set()
         _refuse(spec, set(READ) - used, f"data of type {type(data).__name__}")
-    return read_objects(data, _read_options(spec, progress, like))
+    return read_objects(data, _read_options(spec, progress, like, task))
 
 
 def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:
@@ -94,13 +99,12 @@ def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:
             raise UsageError(f"--{field.name.replace('_', '-')} says how your own files are read: {data} takes no such")
 
 
-def _apply_task(data: Federation, spec: DataSpec, name: str) -> Federation:
-    """Return data that define their own task with the task of ``spec`` instead, which must be of the same kind."""
-    if spec.task is None:
+def _apply_task(data: Federation, task: Task | None, name: str) -> Federation:
+    """Return data that define their own task with ``task`` instead, which must be of the same kind."""
+    if task is None:
         return data
-    task = as_task(spec.task)
     if not isinstance(task, type(data.task)):
-        raise UsageError(f"task {spec.task!r}: {name} is for {data.task}: leave the task out, or give one of this kind")
+        raise UsageError(f"task {str(task)!r}: {name} is for {data.task}: leave the task out, or give one of this kind")
     return replace(data, task=task)
 
 
@@ -111,8 +115,8 @@ def _exact_names(domains: str | None) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in domains.split(","))
 
 
-def _read_options(spec: DataSpec, progress: Progress | None, like: Federation | None) -> ReadOptions:
-    task = like.task.forget() if like is not None and like.clients else as_task(spec.task) if spec.task else None
+def _read_options(spec: DataSpec, progress: Progress | None, like: Federation | None, task: Task | None) -> ReadOptions:
+    task = like.task.forget() if like is not None and like.clients else task
     own = {name: getattr(spec, name) for name in READ}
     return ReadOptions(
         domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
@@ -121,9 +125,10 @@ def _read_options(spec: DataSpec, progress: Progress | None, like: Federation | 
 
 
 def _read_directory(
-    path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, like: Federation | None
-) -> Federation:
-    reading = _read_options(spec, progress, like)
+    path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, like: Federation | None,
+    task: Task | None,
+) -> Federation:  # fmt: skip
+    reading = _read_options(spec, progress, like, task)
     try:
         return read_directory(path, reading)
     except SizesDiffer:
@@ -134,7 +139,7 @@ def _read_directory(
         return replace(made, notices=(*made.notices, said))
 
 
-def _read_benchmark(data: str, spec: DataSpec, progress: Progress | None) -> Federation:
+def _read_benchmark(data: str, spec: DataSpec, progress: Progress | None, task: Task | None) -> Federation:
     if "/" in data or "\\" in data or not data[:1].isalpha():
         raise UsageError(f"data {data!r}: there is no {Path(data).resolve()}; give a directory that exists, or a name")
 
@@ -155,7 +160,7 @@ def _read_benchmark(data: str, spec: DataSpec, progress: Progress | None) -> Fed
     made = expressions("data", head.replace("-", "_") + bracket + arguments, lookup)
     if len(made) != 1:
         raise UsageError(f"data {data!r}: give one, not {len(made)}")
-    return _apply_task(made[0], spec, head)
+    return _apply_task(made[0], task, head)
 
 
 def parse_changes(spec: DataSpec) -> tuple[Change, ...]:

@@ -19,6 +19,7 @@ from ..core.method import Method
 from ..core.optimizer import Optimizer, Schedule
 from ..data.augmentation import Augmentation
 from ..models import ModelFactory
+from ..tasks import Task
 from .observer import Observer
 
 MethodLike: TypeAlias = str | Method | Callable[[], Method]
@@ -66,6 +67,10 @@ class CompareArguments(CompareSpec):
     augment: str | Augmentation | None = Spec.augment
     """Augmentation of training images: an expression such as ``"flip(), rotate(degrees=30)"``, its value, or a function
     of images ``[B, C, H, W]`` in [0, 1] and a NumPy generator."""
+
+    task: str | Task | type[Task] | None = Spec.task
+    """Prediction task: an expression such as ``"regression(standardize=False)"``, its value, or your own subclass of
+    :class:`fedshift.tasks.Task`; None: the data's, or inferred from the labels."""
 
     newcomers: str | Sequence[str] | None = Spec.newcomers
     """Clients that never take part in training, a list of names or a pattern such as ``"usps-*"``."""

@@ -54,7 +54,7 @@ from .jobs import Job, JobRunner, Jobs, JobSession, SequentialForPool, choose_jo
 from .loggers import RecordLog, TrialLog, require_packages
 from .observer import Observer
 from .session import Session, format_now
-from .settings import Settings
+from .settings import Settings, check_counts
 from .trial import Trial
 
 SAMPLES = 8
@@ -101,6 +101,8 @@ class Experiment:
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
         object.__setattr__(self, "settings", self.settings.for_task(self.data.task))
+        if self.make_engine is None:
+            check_counts(self.data)
         private = [each.name for each in self.methods if find_mechanism((each.aggregate, *each.rules))]
         if private and self.settings.loss and self.settings.loss.uses_counts:
             raise UsageError(

@@ -52,6 +52,7 @@ class GivenObjects:
     newcomers: tuple[str, ...] | None = None
     seeds: tuple[int, ...] | None = None
     weights: InitialWeights | None = None
+    task: Task | None = None
 
 
 def parse_methods(text: str) -> tuple[Method, ...]:
@@ -243,7 +244,8 @@ def make_experiment(
     """
     given, spec = given or GivenObjects(), anchor_paths(spec)
     methods, log = make_methods(spec, given.methods), parse_loggers(spec.log)
-    source = load_source(spec.data if given.data is None else given.data, spec, progress).fit_images(spec.image_size)
+    source = load_source(spec.data if given.data is None else given.data, spec, progress, task=given.task)
+    source = source.fit_images(spec.image_size)
     data = prepare_clients(source, spec)
     settings = make_settings(spec, data.names, given)
     return Experiment(

@@ -28,6 +28,7 @@ from ..data.federation import Federation
 from ..data.objects import FORMS
 from ..data.sources import load_source, prepare_clients
 from ..models import find_expression
+from ..tasks import Task, as_task, write_task
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.user_code import describe_error, describe_function, find_import_path, locate_error
 from .experiment import Experiment
@@ -79,11 +80,14 @@ def make_python_experiment(given: Mapping[str, Any]) -> Experiment:
 def load_python_data(data: Any, given: Mapping[str, Any]) -> Federation:
     """Return the clients in ``data``, split, scaled and checked by the settings ``given``; targets stay as they are."""
     values = {name: simplify(name, value) for name, value in {**given, "data": data}.items()}
-    data = values.pop("data")
+    data, task = values.pop("data"), values.get("task")
+    if not _is_plain("task", task):
+        task = as_task(values.pop("task"))
     defaults = {setting.name: setting.default for setting in fields(DataSpec)}
     check_settings(SimpleNamespace(**defaults | values), DataSpec)
     spec = DataSpec(**values)
-    return prepare_clients(load_source(data, spec).fit_images(spec.image_size), spec)
+    made = load_source(data, spec, task=task if isinstance(task, Task) else None)
+    return prepare_clients(made.fit_images(spec.image_size), spec)
 
 
 def simplify(name: str, value: Any) -> Any:
@@ -253,6 +257,14 @@ def read_newcomers(value: Any, _values: Mapping[str, Any]) -> Reading:
     return Reading(value=names, texts={"newcomers": ",".join(names) or None})
 
 
+def read_task(value: Any, _values: Mapping[str, Any]) -> Reading:
+    """Read a task, or a class of tasks, which is called without arguments."""
+    task = as_task(value)
+    if text := write_task(task):
+        return Reading(value=task, texts={"task": text})
+    return Reading(value=task, described=f"{task!r} of {describe_function(type(task))}")
+
+
 def read_seeds(value: Any, values: Mapping[str, Any]) -> Reading:
     """Read a list of seeds."""
     several = value if isinstance(value, Iterable) else [None]
@@ -271,7 +283,7 @@ def read_seeds(value: Any, values: Mapping[str, Any]) -> Reading:
 READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Reading]] = {
     "methods": read_methods, "data": read_data, "model": read_model, "loss": read_loss, "optimizer": read_optimizer,
     "schedule": read_optimizer, "augment": read_augment, "newcomers": read_newcomers, "seeds": read_seeds,
-    "weights": read_weights,
+    "weights": read_weights, "task": read_task,
 }  # fmt: skip
 """Settings that may also be Python objects, and the function that reads each."""
 

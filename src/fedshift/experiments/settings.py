@@ -17,16 +17,18 @@ from ..core.plan import Plan, forward, to_inputs
 from ..core.preparation import prepare
 from ..core.work import Work
 from ..data.augmentation import Augmentation
-from ..data.federation import PLURALS
+from ..data.federation import PLURALS, Federation
 from ..engines import ENGINES
 from ..engines.cost_model import choose_products, count_rows
 from ..evaluation.policies import SKIP, parse_policy
 from ..models import ModelFactory, make_network
-from ..results.schema import MOMENTS, UNITS
+from ..results.schema import METRIC_COUNTS, METRICS, MOMENTS, UNITS
+from ..tasks import CATALOG as TASKS
 from ..tasks import CLASSIFICATION, Classification, Segmentation, Task
 from ..tasks.segmentation import SURFACE_METRICS
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
+from ..utils.user_code import describe_error
 from .initial_weights import InitialWeights
 
 
@@ -88,6 +90,11 @@ class Settings(TrialSpec):
 
         Raises :class:`UsageError` for a loss or a metric that is not for the task.
         """
+        if not task.metrics:
+            raise UsageError(f"task {task} has no metric: name some in Task.metrics, of {', '.join(METRICS)}")
+        for name in task.metrics:
+            if name not in METRICS:
+                raise unknown_name(f"metric of task {task}", name, METRICS)
         metric = task.metrics[0] if self.metric == "auto" else self.metric
         if metric not in task.metrics:
             surface = isinstance(task, Segmentation) and metric in SURFACE_METRICS
@@ -121,6 +128,25 @@ class Settings(TrialSpec):
         """Return whether ``round`` (from 1) ends with an evaluation."""
         every = self.evaluate_every or max(1, self.rounds // 10)
         return round % every == 0 or round == self.rounds
+
+
+def check_counts(data: Federation) -> None:
+    """Raise :class:`UsageError` unless the task of ``data``, if a user wrote it, counts what its metrics take."""
+    task, train = data.task, next((client.train for client in data.clients if len(client.train)), None)
+    if type(task) in TASKS.values() or train is None:
+        return
+    try:
+        outputs = torch.zeros(1, *task.output_shape(train.shape, data.classes))
+        counts = task.count(outputs, train.targets(slice(0, 1)).cpu(), data.classes)
+        lacking = {name: [each for each in METRIC_COUNTS[name] if counts.get(each) is None] for name in task.metrics}
+    except Exception as error:
+        raise UsageError(f"task {task} cannot count one sample: {describe_error(error)}") from error
+    for name, missing in lacking.items():
+        if missing and not (name == "auc" and "auc" in counts):  # one sample has none
+            raise UsageError(
+                f"metric {name!r} of task {task} takes {', '.join(missing)}, which its counts ({', '.join(counts)}) "
+                "lack: count these in Task.count, or leave the metric out of Task.metrics"
+            )
 
 
 def make_plan(

@@ -52,6 +52,7 @@ from ..nn.linear import list_products, set_products
 from ..results.checkpoint import refuse_other, save_checkpoint
 from ..results.schema import Row
 from ..results.trial_records import load_facts
+from ..tasks import describe_task
 from ..utils.errors import UsageError
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
 from ..utils.state import State, entries_under, join_states, split_state
@@ -260,6 +261,7 @@ class Trial:
             "select": self.settings.select,
             "metric": self.settings.metric,
             "loss": str(self.settings.loss),
+            "task": str(describe_task(self.data.task)),
             "augment": str(self.settings.augment),
             "precision": self.settings.precision,
         }

@@ -75,6 +75,14 @@ LOWER_IS_BETTER = frozenset({"loss", "rmse", "mae", "surface_distance", "hausdor
 DISTANCES = {"surface_distance": ("distances", "elements"), "hausdorff95": ("hausdorff", "surfaces")}
 """Metrics that are ratios of sums and counts by class, and both columns."""
 
+METRIC_COUNTS = {
+    "loss": ("loss_sum",), "auc": ("auc",), "exact_match": ("exact",),
+    **dict.fromkeys(("accuracy", "balanced_accuracy"), ("hits", "support")),
+    **dict.fromkeys(("dice", "iou", "f1"), ("hits", "support", "predicted")),
+    **dict.fromkeys(("rmse", "mae", "r2"), ("squared", "absolute", "total", "square")), **DISTANCES,
+}  # fmt: skip
+"""Counts that each metric takes, beside the number of samples."""
+
 MOMENTS = ("loaded", "trained")
 """Moments of a round at which models are measured on test and validation data."""
 

@@ -21,7 +21,7 @@ METRICS, ROUNDS, CHECKPOINT, BEST = "metrics.jsonl", "rounds.jsonl", "checkpoint
 """Files of a trial: measurements, the cost of each round, the state after the last round and after the best round."""
 CROSSED = {"loaded": "cross_site.json", "trained": "cross_site-trained.json"}
 """Files of a trial with measurements of each client's model on every client's test data, by moment, if requested."""
-FORMAT = 4
+FORMAT = 5
 """Format of checkpoints."""
 ENTRY = "fedshift"
 """Name of the only entry of a checkpoint's header, JSON with format, checksums and facts."""

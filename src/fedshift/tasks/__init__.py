@@ -10,6 +10,7 @@ from .catalog import describe_task as describe_task
 from .catalog import find_kind as find_kind
 from .catalog import infer_task as infer_task
 from .catalog import restore_task as restore_task
+from .catalog import write_task as write_task
 from .classification import CLASSIFICATION as CLASSIFICATION
 from .classification import Classification as Classification
 from .multilabel import Multilabel as Multilabel

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..config.expressions import expressions, resolve
 from ..utils.errors import UsageError, unknown_name
+from ..utils.user_code import describe_error, find_import_path
 from .classification import CLASSIFICATION, Classification
 from .multilabel import Multilabel
 from .regression import Regression
@@ -20,17 +21,36 @@ CATALOG: Mapping[str, type[Task]] = {kind.name: kind for kind in (Classification
 """Tasks that :func:`as_task` knows, by name."""
 
 
-def as_task(task: Task | str) -> Task:
-    """Return ``task``, or the task that a text names: ``regression``, or your ``my_package.module:Class``.
+def as_task(task: Task | type[Task] | str) -> Task:
+    """Return ``task``, or the task that a class or a text makes: ``regression``, or your ``my_package.module:Class``.
 
     Raises :class:`UsageError` that lists the tasks.
     """
     if isinstance(task, Task):
         return task
-    made = expressions("task", task, _lookup) if isinstance(task, str) else [task]
+    made: list[Any] = expressions("task", task, _lookup) if isinstance(task, str) else [task]
+    if isinstance(task, type) and issubclass(task, Task):
+        try:
+            made = [task()]
+        except Exception as error:
+            raise UsageError(f"task {task.__name__}() makes none: {describe_error(error)}") from error
     if len(made) != 1 or not isinstance(made[0], Task):
         raise UsageError(f"task={task!r} is no task: give {', '.join(CATALOG)}, or a subclass of fedshift.tasks.Task")
     return made[0]
+
+
+def write_task(task: Task) -> str | None:
+    """Return the text from which :func:`as_task` makes an equal task; None if there is none."""
+    kind = type(task)
+    name = task.name if CATALOG.get(task.name) is kind else find_import_path(kind)
+    if name is None:
+        return None
+    given = [f"{each.name}={value!r}" for each in fields(task) if (value := getattr(task, each.name)) != each.default]
+    text = f"{name}({', '.join(given)})" if given else name
+    try:
+        return text if as_task(text) == task else None
+    except UsageError:
+        return None
 
 
 def describe_task(task: Task) -> dict[str, Any]:
