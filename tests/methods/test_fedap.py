@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedshift.core.aggregation import Uploads
-from fedshift.core.kernel import broadcast
+from fedshift.core.kernel import broadcast, client_init
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.methods.fedap import fedap
@@ -14,6 +14,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedavgm import fedavgm
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox
+from fedshift.methods.harmofl import harmofl
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal, pick
 from tests.methods import plain
@@ -146,3 +147,19 @@ def test_a_server_optimizer_is_refused():
 def test_a_network_without_batch_norm_is_refused():
     with pytest.raises(UsageError, match="batch_norm matches no entry of the model"):
         prepare(fedap(), nn.Linear(3, 2), optimizer=SGD(lr=0.1))
+
+
+@pytest.mark.parametrize("participation", [1.0, 2])
+def test_what_the_server_makes_of_measurements_stands_in_every_mix(participation):
+    """HarmoFL's server sets the amplitudes, of which clients upload the zeros that they loaded: no mix brings these."""
+    running = plain.trial(harmofl(fedap(), alpha=0.0, samples=4), participation=participation)
+    for _ in range(3):
+        running.advance()
+        server = running.server
+        (name,) = (entry for entry in server.shared if entry.endswith(".amplitude"))
+        assert (server.shared[name] != 0).all()
+        assert server.mixes is not None
+        for client in running.train:
+            assert torch.equal(broadcast(server, client).shared[name], server.shared[name])
+            start = client_init(running.plan, running.clients[client], broadcast(server, client))
+            assert torch.equal(start.rest[name], server.shared[name])

@@ -66,6 +66,9 @@ class StreamingAggregator:
             rule.aggregate_memory(server.memory[index], [update.memory[index] for update in ordered], shares)
             for index, rule in enumerate(plan.method.rules)
         )
+        made: State = {}
+        for index, rule in enumerate(plan.method.rules):
+            made |= rule.aggregate_entries(server.shared, [update.memory[index] for update in ordered])
         optimizer, kept, mixes = server.optimizer, State(), None
         if self._mean:
             shared = self._mean.result()
@@ -90,10 +93,9 @@ class StreamingAggregator:
             if remember := getattr(plan.method.aggregate, "remember", None):
                 kept = add_prefix(KEPT, remember(uploaded))
             if mix := getattr(plan.method.aggregate, "mix", None):
-                states = tuple(pick(state, plan.loaded) for state in uploaded.states)
+                states = tuple(pick(state, plan.loaded - made.keys()) for state in uploaded.states)
                 mixes = Mixes(uploads=states, weights=mix(uploaded))
-        for index, rule in enumerate(plan.method.rules):
-            shared |= rule.aggregate_entries(server.shared, [update.memory[index] for update in ordered])
+        shared |= made
         if plan.method.server:
             before = pick(server.shared, plan.trained & plan.loaded)
             delta = {name: shared[name] - tensor for name, tensor in before.items()}
