@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         read_run as read_run,
     )
     from .core.aggregation import Uploads as Uploads
+    from .core.declarations import Send as Send
     from .core.method import (
         Freeze as Freeze,
         Method as Method,
@@ -123,6 +124,7 @@ _HOME = {
     "api": ("Comparison", "advise", "compare", "leak", "load_data", "read_run"),
     "utils.errors": ("FedshiftError", "UsageError"),
     "core.aggregation": ("Uploads",),
+    "core.declarations": ("Send",),
     "core.method": ("Freeze", "Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW", "Cosine", "Exponential", "StepDecay"),
     "core.requirements": ("Requirements",),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedshift.core.declarations import Send
 from fedshift.core.kernel import (
     client_final,
     client_init,
@@ -137,6 +138,9 @@ class Counting(Rule):
 
     def transform_grads(self, grads, params, context):
         return {name: grad + self.by for name, grad in grads.items()}
+
+    def sends(self, plan):
+        return {"new": Send(shape=(1,), dtype=torch.float32, reveals="update")}
 
     def finalize(self, params, context):
         return {"seen": context.memory["seen"] + self.by}, {"new": context.memory["seen"] + self.by}

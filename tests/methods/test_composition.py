@@ -82,8 +82,8 @@ REFUSED = {
     "APFL mixes each client's model": both_ways(ALONE + POOLED, ["apfl"]),
     "FedBABU fine-tunes the body": both_ways(ALONE + POOLED, ["fedbabu"]),
     "FedALA chooses how much to take over": both_ways(ALONE + POOLED, ["fedala"]),
-    "changes how clients load '4.bias', which another part keeps": both_ways(
-        ["fedala"], ["fedper", "fedrep", "partialfed_fix"]
+    "but another part keeps '4.bias' on clients: use one of the two, or other layers": both_ways(
+        ["fedala", "fedrod"], KEEPS_HEAD
     ),
     "FedRep trains first the head and then all else, but fedbabu": both_ways(["fedrep"], ["fedbabu"]),
     "FedDG-ELCFS trains on images in the look of clients": both_ways(ALONE + POOLED, ["feddg_elcfs"]),
@@ -142,6 +142,12 @@ def trial(method):
 def test_each_refused_pair_stands_once_and_names_methods_that_exist():
     assert sum(map(len, REFUSED.values())) == len(REASON)
     assert {name for pair in REASON for name in pair} <= METHODS.keys()
+
+
+def test_what_dp_and_robust_aggregation_refuse_is_whatever_sends_more_than_entries():
+    bases = {"dp_sgd": METHODS["gn"]()}
+    plans = {name: trial(made(bases.get(name))).plan for name, made in METHODS.items()}
+    assert {name for name, plan in plans.items() if any(plan.sends)} == {*SENDS_MORE, "fedheal", "feddg_ga"}
 
 
 @pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.slow) for third in (1, 2))])

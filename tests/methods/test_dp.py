@@ -11,8 +11,10 @@ from scipy.stats import kstest
 from torch import nn
 
 from fedshift.core.aggregation import Uploads
+from fedshift.core.declarations import Send
 from fedshift.core.loss import CrossEntropy
 from fedshift.core.optimizer import SGD
+from fedshift.core.rule import Rule
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.experiments.experiment import Experiment
@@ -221,6 +223,20 @@ def test_a_buffer_that_may_be_a_constant_is_refused_by_name():
 def test_what_would_not_be_private_is_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+class Foreign(Rule):
+    def sends(self, plan):
+        return {"steps": Send(shape=(), dtype=torch.int64, reveals="update")}
+
+    def finalize(self, params, context):
+        return {}, {"steps": torch.tensor(context.steps)}
+
+
+def test_a_rule_of_others_that_sends_is_refused():
+    with pytest.raises(UsageError, match=r"test_dp sends more than the entries that dp clips, .* \(steps\)"):
+        trial(dp().with_rule(Foreign()))
+    trial(fedavg().with_rule(Foreign())).advance()
 
 
 def test_weights_of_classes_that_come_from_all_clients_are_refused():

@@ -13,9 +13,11 @@ from torch import nn
 
 from fedshift.config.expressions import list_catalog
 from fedshift.core import kernel
+from fedshift.core.declarations import Send
 from fedshift.core.loss import CrossEntropy, Focal
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.rule import Rule
 from fedshift.core.work import Work
 from fedshift.data.federation import federation
 from fedshift.data.partition import repeat
@@ -30,6 +32,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedwon import fedwon
 from fedshift.methods.gn import gn
+from fedshift.methods.harmofl import harmofl
 from fedshift.methods.ln import ln
 from fedshift.methods.nonorm import nonorm
 from fedshift.utils.errors import UsageError
@@ -189,25 +192,80 @@ def test_whatever_else_changes_gradients_sees_them_clipped_and_noisy():
 METHODS = list_catalog("methods")
 NO_BATCH_NORM = {"fedap", "fedbn", "hbn", "silobn", "fixbn"}
 """Methods that act on BatchNorm, which is gone here."""
-REFUSED = {
-    "apfl", "ditto", "fedala", "feddg_elcfs", "feddg_ga", "fedproto", "fedrod", "fedsr", "fpl", "harmofl", "moon",
+LOSSES = (
+    "apfl", "ditto", "fedala", "feddg_elcfs", "feddg_ga", "fedproto", "fedrod", "fedsr", "fpl", "moon",
     "partialfed_adaptive",
-}  # fmt: skip
-"""Methods whose local loss is no mean over samples."""
+)  # fmt: skip
+REFUSED = dict.fromkeys(LOSSES, "changes the loss") | {"harmofl": "sees the model run on samples before local work"}
+"""Methods whose local loss is no mean over samples, or that look at samples in another way, and why."""
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - NO_BATCH_NORM - {"dp_sgd", "gn", "ln", "nonorm", "fedwon"}))
 def test_every_method_trains_on_private_gradients_or_is_refused(name):
     method = dp_sgd(METHODS[name](gn()), noise_multiplier=0.1)
     if name in REFUSED:
-        with pytest.raises(UsageError, match=f"adds to a gradient, and {name} changes the loss"):
+        with pytest.raises(UsageError, match=f"adds to a gradient, and {name} {REFUSED[name]}"):
             trial(method)
         return
+    assert {send.reveals for sends in plan_of(method).sends for send in sends.values()} <= {"update"}
     running = trial(method)
     running.advance()
     after = running.model_state("a")
     assert all(tensor.isfinite().all() for tensor in after.values())
     assert not is_equal(after, running.plan.initial)
+
+
+class Foreign(Rule):
+    """Sends what ``reveals`` says, and looks at samples by the hooks ``looks``."""
+
+    def __init__(self, reveals="update", observes=0):
+        self.reveals, self.observes = reveals, observes
+
+    def sends(self, plan):
+        return {"total": Send(shape=(), dtype=torch.float64, reveals=self.reveals)}
+
+    def finalize(self, params, context):
+        return {}, {"total": sum(tensor.sum() for tensor in params.values())}
+
+
+class ReadsTargets(Foreign):
+    def read_targets(self, memory, targets):
+        return memory
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (Foreign("client"), r"test_dp_sgd sends more than follows from gradients \(client: 'total'\)"),
+        (Foreign("class"), r"\(class: 'total'\)"),
+        (Foreign("image"), r"\(image: 'total'\)"),
+        (Foreign(observes=1), "test_dp_sgd sees the model run on samples before local work"),
+        (ReadsTargets(), "test_dp_sgd reads the targets of all samples"),
+    ],
+)
+def test_rules_of_others_are_refused_where_noise_does_not_cover_what_they_send(rule, why):
+    with pytest.raises(UsageError, match=why):
+        plan_of(dp_sgd(gn()).with_rule(rule))
+
+
+def test_what_a_rule_of_others_makes_of_noisy_gradients_is_sent():
+    running = trial(dp_sgd(gn()).with_rule(Foreign()))
+    running.advance()
+
+
+def test_amplitudes_of_single_images_leave_without_noise_and_so_are_refused():
+    """What HarmoFL sends with these options is the spectrum of one training image, which NumPy finds alike."""
+    running = trial(harmofl(gn(), alpha=0.0, frequencies=2, samples=1))
+    images = [DATA.client(name).train.inputs(slice(None)).double() for name in "abc"]
+    spectra = np.fft.fftshift(np.fft.fft2(np.concatenate(images)), axes=(-2, -1))
+    found = abs(spectra)
+    found[:, :, 2, 2] = spectra[:, :, 2, 2].real  # the zero frequency has a sign
+    server, clients = running.server, {name: running.clients[name] for name in "abc"}
+    for _, done in running.engine.train(server, clients):
+        (upload,) = done.update.memory
+        assert abs(upload["amplitude"].numpy() - found).max(axis=(1, 2, 3)).min() < 1e-6
+    with pytest.raises(UsageError, match="harmofl sees the model run on samples before local work: remove one"):
+        trial(dp_sgd(harmofl(gn(), alpha=0.0, frequencies=2, samples=1), secret=True))
 
 
 class Counts(nn.Module):

@@ -54,7 +54,8 @@ class Aggregation(Protocol):
     ``remember(uploads)`` returns is ``uploads.kept`` in the next round; it stays on the server. One with a method
     ``mix(uploads)`` sends clients mixes of the round's uploads: it returns by client name the weights of the uploads,
     float64 ``[uploads]``, which sum to one, for clients that sat the round out, too. Clients that it does not name load
-    the server's entries.
+    the server's entries. One with ``passes_on = False`` makes of all uploads whatever clients load; without that, sites
+    are told that others may receive entries as one client sent them.
     """
 
     def __call__(self, uploads: Uploads) -> State:

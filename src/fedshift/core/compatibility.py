@@ -88,8 +88,8 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
         raise UsageError(f"{name}: {needs.shared_entries}, but there are none {where}: remove it")
     if needs.some_loaded and not needs.some_loaded & plan.loaded:
         raise UsageError(
-            f"{name}: a part of it changes how clients load {min(needs.some_loaded)!r}, which another part keeps on "
-            "them: use one of the two, or other layers"
+            f"{name}: {needs.shared_entries}, but another part keeps {min(needs.some_loaded)!r} on clients: use one of "
+            "the two, or other layers"
         )
     if needs.from_server:
         _check_from_server(plan, needs.from_server)
@@ -104,11 +104,11 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
         )
     if needs.separate_samples:
         _check_separate_samples(plan, needs.separate_samples)
-    for rule in method.rules if needs.entries_only else ():
-        if _overrides(rule, "aggregate_memory") or _overrides(rule, "aggregate_entries"):
+    for rule, sends in zip(method.rules, plan.sends, strict=True) if needs.entries_only else ():
+        if sends:
             raise UsageError(
-                f"{name}: {rule.source_method} sends more than the entries that {needs.entries_only}: remove one of "
-                "the two"
+                f"{name}: {rule.source_method} sends more than the entries that {needs.entries_only} "
+                f"({', '.join(sorted(sends))}): remove one of the two"
             )
     for rule in method.rules if needs.trains_everything else ():
         if _overrides(rule, "trainable"):
@@ -163,7 +163,10 @@ def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
 
 
 def _check_separate_samples(plan: Plan, what: str) -> None:
-    """Raise :class:`UsageError` unless the gradient of a sample is that of its loss alone."""
+    """Raise :class:`UsageError` unless the gradient of a sample is that of its loss alone, and nothing else sees it.
+
+    What rules then send, and declare to reveal the update, follows from combined gradients.
+    """
     name = f"method {plan.method.name!r}"
     for layer, module in plan.module.named_modules():
         if isinstance(module, _BatchNorm | HybridBatchNorm):
@@ -171,9 +174,16 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
                 f"{name}: {what}, but in BatchNorm (layer {layer!r}) a sample changes those of its whole batch, "
                 "and statistics: add gn, ln, nonorm or fedwon"
             )
-    for rule in plan.method.rules:
-        if _overrides(rule, "transform_loss"):
-            raise UsageError(f"{name}: {what}, and {rule.source_method} changes the loss: remove one of the two")
+    for rule, sends in zip(plan.method.rules, plan.sends, strict=True):
+        beyond = [f"{send.reveals}: {entry!r}" for entry, send in sends.items() if send.reveals != "update"]
+        reads = {
+            "changes the loss": _overrides(rule, "transform_loss"),
+            "reads the targets of all samples": _overrides(rule, "read_targets"),
+            "sees the model run on samples before local work": rule.observes,
+            f"sends more than follows from gradients ({'; '.join(beyond)})": beyond,
+        }
+        if why := next((text for text, true in reads.items() if true), ""):
+            raise UsageError(f"{name}: {what}, and {rule.source_method} {why}: remove one of the two")
     if isinstance(plan.loss, CrossEntropy) and plan.loss.weights is not None:
         raise UsageError(
             f"{name}: {what}, but {plan.loss} is divided by the weights of a batch, which cancel in one sample: use "

@@ -26,6 +26,7 @@ from ..nn.linear import use_torch_func
 from ..utils.profiling import timed_section
 from ..utils.state import State, add_prefix, clone, entries_under, join_states, nbytes, pick, split_state
 from .aggregation import weighted_mean
+from .disclosure import check_sends
 from .plan import Plan, compute_features, compute_outputs, forward, to_memory_format
 from .rule import ForwardPass, Hook, Rule, RuleContext
 
@@ -474,12 +475,16 @@ def client_step(
 
 
 def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Update]:
-    """End local work. Returns the client's new state and its upload."""
+    """End local work. Returns the client's new state and its upload.
+
+    Raises :class:`UsageError` where a rule would upload anything but what it declares (:meth:`Rule.sends`).
+    """
     together = {**job.params, **job.rest}
     state = {name: together[name] for name in plan.initial}
     memory, uploads = [], []
     for index, rule in enumerate(plan.method.rules):
         kept, sent = rule.finalize(job.params, _rule_context(plan, job, index))
+        check_sends(plan, index, sent)
         memory.append({**kept, **_extra_entries(plan, index, job.params, job.rest)})
         uploads.append(sent)
     client = ClientState(

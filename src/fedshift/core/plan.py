@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..nn.dropout import dropout_key
 from ..utils.errors import UsageError
 from ..utils.state import State, clone
+from .declarations import Send
 from .method import Method
 from .optimizer import SGD, Optimizer
 from .rule import Rule
@@ -136,6 +137,11 @@ class Plan:
         """Position of the rule that combines the gradients of a batch's samples; None: they are never told apart."""
         rules = enumerate(self.method.rules)
         return next((at for at, rule in rules if type(rule).combine_samples is not Rule.combine_samples), None)
+
+    @cached_property
+    def sends(self) -> tuple[Mapping[str, Send], ...]:
+        """What every client uploads for each rule in each round, beside entries of the model."""
+        return tuple(dict(rule.sends(self)) for rule in self.method.rules)
 
     @cached_property
     def reads_targets(self) -> bool:

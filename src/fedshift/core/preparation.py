@@ -23,6 +23,7 @@ from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .compatibility import check_compatibility
+from .kernel import client_final, init_client, init_server, load_state
 from .method import Method
 from .optimizer import Optimizer
 from .plan import Loss, Plan, Precision, compute_features, compute_outputs, forward, to_inputs, to_memory_format
@@ -119,6 +120,7 @@ def prepare(
         norm_statistics.names(found)
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
+    _check_sends(plan)
     if bind := getattr(method.aggregate, "bind", None):
         plan = replace(plan, method=replace(plan.method, aggregate=bind(plan)))
     if sample is not None:
@@ -157,6 +159,15 @@ def add_extra_entries(plan: Plan) -> Plan:
     params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
     extra = [rule.extra_entries(params, rest) for rule in plan.method.rules]
     return replace(plan, extra_params=tuple(each[0] for each in extra), extra_rest=tuple(each[1] for each in extra))
+
+
+def _check_sends(plan: Plan) -> None:
+    """Raise :class:`UsageError` where a rule uploads other than it declares, by the upload of a client without steps.
+
+    Rules that observe the model may upload what they saw alone; theirs is checked when the first client ends its work.
+    """
+    if not any(rule.observes for rule in plan.method.rules):
+        client_final(plan, load_state(plan, init_client(plan), init_server(plan)))
 
 
 def _refuse_unsupported(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ class Requirements:
     Args:
         unique: The method has no other rule of this kind.
         shared_entries: Clients load parameters that they train. Begins the refusal: what the part does with them.
-        some_loaded: Clients load some of these entries; empty: the part needs none in particular.
+        some_loaded: The shared entries that the part needs; clients load some of these. Empty: none in particular.
         from_server: Clients load all of these entries, and no rule keeps copies of them: they are the server's alone.
         several_steps: Clients may take more than one step a round. Begins the refusal: why one step is too few.
         plain_steps: Each local step moves every parameter along its gradient, starting from the loaded values: SGD
@@ -30,9 +30,10 @@ class Requirements:
             harm done to others.
         step_budget: The part reads the number of steps of the round, so that clients with different numbers cannot be
             stepped together.
-        separate_samples: The gradient of each sample is that of its loss alone: no BatchNorm, no loss that is
-            divided by the weights of a batch, and no rule that changes the loss. Begins the refusal: what the
-            part does.
+        separate_samples: The gradient of each sample is that of its loss alone, and nothing else sees it: no
+            BatchNorm, no loss that is divided by the weights of a batch, and no rule that changes the loss, reads
+            targets, observes the model, or sends what reveals more than the update. Begins the refusal: what the part
+            does.
         classes: Each sample has one class. Begins the refusal: what the part does with classes.
         min_clients: Clients that must take part in a round.
 

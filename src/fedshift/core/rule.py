@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..nn.linear import use_torch_func
 from ..utils.state import State, clone
+from .declarations import PlannedEntries, Send
 from .requirements import Requirements
 from .selection import Entry
 
@@ -156,6 +157,14 @@ class Rule:
         """Return the rule for a model with these entries."""
         return self
 
+    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
+        """Return what every client uploads for the rule in each round: exactly the tensors of :meth:`finalize`.
+
+        An upload that differs in names, shapes or types is refused. ``plan``: what the model's entries are, and which
+        of them clients load, send and train.
+        """
+        return {}
+
     def client_memory(self, params: State, rest: State) -> State:
         """Return the memory that every client starts with, given the model's trained and other entries.
 
@@ -247,7 +256,7 @@ class Rule:
         """
 
     def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        """Return the client's new memory after local work, and what it uploads beside its entries."""
+        """Return the client's new memory after local work, and what it uploads: exactly what :meth:`sends` declares."""
         return context.memory, {}
 
     def aggregate_memory(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:

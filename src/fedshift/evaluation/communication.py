@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..core.aggregation import average_uploads
+from ..core.declarations import Reveals, Send
 from ..core.kernel import ServerState, Update, client_final, client_init, init_client, init_server
 from ..core.method import Method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.preparation import prepare
+from ..core.rule import Rule
 from ..core.selection import (
+    Entry,
     batch_norm,
     buffers,
     everything,
@@ -24,6 +29,7 @@ from ..core.selection import (
 )
 from ..models.digits import small_cnn
 from ..models.fedmmb import fnn2
+from ..results.disclosure import MODEL, Disclosure
 from ..results.schema import MethodSummary
 from ..utils.state import nbytes, pick
 
@@ -65,6 +71,56 @@ def summarize_method(plan: Plan) -> MethodSummary:
         has_global=plan.has_global,
         pooled=bool(pooled),
     )
+
+
+def list_disclosures(plan: Plan) -> tuple[Disclosure, ...]:
+    """Return all tensors that leave each client in each round: entries of the model, then what rules send."""
+    return () if plan.method.pooled else (*_list_entries(plan), *_list_sends(plan))
+
+
+def _list_entries(plan: Plan) -> Iterator[Disclosure]:
+    aggregate = plan.method.aggregate
+    passed_on = getattr(aggregate, "passes_on", aggregate is not average_uploads)
+    made = frozenset(name for rule in plan.method.rules for name in rule.requires.from_server)
+    for entry in plan.entries:
+        if entry.name in plan.sent:
+            loaded = "each" if passed_on and entry.name not in made else "all"
+            send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, plan, made))[entry.name]
+            yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.loaded else "server")
+
+
+def _find_grain(entry: Entry, plan: Plan, made: frozenset[str]) -> Reveals:
+    """Return what an entry of the model reveals: layers write into buffers what they see, BatchNorm its statistics."""
+    written = entry.is_buffer and plan.initial[entry.name].is_floating_point() and entry.name not in made
+    return "client" if written else "update"
+
+
+def _list_sends(plan: Plan) -> Iterator[Disclosure]:
+    for rule, prefix, sends in zip(plan.method.rules, plan.rule_names, plan.sends, strict=True):
+        used = any(getattr(type(rule), hook) is not getattr(Rule, hook) for hook in MAKE_OF_ALL)
+        for name, send in sends.items():
+            receivers = "each" if send.passed_on else "all" if used else "server"
+            yield _describe(f"{prefix}/{name}", rule.source_method, send, receivers)
+
+
+MAKE_OF_ALL = ("aggregate_memory", "aggregate_entries")
+"""Hooks by which the server makes of uploads what it broadcasts."""
+
+
+def _describe(name: str, source: str, send: Send, receivers: str) -> Disclosure:
+    return Disclosure(
+        name=name, source=source, shape=send.shape, dtype=str(send.dtype).removeprefix("torch."), bytes=send.nbytes,
+        reveals=send.reveals, receivers=receivers,
+    )  # fmt: skip
+
+
+def describe_kept(plan: Plan) -> str:
+    """Return what the server keeps of single clients from round to round, in words."""
+    kept = ["the uploads of the last round, one by one"] if plan.mixes else []
+    aggregate = plan.method.aggregate
+    if hasattr(aggregate, "remember"):
+        kept.append(f"what {type(aggregate).__module__.rpartition('.')[2]} remembers of each client that took part")
+    return "; ".join(kept) or "nothing of single clients"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ class PrivateMean:
         entries_only="dp clips, which noise does not hide",
         no_constant_buffers="to which dp would add noise even if it is a constant",
     )
+    passes_on = False
 
     def __post_init__(self) -> None:
         if not (self.clipping_norm > 0 and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1):

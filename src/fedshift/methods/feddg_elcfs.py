@@ -28,6 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from ..core.aggregation import cast_to, stack_entry
+from ..core.declarations import PlannedEntries, Send
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Hook, Rule, RuleContext
@@ -170,6 +171,11 @@ class SentAmplitudes(Rule):
         parts = low_frequencies(x_BCHW, self.frequencies)
         moved = share_B[:, None, None, None] * (given - amplitudes(parts))
         return x_BCHW + sum_waves(move_amplitudes(parts, moved), x_BCHW)
+
+    @override
+    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
+        memory = self.client_memory(pick(plan.initial, plan.trained), {})
+        return Send.like(memory, "image", passed_on=True)
 
     @override
     def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:

@@ -10,6 +10,7 @@ round's work goes on, so that nothing but a number is sent; the authors measure 
 Each batch runs three models for that. A client that has never trained has no gap.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -18,12 +19,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.aggregation import Uploads, weighted_mean
+from ..core.declarations import PlannedEntries, Send
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..utils.errors import UsageError
-from ..utils.state import State, add_prefix, clone, entries_under
+from ..utils.state import State, add_prefix, clone, entries_under, pick
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class GeneralizationGap(Rule):
         of_shared, of_last = (context.data_loss({**clone(context.rest), **state}) for state in (shared, last))
         gap.mul_(min(context.steps, 1)).add_((of_shared - of_last).detach())
         return loss
+
+    @override
+    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
+        dtype = next(iter(pick(plan.initial, plan.trained).values())).dtype
+        return {"gap": Send(shape=(), dtype=dtype, reveals="client")}
 
     @override
     def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:

@@ -24,6 +24,7 @@ class MaskedMean:
 
     threshold: float
     soft: bool
+    passes_on = False
 
     def __call__(self, uploads: Uploads) -> State:
         """Return the server's entries after the round."""

@@ -9,6 +9,7 @@ weight; the server remembers weights and steps of each client. Entries that clie
 averaged by the same weights.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.aggregation import Uploads, cast_to, stack_entry, weighted_mean
+from ..core.declarations import PlannedEntries, Send
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -39,6 +41,15 @@ class Consistency(Rule):
     def client_memory(self, params: State, rest: State) -> State:
         rounds = {"rounds": torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)}
         return rounds | {f"down/{name}": torch.zeros_like(tensor) for name, tensor in params.items()}
+
+    @override
+    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
+        names = plan.trained & plan.loaded
+        return {
+            name: Send(shape=tuple(tensor.shape), dtype=torch.bool, reveals="update")
+            for name, tensor in plan.initial.items()
+            if name in names
+        }
 
     @override
     def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:

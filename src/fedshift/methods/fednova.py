@@ -32,6 +32,7 @@ class NormalizedAveraging:
         momentum=True,
         several_steps="FedNova makes up for different numbers of local steps, but every client takes one",
     )
+    passes_on = False
 
     def bind(self, plan: Plan) -> Self:
         """Return the aggregation for the local steps of ``plan``.

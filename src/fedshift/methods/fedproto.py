@@ -9,7 +9,7 @@ On FedAvg, models are averaged as well. Predictions are the classifier's;
 that code measures those by the nearest prototype, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ..core.declarations import PlannedEntries, Send
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
@@ -79,6 +80,11 @@ class Prototypes(Rule):
         """Return the loss of features ``z_BD`` of classes ``y_B``, given the server's memory."""
         square_B = (z_BD - memory["prototypes"][y_B]).square().mean(dim=1)
         return (memory["known"][y_B] * square_B).mean()
+
+    @override
+    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
+        prototypes = Send.like({"prototypes": self._blank}, "class", passed_on=True)  # where one client has the class
+        return prototypes | Send.like({"counts": self._blank[:, 0]}, "class")
 
     @override
     def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:

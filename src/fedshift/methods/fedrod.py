@@ -34,11 +34,16 @@ class PersonalHead(Rule):
     head: tuple[str, ...] = field(default=(), repr=False)
     classes: int = field(default=0, repr=False)
     personalizes = True
-    requires = Requirements(
-        unique=True,
-        shared_entries="FedRoD adds a personal head to the one that clients share",
-        classes="FedRoD balances classes",
-    )
+
+    @property
+    @override
+    def requires(self) -> Requirements:  # type: ignore[override]
+        return Requirements(
+            unique=True,
+            shared_entries="FedRoD adds a personal head to the one that clients share",
+            some_loaded=frozenset(self.head),
+            classes="FedRoD balances classes",
+        )
 
     @override
     def bind(self, entries: tuple[Entry, ...]) -> Self:

@@ -24,6 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from ..core.aggregation import cast_to, stack_entry
+from ..core.declarations import PlannedEntries, Send
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Hook, Rule, RuleContext
@@ -94,6 +95,11 @@ class MeanAmplitude(Rule):
 
         run({self.layer: measure})
         return found
+
+    @override
+    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
+        amplitude = {"amplitude": plan.initial[self.entry]}
+        return Send.like(amplitude, "image" if self.observes == 1 else "client")
 
     @override
     def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:

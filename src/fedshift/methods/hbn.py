@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..core.aggregation import cast_to, stack_entry
+from ..core.declarations import PlannedEntries, Send
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Hook, Rule, RuleContext
@@ -71,6 +72,10 @@ class Measurement(Rule):
 
         run({layer.removesuffix("."): note(layer) for layer in self.layers})
         return found | {"samples": torch.tensor(samples, device=next(iter(found.values())).device)}
+
+    @override
+    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
+        return Send.like(self._blank(plan.initial), "image" if self.observes == 1 else "client")
 
     @override
     def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:

@@ -9,16 +9,17 @@ holds for plain SGD. It runs over the entries that the client loaded: an entry k
 direction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from typing_extensions import override
 
+from ..core.declarations import PlannedEntries, Send
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Rule, RuleContext
 from ..core.server_optimizer import Scaled
-from ..utils.state import State
+from ..utils.state import State, pick
 
 
 class ControlVariates(Rule):
@@ -46,6 +47,10 @@ class ControlVariates(Rule):
             else grad
             for name, grad in grads.items()
         }
+
+    @override
+    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
+        return Send.like(pick(plan.initial, plan.trained & plan.loaded), "update")
 
     @override
     def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:

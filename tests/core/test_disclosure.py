@@ -1,0 +1,124 @@
+"""What leaves a client is what its plan declares: other uploads are stopped, and every text derives from one list."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedshift.config.expressions import list_catalog
+from fedshift.core.declarations import Send
+from fedshift.core.disclosure import check_upload, like_sends
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
+from fedshift.core.rule import Rule
+from fedshift.evaluation.communication import describe_kept, list_disclosures
+from fedshift.methods.fedavg import fedavg
+from fedshift.results.disclosure import group_disclosures
+from fedshift.utils.errors import UsageError
+from tests.laws.course import make_trial
+
+METHODS = list_catalog("methods")
+ONE = {"total": Send(shape=(2,), dtype=torch.float32, reveals="client")}
+
+
+class Sending(Rule):
+    """Declares ``declared``, and uploads tensors of these shapes and types; ``late``: only after a step."""
+
+    def __init__(self, declared, late=False, **sent):
+        self.declared, self.late, self.sent = declared, late, sent
+
+    def sends(self, plan):
+        return self.declared
+
+    def finalize(self, params, context):
+        if self.late and not context.steps:
+            return {}, {name: torch.zeros(send.shape, dtype=send.dtype) for name, send in self.declared.items()}
+        return {}, {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in self.sent.items()}
+
+
+WRONG = {
+    "uploads 'total' of shape (2,) and type float32, which it does not declare": Sending({}, total=(2, torch.float32)),
+    "uploads 'more' of shape (3,) and type bool, which it does not declare": Sending(
+        ONE, total=(2, torch.float32), more=(3, torch.bool)
+    ),
+    "uploads 'total' of shape (3,) and type float32, declared as (2,) and float32": Sending(
+        ONE, total=(3, torch.float32)
+    ),
+    "uploads 'total' of shape (2,) and type int32, declared as (2,) and float32": Sending(ONE, total=(2, torch.int32)),
+    "declares 'total', which it does not upload": Sending(ONE),
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_a_rule_that_uploads_other_than_it_declares_is_refused_before_anything_starts(why):
+    with pytest.raises(UsageError) as error:
+        prepare(fedavg().with_rule(WRONG[why]), nn.Linear(2, 2), optimizer=SGD(lr=0.1))
+    assert f"test_disclosure {why}: its sends() must declare exactly what" in str(error.value)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "pool"])
+def test_an_upload_that_becomes_another_later_is_stopped_on_every_engine(engine):
+    running = make_trial(fedavg().with_rule(Sending(ONE, late=True, total=(3, torch.float32))), engine)
+    with pytest.raises(UsageError, match="uploads 'total' of shape \\(3,\\) and type float32, declared as"):
+        running.advance()
+    running.close()
+
+
+def test_a_grain_that_does_not_exist_is_refused():
+    with pytest.raises(UsageError, match="reveals='all': give one of 'update', 'client', 'class', 'image'"):
+        Send(shape=(), dtype=torch.float32, reveals="all")
+
+
+def test_entries_of_the_model_leave_exactly_as_the_scope_says():
+    plan = prepare(fedavg(), nn.Linear(2, 2), optimizer=SGD(lr=0.1))
+    check_upload(plan, plan.initial, ())
+    for shared in ({**plan.initial, "x": torch.zeros(2)}, {"weight": plan.initial["weight"]}):
+        with pytest.raises(UsageError, match="entries of the model are sent exactly as its scope says"):
+            check_upload(plan, shared, ())
+
+
+def of(name, **options):
+    base = METHODS["gn"]() if name == "dp_sgd" else None
+    return make_trial(METHODS[name](base, **options)).plan
+
+
+REVEALED = {
+    "scaffold": {"update": "all"}, "fedheal": {"update": "server"}, "feddg_ga": {"client": "server"},
+    "harmofl": {"client": "all"}, "hbn": {"client": "all"}, "feddg_elcfs": {"image": "each"},
+    "fedproto": {"class": "each"}, "fpl": {"class": "each"},
+}  # fmt: skip
+"""What the papers' rules send: what it reveals, and who receives it; class counts are used for the mean alone."""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_method_says_what_it_reveals_and_to_whom(name):
+    plan = of(name)
+    entries = [each for each in list_disclosures(plan) if each.source == "the model"]
+    sends = [each for each in list_disclosures(plan) if each.source != "the model"]
+    found = {each.reveals: each.receivers for each in sends if not each.name.endswith("/counts")}
+    assert found == REVEALED.get(name, {})
+    assert {each.name for each in entries} == (set() if plan.method.pooled else plan.sent)
+    for each in entries:
+        written = each.name.endswith(("running_mean", "running_var"))
+        made = any(each.name in rule.requires.from_server for rule in plan.method.rules)
+        assert (each.reveals == "client") == (written and not made), each.name
+    assert sum(each.bytes for each in sends) == sum(x.nbytes for x in like_sends(plan).values())
+    assert sum(map(len, (group.members for group in group_disclosures([*entries, *sends])))) == len(entries + sends)
+
+
+def test_a_measurement_of_one_sample_reveals_it():
+    assert {"image"} == {send.reveals for sends in of("harmofl", samples=1).sends for send in sends.values()}
+    assert {"image"} == {send.reveals for sends in of("hbn", samples=1).sends for send in sends.values()}
+
+
+def test_who_is_handed_single_uploads_is_said():
+    """The mean, its masks and its noise blend all uploads; others may hand out one client's values."""
+    given = {name: {each.receivers for each in list_disclosures(of(name))} for name in METHODS}
+    single = {name for name, receivers in given.items() if "each" in receivers}
+    assert single == {
+        "fedap", "krum", "multi_krum", "median", "trimmed_mean", "geometric_median", "fedheal", "feddg_ga",
+        "feddg_elcfs", "fedproto", "fpl",
+    }  # fmt: skip
+    assert describe_kept(of("fedavg")) == "nothing of single clients"
+    kept = "the uploads of the last round, one by one; what fedap remembers of each client that took part"
+    assert describe_kept(of("fedap")) == kept
+    assert describe_kept(of("fedheal")) == "what fedheal remembers of each client that took part"
