@@ -349,7 +349,7 @@ def test_shapes_that_can_be_matched_are_a_note_and_others_an_error(arrays):
     assert with_bob((2, 6, 6))["shapes"].severity == "error"
     assert with_bob((108,), torch.float32)["shapes"].severity == "error"
     floats = with_bob((3, 6, 6), torch.float32)
-    assert [(kind, finding.severity) for kind, finding in floats.items()] == [("types", "warning")]
+    assert [(kind, finding.severity) for kind, finding in floats.items()] == [("types", "error")]
 
 
 @pytest.mark.parametrize("count", [2, 8, 28])

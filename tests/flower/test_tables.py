@@ -135,7 +135,7 @@ def test_a_site_says_which_categories_it_tells(tmp_path, machine):
     said = []
     (site,) = hospitals(tmp_path / "all", tmp_path, say=said.append).values()
     told = site.answer(Exchange(kind="describe", facts={"spec": vars(tables("")), "labels": False})).facts
-    assert told["columns"][1] == {"name": "ward", "categories": ("A", "B")}
+    assert told["columns"][1] == {"name": "ward", "categories": ("A", "B"), "holds": "numbers"}
     assert said[0] == "the coordinator is told the columns' names, and the categories of ward (A, B)"
 
 

@@ -234,7 +234,10 @@ def test_images_of_another_range_are_refused(ours, scale, theirs):
         return federation({"a": (x, y, x, y)}, name="some")
 
     run = images(ours, 0, 255 if ours == "uint8" else 1).normalize(scale)
-    with pytest.raises(UsageError, match=r"some, client 'a': its images are .* and the run's .*, so that their scales"):
+    with pytest.raises(
+        UsageError,
+        match=r"the run's client .a., train data: .*, but some, client .a., train data: .*pixels of 8 bits are scaled",
+    ):
         prepare_clients(images("float32" if ours == "uint8" else "uint8", *theirs), run)
     if scale == HALF and ours == "uint8":
         assert prepare_clients(images("float32", -1, 1), run).clients[0].train.x.min() < 0

@@ -24,6 +24,7 @@ from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
+from .agreement import check_scales
 from .arrays import LazyDataset, list_splits, read_part
 from .samples import (
     SHOWN,
@@ -345,7 +346,7 @@ class Federation:
         """Return the federation if it can be trained on; otherwise raise :class:`UsageError` naming client and value.
 
         Errors are: no clients, duplicate names, an empty split, labels outside ``0..classes-1``, non-finite samples,
-        samples of different shapes, and (unless allowed) a client whose training data contain a single class.
+        samples of different shapes or scales, and (unless allowed) a client whose training data contain a single class.
         """
         if not self.clients:
             raise UsageError(f"federation {self.name!r} has no client: give it at least one")
@@ -375,11 +376,16 @@ class Federation:
                 raise UsageError(
                     f"{where}: samples of shape {shape} where others have {common}: bring all to one shape"
                 )
+        check_scales(self.named_splits(), common)
         return self
+
+    def named_splits(self) -> dict[str, Samples]:
+        """Return every split by its name in messages."""
+        return {_locate(c.name, name): split for c in self.clients for name, split in c.splits.items()}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the sample shape of every split, by the split's name in error messages."""
-        return {_locate(c.name, name): s.shape for c in self.clients for name, s in c.splits.items()}
+        return {where: split.shape for where, split in self.named_splits().items()}
 
 
 def _fit_store(store: Tensor | LazyStore, channels: int, size: tuple[int, ...]) -> Tensor | LazyStore:

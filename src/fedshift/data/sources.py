@@ -183,7 +183,7 @@ def normalize(data: Federation, choice: str | None) -> Federation:
     if choice is None:
         return data
     for client in data.clients:
-        if client.train.dtype != torch.uint8:
+        if any(split.dtype != torch.uint8 for split in client.splits.values()):
             raise UsageError(
                 f"normalize={choice!r} is for images of pixels 0..255, which those of client {client.name!r} are not: "
                 "leave it out"

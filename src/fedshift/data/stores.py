@@ -366,6 +366,8 @@ def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
             "[N, C, H, W] with any, volumes [N, C, D, H, W], features [N, D]: bring channels to the second place "
             "(numpy.moveaxis)"
         )
+    if x.dtype.kind == "b":
+        return torch.from_numpy(np.where(x, np.uint8(255), np.uint8(0)))  # black and white, as in image files
     if x.dtype.kind == "f":
         return torch.from_numpy(convert(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
     if x.dtype != np.uint8 and x.size and (x.min() < 0 or x.max() > 255):

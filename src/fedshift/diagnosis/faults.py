@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from ..data.agreement import FRACTIONS, SIGNED, check_scales, name_scales
 from ..data.copies import MANY_NUMBERS
 from ..data.federation import Federation
 from ..tasks import Classification, Segmentation
@@ -48,7 +49,8 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
     "not-finite": ("error", "Fill them in from the client's own training data, or remove them."),
     "blank": ("warning", "Check whether their files are broken, and remove them if so."),
     "shapes": ("error", "Give all clients the same features, or images with the same number of channels."),
-    "types": ("warning", "Store all clients' samples in one type, or as floats from -1 to 1."),
+    "types": ("error", "Give all splits of all clients in one type and one scale."),
+    "ranges": ("warning", "Check whether all are scaled alike: a black of 0 in some may be a black of -1 in others."),
     "leakage": (
         "error",
         "Remove them from the training data, or split by the source of samples (person, device, document) before "
@@ -215,12 +217,10 @@ def judge_values(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterat
 
 
 def judge_form(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find samples of several shapes or types."""
+    """Find samples of several shapes."""
     shapes: defaultdict[str, list[str]] = defaultdict(list)
-    types: defaultdict[str, list[str]] = defaultdict(list)
     for part in surveys:
         shapes[" x ".join(map(str, part.shape))].append(part.client)
-        types[part.dtype].append(part.client)
     if len(shapes) > 1:
         text = f"Samples differ in shape: {_describe_groups(shapes)}."
         if all(len(part.shape) == 3 for part in surveys) and len({part.shape[0] for part in surveys} - {1}) < 2:
@@ -228,14 +228,23 @@ def judge_form(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
             yield _make_finding("shapes", text, surveys, severity="note", fix=fix)
         else:
             yield _make_finding("shapes", text, surveys)
-    if len(types) > 1 and not all(_is_byte_scaled(part) for part in surveys):
-        text = f"Samples differ in type, and bytes are scaled but floats are not: {_describe_groups(types)}."
-        yield _make_finding("types", text, surveys)
 
 
-def _is_byte_scaled(part: SplitSurvey) -> bool:
-    """Return whether a network receives values from -1 to 1: bytes are scaled to that range, floats must be in it."""
-    return part.dtype == "uint8" or bool((part.low >= -1).all() and (part.high <= 1).all())
+def judge_scales(data: Federation) -> Iterator[QualityFinding]:
+    """Find samples whose numbers reach a network at different scales, or seem to."""
+    splits = {where: split for where, split in data.named_splits().items() if len(split)}
+    try:
+        check_scales(splits, data.sample_shape)
+    except UsageError as error:
+        text = str(error)
+        yield _make_finding("types", f"Samples have different scales: {text[:1].upper()}{text[1:]}.", data.names)
+        return
+    kinds = name_scales(splits)
+    if {FRACTIONS, SIGNED} <= set(kinds.values()):
+        places = defaultdict[str, list[str]](list)
+        for where, kind in kinds.items():
+            places[kind].append(where)
+        yield _make_finding("ranges", f"Values differ in range: {_describe_groups(places)}.", data.names)
 
 
 def _describe_groups(groups: Mapping[str, Sequence[str]]) -> str:

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..config.spec import DataSpec
+from ..data.agreement import check_scales
 from ..data.federation import PLURALS, ClientData, Federation
 from ..data.files.image_decoding import SUFFIXES
 from ..data.files.image_store import ImageFile, cache_entry, decode_all, describe_headers, inspect_all, load_store
@@ -24,7 +26,7 @@ from ..data.files.read_options import Progress
 from ..data.files.table_schema import Column
 from ..data.formats import open_arrays
 from ..data.objects import holds_hub_datasets, holds_tables
-from ..data.samples import CHUNK, HALF, Samples, map_store, to_samples
+from ..data.samples import Samples, is_whole, map_store, to_samples
 from ..data.sources import READ, load_source, normalize
 from ..experiments.experiment import Experiment
 from ..tasks import Classification
@@ -102,8 +104,8 @@ def prepare_clients(data: Federation, run: Federation, *, own_scale: bool = Fals
                     f"was trained on {run.name} with samples of shape {shape}: bring them to that shape"
                 )
     data = map_labels(data, run, f"the run's data, {run.name},")
+    data = _match_scale(data, run)
     if len(shape) == 3:
-        _require_range(data, run)
         scales = {client.train.normalization for client in run.clients}
         data = normalize(data, "client") if own_scale or len(scales) > 1 else data.normalize(scales.pop())
     return data.check(allow_single_class=True)
@@ -128,19 +130,22 @@ def _describe_column(column: Column | None) -> str:
     return repr(column.name) if column.categories is None else f"{column.name!r} ({', '.join(column.categories)})"
 
 
-def _require_range(data: Federation, run: Federation) -> None:
-    """Refuse 8-bit images beside floating-point ones, which are not scaled, unless both end up in [-1, 1]."""
-    ours, scale = run.clients[0].train, run.clients[0].train.normalization
-    words = {True: "of 8 bits", False: "floating-point numbers"}
-    for client in data.clients:
-        kinds = {split.dtype == torch.uint8: split for split in (ours, client.train)}
-        if len(kinds) == 2 and (scale != HALF or kinds[False].copy_rows(slice(0, CHUNK)).min() >= 0):
-            own = kinds[True] is ours
-            fix = "images of 8 bits" if own else "the run's kind"
-            raise UsageError(
-                f"{data.name}, client {client.name!r}: its images are {words[not own]} and the run's {words[own]}, so "
-                f"that their scales differ: give {fix}{', or numbers from -1 to 1' * (own and scale == HALF)}"
-            )
+def _match_scale(data: Federation, run: Federation) -> Federation:
+    """Return ``data``, with integers as floats if the run's samples are; refuse samples of another scale."""
+    whole = is_whole(run.clients[0].train.store)
+    if not whole:
+        data = data.map_splits(
+            lambda split: split.with_samples(map_store(split.store, Tensor.float)) if is_whole(split.store) else split
+        )
+    theirs = {f"the run's {where}": split for where, split in run.named_splits().items() if len(split)}
+    ours = {f"{data.name}, {where}": split for where, split in data.named_splits().items()}
+    for where, split in ours.items():
+        if whole and not is_whole(split.store):
+            raise UsageError(f"{where}: {split.dtype} where the run has whole numbers, such as tokens: give those")
+    scales = [split.normalization for split in theirs.values()]
+    ours = {where: split.with_samples(split.store, scales[0]) for where, split in ours.items()}
+    check_scales(theirs | ours, run.sample_shape)
+    return data
 
 
 def map_labels(data: Federation, run: Federation, whose: str) -> Federation:

@@ -16,9 +16,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,9 @@ BATCH_CELLS = 1 << 17
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
 """Texts that mark a missing value, after surrounding spaces are removed."""
 MOST_CATEGORIES = 50
+TRUTHS = pa.array(["true", "false"])
+Holds = Literal["numbers", "0 and 1", "True and False"]
+"""What a column of numbers holds: any numbers, only 0 and 1, or also True and False for them."""
 
 _DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2,4}([T ].*)?")
 
@@ -170,6 +173,7 @@ class ColumnContents:
         typed: Whether a file declares the column as numbers.
         declared: Whether a file declares the column as categories.
         values: Up to 51 distinct texts in the column.
+        truth: File and row of the first true or false; empty if there is none.
         odd: The first text that is not a number, if there is one.
         place: File and row of ``odd``.
 
@@ -178,12 +182,13 @@ class ColumnContents:
     typed: bool = False
     declared: bool = False
     values: frozenset[str] = frozenset()
+    truth: str = ""
     odd: str | None = None
     place: str = ""
 
     def update(self, cells: pa.Array, path: Path, rows: NDArray[np.int64]) -> ColumnContents:
         """Return the contents updated with text ``cells`` ``[B]`` from ``rows`` (from 1) of a file."""
-        values, odd, place = self.values, self.odd, self.place
+        values, odd, place, truth = self.values, self.odd, self.place, self.truth
         if len(values) <= MOST_CATEGORIES:
             found = pc.unique(clean_texts(cells)).drop_null().to_pylist()
             values = frozenset(sorted(values.union(found))[: MOST_CATEGORIES + 1])
@@ -191,15 +196,21 @@ class ColumnContents:
             texts = zip(rows, clean_texts(cells).to_pylist(), strict=True)
             row, odd = next((row, text) for row, text in texts if not _are_numbers(pa.array([text])))
             place = f"{path}, data row {row}"
-        return replace(self, values=values, odd=odd, place=place)
+        if not truth and odd is None and (found := np.flatnonzero(_are_truths(cells))).size:
+            truth = f"{path}, data row {rows[found[0]]}"
+        return replace(self, values=values, odd=odd, place=place, truth=truth)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Encoding of a column: one feature per category of ``categories``, in this order; None for a number."""
+    """Encoding of a column: one feature per category of ``categories``, in this order; None for a number.
+
+    ``holds``: numbers that occur, as True and False are numbers only among 0 and 1.
+    """
 
     name: str
     categories: tuple[str, ...] | None = None
+    holds: Holds = field(default="numbers", compare=False)
 
     @property
     def width(self) -> int:
@@ -256,6 +267,17 @@ def parse_numbers(cells: pa.Array) -> NDArray[np.float64]:
     return _to_float64(pc.if_else(pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", plain)))
 
 
+def _are_truths(cells: pa.Array) -> NDArray[np.bool_]:
+    """Return which text cells are true or false, ``[B]``; quickly if all are plain numbers."""
+    with suppress(pa.ArrowInvalid):
+        _to_float64(_to_strings(cells))
+        return np.zeros(len(cells), bool)
+    found: NDArray[np.bool_] = pc.is_in(pc.utf8_lower(clean_texts(cells)), value_set=TRUTHS).to_numpy(
+        zero_copy_only=False
+    )
+    return found
+
+
 def _are_numbers(cells: pa.Array) -> bool:
     try:
         parse_numbers(cells)
@@ -284,6 +306,7 @@ def read_declared_types(name: str, tables: Sequence[TableFile]) -> ColumnContent
     return ColumnContents(
         typed=any(is_number(kind) and not pa.types.is_null(kind) for kind in types),
         declared=any(pa.types.is_dictionary(kind) for kind in types),
+        truth=next((f"{t.path}" for t, kind in zip(tables, types, strict=True) if pa.types.is_boolean(kind)), ""),
     )
 
 
@@ -340,6 +363,11 @@ def match_column(column: Column, seen: ColumnContents, other: str) -> Column:
     """Return ``column`` of the data ``other``; raise :class:`UsageError` if the contents ``seen`` do not fit it."""
     have = f"column {column.name!r} holds"
     if column.categories is None:
+        if seen.truth and column.holds == "numbers":
+            raise UsageError(
+                f"{seen.truth}: {have} True or False, but numbers other than 0 and 1 in {other!r}, the data that it "
+                "joins: give the same measurement"
+            )
         if seen.odd is not None:
             raise UsageError(
                 f"{seen.place}: {have} text such as {seen.odd!r}, but numbers in {other!r}, the data that it joins: "

@@ -159,6 +159,10 @@ def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOpti
     y = y[torch.from_numpy(order)]
     x = np.empty((len(y), schema.feature_offsets(columns)[-1]), dtype=np.float32)
     _fill_features(x, place, rows, columns, reading.progress)
+    columns = [
+        _describe_numbers(column, x[:, span], seen[column.name], rows, order)
+        for column, span in schema.feature_slices(columns)
+    ]
     notices += remarks
     same = np.fmin.reduce(x) == np.fmax.reduce(x)
     constant = [repr(column.name) for column, features in schema.feature_slices(columns) if same[features].all()]
@@ -488,6 +492,27 @@ def _fill_features(
             if progress is not None:
                 progress("values", done, len(rows.client) * len(columns))
         top += count
+
+
+def _describe_numbers(
+    column: Column, x: Floats, seen: ColumnContents, rows: TableRows, order: NDArray[np.intp]
+) -> Column:
+    """Return ``column`` with what it holds; ``x [N, width]``: its features before scaling, of the rows in ``order``.
+
+    Raises :class:`UsageError` if it has True or False and, elsewhere, numbers other than 0 and 1, or joins such data.
+    """
+    if column.categories is not None:
+        return column
+    other = np.flatnonzero(~np.isnan(x[:, 0]) & (x[:, 0] != 0) & (x[:, 0] != 1))
+    if len(other) and (seen.truth or column.holds == "True and False"):
+        row = order[other[0]]
+        raise UsageError(
+            f"column {column.name!r} holds True or False ({seen.truth or 'in the data that these rows join'}), which "
+            f"are 1 and 0, but {x[other[0], 0]:g} elsewhere ({rows.describe_location(row[None])}): give it one meaning "
+            "at all clients, or leave it out"
+        )
+    holds: schema.Holds = "numbers" if len(other) else "True and False" if seen.truth else "0 and 1"
+    return replace(column, holds=holds)
 
 
 def _impute_and_scale(

@@ -19,9 +19,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import override
 
 from ...config.spec import CompareSpec, RunSpec
+from ...data.agreement import KINDS, refuse_other_scales
 from ...data.federation import PLURALS, ClientData, Federation
 from ...data.files.images import sort_classes
-from ...data.files.table_schema import MOST_CATEGORIES, Column, feature_offsets
+from ...data.files.table_schema import MOST_CATEGORIES, Column, Holds, feature_offsets
 from ...data.files.tables import format_list, number_classes
 from ...data.samples import Samples
 from ...experiments.factory import make_settings
@@ -59,6 +60,8 @@ class SiteDescription:
     """The federation's task: its name and fields."""
     scale: str = ""
     """Name of its samples' scaling in :data:`~fedshift.data.sources.SCALES`; empty if its samples determine it."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Kind of values of each split (:data:`~fedshift.data.agreement.KINDS`)."""
     validates: bool = False
     """True for a site that only validates: it trains nothing, and reports only its number of test samples."""
 
@@ -108,6 +111,8 @@ class SiteDescription:
                 f"site {self.name!r} says that its samples are {self.dtype} of shape {self.shape}: they must be of a "
                 f"type that travels, and of at most {MOST_VALUES} values each"
             )
+        if not set(self.values.values()) <= set(KINDS) or not self.values.keys() <= {"train", "validation", "test"}:
+            raise FedshiftError(f"site {self.name!r} says that its samples hold {dict(self.values)}: not known here")
         if not _fit_shape(self.columns, self.shape):
             raise FedshiftError(
                 f"site {self.name!r} says that it has {len(self.columns)} columns: its samples of shape {self.shape} "
@@ -219,6 +224,16 @@ class ClientRegistry:
                     f"{other.dtype} of shape {other.shape}: bring all to one shape (image_size in the settings, or "
                     "the same columns)"
                 )
+            if first.dtype == "uint8" and other.scale != first.scale:
+                raise FedshiftError(
+                    f"pixels of {first.name!r} are scaled by {first.scale or 'its own images'}, those of "
+                    f"{other.name!r} by {other.scale or 'its own images'}: give one scaling (normalize in the settings)"
+                )
+        values = {f"{c.name!r}, {part} data": kind for c in self.clients for part, kind in c.values.items()}
+        try:
+            refuse_other_scales(values, first.shape, half=first.scale == "half")
+        except UsageError as error:
+            raise FedshiftError(str(error)) from error
         columns = merge_columns({client.name: client.columns for client in self.clients})
         kinds = {client.class_names for client in self.clients}
         alike = len(kinds) == 1
@@ -314,13 +329,24 @@ def merge_columns(sites: Mapping[str, Sequence[Column]]) -> tuple[Column, ...]:
                     f"column {column.name!r} holds text at {text!r}, but numbers (or nothing) at {number!r}: give it "
                     "one kind at all sites, or leave it out at all"
                 )
-    return tuple(_add_categories(column, sites.values()) for column in columns)
+    return tuple(_add_categories(column, sites) for column in columns)
 
 
-def _add_categories(column: Column, sites: Iterable[Sequence[Column]]) -> Column:
+def _merge_contents(name: str, sites: Mapping[str, Sequence[Column]]) -> Holds:
+    """Return what a column of numbers holds at all sites; refuse True and False beside numbers other than 0 and 1."""
+    held = {column.holds: site for site, columns in sites.items() for column in columns if column.name == name}
+    if {"True and False", "numbers"} <= held.keys():
+        raise FedshiftError(
+            f"column {name!r} holds True and False at {held['True and False']!r}, but numbers other than 0 and 1 at "
+            f"{held['numbers']!r}: give it one meaning at all sites, or leave it out at all"
+        )
+    return "numbers" if "numbers" in held else "True and False" if "True and False" in held else "0 and 1"
+
+
+def _add_categories(column: Column, sites: Mapping[str, Sequence[Column]]) -> Column:
     if column.categories is None:
-        return column
-    lists = {c.categories or () for site in sites for c in site if c.name == column.name}
+        return replace(column, holds=_merge_contents(column.name, sites))
+    lists = {c.categories or () for site in sites.values() for c in site if c.name == column.name}
     if len(lists) == 1:
         return column
     found = sorted({value for some in lists for value in some})

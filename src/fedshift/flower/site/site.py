@@ -25,6 +25,7 @@ from ...config.expressions import trust_only
 from ...config.spec import CompareSpec, DataSpec, RunSpec
 from ...core.kernel import ClientState, ServerState, init_client, init_server, trained_state
 from ...core.plan import Plan
+from ...data.agreement import name_scales
 from ...data.copies import count_copies
 from ...data.federation import Federation, count_labels, encode_targets
 from ...data.files.table_schema import Column
@@ -258,6 +259,7 @@ class Site:
             "samples": samples, "labels": count_labels(data).tolist() if counts else None,
             "task": describe_task(data.task), "validates": self.validates,
             "scale": next((name for name, scale in SCALES.items() if scale == client.train.normalization), ""),
+            "values": {name: kind for name, kind in name_scales(client.splits).items() if name in samples},
         }  # fmt: skip
         texts = [f"{column.name} ({', '.join(column.categories)})" for column in source.columns if column.categories]
         if texts:

@@ -1,0 +1,108 @@
+"""Whether the numbers of all splits and clients have one scale, decided once for a federation and not by array.
+
+8-bit pixels are scaled when a batch is taken, and floats are not. Arrays of both kinds, or floats from 0 to 1 beside
+gray levels stored as floats, would therefore reach the network at different scales. What is compared is the kind of
+values, in words that a site may tell others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..utils.errors import FedshiftError, UsageError
+from .samples import CHUNK, HALF, Samples
+
+PIXELS, BITS, WHOLE, TABLE = "8-bit pixels", "8-bit pixels of 0 and 1", "whole numbers", "columns of a table"
+FRACTIONS, SIGNED, LEVELS, FLOATS = (
+    "floats from 0 to 1", "floats from -1 to 1", "whole numbers up to 255 as floats", "floats",
+)  # fmt: skip
+KINDS = (PIXELS, BITS, WHOLE, TABLE, FRACTIONS, SIGNED, LEVELS, FLOATS)
+"""Kinds of values that samples hold."""
+IMAGE_LIKE = 16
+"""Numbers of a sample from which fractions beside gray levels are the same pixels at two scales; a few may differ."""
+
+
+def name_values(split: Samples) -> str:
+    """Return which of the :data:`KINDS` the array of ``split`` holds; of lazy samples, only some are read."""
+    if split.normalization.features is not None:
+        return TABLE
+    if split.dtype == torch.uint8:
+        return BITS if isinstance(split.store, Tensor) and _holds_bits(split.store) else PIXELS
+    if not split.dtype.is_floating_point or not len(split):
+        return FLOATS if split.dtype.is_floating_point else WHOLE
+    try:
+        low, high = split.find_range()
+    except FedshiftError:  # a lazy sample cannot be read, which the check says
+        return FLOATS
+    if low >= 0 and high <= 255 and _is_integral(split):
+        return LEVELS if high > 1 else FLOATS
+    return FRACTIONS if low >= 0 and high <= 1 else SIGNED if low >= -1 and high <= 1 else FLOATS
+
+
+def _holds_bits(store: Tensor) -> bool:
+    """Return whether 1 occurs, and no larger number; stop at the first larger one."""
+    top = 0
+    for start in range(0, len(store), CHUNK):
+        top = max(top, int(store[start : start + CHUNK].max()))
+        if top > 1:
+            return False
+    return top == 1
+
+
+def _is_integral(split: Samples) -> bool:
+    store = split.store
+    parts = (
+        (store[start : start + CHUNK] for start in range(0, len(store), CHUNK))
+        if isinstance(store, Tensor)
+        else split.probe()
+    )
+    return all(bool((part == part.round()).all()) for part in parts)
+
+
+def refuse_other_scales(values: Mapping[str, str], shape: tuple[int, ...], *, half: bool) -> None:
+    """Raise :class:`UsageError` naming two arrays whose numbers reach a network at different scales.
+
+    Args:
+        values: Kind of values of each array, by its name in messages.
+        shape: Shape of one sample.
+        half: Whether 8-bit pixels are scaled to [-1, 1], the scale of floats from -1 to 1.
+
+    """
+    first: dict[str, str] = {}
+    for where, kind in values.items():
+        first.setdefault(kind, where)
+    for one, other in combinations(first, 2):
+        if fix := _find_fix(one, other, shape, half=half):
+            raise UsageError(f"{first[one]}: {one}, but {first[other]}: {other}; {fix}")
+
+
+def _find_fix(one: str, other: str, shape: tuple[int, ...], *, half: bool) -> str:
+    """Return what makes values of both kinds have one scale; empty if they have one, or may."""
+    both = {one, other}
+    if both == {PIXELS, BITS}:
+        return "multiply the ones of 0 and 1 by 255 (or store them as Booleans)"
+    if LEVELS in both and both & {FRACTIONS, SIGNED} and prod(shape) >= IMAGE_LIKE:
+        return "their scales differ: divide all by the same number"
+    if (both & {PIXELS, BITS}) and (both & {FRACTIONS, SIGNED, LEVELS, FLOATS}):
+        if both == {PIXELS, SIGNED} and half:
+            return ""
+        return "pixels of 8 bits are scaled and floats are not: give all as uint8 from 0 to 255, or all as floats"
+    return ""
+
+
+def name_scales(splits: Mapping[str, Samples]) -> dict[str, str]:
+    """Return :func:`name_values` of each split; an array that several share is looked at once."""
+    known = {id(split.store): split for split in splits.values()}
+    kinds = {key: name_values(split) for key, split in known.items()}
+    return {where: kinds[id(split.store)] for where, split in splits.items()}
+
+
+def check_scales(splits: Mapping[str, Samples], shape: tuple[int, ...]) -> None:
+    """Raise :class:`UsageError` unless all ``splits``, by their names in messages, have one scale."""
+    half = all(split.normalization == HALF for split in splits.values() if split.dtype == torch.uint8)
+    refuse_other_scales(name_scales(splits), shape, half=half)

@@ -1,0 +1,170 @@
+"""One scale for all splits and clients: what reaches a network equals numpy's sums, or is refused with both places."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import fedshift
+from fedshift.config.spec import DataSpec, RunSpec
+from fedshift.data.agreement import KINDS
+from fedshift.data.federation import federation
+from fedshift.data.sources import load_federation, load_source
+from fedshift.experiments.factory import GivenObjects, make_experiment
+from fedshift.flower.server.registry import ClientRegistry, SiteDescription, merge_columns
+from fedshift.new_clients.site_data import load_site
+from fedshift.utils.errors import FedshiftError, UsageError
+
+GRAY = np.random.default_rng(0).integers(0, 256, (8, 5, 6))
+GRAY[0, 0, :2] = 0, 255
+Y = np.arange(8) % 2
+ARRAYS = {
+    "bytes": GRAY.astype(np.uint8),
+    "uint16": GRAY.astype(np.uint16),
+    "int64": GRAY,
+    "color": np.repeat(GRAY.astype(np.uint8)[..., None], 3, axis=3),
+    "signed": GRAY / 127.5 - 1,
+    "unit": GRAY / 255,
+    "half": (GRAY / 255).astype(np.float16),
+    "levels": GRAY.astype(np.float32),
+    "Booleans": GRAY > 127,
+    "bits": (GRAY > 127).astype(np.uint8),
+    "standardized": (GRAY - GRAY.mean()) / GRAY.std(),
+}
+"""The same pictures as they come: in what type, and at what scale."""
+AT_ONE = [
+    {"bytes", "uint16", "int64", "color", "signed", "Booleans"}, {"unit", "half", "signed", "standardized"},
+    {"levels", "standardized"}, {"bits"},
+]  # fmt: skip
+"""Which of them may stand side by side: all of one scale, or with nothing that says otherwise."""
+
+
+@pytest.mark.parametrize(("one", "other"), list(product(ARRAYS, ARRAYS)))
+def test_arrays_of_two_types_reach_a_network_at_one_scale_or_are_refused(one, other):
+    x, z = ARRAYS[one], ARRAYS[other]
+    for made in (federation({"a": (x, Y, z, Y)}), federation({"a": (x, Y, x, Y), "b": (z, Y, z, Y)})):
+        if not any({one, other} <= kinds for kinds in AT_ONE):
+            with pytest.raises(UsageError, match=r"client 'a', train data: .*, but client '[ab]', t.* data: "):
+                made.fit_images().check()
+            continue
+        parts = [split for client in made.fit_images().check().clients for split in client.splits.values()]
+        found = [part.inputs(slice(None)).double().numpy()[:, 0] for part in (parts[0], parts[-1])]
+        for name, inputs in zip((one, other), found, strict=True):
+            given = ARRAYS[name][..., 0] if name == "color" else ARRAYS[name].astype(float)
+            given = given * 255.0 if name == "Booleans" else given
+            stored = name in ("bytes", "uint16", "int64", "color", "Booleans", "bits")
+            assert np.abs(inputs - (given / 127.5 - 1 if stored else given)).max() < 1e-6
+
+
+@pytest.mark.parametrize("normalize", ["unit", "imagenet", "client"])
+def test_floats_from_minus_one_do_not_stand_beside_pixels_of_another_scaling(normalize, tmp_path):
+    for name, test in (("ann", "bytes"), ("bob", "signed")):
+        x, z = ARRAYS["bytes"], ARRAYS[test]
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=Y, x_test=z, y_test=Y)
+    assert load_federation(str(tmp_path), DataSpec()).names == ("ann", "bob")
+    with pytest.raises(UsageError, match=f"normalize='{normalize}' is for images .* client 'bob' are not"):
+        load_federation(str(tmp_path), DataSpec(normalize=normalize))
+
+
+def test_every_command_refuses_two_scales(tmp_path, cli):
+    for name in ("ann", "bob"):
+        np.savez(tmp_path / f"{name}.npz", x_train=ARRAYS["unit"], y_train=Y, x_test=ARRAYS["bytes"], y_test=Y)
+    said = "client 'ann', train data: floats from 0 to 1, but client 'ann', test data: 8-bit pixels"
+    for command in ("data check DATA", "diagnose DATA", "run --data DATA", "compare --data DATA", "advise --data DATA"):
+        made = cli(*command.replace("DATA", str(tmp_path)).split())
+        assert made.code
+        assert said in " ".join((made.out + made.err).split())
+    with pytest.raises(UsageError, match=said):
+        fedshift.compare("fedavg", data=str(tmp_path), rounds=1)
+
+
+def test_a_new_client_of_another_scale_is_refused():
+    run = federation({"a": (ARRAYS["unit"], Y, ARRAYS["unit"], Y)}, name="run")
+    new = {"b": (ARRAYS["unit"], Y, ARRAYS["levels"], Y)}
+    with pytest.raises(UsageError, match=r"the run's client 'a', train data: floats from 0 to 1, but own data, client"):
+        load_site({"b": new["b"][2:] * 2}, RunSpec(), run)
+    with pytest.raises(UsageError, match="whole numbers up to 255 as floats; their scales differ"):
+        load_site(new, RunSpec(), run)
+
+
+def test_vectors_of_integers_become_floats_where_a_run_has_floats():
+    rows = np.random.default_rng(1).normal(size=(8, 5))
+    run = federation({"a": (rows, Y, rows, Y)}, name="run")
+    whole = np.rint(10 * rows).astype(np.int64)
+    made = load_site({"b": (whole, Y, whole, Y)}, RunSpec(), run)
+    assert np.array_equal(made.client("b").train.inputs(slice(None)).numpy(), whole)
+
+
+# Across machines
+
+
+def site(name, **changes):
+    facts = {
+        "name": name, "version": "1", "shape": [1, 5, 6], "dtype": "float32", "classes": 2, "class_names": [],
+        "samples": {"train": 8, "test": 8}, "labels": None, "scale": "half",
+    }  # fmt: skip
+    return SiteDescription.of(facts | changes)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("floats from 0 to 1", "whole numbers up to 255 as floats")])
+def test_sites_of_two_scales_are_named(ours, theirs):
+    one, other = site("north", values={"train": ours, "test": ours}), site("south", values={"test": theirs})
+    with pytest.raises(FedshiftError, match=f"'north', train data: {ours}, but 'south', test data: {theirs}"):
+        ClientRegistry(clients=(one, other)).to_federation(None)
+    assert ClientRegistry(clients=(one, site("south", values={"train": ours}))).to_federation(None).classes == 2
+    with pytest.raises(FedshiftError, match="site 'north' says that its samples hold"):
+        site("north", values={"train": "everything"})
+    pixels = site("north", dtype="uint8", values={"train": KINDS[0]})
+    with pytest.raises(FedshiftError, match="pixels of 'north' are scaled by half, those of 'south' by unit"):
+        ClientRegistry(clients=(pixels, replace(pixels, name="south", scale="unit"))).to_federation(None)
+
+
+# True and False in a column of numbers
+
+
+def write_tables(folder, values, suffix=".csv"):
+    for name, column in values.items():
+        table = pd.DataFrame({"age": np.arange(8) * 2.5, "flag": column, "y": Y})
+        table.to_csv(folder / f"{name}.csv", index=False) if suffix == ".csv" else table.to_parquet(
+            folder / f"{name}.parquet"
+        )
+    return str(folder)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_true_and_false_are_one_and_zero_and_no_other_numbers(suffix, tmp_path):
+    truths = Y > 0
+    told = {"a": truths, "b": 1 - Y}
+    spec = DataSpec(target="y", scaling="none", test_fraction=0.25)
+    made = load_source(write_tables(tmp_path, told, suffix), spec)
+    assert [column.holds for column in made.columns] == ["numbers", "True and False"]
+    for client in made.clients:
+        rows = np.concatenate([split.x.numpy() for split in client.splits.values()])
+        expected = {(age, float(flag)) for age, flag in zip(np.arange(8) * 2.5, told[client.name], strict=True)}
+        assert {tuple(row) for row in rows.tolist()} == expected
+    with pytest.raises(UsageError, match=r"column 'flag' holds True or False \(.*a.*, which are 1 and 0, but 37.5"):
+        load_source(write_tables(tmp_path, {"b": Y * 37.5}, suffix), spec)
+
+
+def test_a_client_that_joins_is_held_to_the_meaning_of_its_column(tmp_path):
+    spec = RunSpec(target="y")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    run = load_source(write_tables(tmp_path / "one", {"a": Y > 0, "b": Y > 0}), spec)
+    other = write_tables(tmp_path / "two", {"c": Y * 2})
+    with pytest.raises(UsageError, match=r"column 'flag' holds True or False .*but 2 elsewhere"):
+        load_site(other, spec, run)
+    run = load_source(write_tables(tmp_path / "two", {"c": Y * 2, "d": Y * 3}), spec)
+    with pytest.raises(UsageError, match="holds True or False, but numbers other than 0 and 1 in 'two'"):
+        load_site(write_tables(tmp_path / "one", {"a": Y > 0}), spec, run)
+    sites = {name: load_source(str(tmp_path / name), spec).columns for name in ("one", "two")}
+    with pytest.raises(FedshiftError, match=r"'flag' holds True and False at 'one', but numbers .* at 'two'"):
+        merge_columns(sites)
+
+
+def test_an_experiment_is_refused_before_any_work():
+    data = federation({"a": (ARRAYS["unit"], Y, ARRAYS["bytes"], Y)})
+    with pytest.raises(UsageError, match="floats from 0 to 1, but client 'a', test data: 8-bit pixels"):
+        make_experiment(RunSpec(method="fedavg"), given=GivenObjects(data=data))
