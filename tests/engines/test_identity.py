@@ -59,12 +59,25 @@ def trial(engine, method=None, model=plain, **changes):
         (fedsmb(), {}),
         (fedavg(weighting="uniform"), {"work": Work(batch_size=None, epochs=1)}),
         (fedavg(), {"work": Work(batch_size=None, batches=1)}),
+        (fedavg(), {"work": Work(batch_size=8, steps=1)}),
+        (fedavg(weighting="used"), {"work": Work(batch_size=8, steps=1)}),
         (fedavg(), {"optimizer": SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)}),
         (fedadam(), {}),
         (fedavg(), {"participation": 2, "augment": parse_augmentation("flip(), rotate(degrees=30)")}),
         (fedavg(), {"loss": parse_loss("cross_entropy(weights='balanced')")}),
     ],
-    ids=["groups", "fedsmb", "uniform", "unequal", "momentum", "fedadam", "augmented", "weighted loss"],
+    ids=[
+        "groups",
+        "fedsmb",
+        "uniform",
+        "unequal",
+        "by samples",
+        "by samples used",
+        "momentum",
+        "fedadam",
+        "augmented",
+        "weighted loss",
+    ],
 )
 def test_a_round_equals_the_clients_one_by_one(method, changes):
     one, other = trial("sequential", method, **changes), trial("identity", method, **changes)

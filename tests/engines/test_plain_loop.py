@@ -6,6 +6,7 @@ the order of samples is taken from fedshift.
 
 import copy
 from contextlib import closing
+from itertools import count, islice
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
+from fedshift.utils.random_streams import stream
 
 SIZES = {"x": 40, "y": 24, "z": 13}
 BATCH, SEED, LR, MOMENTUM, DECAY = 8, 11, 0.05, 0.9, 0.01
@@ -100,6 +102,42 @@ def test_rounds_equal_a_plain_pytorch_loop(method, dtype, rounds, tolerance):
         for entry, tensor in network.state_dict().items():
             assert state[entry].dtype == tensor.dtype
             assert (state[entry].double() - tensor.double()).abs().max() <= tolerance, (name, entry)
+
+
+def endless_batches(name, samples):
+    """Yield the indices of batches, pass after pass, as an endless data loader does."""
+    for number in count():
+        order = torch.from_numpy(stream(SEED, "order", name, number).permutation(samples))
+        yield from torch.split(order, BATCH)
+
+
+@pytest.mark.parametrize("weighting", ["auto", "samples", "used", "uniform"])
+def test_rounds_of_steps_equal_a_plain_pytorch_loop_over_endless_batches(weighting):
+    """Seven steps of clients with five, three and two batches a pass; weights from the definition of each."""
+    settings = Settings(rounds=3, work=Work(batch_size=BATCH, steps=7), optimizer=SGD(lr=LR))
+    trial = Trial(fedavg(weighting=weighting), lambda *size: model(*size).double(), data(), settings, SEED)
+    central = model((3, 8, 8), 4).double()
+    central.load_state_dict(trial.plan.initial)
+    coming = {name: endless_batches(name, size) for name, size in SIZES.items()}
+    for _ in range(3):
+        states, weights = [], []
+        for client in trial.data.clients:
+            network, used = copy.deepcopy(central).train(), 0
+            sgd = torch.optim.SGD(network.parameters(), lr=LR)
+            for index in islice(coming[client.name], 7):
+                sgd.zero_grad()
+                x, y = client.train.x[index].double() / 127.5 - 1.0, client.train.y[index]
+                nn.functional.cross_entropy(network(x), y).backward()
+                sgd.step()
+                used += len(y)
+            states.append(network.state_dict())
+            weights.append({"used": used, "uniform": 1}.get(weighting, len(client.train)))
+        for name, tensor in central.state_dict().items():
+            mean = sum(w * s[name].double() for w, s in zip(weights, states, strict=True)) / sum(weights)
+            tensor.copy_(mean if tensor.is_floating_point() else mean.round())
+        trial.advance()
+    for name, tensor in central.state_dict().items():
+        assert (trial.server.shared[name] - tensor).abs().max() <= 1e-12, name
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "pool", pytest.param("ray", marks=pytest.mark.slow)])

@@ -235,12 +235,25 @@ class Decay(Rule):
         (fedbn(), ONE),
         (fedbn(), {"work": Work(batch_size=None, epochs=1)}),
         (fedavg(weighting="uniform"), {"work": Work(batch_size=40, epochs=1)}),
+        (fedavg(), {"work": Work(batch_size=8, steps=1)}),
+        (fedbn(fedavg(weighting="used")), {"work": Work(batch_size=8, steps=1)}),
         (fedavg(), {**ONE, "optimizer": SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)}),
         (fedbn().with_rule(Decay()), ONE),
         (fedadam(), {**ONE, "participation": 3}),
         (silobn(), {**ONE, "augment": parse_augmentation("flip(), crop(padding=1)")}),
     ],
-    ids=["fedavg", "fedbn", "unequal", "uniform", "nesterov", "rule", "fedadam sampled", "silobn augmented"],
+    ids=[
+        "fedavg",
+        "fedbn",
+        "unequal",
+        "uniform",
+        "by samples",
+        "by samples used",
+        "nesterov",
+        "rule",
+        "fedadam sampled",
+        "silobn augmented",
+    ],
 )
 def test_lanes_that_take_one_step_have_one_set_of_parameters(method, changes):
     one, other = trial("sequential", method, **changes), trial("stacked", method, **changes)
@@ -356,8 +369,24 @@ def wide(*, middle=(), bias=True):
         (fedadam(), wide(), {}, {"1.weight", "4.weight"}),
         (fedavg(), wide(), {"work": Work(batch_size=4, epochs=5)}, {"4.weight"}),  # 90 rows cost more than the first
         (fedavg(), wide(), {"sizes": (18, 13, 18)}, set()),
+        (fedavg(), wide(), {"sizes": (16, 12, 16), "work": Work(batch_size=4, steps=2)}, set()),
+        (
+            fedavg(weighting="used"),
+            wide(),
+            {"sizes": (16, 12, 16), "work": Work(batch_size=4, steps=2)},
+            {"1.weight", "4.weight"},
+        ),
     ],
-    ids=["fedavg", "fedbn sampled", "silobn augmented", "fedadam", "many rows", "unequal clients"],
+    ids=[
+        "fedavg",
+        "fedbn sampled",
+        "silobn augmented",
+        "fedadam",
+        "many rows",
+        "unequal clients",
+        "unequal weights",
+        "equal weights",
+    ],
 )
 def test_lanes_hold_back_updates_of_large_layers(method, model, changes, held, monkeypatch):
     seen = []

@@ -37,6 +37,7 @@ def test_nothing_that_was_left_to_fedshift_is_left_open(make, tmp_path):
         "training loss": "cross_entropy",
         "optimizer": "SGD, learning rate 0.01",
         "local work in a round": "1 epoch, batches of 8 samples",
+        "weight of a client": "its training samples",
         "clients in a round": "2 of 3, drawn anew",
         "evaluated after rounds": "2, 4, 5 of 5",
     }

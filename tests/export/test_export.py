@@ -289,7 +289,8 @@ def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
         f"{100 * np.std(accuracies, ddof=1):.2f} points.",
         "neither its affine parameters nor its statistics. (arXiv:2102.07623)",
         "| cid | 33 | 12 |",
-        "- local work in a round: 1 epoch, batches of 8 samples\n- optimizer: SGD, learning rate 0.05\n",
+        "- local work in a round: 1 epoch, batches of 8 samples\n- weight of a client: its training samples\n"
+        "- optimizer: SGD, learning rate 0.05\n",
         "- scaling: pixels in [0, 1] minus 0.485, 0.456, 0.406 over 0.229, 0.224, 0.225 (torchvision's",
         "The licenses of `tiny` are not known to fedshift",
         f"torch {torch.__version__}",

@@ -36,6 +36,21 @@ def test_every_engine_equals_the_loop_over_rounds_in_float64(course, method, oth
     assert [row["moment"] for row in found.rows if row["split"] == "test"].count("trained") == 3
 
 
+@pytest.mark.parametrize("weighting", ["samples", "used", "uniform"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_every_engine_weighs_as_the_loop_where_it_sums_uploads(steps, weighting, other_engine):
+    """Clients of unequal sizes take steps on batches of one size."""
+    states = []
+    for engine in ("sequential", other_engine):
+        work = Work(batch_size=4, steps=steps)
+        running = make_trial(fedbn(fedavg(weighting=weighting)), engine, work=work, moments=("loaded",))
+        for _ in range(2):
+            running.advance()
+        running.close()
+        states.append(running.to_tensors()[0])
+    assert distance(*states) <= 1e-9
+
+
 @pytest.mark.parametrize("method", [fedbn(), fednova(), fedrep(), ditto(epochs=1), fedbabu()], ids=by_name)
 def test_every_engine_equals_the_loop_where_clients_take_equal_steps_over_unequal_passes(method, other_engine):
     """Five steps of clients with three, two and one batches a pass: rounds begin and end within passes."""

@@ -20,7 +20,7 @@ ALPHA = 0.3
 @pytest.mark.parametrize("base", [fedavg(), fedavg(weighting="uniform"), fedbn()], ids=lambda method: method.name)
 def test_it_equals_a_plain_loop(base, participation):
     running = trial(feddyn(base, alpha=ALPHA), participation=participation)
-    shares = SHARES if base.weighting == "samples" else dict.fromkeys(SHARES, 0.5)
+    shares = SHARES if base.weighting != "uniform" else dict.fromkeys(SHARES, 0.5)
     local = ("1.",) if base.name == "fedbn" else ()
     server = {name: tensor.clone() for name, tensor in running.plan.initial.items()}
     kept = {client: dict(server) for client in SHARES}

@@ -11,6 +11,7 @@ from fedshift.core.method import Method
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.silobn import silobn
+from fedshift.utils.errors import UsageError
 
 FILES = [module.name for module in pkgutil.iter_modules(fedshift.methods.__path__)]
 
@@ -27,6 +28,12 @@ def test_a_method_is_one_function_named_like_its_file_with_a_described_source(na
 def test_names_tell_how_methods_are_composed():
     assert fedbn().name == fedbn(fedavg()).name == "fedbn"
     assert silobn(fedavg(weighting="uniform")).name == "silobn+fedavg(weighting='uniform')"
+    assert fedavg(fedbn(), weighting="samples").name == "fedbn+fedavg(weighting='samples')"
+
+
+def test_an_unknown_weighting_is_refused_with_those_that_exist():
+    with pytest.raises(UsageError, match=r"unknown weighting 'sample': did you mean 'samples'\? allowed are auto, sam"):
+        fedavg(weighting="sample")
 
 
 def test_the_text_of_a_method_tells_any_two_apart():

@@ -15,6 +15,7 @@ from ..core.preparation import prepare
 from ..data.federation import Federation, count_labels
 from ..diagnosis.overview import describe
 from ..evaluation.communication import find_capabilities, summarize_method
+from ..experiments.description import describe_weighting
 from ..experiments.factory import parse_methods, resolve_model
 from ..models import make_network
 from ..tasks import Segmentation
@@ -69,7 +70,8 @@ def describe_method(model: str, method: str, shape: tuple[int, ...], classes: in
     yield Text(
         f"{parameters:,} trained parameters; {len(local)} of {len(facts.entries)} entries ({layers} layers) are local; "
         f"one client and round: {facts.down:,} bytes down, {facts.up:,} bytes up; "
-        f"{'the server holds a whole model' if facts.has_global else 'no global model'}"
+        f"{'the server holds a whole model' if facts.has_global else 'no global model'}; "
+        f"weight of a client: {describe_weighting(plan.method)}"
     )
 
 

@@ -21,13 +21,13 @@ from .requirements import Requirements
 class Uploads:
     """Input of an aggregation: the clients' entries in client order, and facts about each client's round.
 
-    ``weights``: sum to one, by the samples that each client used this round. ``sizes``: training samples that each
-    client has. Both are equal where the method weighs clients equally. ``steps``: local steps of each client.
-    ``previous``: the server's entries before the round. ``trained``: names of the entries that were trained; the
-    others are buffers and frozen parameters. ``loaded``: names of those from which clients started. ``fixed``:
-    names of those that local work could not change. ``memory``: what each client's rules uploaded, one state for
-    each rule. ``clients``: the clients' names. ``kept``: what the aggregation kept from the round before. ``seed``,
-    ``method`` (its text) and ``round`` (from 0): what an aggregation that draws uses to key its streams.
+    ``weights``: sum to one, by the method's weighting. ``sizes``: training samples that each client has; equal where
+    the method weighs clients equally. ``steps``: local steps of each client. ``previous``: the server's entries before
+    the round. ``trained``: names of the entries that were trained; the others are buffers and frozen parameters.
+    ``loaded``: names of those from which clients started. ``fixed``: names of those that local work could not change.
+    ``memory``: what each client's rules uploaded, one state for each rule. ``clients``: the clients' names. ``kept``:
+    what the aggregation kept from the round before. ``seed``, ``method`` (its text) and ``round`` (from 0): what an
+    aggregation that draws uses to key its streams.
     """
 
     states: Sequence[State]

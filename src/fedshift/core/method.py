@@ -10,18 +10,28 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, cast
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, cast, get_args
 
 from torch import nn
 
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, unknown_name
 from .aggregation import Aggregation, average_uploads
 from .rule import Rule
 from .selection import Scope, Select, nothing
 from .server_optimizer import ServerOptimizer
+from .work import Work
 
 Surgery = Callable[[nn.Module], nn.Module]
 """A change of a copy of the model before entries are named; its repr says what it does."""
+
+
+Weighting = Literal["auto", "samples", "used", "uniform"]
+"""By a client's training samples (FedAvg's n_k), by the samples that it used in the round, or equally.
+
+The two differ where a round is no whole number of passes. ``auto``: ``used`` where a round is a number of batches
+(FedMMB's Algorithm 1), otherwise ``samples``.
+"""
+WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,7 @@ class Method:
         rules: Changes of local training and of what is remembered, applied in order.
         freeze: When BatchNorm's statistics are frozen.
         aggregate: Combines the uploads.
-        weighting: Clients weigh by the samples they used this round, or equally.
+        weighting: How much clients count in an average, a :data:`Weighting`.
         server: The server's own step along the aggregated change.
         pooled: All data train together on one machine (the centralized upper baseline), ``"scaled"`` with batches as
             many times larger as there are clients.
@@ -68,7 +78,7 @@ class Method:
     rules: tuple[Rule, ...] = ()
     freeze: Freeze | None = None
     aggregate: Aggregation = average_uploads
-    weighting: Literal["samples", "uniform"] = "samples"
+    weighting: Weighting = "auto"
     server: ServerOptimizer | None = None
     pooled: Literal[False, "same", "scaled"] = False
     work: Mapping[str, Any] = field(default_factory=dict)
@@ -88,9 +98,22 @@ class Method:
             + "".join(f", {name} {value}" for name, value in parts.items() if value)
         )
 
-    def weigh(self, samples: float) -> float:
-        """Return the weight of a client that counts for ``samples`` samples, relative to those of others."""
-        return float(samples) if self.weighting == "samples" else 1.0
+    def __post_init__(self) -> None:
+        if self.weighting not in WEIGHTINGS:
+            raise unknown_name("weighting", str(self.weighting), WEIGHTINGS)
+
+    def resolve_weighting(self, work: Work) -> Self:
+        """Return the method with its weighting under ``work`` in place of ``auto``."""
+        own: Weighting = "used" if work.batches is not None else "samples"
+        return replace(self, weighting=own) if self.weighting == "auto" else self
+
+    def weigh(self, *, samples: float, used: float) -> float:
+        """Return the weight of a client with ``samples`` training samples, of which a round used ``used``.
+
+        It is relative to those of others, and the ``weighting`` resolved.
+        """
+        assert self.weighting != "auto", "resolve_weighting first"
+        return {"samples": float(samples), "used": float(used), "uniform": 1.0}[self.weighting]
 
     def keep_on_client(self, selection: Select) -> Self:
         """Return the method with ``selection`` neither loaded nor sent."""

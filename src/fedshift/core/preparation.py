@@ -108,10 +108,11 @@ def prepare(
         trained = rule.trainable(trained)
     if not trained:
         raise UsageError(f"method {method.name!r} trains no parameter of the model: leave some requires_grad=True")
+    work = resolve_work(method, work or Work(epochs=1), clients)
     plan = Plan(
-        method=replace(method, rules=rules), module=template, entries=found, initial=initial, loaded=loaded, sent=sent,
-        adopted=adopted, trained=trained, extra_params=(), extra_rest=(), freeze_from=float("inf"),
-        work=resolve_work(method, work or Work(epochs=1), clients),
+        method=replace(method, rules=rules).resolve_weighting(work),
+        module=template, entries=found, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
+        trained=trained, extra_params=(), extra_rest=(), freeze_from=float("inf"), work=work,
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=1, precision=precision, seed=seed,
     )  # fmt: skip

@@ -49,18 +49,22 @@ class StreamingAggregator:
     def _aggregate(self, name: str) -> None:
         update = self._arrived.pop(name)
         if self._mean and update.shared:
-            self._mean.add(update.shared, self._plan.method.weigh(update.weight))
+            self._mean.add(update.shared, self._weigh(name, update))
             update = replace(update, shared={})
         self._folded.append((name, update))
+
+    def _weigh(self, name: str, update: Update) -> float:
+        return self._plan.method.weigh(samples=self._sizes[name], used=update.weight)
 
     def finalize(self) -> ServerState:
         """Return the server after the round, from the uploads that arrived."""
         for name in sorted(self._arrived):  # those behind one that did not come
             self._aggregate(name)
         plan, server, ordered = self._plan, self._server, [update for _, update in self._folded]
-        raw = [plan.method.weigh(update.weight) for update in ordered]
-        sizes = [plan.method.weigh(self._sizes[name]) for name, _ in self._folded]
-        everyone = sum(map(plan.method.weigh, self._sizes.values()))
+        raw = [self._weigh(name, update) for name, update in self._folded]
+        by_size = {name: plan.method.weigh(samples=size, used=size) for name, size in self._sizes.items()}
+        sizes = [by_size[name] for name, _ in self._folded]
+        everyone = sum(by_size.values())
         shares = [size / everyone for size in sizes]
         memory = tuple(
             rule.aggregate_memory(server.memory[index], [update.memory[index] for update in ordered], shares)

@@ -60,7 +60,8 @@ class Identity(Engine):
         with timed_section("data"):
             batches = {name: self.draw_batches(name, client)[0][0] for name, client in clients.items()}  # one of each
             together, y = self._load(batches)
-        raw = [plan.method.weigh(len(labels)) for labels in y]
+        own = zip(clients, y, strict=True)
+        raw = [plan.method.weigh(samples=len(self.data[name]), used=len(labels)) for name, labels in own]
         weights = torch.tensor(raw, dtype=torch.float64) / sum(raw)
         job = client_init(plan, next(iter(clients.values())), server, planned_steps=1)
         with timed_section("forward and backward"):

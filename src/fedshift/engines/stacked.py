@@ -109,12 +109,14 @@ class Stacked(Engine):
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         with timed_section("data"):
             lanes = [_Lane.of(name, client, *self.draw_batches(name, client)) for name, client in clients.items()]
-        lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes), reverse=True)
+        lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes, self._weigh(lane)), reverse=True)
         on_cpu = next(iter(self.data.values())).y.device.type == "cpu"
         threads = count_threads(len(lanes[0].batches)) if on_cpu else 1
-        groups = [list(alike) for _, alike in groupby(lanes, lambda lane: lane.sizes)] if self._shared else [lanes]
+        kinds = [(lane.sizes, self._weigh(lane)) for lane in lanes]  # what lanes share or hold back is their plain mean
+        alike = groupby(zip(kinds, lanes, strict=True), lambda pair: pair[0])
+        groups = [[lane for _, lane in pairs] for _, pairs in alike] if self._shared else [lanes]
         held, width, sizes = dict[str, frozenset[str]](), self.width, lanes[0].sizes
-        if sizes == lanes[-1].sizes and (held := choose_held(self.plan, self._holdable, sizes)):
+        if kinds[0] == kinds[-1] and (held := choose_held(self.plan, self._holdable, sizes)):
             width = count_lanes(self.plan, self.data, len(lanes), frozenset(held), sum(sizes))
         width = even_width(len(lanes), width, threads)
         chunks = [lanes[start : start + width] for lanes in groups for start in range(0, len(lanes), width)]
@@ -145,6 +147,9 @@ class Stacked(Engine):
         sums = (losses_KS * sizes_KS).sum(dim=1).tolist()
         finish = self._finish_together if self._is_summed else self._finish_apart
         return list(zip((lane.name for lane in lanes), finish(lanes, job, stack, sums), strict=True))
+
+    def _weigh(self, lane: _Lane) -> float:
+        return self.plan.method.weigh(samples=len(self.data[lane.name]), used=sum(lane.sizes))
 
     @cached_property
     def _is_summed(self) -> bool:
@@ -232,7 +237,7 @@ class Stacked(Engine):
         samples = [sum(lane.sizes) for lane in lanes]
         mean = StreamingMean()
         with timed_section("aggregation"):
-            mean.add_stacked(sent, [plan.method.weigh(float(count)) for count in samples])
+            mean.add_stacked(sent, list(map(self._weigh, lanes)))
         summed = SummedUploads(mean=mean, nbytes=nbytes(sent) // len(lanes))
         memory: tuple[State, ...] = ({},) * len(job.memory)
         personal = pick(entries, plan.personal)
@@ -351,8 +356,8 @@ def _is_plain(plan: Plan) -> bool:
 def find_shared(plan: Plan, data: Data) -> frozenset[str]:
     """Return the parameters that lanes need not have by themselves where only the sum of uploads is wanted.
 
-    In a round of one step of SGD, lanes with batches of one size weigh alike, and the mean of their steps from one
-    start is the step along their mean gradient: found in one pass, without any lane's own copy. None where steps are
+    In a round of one step of SGD, the mean of the steps from one start of lanes that weigh alike, with batches of one
+    size, is the step along their mean gradient: found in one pass, without any lane's own copy. None where steps are
     not so, or ``torch.vmap`` cannot run the network over parameters without lanes; found by trying one step.
     """
     rules = [type(rule) for rule in plan.method.rules]

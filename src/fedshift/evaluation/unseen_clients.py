@@ -155,7 +155,11 @@ class UnseenClientModels:
         state = global_state(self.plan, self.server)
         if state is not None:
             return state
-        return self._complete(self._average_entries(lambda name: self.plan.method.weigh(self._samples[name])))
+
+        def weigh(name: str) -> float:
+            return self.plan.method.weigh(samples=self._samples[name], used=self._samples[name])
+
+        return self._complete(self._average_entries(weigh))
 
     def _complete(self, entries: State) -> State:
         """Return the server's entries completed by ``entries``, those that clients keep."""

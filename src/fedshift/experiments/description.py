@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..core.aggregation import average_uploads
+from ..core.method import Method
 from ..core.optimizer import Optimizer
 from ..core.plan import Plan
 from ..core.work import Work
@@ -39,6 +41,7 @@ def describe_training(
         "training loss": _by_method(plans, lambda plan: str(plan.loss)),
         "optimizer": _by_method(plans, lambda plan: describe_optimizer(plan.optimizer)),
         "local work in a round": _by_method(plans, lambda plan: describe_work(plan.work)),
+        "weight of a client": _by_method(plans, lambda plan: describe_weighting(plan.method)),
         "clients in a round": f"all {members}" if drawn == members else f"{drawn} of {members}, drawn anew",
         "evaluated after rounds": describe_rounds(settings),
         "computed on": f"{settings.device}, {settings.precision}, {_count(threads, 'thread')} of torch",
@@ -81,6 +84,18 @@ def describe_work(work: Work) -> str:
         return f"{_count(work.steps, 'step')}, batches of {samples}"
     count = _count(work.batches or 0, "batch", "batches")
     return f"{count} of {samples}" if work.batches == 1 else f"up to {count} of {samples}, ending with the pass"
+
+
+def describe_weighting(method: Method) -> str:
+    """Return how much a client counts in the average of uploads; ``method``: that of a plan."""
+    if method.pooled:
+        return "none, since all data are in one place"
+    said = {"samples": "its training samples", "used": "the samples that it used in the round", "uniform": "1"}
+    aggregate = method.aggregate
+    if aggregate is average_uploads:
+        return said[method.weighting]
+    name = getattr(aggregate, "__name__", type(aggregate).__name__)
+    return f"{said[method.weighting]}, where {name} weighs clients"
 
 
 def describe_rounds(settings: Settings) -> str:

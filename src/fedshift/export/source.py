@@ -17,7 +17,7 @@ from ..core.plan import Plan
 from ..data.datasets._card import get_card
 from ..data.federation import Federation
 from ..data.nuclei import nuclei
-from ..experiments.description import describe_work
+from ..experiments.description import describe_weighting, describe_work
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import AT_SITE, restore_trial, select_trials
 from ..experiments.settings import Settings
@@ -165,6 +165,7 @@ def describe_settings(plan: Plan, settings: Settings, normalization: Any) -> dic
     images = plan.initial and normalization.features is None
     return {
         "local work in a round": describe_work(plan.work),
+        "weight of a client": describe_weighting(plan.method),
         "optimizer": _format_optimizer(plan.optimizer),
         "loss": str(settings.loss),
         "augmentation": str(settings.augment or "none"),

@@ -5,15 +5,18 @@ on the clients, which is SiloBN, not FedAvg.
 """
 
 from dataclasses import replace
-from typing import Literal
 
-from ..core.method import Method
+from ..core.method import Method, Weighting
 
 
-def fedavg(base: Method | None = None, *, weighting: Literal["samples", "uniform"] = "samples") -> Method:
-    """Average all entries of ``base``, weighting clients by the samples they used (``uniform``: equally)."""
+def fedavg(base: Method | None = None, *, weighting: Weighting = "auto") -> Method:
+    """Average all entries of ``base``, weighting clients by their training samples.
+
+    ``weighting``: by training samples (``samples``), by those used in the round (``used``), or equally (``uniform``);
+    ``auto`` is ``used`` where a round is a number of batches, as in FedMMB, otherwise ``samples``.
+    """
     method = base or Method()
-    if weighting == "samples":
+    if weighting == "auto":
         return method
-    title = "fedavg(weighting='uniform')"
-    return replace(method, name=title if base is None else f"{base.name}+{title}", weighting="uniform")
+    title = f"fedavg(weighting={weighting!r})"
+    return replace(method, name=title if base is None else f"{base.name}+{title}", weighting=weighting)
