@@ -4,9 +4,10 @@ import pytest
 
 from fedshift.config.expressions import list_catalog
 from fedshift.core.kernel import client_final, client_init, init_client
+from fedshift.evaluation.statistics_lag import holds_shared_statistics
 from fedshift.results.run_directory import to_file_name
 from fedshift.results.schema import read_rows
-from fedshift.results.trial_records import METRICS
+from fedshift.results.trial_records import METRICS, read_lag
 from fedshift.utils.state import join_states
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 
@@ -68,6 +69,12 @@ def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(meth
         for folder in (tmp_path / "served", tmp_path / "reference")
     )
     assert rows == same
+    again, there = (
+        read_lag(folder / "trials" / f"{to_file_name(trial.plan.method.name)}-seed0")
+        for folder in (tmp_path / "served", tmp_path / "reference")
+    )
+    shared = holds_shared_statistics(trial.plan, trial.server, trial.model_state(trial.data.names[0]))
+    assert again == ([] if shared else [row for row in there if row["model"] == "personal"])
     assert sum((row["split"], row["moment"]) == ("test", "trained") for row in rows) == len(grid.sites)
     _, update = client_final(trial.plan, client_init(trial.plan, init_client(trial.plan), trial.server))
     up, down = (join_states(trial.plan.rule_names, each.memory).keys() for each in (update, trial.server))

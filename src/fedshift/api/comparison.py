@@ -124,7 +124,7 @@ class Comparison:
         metric: str | None = None,
         model: Literal["personal", "global"] = "personal",
         split: Literal["test", "validation"] = "test",
-        moment: Literal["loaded", "trained"] = "loaded",
+        moment: Literal["loaded", "trained", "reestimated"] = "loaded",
         number: int | None = None,
     ) -> pd.DataFrame:
         """Return the metric of each client and the aggregates (rows) by method (columns), at the reported round.
@@ -133,7 +133,8 @@ class Comparison:
             metric: metric to report; None: the comparison's.
             model: the model that each client would use, or the server's.
             split: samples to measure; choose learning rates and methods on ``validation``, if some were held out.
-            moment: ``trained`` is available with ``moments="loaded,trained"``.
+            moment: ``trained`` is available with ``moments="loaded,trained"``, ``reestimated``, with BatchNorm
+                statistics estimated anew, where they may lag.
             number: a single mask class to measure, from 1; None: the mean over classes.
 
         Returns:

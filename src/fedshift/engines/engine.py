@@ -111,6 +111,10 @@ class Engine(ABC):
         """Return rows of all clients just after aggregation, measured where their data are; None: data are here."""
         return None
 
+    def evaluate_reestimated(self, server: ServerState) -> list[Row] | None:
+        """Return rows of clients' models with BatchNorm statistics estimated anew where their data are; None: here."""
+        return None
+
     def facts(self) -> dict[str, Any]:
         """Return the engine's state as JSON values for a checkpoint."""
         return {}

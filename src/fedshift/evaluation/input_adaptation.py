@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.plan import Plan, compute_outputs
+from ..core.plan import Plan, compute_outputs, to_memory_format
 from ..core.rule import Hook
 from ..core.work import Work
 from ..data.samples import Samples
@@ -81,20 +82,20 @@ def iterate_inputs(plan: Plan, data: Samples, batch_size: int, purpose: str) -> 
 
 
 @torch.no_grad()
-def reestimate_statistics(plan: Plan, state: State, data: Samples) -> State:
+def reestimate_statistics(plan: Plan, state: State, data: Samples, batches: int | None = None) -> State:
     """Return ``state`` with BatchNorm statistics replaced by mean and variance of each layer's inputs over ``data``.
 
     Labels are not used. Layers normalize by batches of 250 samples in a keyed order, so that with more samples the
     inputs of a second BatchNorm layer depend on the batches. With too few samples to train the model, ``state`` is
-    returned unchanged.
+    returned unchanged. ``batches``: most batches to use; None: all.
     """
     state, scratch = dict(state), clone(state)  # layers in training mode update their buffers
     found = {name: Moments() for name in list_batch_norms(plan)}
     if len(data) < plan.smallest_batch or not found:
         return state
     with _observe(plan, {name: [moments] for name, moments in found.items()}, training=True):
-        for x in iterate_inputs(plan, data, BATCH, "reestimate"):
-            compute_outputs(plan, scratch, x)
+        for x in islice(iterate_inputs(plan, data, BATCH, "reestimate"), batches):
+            compute_outputs(plan, scratch, to_memory_format(x, plan.image_format))
     for layer, moments in found.items():
         mean, variance = name_statistics(layer)
         state[mean], state[variance] = moments.mean.to(state[mean]), moments.variance.to(state[variance])

@@ -36,6 +36,7 @@ from ..results.summary import (
 from ..results.trial_records import (
     BEST,
     CHECKPOINT,
+    LAG,
     METRICS,
     ROUNDS,
     load_facts,
@@ -45,6 +46,7 @@ from ..results.trial_records import (
     stream_measurements,
 )
 from ..utils.allocator import keep_freed_memory
+from ..utils.checked_json import write_checked
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.profiling import timed_section
 from ..utils.state import pick
@@ -284,12 +286,21 @@ class Experiment:
                     now = self._score(outcome.rows)
                     better = now > reached
                     reached = max(now, reached)
+                    if better if self.settings.select == "best" else trial.server.round == rounds:
+                        self._record_lag(trial, folder)
                     trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
                 log_round(cost, outcome.rows)
                 session.observer.round(outcome)
         for text in self._notices_after(trial):
             session.say(text)
         return True
+
+    def _record_lag(self, trial: Trial, folder: Path) -> None:
+        """Write measurements of the reported round with BatchNorm statistics estimated anew, if these may lag."""
+        (folder / LAG).unlink(missing_ok=True)  # of an earlier round
+        with timed_section("evaluation"):
+            if (lag := trial.measure_lag()) is not None:
+                write_checked(folder / LAG, lag)
 
     def _notices_before(self, trial: Trial) -> Iterator[str]:
         """Yield the notices about a trial that starts."""

@@ -46,6 +46,7 @@ from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..evaluation.communication import downlink_bytes, uplink_bytes
 from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.policies import check_policy
+from ..evaluation.statistics_lag import count_updates, evaluate_reestimated, may_lag, remaining_part
 from ..evaluation.unseen_clients import UnseenClientModels, make_personal_state
 from ..models import ModelFactory, make_network
 from ..nn.linear import list_products, set_products
@@ -324,7 +325,33 @@ class Trial:
         rows = self._engine.evaluate(self.server) if self._engine else None
         if rows is None:
             rows = evaluate_clients(self.plan, self.server, self.measured, self._splits, self.personal_state)
+        return self._without_newcomers(rows)
+
+    def _without_newcomers(self, rows: list[Row]) -> list[Row]:
         return [row for row in rows if row["split"] == "test" or row["client"] not in self.settings.newcomers]
+
+    def measure_lag(self) -> dict[str, Any] | None:
+        """Return measurements with BatchNorm statistics estimated anew; None where the present ones cannot lag.
+
+        The result has ``round``, ``updates``, ``remaining`` and ``rows`` (:mod:`fedshift.evaluation.statistics_lag`).
+        """
+        plan, server = self.plan, self.server
+        updates = count_updates(plan, server, self.clients.count_steps().values())
+        if not may_lag(plan, server, updates):
+            return None
+        rows = self.engine.evaluate_reestimated(server)
+        if rows is None:
+            measured = (self.data.task, self.data.classes)
+            rows = evaluate_reestimated(
+                plan, server, self.measured.clients, self.train, self._splits, measured, self._trained_state
+            )
+        part = remaining_part(plan, updates)
+        return {
+            "round": server.round, "updates": updates, "remaining": part, "rows": self._without_newcomers(rows)
+        }  # fmt: skip
+
+    def _trained_state(self, client: ClientData) -> State | None:
+        return self.personal_state(client) if self.clients.has_trained(client.name) else None
 
     @property
     def _splits(self) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from .formatting import (
     make_table,
 )
 from .html import draw_legend_entry, embed_panel, encode_strip, render_template
+from .lag import describe_lag
 from .origin import describe_run, find_changed
 from .progress import describe_partial, find_reached_rounds, is_even
 from .style import make_styles
@@ -113,6 +114,8 @@ def make_metric_table(
     if (metric, model, split, moment) == ("accuracy", "personal", "test", "loaded"):
         text = replace(text, note=f"{text.note} {describe_majority(summary)}".strip())
         frame = add_majority(summary, frame)
+    if (metric, model, split, moment) == (summary.metric, "personal", "test", "loaded"):
+        text = replace(text, note=f"{text.note} {describe_lag(summary)}".strip())
     file = "-".join([metric, *([model] if model == "global" else []), *([split] if split != "test" else [])])
     file += "-trained" if moment == "trained" else ""
     return ReportTable(caption=caption, frame=frame, text=text, file=file)

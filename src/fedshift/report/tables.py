@@ -20,6 +20,7 @@ from ..results.schema import (
     LOWER_IS_BETTER,
     METRICS,
     MOMENTS,
+    REESTIMATED,
     Row,
     RunSummary,
     compute_metric,
@@ -112,7 +113,7 @@ def select_reported_rows(
 ) -> pd.DataFrame:
     """Return the records of ``model`` on ``split`` at each run's reported round."""
     for key, value, known in (
-        ("model", model, MODELS), ("split", split, ("test", "validation")), ("moment", moment, MOMENTS),
+        ("model", model, MODELS), ("split", split, ("test", "validation")), ("moment", moment, (*MOMENTS, REESTIMATED)),
     ):  # fmt: skip
         if value not in known:
             raise unknown_name(key, value, known)
@@ -140,7 +141,8 @@ def seed_table(
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
     client`` is the lowest value (highest loss). Each is over the clients of :func:`mask_incomparable`; beyond
     :data:`ONE_BY_ONE` clients, :data:`QUANTILES` and the best client follow. ``moment="trained"`` measures the models
-    of that round's participants just after their local work. The global model's table holds only methods that have one.
+    of that round's participants just after their local work, ``"reestimated"`` those with BatchNorm statistics
+    estimated anew, where these may lag. The global model's table holds only methods that have one.
     ``number``: class of masks to measure; None: the mean over classes.
     """
     if number is not None and not ("dice" in summary.metrics and 0 < number < summary.classes):
@@ -409,7 +411,7 @@ def _resolve_metric(summary: RunSummary, metric: str | None) -> str:
 
 
 def _select(summary: RunSummary, model: str | None, split: str, moment: str) -> pd.DataFrame:
-    rows = summary.rows
+    rows = summary.lag if moment == REESTIMATED else summary.rows
     keep = (rows["split"] == split) & (rows["moment"] == moment)
     return rows[keep] if model is None else rows[keep & (rows["model"] == model)]
 

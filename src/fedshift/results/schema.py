@@ -86,6 +86,9 @@ METRIC_COUNTS = {
 MOMENTS = ("loaded", "trained")
 """Moments of a round at which models are measured on test and validation data."""
 
+REESTIMATED = "reestimated"
+"""Moment of the measurements with BatchNorm statistics estimated anew (:attr:`RunSummary.lag`)."""
+
 RESTART = "restore the file from a copy, or remove its folder to begin this trial again from round 1"
 """Advice about a damaged file of a trial."""
 
@@ -302,7 +305,10 @@ class RunSummary:
     training samples (empty where sites hold the data, or have no classes); ``fingerprint`` is a digest of all samples;
     ``task`` and ``metrics``: the federation's task, and the metrics that its counts define;
     ``resolved`` describes what is trained, ``config`` has the requested settings; ``crossed`` has the rows of
-    cross-site validation, if requested, with ``owner``, the client whose model was measured (None: the server).
+    cross-site validation, if requested, with ``owner``, the client whose model was measured (None: the server); ``lag``
+    has the rows of models whose BatchNorm statistics were estimated anew at the reported round, with ``updates``, the
+    number of times that running statistics were updated before, and ``remaining``, the part of their initial values
+    that they still hold.
     """
 
     name: str
@@ -328,6 +334,7 @@ class RunSummary:
     task: str = "classification"
     metrics: tuple[str, ...] = ("accuracy", "balanced_accuracy", "auc", "loss")
     crossed: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(owner=[]))
+    lag: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(updates=[], remaining=[]))
 
     @property
     def metric_name(self) -> str:

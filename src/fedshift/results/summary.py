@@ -21,7 +21,15 @@ from ..utils.checked_json import checksum, read_checked
 from ..utils.errors import FedshiftError, UsageError
 from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder
 from .schema import MethodSummary, Row, RunSummary, rows_to_frame
-from .trial_records import CHECKPOINT, load_facts, read_crossed, read_rounds, require_recorded, stream_measurements
+from .trial_records import (
+    CHECKPOINT,
+    load_facts,
+    read_crossed,
+    read_lag,
+    read_rounds,
+    require_recorded,
+    stream_measurements,
+)
 
 STUDY, ENVIRONMENT, NOTICES, SAMPLES = "study.json", "environment.json", "notices.json", "samples.npz"
 SESSIONS, OUTCOME = "sessions", "trained"
@@ -127,6 +135,7 @@ def read_summary(path: Path) -> RunSummary:
         **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods, "samples": samples},
         rows=rows_to_frame(_stream_all(trials, rounds)),
         crossed=_read_crossed(trials),
+        lag=_read_lag(trials),
         traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
         environment=machine,
         notices=read_notices(path),
@@ -166,6 +175,12 @@ def _read_crossed(trials: Sequence[_Trial]) -> pd.DataFrame:
         {"method": trial.method, "seed": trial.seed, **row} for trial in trials for row in read_crossed(trial.folder)
     ]
     return rows_to_frame(found).assign(owner=[row["owner"] for row in found])
+
+
+def _read_lag(trials: Sequence[_Trial]) -> pd.DataFrame:
+    found = [{"method": trial.method, "seed": trial.seed, **row} for trial in trials for row in read_lag(trial.folder)]
+    more = {name: [row[name] for row in found] for name in ("updates", "remaining")}
+    return rows_to_frame(found).assign(**more)
 
 
 def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:

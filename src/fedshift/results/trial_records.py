@@ -21,6 +21,8 @@ METRICS, ROUNDS, CHECKPOINT, BEST = "metrics.jsonl", "rounds.jsonl", "checkpoint
 """Files of a trial: measurements, the cost of each round, the state after the last round and after the best round."""
 CROSSED = {"loaded": "cross_site.json", "trained": "cross_site-trained.json"}
 """Files of a trial with measurements of each client's model on every client's test data, by moment, if requested."""
+LAG = "statistics.json"
+"""File of a trial with measurements at the reported round with BatchNorm statistics estimated anew, if they may lag."""
 FORMAT = 5
 """Format of checkpoints."""
 ENTRY = "fedshift"
@@ -64,6 +66,19 @@ def read_crossed(folder: Path) -> list[Row]:
             found = read_checked(folder / name, "remove it, and measure again (fedshift cross-site)")
             rows += [{**row, "round": found["round"], "moment": moment} for row in found["rows"]]
     return rows
+
+
+def read_lag(folder: Path) -> list[Row]:
+    """Return the rows with BatchNorm statistics estimated anew of the trial in ``folder``, none where none may lag.
+
+    Each row has the file's ``round``, ``updates`` and ``remaining``. Raises :class:`FedshiftError` if the file is
+    damaged.
+    """
+    if not (folder / LAG).exists():
+        return []
+    found = read_checked(folder / LAG, "remove it: only the notice about BatchNorm statistics needs it")
+    shared = {name: found[name] for name in ("round", "updates", "remaining")}
+    return [{**row, **shared} for row in found["rows"]]
 
 
 def require_recorded(folder: Path, rounds: Sequence[Row], saved: int) -> None:

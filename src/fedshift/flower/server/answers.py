@@ -73,7 +73,13 @@ class RowReader:
         blank = Samples(x=torch.zeros(1), y=task.make_blank_targets(1, ONE_PIXEL, outputs)).targets()
         counts = task.count(torch.zeros(1, *task.output_shape(ONE_PIXEL, outputs)), blank, outputs)
         fields: dict[str, Any] = {name: _type_like(value) for name, value in counts.items()}
-        fields |= dict(zip(PLACE, (str, str, Literal["personal", "global"], Literal["loaded", "trained"]), strict=True))
+        fields |= dict(
+            zip(
+                PLACE,
+                (str, str, Literal["personal", "global"], Literal["loaded", "trained", "reestimated"]),
+                strict=True,
+            )
+        )
         measurement = TypedDict("measurement", fields)  # type: ignore[misc]
         measurement.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
         self._adapter: TypeAdapter[list[Row]] = TypeAdapter(list[measurement])  # type: ignore[arg-type]
@@ -85,7 +91,7 @@ class RowReader:
             rows: rows as they arrived.
             name: the client's name.
             sizes: number of samples in each split that the site was asked to measure.
-            moment: ``loaded`` or ``trained``.
+            moment: ``loaded``, ``trained`` or ``reestimated``.
 
         Raises:
             RefusedMessage: A row does not match the schema, is a duplicate, is for another client, split or moment, or
@@ -101,8 +107,8 @@ class RowReader:
                 place = {key: row[key] for key in PLACE}
                 if (row["client"], row["moment"]) != (name, moment) or row["split"] not in sizes:
                     raise RefusedMessage(f"it measured {place}, which was not asked")
-                if moment == "trained" and row["model"] != "personal":
-                    raise RefusedMessage(f"it measured the {row['model']} model just after training")
+                if moment != "loaded" and row["model"] != "personal":
+                    raise RefusedMessage(f"it measured the {row['model']} model where {moment} ones are its clients'")
                 size = sizes[row["split"]]
                 counts = {key: value for key, value in row.items() if key not in PLACE}
                 if row["samples"] != size or not self.task.is_possible(counts):

@@ -29,7 +29,7 @@ from ...data.federation import Federation
 from ...engines.engine import ClientResult, Data, Diverged, Engine
 from ...evaluation.metrics import measured_splits
 from ...experiments.settings import Settings
-from ...results.schema import Row
+from ...results.schema import REESTIMATED, Row
 from ...utils.errors import FedshiftError
 from ...utils.state import State, join_states, pick
 from ..transport.arrays import RefusedMessage, check_update, from_record, to_record
@@ -121,15 +121,31 @@ class RemoteEngine(Engine):
                 self.nodes.say(
                     f"round {server.round}: {name} is not measured: it is away, and has no row of this round"
                 )
+        return self._measure(server, names, "loaded")
+
+    @override
+    def evaluate_reestimated(self, server: ServerState) -> list[Row]:
+        """Return rows of the connected clients that keep statistics, which they estimate on their own data.
+
+        Shared statistics are not measured, since estimates would have to leave the sites.
+        """
+        keeps = self.plan.personalizes
+        online = self.nodes.online if keeps else ()
+        return self._measure(server, [n for n in self.federation.names if n in self.bases and n in online], REESTIMATED)
+
+    def _measure(self, server: ServerState, names: list[str], moment: str) -> list[Row]:
+        plan, data = self.plan, self.federation
         entries = plan.sent if plan.has_global else plan.received
-        enough = min(self.min_clients, len(names))
+        enough, splits = min(self.min_clients, len(names)), measured_splits(data)
         rows: dict[str, list[Row]] = {}
-        for name, answer in self._ask("evaluate", server, names, entries, enough, measured_splits(data)):
+        for name, answer in self._ask("evaluate", server, names, entries, enough, splits, moment):
             try:
                 facts, _ = _check_answer(name, answer, "evaluated", server.round)
-                rows[name] = self._read_rows(read_evaluated(facts).rows, name, measured_splits(data), "loaded")
+                if (found := read_evaluated(facts).rows) or moment == "loaded":
+                    rows[name] = self._read_rows(found, name, splits, moment)
             except FedshiftError as error:
-                self.nodes.say(f"round {server.round}: {name} is not measured: {error}")
+                what = "measured" if moment == "loaded" else "measured with statistics estimated anew"
+                self.nodes.say(f"round {server.round}: {name} is not {what}: {error}")
         return [row for name in data.names for row in rows.get(name, [])]
 
     @override
@@ -150,11 +166,11 @@ class RemoteEngine(Engine):
 
     def _ask(
         self, kind: str, server: ServerState, names: Iterable[str], entries: frozenset[str], enough: int,
-        splits: tuple[str, ...],
+        splits: tuple[str, ...], moment: str = "loaded",
     ) -> Iterator[tuple[str, Exchange | FedshiftError]]:  # fmt: skip
         memory = to_record(join_states(self.plan.rule_names, server.memory))
         shared = to_record(pick(server.shared, entries))
-        facts = {"trial": self.description, "round": server.round, "splits": splits}
+        facts = {"trial": self.description, "round": server.round, "splits": splits, "moment": moment}
         questions = {}
         for name in names:
             own = to_record(pick(broadcast(server, name).shared, entries)) if server.mixes else shared

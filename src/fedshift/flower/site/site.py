@@ -35,6 +35,7 @@ from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...evaluation.policies import SKIP, parse_policy
+from ...evaluation.statistics_lag import evaluate_reestimated
 from ...evaluation.unseen_clients import make_lone_state, make_personal_state
 from ...experiments.client_store import to_client, to_tensors
 from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
@@ -45,7 +46,7 @@ from ...models import ModelFactory
 from ...nn.linear import list_products, set_products
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
-from ...results.schema import METRICS, Row, compute_metric, is_of_numbers, metric_unit, rows_to_frame
+from ...results.schema import METRICS, REESTIMATED, Row, compute_metric, is_of_numbers, metric_unit, rows_to_frame
 from ...tasks import CLASSIFICATION, as_task, describe_task
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError
@@ -331,6 +332,8 @@ class Site:
             own: State | None = make_personal_state(plan, kept, server, only.name, only.train, augment)
         else:
             own = self._make_unseen_state(trial, server)
+        if asked.facts["moment"] == REESTIMATED:
+            return self._evaluate_reestimated(trial, server, tuple(asked.facts["splits"]), own)
         if own is not None:
             trial.kept.export_model(own, server.round)
         splits = ("test",) if self.validates else tuple(asked.facts["splits"])
@@ -350,6 +353,17 @@ class Site:
                 if value != value:
                     said = f"{METRICS[metric]} is not defined by the test data here"
                 self.say(f"{plan.method.name}, after round {server.round}: {said}")
+        return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
+
+    def _evaluate_reestimated(
+        self, trial: _Trial, server: ServerState, splits: tuple[str, ...], own: State | None
+    ) -> Exchange:
+        """Return measurements of the client's model with its BatchNorm statistics estimated anew, on its own data."""
+        data = trial.data
+        training = {} if self.validates else {client.name: client.train for client in data.clients}
+        rows = evaluate_reestimated(
+            trial.plan, server, data.clients, training, splits, (data.task, data.classes), lambda _: own, alone=True
+        )
         return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
 
     def _make_unseen_state(self, trial: _Trial, server: ServerState) -> State | None:

@@ -1,0 +1,72 @@
+"""The notice about BatchNorm statistics that lag: what methods would reach with statistics estimated anew.
+
+Runs record it once, at the reported round (:mod:`fedshift.evaluation.statistics_lag`). Reported values do not change.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from ..results.schema import LOWER_IS_BETTER, REESTIMATED, RunSummary, compute_metric
+from .formatting import difference_unit, format_signed
+from .progress import remember
+from .tables import select_reported_rows
+
+LEAST = 0.01
+"""Change of a mean that is worth a notice: of a share as it is, of other metrics relative to the reported value."""
+KEY = ["method", "seed", "client"]
+
+
+def lag_table(summary: RunSummary, split: str = "test") -> pd.DataFrame:
+    """Return the effect of lagging statistics on the personal model's metric, for each method that was measured again.
+
+    Index: method. Columns: ``reported`` and ``reestimated``, means over clients and then seeds, over the clients that
+    have both; ``gain``, their difference; ``updates`` (fewest) and ``remaining`` (largest) over seeds.
+    """
+    return remember(summary, ("lag", split), lambda: _make_lag_table(summary, split)).copy()
+
+
+def _make_lag_table(summary: RunSummary, split: str) -> pd.DataFrame:
+    if not len(summary.lag):
+        return pd.DataFrame(columns=["reported", "reestimated", "gain", "updates", "remaining"], dtype=float)
+    found = {}
+    for name, moment in (("reported", "loaded"), (REESTIMATED, REESTIMATED)):
+        rows = select_reported_rows(summary, "personal", split, moment)
+        found[name] = rows.assign(value=compute_metric(rows, summary.metric).astype(float)).set_index(KEY)["value"]
+    both = pd.DataFrame(found).dropna()
+    means = both.groupby(["method", "seed"]).mean().groupby("method").mean()
+    facts = summary.lag.groupby("method").agg(updates=("updates", "min"), remaining=("remaining", "max"))
+    means = means.assign(gain=means[REESTIMATED] - means["reported"]).join(facts)
+    return means.reindex([name for name in summary.methods if name in means.index]).rename_axis("method")
+
+
+def describe_lag(summary: RunSummary) -> str:
+    """Return the notice for the table of the summary's metric; empty where statistics do not lag noticeably."""
+    table, lower = lag_table(summary), summary.metric in LOWER_IS_BETTER
+    scale, digits, _ = difference_unit(summary.metric, numbers=summary.of_numbers)
+    least = LEAST if scale > 1 else LEAST * table["reported"].abs()
+    table = table[table["gain"].abs() >= least]
+    if not len(table):
+        return ""
+    changes = ", ".join(
+        f"{method} {scale * row[REESTIMATED]:.{digits}f} ({format_signed(scale * row['gain'], digits)})"
+        for method, row in table.iterrows()
+    )
+    part = float(table["remaining"].max())
+    held = f", which still hold up to {100 * part:.2g} percent of their initial values," if part >= LEAST / 100 else ""
+    return (
+        f"BatchNorm lags: running statistics{held} do not fit the models after {table['updates'].min():.0f} updates. "
+        f"With statistics estimated anew on training data, means over clients would be: {changes}."
+        f"{_describe_order(summary, lower=lower)}"
+    )
+
+
+def _describe_order(summary: RunSummary, *, lower: bool) -> str:
+    """Return how the notice ends: which method would be best instead of the present one."""
+    rows = select_reported_rows(summary)
+    values = rows.assign(value=compute_metric(rows, summary.metric).astype(float))
+    before = values.groupby(["method", "seed"])["value"].mean().groupby("method").mean()
+    after = before.add(lag_table(summary)["gain"], fill_value=0.0)
+    first, then = (str(means.idxmin() if lower else means.idxmax()) for means in (before, after))
+    changed = f" The best would be {then}, not {first}." if first != then else ""
+    return f"{changed} Train for more rounds before ranking methods." if len(summary.methods) > 1 else ""
