@@ -341,14 +341,12 @@ class Trial:
             return None
         rows = self.engine.evaluate_reestimated(server)
         if rows is None:
-            measured = (self.data.task, self.data.classes)
-            rows = evaluate_reestimated(
-                plan, server, self.measured.clients, self.train, self._splits, measured, self._trained_state
-            )
+            clients, measured = self.measured.clients, (self.data.task, self.data.classes)
+            own = self._trained_state
+            rows = evaluate_reestimated(plan, server, clients, self.train, self._splits, measured, own)
         part = remaining_part(plan, updates)
-        return {
-            "round": server.round, "updates": updates, "remaining": part, "rows": self._without_newcomers(rows)
-        }  # fmt: skip
+        rows = self._without_newcomers(rows)
+        return {"round": server.round, "updates": updates, "remaining": part, "rows": rows}
 
     def _trained_state(self, client: ClientData) -> State | None:
         return self.personal_state(client) if self.clients.has_trained(client.name) else None
