@@ -119,6 +119,9 @@ def evaluate_reestimated(
     def estimate(state: State, samples: Samples) -> State:
         return pick(reestimate_statistics(plan, state, samples, BATCHES), names)
 
+    def weigh(name: str) -> float:
+        return plan.method.weigh(samples=len(training[name]), used=len(training[name]))
+
     def measure(client: ClientData, model: str, state: State) -> list[Row]:
         place = {"client": client.name, "model": model, "moment": REESTIMATED}
         return [{**place, "split": split, **evaluate(plan, state, client.splits[split], *measured)} for split in splits]
@@ -127,7 +130,7 @@ def evaluate_reestimated(
     if common is not None and not alone:
         mean = StreamingMean()
         for name in _draw(plan, list(training)):
-            mean.add(estimate(common, training[name]), plan.method.weigh(len(training[name])))
+            mean.add(estimate(common, training[name]), weigh(name))
         state = {**common, **mean.result()}
         rows = [row for client in chosen for row in measure(client, "global", state)]
     if not plan.personalizes:
@@ -142,7 +145,7 @@ def evaluate_reestimated(
             rows += measure(client, "personal", {**own, **fresh})
         elif not alone:
             loading.append(client)
-            mean.add(fresh, plan.method.weigh(len(training[client.name])))
+            mean.add(fresh, weigh(client.name))
     for client in loading:
         own = personal(client)
         assert own is not None
