@@ -29,7 +29,7 @@ from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import RunDirectory
 from fedshift.results.trial_records import load_facts
 from fedshift.utils.errors import FedshiftError, UsageError
-from tests.conftest import ARRAYS
+from tests.conftest import ARRAYS, images
 
 pytestmark = pytest.mark.xdist_group("api")
 
@@ -638,3 +638,22 @@ def test_threads_are_set_for_the_run_alone(tiny, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     fedshift.compare("fedavg", data=tiny, rounds=1, threads=before + 1, engine="sequential")
     assert (asked[0], asked[-1]) == (before + 1, before)
+
+
+def test_a_method_is_asked_for_as_it_was_typed_or_as_tables_name_it(tiny, tmp_path):
+    result = fedshift.compare(["gn", "fedbn+fedprox(mu=1e-1)"], data=tiny, rounds=1, lr=0.01, out=tmp_path / "run")
+    assert list(result.summary.methods) == ["fedavg+gn", "fedbn+fedprox(mu=0.1)"]
+    x, y = images(20, 90, 77)
+    new = {"new": (x[:12], y[:12], x[12:], y[12:])}
+    for run in (result, fedshift.read_run(tmp_path / "run")):
+        for typed, named in (("gn", "fedavg+gn"), ("fedbn+fedprox(mu=1e-1)", "fedbn+fedprox(mu=0.1)")):
+            one, other = (run.model(text, client="ann").state_dict() for text in (typed, named))
+            assert all(torch.equal(one[key], other[key]) for key in other)
+            assert run.scope(typed).equals(run.scope(named))
+            assert run.differences(typed).equals(run.differences(named))
+            assert list(run.cross_site(methods=typed).index.unique(0)) == [named]
+            assert all(title[0].startswith(named) for title in run.adapt(new, "finetune", methods=typed).columns)
+            written = run.export(tmp_path / str(len(list(tmp_path.iterdir()))), method=typed, client="ann", onnx=False)
+            assert named in (written / "README.md").read_text()
+    with pytest.raises(UsageError, match="unknown method 'ln': did you mean 'gn'"):
+        result.model("ln")

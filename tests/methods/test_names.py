@@ -8,6 +8,7 @@ import pytest
 import fedshift.methods
 from fedshift.config.expressions import list_catalog
 from fedshift.core.method import Method
+from fedshift.experiments.restoration import find_method, select_trials
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.silobn import silobn
@@ -34,6 +35,19 @@ def test_names_tell_how_methods_are_composed():
 def test_an_unknown_weighting_is_refused_with_those_that_exist():
     with pytest.raises(UsageError, match=r"unknown weighting 'sample': did you mean 'samples'\? allowed are auto, sam"):
         fedavg(weighting="sample")
+
+
+@pytest.mark.parametrize("agc", [None, 0.5])
+def test_every_method_is_found_by_what_was_typed_and_by_its_name_in_tables(agc, make):
+    typed = [*FILES, "fedprox( mu=1e-1 )", "fedavg(weighting='uniform')", "gn+silobn"]
+    twice = ("tuned", *(("agc", "fedwon") if agc else ()))  # tuned() is fedavg; the others clip already
+    typed = [text for text in typed if text not in twice]
+    experiment = make(methods=", ".join(typed), agc=agc)
+    for text, made in zip(typed, experiment.methods, strict=True):
+        assert find_method(text, experiment) == find_method(made.name, experiment) == made.name
+        (chosen,) = select_trials(experiment, text).methods
+        assert chosen is made
+    assert find_method("gn", experiment) != "gn"
 
 
 def test_the_text_of_a_method_tells_any_two_apart():

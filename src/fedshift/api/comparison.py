@@ -51,7 +51,7 @@ from ..experiments.python_settings import (
     simplify,
     speak_python,
 )
-from ..experiments.restoration import read_python_settings, restore_trial, select_trials
+from ..experiments.restoration import find_method, read_python_settings, restore_trial, select_trials
 from ..export.source import export_run
 from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
@@ -180,14 +180,13 @@ class Comparison:
 
     def scope(self, method: str) -> pd.DataFrame:
         """Return how ``method`` treats each entry of the network (loaded, sent, trained), with its layer and bytes."""
-        methods = self.summary.methods
-        if method not in methods:
-            raise unknown_name("method", method, methods)
-        return pd.DataFrame(methods[method].entries).set_index("name")
+        summary = self.summary
+        return pd.DataFrame(summary.methods[find_method(method, summary)].entries).set_index("name")
 
     def differences(self, baseline: str | None = None) -> pd.DataFrame:
         """Return each method's macro metric minus the baseline's (FedAvg, else the first), paired over seeds."""
-        return difference_table(self.summary, baseline)
+        summary = self.summary
+        return difference_table(summary, baseline if baseline is None else find_method(baseline, summary))
 
     def figures(self) -> dict[str, Figure]:
         """Return Matplotlib figures by name."""

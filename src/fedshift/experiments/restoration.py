@@ -14,6 +14,7 @@ from ..config.spec import CompareSpec, RunSpec, select_settings
 from ..data.files.read_options import Progress
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import trial_folder
+from ..results.schema import RunSummary
 from ..results.summary import holds_run, read_facts
 from ..results.trial_records import BEST, CHECKPOINT, load_facts
 from ..utils.errors import UsageError, unknown_name
@@ -150,10 +151,11 @@ def select_trials(
         UsageError: the experiment has no such method or seed.
 
     """
-    names = [method.name for method in experiment.methods]
-    asked = names if methods is None else [methods] if isinstance(methods, str) and methods in names else methods
+    names, labels = [method.name for method in experiment.methods], find_labels(experiment)
+    known = {*names, *labels}
+    asked = names if methods is None else [methods] if isinstance(methods, str) and methods in known else methods
     texts = split_expressions("methods", asked) if isinstance(asked, str) else asked
-    found = {name for text in texts for name in _match_methods(text.strip(), names)}
+    found = {name for text in texts for name in match_methods(text.strip(), names, labels)}
     if not found:
         raise unknown_name("method", "", names)
     chosen = experiment.seeds[:seeds] if isinstance(seeds, int) else experiment.seeds if seeds is None else tuple(seeds)
@@ -170,17 +172,45 @@ def select_trials(
     )
 
 
-def _match_methods(text: str, names: Sequence[str]) -> list[str]:
-    """Return method names that equal ``text``, match it as a pattern, or result from parsing it."""
-    if found := [name for name in names if name == text or fnmatchcase(name, text)]:
-        return found
+def find_labels(run: Experiment | RunSummary) -> dict[str, str]:
+    """Return the name of each method of ``run`` by the text that was typed for it, where its settings hold that."""
+    names = [each.name for each in run.methods] if isinstance(run, Experiment) else list(run.methods)
+    text = run.config.get("methods") or run.config.get("method")
+    labels = split_expressions("methods", text) if isinstance(text, str) else []
+    return dict(zip(labels, names, strict=True)) if len(labels) == len(names) else {}
+
+
+def match_methods(text: str, names: Sequence[str], labels: Mapping[str, str]) -> list[str]:
+    """Return the ``names`` of methods that equal ``text``, or match it as a pattern or an expression.
+
+    ``labels``: names by what was typed for them (:func:`find_labels`). Raises :class:`UsageError` if there is none.
+    """
+    if text in names:
+        return [text]
+    if text in labels:
+        return [labels[text]]
+    matching = {labels.get(name, name) for name in (*names, *labels) if fnmatchcase(name, text)}
+    if matching:
+        return [name for name in names if name in matching]
     try:
         (made,) = parse_methods(text)
     except ValueError:  # no method, or several
         made = None
     if made is None or made.name not in names:
-        raise unknown_name("method", text, names)
+        raise unknown_name("method", text, {*names, *labels})
     return [made.name]
+
+
+def find_method(text: str, run: Experiment | RunSummary) -> str:
+    """Return the name of the one method of ``run`` that ``text`` names, as typed or as in tables.
+
+    Raises :class:`UsageError` if there is none, or several.
+    """
+    names = [each.name for each in run.methods] if isinstance(run, Experiment) else list(run.methods)
+    found = match_methods(text.strip(), names, find_labels(run))
+    if len(found) > 1:
+        raise UsageError(f"method {text!r} matches {', '.join(found)}: name one")
+    return found[0]
 
 
 def count_rounds_done(directory: Path, name: str, seed: int) -> int:
@@ -192,19 +222,18 @@ def count_rounds_done(directory: Path, name: str, seed: int) -> int:
 
 
 def restore_trial(experiment: Experiment, directory: Path, name: str, seed: int) -> Trial:
-    """Return the trial of method ``name`` in ``directory`` after its last round, or the best with ``select="best"``.
+    """Return the trial of a method in ``directory`` after its last round, or the best with ``select="best"``.
 
-    Raises :class:`UsageError` for an unknown method or different settings, and :class:`FedshiftError` if the run has
-    not reached that round or its files are damaged.
+    ``name``: the method as it was typed, or as tables name it. Raises :class:`UsageError` for an unknown method or
+    different settings, and :class:`FedshiftError` if the run has not reached that round or its files are damaged.
     """
-    for method in experiment.methods:
-        if method.name == name:
-            trial = Trial(method, experiment.model, experiment.data, experiment.settings, seed)
-            folder = trial_folder(directory, name, seed)
-            kept = BEST if experiment.settings.select == "best" else CHECKPOINT
-            trial.restore(*load_checkpoint(folder / kept), folder)
-            return trial
-    raise unknown_name("method", name, [method.name for method in experiment.methods])
+    name = find_method(name, experiment)
+    (method,) = (each for each in experiment.methods if each.name == name)
+    trial = Trial(method, experiment.model, experiment.data, experiment.settings, seed)
+    folder = trial_folder(directory, name, seed)
+    kept = BEST if experiment.settings.select == "best" else CHECKPOINT
+    trial.restore(*load_checkpoint(folder / kept), folder)
+    return trial
 
 
 def iterate_trials(experiment: Experiment) -> Iterator[tuple[str, int]]:
