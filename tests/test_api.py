@@ -645,7 +645,7 @@ def test_a_method_is_asked_for_as_it_was_typed_or_as_tables_name_it(tiny, tmp_pa
     assert list(result.summary.methods) == ["fedavg+gn", "fedbn+fedprox(mu=0.1)"]
     x, y = images(20, 90, 77)
     new = {"new": (x[:12], y[:12], x[12:], y[12:])}
-    for run in (result, fedshift.read_run(tmp_path / "run")):
+    for run in (result, fedshift.read_run(tmp_path / "run", data=tiny)):
         for typed, named in (("gn", "fedavg+gn"), ("fedbn+fedprox(mu=1e-1)", "fedbn+fedprox(mu=0.1)")):
             one, other = (run.model(text, client="ann").state_dict() for text in (typed, named))
             assert all(torch.equal(one[key], other[key]) for key in other)

@@ -4,6 +4,7 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 from math import inf, log
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,16 +15,25 @@ from torch import nn
 from fedshift.config.expressions import list_catalog
 from fedshift.core import kernel
 from fedshift.core.declarations import Send
+from fedshift.core.kernel import init_client, init_server
 from fedshift.core.loss import CrossEntropy, Focal
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.augmentation import CATALOG as AUGMENTATIONS
+from fedshift.data.augmentation import mixes_images, parse_augmentation
+from fedshift.data.federation import encode_targets, federation
 from fedshift.data.partition import repeat
+from fedshift.data.samples import Samples
 from fedshift.engines.identity import Identity
 from fedshift.engines.stacked import Stacked
+from fedshift.evaluation.policies import POLICIES, check_policy, parse_policy
+from fedshift.evaluation.unseen_clients import UnseenClientModels
 from fedshift.experiments.experiment import Experiment
+from fedshift.experiments.factory import parse_methods
+from fedshift.experiments.initial_weights import as_initial_weights
+from fedshift.experiments.private_training import list_uncovered
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc
@@ -35,6 +45,7 @@ from fedshift.methods.gn import gn
 from fedshift.methods.harmofl import harmofl
 from fedshift.methods.ln import ln
 from fedshift.methods.nonorm import nonorm
+from fedshift.tasks import CLASSIFICATION
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 
@@ -407,7 +418,8 @@ def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
     said = [notice for notice in heard.notices if "privacy" in notice or "private" in notice]
     assert said[0] == (
         "dp_sgd(noise_multiplier=2, secret=True)+gn: (epsilon = 3.19, delta = 1e-05)-differentially private at the "
-        "level of each client's samples after 2 passes over its data (RDP accountant of Opacus)"
+        "level of each client's samples after 2 passes over its data (RDP accountant of Opacus); it does not cover "
+        "measured losses and metrics or the run's 2 other trials, whose epsilon adds up with this one"
     )
     assert said[1].startswith("dp_sgd+fedwon: not differentially private, since its noise is a function of the seed")
     assert said[2] == "dp_sgd(noise_multiplier=0)+nonorm: noise_multiplier=0, so there is no differential privacy"
@@ -493,3 +505,93 @@ def test_copies_in_a_batch_move_the_gradient_by_as_many_clips():
     rest, *_ = gradients_of(dp_sgd(gn(), clipping_norm=0.01, noise_multiplier=0.0), x[:3], y[:3])
     moved = torch.cat([(6 * whole[name] - 3 * rest[name]).flatten() for name in whole]).norm()
     assert moved == pytest.approx(3 * 0.01, rel=1e-9)
+
+
+def test_what_lets_one_sample_change_others_is_refused(make):
+    for settings in ({"normalize": "client"}, {"augment": f"{__name__}:mixing"}):
+        said = "changes the scale of all its others" if "normalize" in settings else "mixes the images of a batch"
+        with pytest.raises(UsageError, match=f"dp_sgd.gn': .*{said}.* noise on single samples does not hide: "):
+            make(methods="dp_sgd+gn", **settings).check_compatible(Path("nowhere"))
+        make(methods="gn, dp_sgd(noise_multiplier=0.0)+gn", **settings).check_compatible(Path("nowhere"))
+
+
+def mix(x, rng):
+    return x + 0.1 * (x.flip(0) - x)
+
+
+def mixing():
+    return mix
+
+
+@pytest.mark.parametrize("name", [n for n in AUGMENTATIONS if n not in ("sequence", "sometimes")])
+def test_no_augmentation_of_the_catalog_mixes_images(name):
+    x = torch.rand(4, 3, 32, 32)
+    assert not mixes_images(parse_augmentation(f"{name}()"), x)
+    assert mixes_images(mix, x)
+
+
+@pytest.mark.parametrize("private", ["dp(secret=True)", "dp_sgd(secret=True)", "dp(noise_multiplier=0.0)"])
+@pytest.mark.parametrize("base", ["fedbn", "silobn", "fedper", "ditto", "fedavg", "gn+fedper", "gn"])
+def test_policies_for_unseen_clients_take_only_what_noise_covers(private, base):
+    """Each policy with poisoned clients: what it gives under ``dp`` must not depend on what clients keep."""
+    try:
+        plan = plan_of(parse_methods(f"{private}+{base}")[0])
+    except UsageError:
+        assert base not in ("gn", "fedavg") or private.startswith("dp_sgd")
+        return
+    server, x, y = init_server(plan), *batch(8)
+    new, applied, refused = Samples(x=x, y=y), {}, []
+
+    def poison(client, shift):
+        memory = tuple({k: v + shift * v.is_floating_point() for k, v in each.items()} for each in client.memory)
+        return replace(client, personal={k: v + shift for k, v in client.personal.items()}, memory=memory)
+
+    for policy in POLICIES:
+        made = parse_policy(policy)
+        covered = made.excuse(plan, CLASSIFICATION)
+        if covered:
+            refused.append((policy, covered))
+            continue
+        states = []
+        for shift in (0, 1):
+            clients = {n: poison(init_client(plan), shift) for n in "ab"}
+            learning = {n: Samples(x=x + shift, y=y) for n in "ab"}
+            models = UnseenClientModels(plan, server, clients, {"a": 3, "b": 4}, learning=lambda made=learning: made)
+            states.append(models.make_state(policy, "new", new))
+        applied[policy] = is_equal(*states)
+    if private == "dp(secret=True)":
+        assert all(applied.values()), applied
+    if base == "fedbn" and private == "dp(secret=True)":
+        assert set(applied) == {"finetune_bn"}
+        assert all("have no noise of differential privacy" in why for policy, why in refused)
+        with pytest.raises(UsageError, match=r"unseen='average': .* under dp.*: use 'finetune_bn'$"):
+            check_policy(plan, "average", {}, CLASSIFICATION)
+    if base == "fedbn" and private.startswith("dp(noise"):
+        assert not applied["average"]
+        assert not applied["atp"]
+    if "secret" in private:
+        assert "atp" not in applied
+
+
+def test_what_epsilon_does_not_cover_is_said(make, tmp_path, Listener):
+    pytest.importorskip("opacus")
+    heard = Listener()
+    made = make(methods="dp(secret=True)+fedbn", rounds=1, epochs=1, validation=0.2, select="best")
+    made.run(tmp_path / "run", observer=heard)
+    assert next(notice for notice in heard.notices if "private" in notice).endswith(
+        "; it does not cover measured losses and metrics, what clients keep and the models that they use or the choice "
+        "of the round on validation data"
+    )
+    x, y = np.random.default_rng(0).normal(size=(2, 12, 3))
+    numbers = federation({"a": (x, y[:, 0], x, y[:, 0])}, task="regression")
+    numbers = encode_targets(numbers)
+    table = replace(numbers.clients[0].train.normalization, features=object())
+    numbers = numbers.map_splits(lambda split: split.with_samples(split.store, table))
+    weights = as_initial_weights({"w": torch.zeros(1)})
+    settings = Settings(weights=weights).for_task(numbers.task)
+    plan = prepare(dp_sgd(METHODS["fedbabu"]()), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), optimizer=SGD(lr=0.1))
+    assert list_uncovered(plan, settings, numbers) == (
+        "measured losses and metrics", "models that clients fine-tune for use",
+        "the scaling of each table by its own training rows", "the scaling of targets by those of all clients",
+        "the initial weights, which count as public",
+    )  # fmt: skip

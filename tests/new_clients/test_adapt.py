@@ -177,7 +177,7 @@ def test_a_trial_that_is_damaged_or_not_there_stops_no_other(cli, run, tiny_fold
     for file, damaged, said in (
         (states, bytes(flipped), "is corrupt: what it holds of client"),
         (checkpoint, whole[:-9], "is corrupt or truncated"),
-        (checkpoint, whole.replace(rb"\"format\": 4", rb"\"format\": 3"), "was written by another version of fedshift"),
+        (checkpoint, whole.replace(rb"\"format\": 5", rb"\"format\": 3"), "was written by another version of fedshift"),
         (checkpoint, None, "no checkpoint at"),
     ):
         file.unlink()

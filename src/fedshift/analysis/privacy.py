@@ -17,7 +17,7 @@ that of j^2 steps with one copy; steps of all clients add up (Proposition 1).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
@@ -99,25 +99,32 @@ def find_mechanism(parts: Iterable[object]) -> Mechanism | None:
     return next((part for part in parts if isinstance(part, Mechanism)), None)
 
 
-def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int) -> str:
+def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int, uncovered: Sequence[str] = ()) -> str:
     """Return the guarantee of ``mechanism`` for clients after ``rounds`` in words.
 
-    Arguments as for :func:`compute_epsilon`.
+    Arguments as for :func:`compute_epsilon`. ``uncovered``: what the guarantee does not cover.
     """
     span = f"at the level of clients after {rounds} round{'s' * (rounds > 1)}"
     assuming = "; this assumes that the participants of each round are secret" if sampling < 1 else ""
-    return _describe(mechanism, sampling, rounds, span, assuming)
+    return _describe(mechanism, sampling, rounds, span, assuming + _exclude(uncovered))
 
 
-def describe_sample_guarantee(mechanism: Mechanism, used: SampleUses) -> str:
-    """Return the guarantee of ``mechanism`` for samples in words."""
+def _exclude(uncovered: Sequence[str]) -> str:
+    return f"; it does not cover {' or '.join(filter(None, (', '.join(uncovered[:-1]), *uncovered[-1:])))}" * bool(
+        uncovered
+    )
+
+
+def describe_sample_guarantee(mechanism: Mechanism, used: SampleUses, uncovered: Sequence[str] = ()) -> str:
+    """Return the guarantee of ``mechanism`` for samples in words; ``uncovered``: what it does not cover."""
     passes = used.passes
     fewest, most = min(passes.values()), max(passes.values())
-    times, assuming = f"{most} pass{'es' * (most > 1)} over", f"; this assumes that {used.assumes}" * bool(used.assumes)
+    times = f"{most} pass{'es' * (most > 1)} over"
+    more = f"; this assumes that {used.assumes}" * bool(used.assumes) + _exclude(uncovered)
     if used.copies > 1:
         span = f"at the level of samples after {times} each client's data, in which a sample occurs up to "
         span += f"{used.copies} times"
-        return _describe(mechanism, 1.0, used.squares, span, assuming)
+        return _describe(mechanism, 1.0, used.squares, span, more)
     span = f"at the level of each client's samples after {times} its data"
     others = ""
     if fewest < most and mechanism.noise_multiplier:
@@ -126,7 +133,7 @@ def describe_sample_guarantee(mechanism: Mechanism, used: SampleUses) -> str:
         with suppress(UsageError):
             spent = _round_up(compute_epsilon(mechanism.noise_multiplier, 1.0, fewest, mechanism.delta))
             others = f"; epsilon = {spent} after {fewest} of {who}"
-    return _describe(mechanism, 1.0, most, span, others + assuming)
+    return _describe(mechanism, 1.0, most, span, others + more)
 
 
 def describe_delta(mechanism: Mechanism, samples: Mapping[str, int]) -> list[str]:

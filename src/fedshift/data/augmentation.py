@@ -46,6 +46,10 @@ Draws = np.random.Generator
 P = ParamSpec("P")
 
 
+MIX_TRIALS = 8
+"""Draws with which :func:`mixes_images` tries an augmentation."""
+
+
 class Augmentation(Protocol):
     """A function that takes a batch of images ``[B, C, H, W]`` in [0, 1] and a generator, and returns a new batch."""
 
@@ -225,6 +229,19 @@ def _try(augment: Augmentation, x: Tensor) -> Tensor:
         kind = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
         raise UsageError(f"augment {augment} made {kind} of {x.dtype} {list(x.shape)}: return images of the same kind")
     return made
+
+
+def mixes_images(augment: Augmentation, x: Tensor) -> bool:
+    """Return whether an image of a batch like ``x [B, C, H, W]``, with B of 2 or more, changes what becomes of others.
+
+    The answer is found by trying: it is right about what a few draws show.
+    """
+    others = torch.cat([1 - x[:1], x[1:]])
+    for number in range(MIX_TRIALS):
+        one, other = (augment(each.clone(), stream(number, "augment", "mix")) for each in (x, others))
+        if not torch.equal(one[1:], other[1:]):
+            return True
+    return False
 
 
 def augment_masks(augment: Augmentation, y: Tensor, rng: Draws) -> Tensor:

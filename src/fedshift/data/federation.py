@@ -106,7 +106,7 @@ class ClientData:
         std = (squares / count - mean.square()).clamp(min=0).sqrt()
         std = torch.where(std > 0, std, 1.0)
         own = Normalization(
-            mean=tuple(mean.tolist()), std=tuple(std.tolist()), source="the client's own training images"
+            mean=tuple(mean.tolist()), std=tuple(std.tolist()), fitted=True, source="the client's own training images"
         )
         return self.with_splits({k: split.with_samples(split.store, own) for k, split in self.splits.items()})
 

@@ -44,13 +44,18 @@ class FeatureScaling:
 class Normalization:
     """Mean and standard deviation per channel (one number: for all) for pixels in [0, 1], and their ``source``.
 
-    ``features``: how a table's features were prepared; these are not scaled again when a batch is taken.
+    ``features``: how a table's features were prepared; these are not scaled again when a batch is taken. ``fitted``:
+    whether the numbers come from the client's own training samples, as a table's do.
     """
 
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
     source: str = field(default="FedBN, arXiv:2102.07623, section 5.1: pixels scaled to [-1, 1]", compare=False)
     features: FeatureScaling | None = None
+    fitted: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fitted", self.fitted or self.features is not None)
 
     def __str__(self) -> str:
         mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self.mean, self.std))

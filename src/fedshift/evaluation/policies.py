@@ -54,7 +54,26 @@ class Policy:
 
     def excuse(self, plan: Plan, task: Task) -> str:
         """Return why the policy does not apply to ``plan`` and ``task``; empty if it applies."""
-        return next(filter(None, (excuse(plan, task) for excuse in self.excuses)), "")
+        return next(filter(None, (excuse(plan, task) for excuse in self.excuses)), "") or self._uncovered(plan)
+
+    def takes_others(self, plan: Plan) -> bool:
+        """Return whether the policy takes other clients' models, labels, or entries that they keep."""
+        kept = (entry for entry in plan.entries if entry.name in plan.personal)
+        return self.compares or self.learns or not (plan.has_global or all(map(self.replaces, kept)))
+
+    def _uncovered(self, plan: Plan) -> str:
+        """Return what the policy takes of other clients without the noise of differential privacy; empty if nothing."""
+        of_samples = any(getattr(rule, "noise_multiplier", 0) for rule in plan.method.rules)
+        if hides_clients(plan) and self.takes_others(plan):
+            return "clients' labels, or entries that they keep, have no noise of differential privacy"
+        if of_samples and self.learns:
+            return "clients' labels, from which it learns, have no noise of differential privacy"
+        return ""
+
+
+def hides_clients(plan: Plan) -> bool:
+    """Return whether the aggregation of ``plan`` hides each client in noise (``analysis.privacy.Mechanism``)."""
+    return bool(getattr(plan.method.aggregate, "noise_multiplier", 0))
 
 
 def has_statistics(plan: Plan) -> bool:
@@ -292,9 +311,9 @@ def check_policy(plan: Plan, policy: str, training: Mapping[str, Samples], task:
         return
     made = parse_policy(policy)
     if excuse := made.excuse(plan, task):
-        raise UsageError(
-            f"unseen={policy!r}: {excuse} under {plan.method.name}: use 'average', 'nearest' or 'finetune'"
-        )
+        others = [repr(name) for name in POLICIES if not parse_policy(name).excuse(plan, task)]
+        fix = f"use {' or '.join(filter(None, (', '.join(others[:-1]), *others[-1:])))}" if others else f"use {SKIP!r}"
+        raise UsageError(f"unseen={policy!r}: {excuse} under {plan.method.name}: {fix}")
     for name, split in training.items() if made.trains else ():
         if len(split) < plan.smallest_batch:
             raise UsageError(

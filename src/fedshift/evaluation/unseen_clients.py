@@ -34,7 +34,7 @@ from .input_adaptation import (
     reestimate_statistics,
 )
 from .metrics import BATCH, evaluate
-from .policies import POLICIES, SKIP, Policy, list_batch_norm_parameters, parse_policy
+from .policies import POLICIES, SKIP, Policy, hides_clients, list_batch_norm_parameters, parse_policy
 
 SMALLEST = 1e-14
 """Minimum distance by which ``weighted`` divides."""
@@ -155,6 +155,8 @@ class UnseenClientModels:
         state = global_state(self.plan, self.server)
         if state is not None:
             return state
+        if hides_clients(self.plan):  # policies that keep some of these entries do not apply
+            return self._complete(self.plan.initial | pick(self.server.shared, self.plan.loaded))
 
         def weigh(name: str) -> float:
             return self.plan.method.weigh(samples=self._samples[name], used=self._samples[name])
@@ -226,11 +228,10 @@ def make_lone_state(
     """
     if policy == SKIP:
         return None
-    personal = [entry for entry in plan.entries if entry.name in plan.personal]
 
     def is_possible(asked: Policy) -> bool:
-        alone = (plan.has_global or all(map(asked.replaces, personal))) and (may_train or not asked.trains)
-        return alone and not asked.compares and not asked.learns and not asked.excuse(plan, measured[0])
+        possible = not asked.takes_others(plan) and (may_train or not asked.trains)
+        return possible and not asked.excuse(plan, measured[0])
 
     made = parse_policy(policy)
     if not is_possible(made):

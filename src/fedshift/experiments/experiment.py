@@ -55,6 +55,7 @@ from .description import describe_training
 from .jobs import Job, JobRunner, Jobs, JobSession, SequentialForPool, choose_jobs
 from .loggers import RecordLog, TrialLog, require_packages
 from .observer import Observer
+from .private_training import list_uncovered
 from .session import Session, format_now
 from .settings import Settings, check_counts
 from .trial import Trial
@@ -344,11 +345,12 @@ class Experiment:
                 + (" where their sites can follow it" if self.make_engine else "")
             )
             yield f"{method.name}, seed {trial.seed}: clients that never took part {fate}: {which}"
+        uncovered = list_uncovered(trial.plan, self.settings, trial.data, len(self.methods) * len(self.seeds))
         if mechanism := find_mechanism((method.aggregate,)):
             share = len(self.settings.draw_participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
-            yield f"{method.name}: {describe_guarantee(mechanism, share, trial.server.round)}"
+            yield f"{method.name}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
         if mechanism := find_mechanism(method.rules):
-            yield f"{method.name}: {describe_sample_guarantee(mechanism, trial.count_uses())}"
+            yield f"{method.name}: {describe_sample_guarantee(mechanism, trial.count_uses(), uncovered)}"
 
     def _without_later(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if name not in self.measured_later)

@@ -58,6 +58,7 @@ from ..utils.errors import UsageError
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
 from ..utils.state import State, entries_under, join_states, split_state
 from .client_store import MEMORY, ClientStore, remove_unused_segments
+from .private_training import refuse_uncovered
 from .settings import Settings, check_sizes, make_plan
 
 SERVER_PARTS = ("shared", "memory", "optimizer", "mixes")
@@ -125,6 +126,7 @@ class Trial:
             clients=len(members),
             task=data.task,
         )
+        refuse_uncovered(self.plan, settings, training)
         self._architecture = architecture(self.plan.module)  # now, before a layer that counts its calls is called
         check_sizes(self.plan, {client.name: len(client.train) for client in trained_on.clients})
         check_client_count(method.aggregate, len(settings.draw_participants(seed, 1, trained_on.names)))

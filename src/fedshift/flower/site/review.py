@@ -50,6 +50,7 @@ class TrialReview:
         validates: whether the site only validates: nothing is trained here, and no entries leave.
         samples: number of the site's training samples; 0: unknown.
         copies: how often the most frequent of these occurs among them.
+        uncovered: what depends on the site's samples and differential privacy does not cover.
 
     """
 
@@ -62,6 +63,7 @@ class TrialReview:
     validates: bool = False
     samples: int = 0
     copies: int = 1
+    uncovered: tuple[str, ...] = ()
 
     @property
     def passes(self) -> int:
@@ -85,7 +87,7 @@ class TrialReview:
             return "nothing is trained on these data; counts are told without noise"
         said = []
         if mechanism := find_mechanism((self.plan.method.aggregate,)):
-            said.append(describe_guarantee(mechanism, 1.0, self.rounds))
+            said.append(describe_guarantee(mechanism, 1.0, self.rounds, self.uncovered))
         if mechanism := find_mechanism(self.plan.method.rules):
             used = SampleUses(
                 passes={"this site": self.passes},
@@ -93,7 +95,7 @@ class TrialReview:
                 squares=self.uses,
                 assumes="no other site holds samples of this one",
             )
-            said.append(describe_sample_guarantee(mechanism, used))
+            said.append(describe_sample_guarantee(mechanism, used, self.uncovered))
             said += describe_delta(mechanism, {"this site": self.samples})
         return "; ".join(said) or "no differential privacy"
 

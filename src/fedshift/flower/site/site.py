@@ -40,6 +40,7 @@ from ...evaluation.unseen_clients import make_lone_state, make_personal_state
 from ...experiments.client_store import to_client, to_tensors
 from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
 from ...experiments.initial_weights import as_initial_weights
+from ...experiments.private_training import list_uncovered, refuse_uncovered
 from ...experiments.settings import Settings, make_plan
 from ...export.package import write_package
 from ...models import ModelFactory
@@ -416,6 +417,7 @@ class Site:
             method, model, settings, seed, sample=client.test.inputs(slice(0, 1)), classes=classes,
             labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]), task=data.task,
         )  # fmt: skip
+        refuse_uncovered(plan, settings, data)
         review = TrialReview(
             plan=plan,
             model=name_model(spec.model, data.sample_shape, data.task),
@@ -425,6 +427,7 @@ class Site:
             code=self.code,
             validates=self.validates,
             samples=len(client.train),
+            uncovered=list_uncovered(plan, settings, data),
             copies=count_copies({client.name: client.train}) if find_mechanism(method.rules) else 1,
         )
         experiment = str(asked["experiment"])
