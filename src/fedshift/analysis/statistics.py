@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtri, stdtr, stdtrit
+from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 from ..utils.errors import UsageError
+from .sampling import SampleVariance
 
 Floats = NDArray[np.float64]
 
@@ -31,6 +32,8 @@ FEWEST = 3
 """Minimum number of pairs for a claim: with fewer, Student's t has one degree of freedom, or none."""
 ROUNDING = 1e-9
 """Spread, relative to the values, that floating-point rounding causes between equal differences."""
+HALVINGS = 60
+"""Halvings of the interval in which a p-value is searched for."""
 
 
 def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
@@ -63,7 +66,8 @@ class PairedDifference:
     two-sided, for "the mean difference is 0". ``level`` is the confidence level of all ``comparisons`` together, for
     whose number :func:`correct_family` adjusts p and interval; ``own_level`` is the level of this interval alone.
     Interval and p-value are NaN if no test is possible: with fewer than :data:`FEWEST` pairs, and for equal differences
-    of unknown resolution.
+    of unknown resolution. ``sampled``: the variance over test samples that interval and p-value include, if any
+    (:func:`include_samples`).
     """
 
     pairs: int
@@ -76,6 +80,7 @@ class PairedDifference:
     level: float
     own_level: float
     comparisons: int = 1
+    sampled: SampleVariance | None = None
 
     @property
     def is_significant(self) -> bool:
@@ -109,7 +114,8 @@ def paired_difference(
     error = p = math.nan
     if pairs >= FEWEST:
         _, error, p = map(float, paired_tests(values[0], values[1], grid))
-    low, high = _interval(mean, error, pairs, level)
+    half = _half_interval(error, pairs, level)
+    low, high = mean - half, mean + half
     return PairedDifference(
         pairs=pairs, mean=mean, std=std, error=error, low=low, high=high, p=p, level=level, own_level=level
     )
@@ -145,7 +151,8 @@ def correct_family(differences: Sequence[PairedDifference]) -> list[PairedDiffer
     for p, (_, index) in zip(holm_correction([p for p, _ in tested]), tested, strict=True):
         each = differences[index]
         own_level = 1 - (1 - each.level) / divisor
-        low, high = _interval(each.mean, each.error, each.pairs, own_level)
+        half = _half_interval(each.error, each.pairs, own_level, each.sampled)
+        low, high = each.mean - half, each.mean + half
         family[index] = replace(each, p=p, low=low, high=high, own_level=own_level, comparisons=len(tested))
         divisor -= family[index].is_significant
     return family
@@ -164,7 +171,31 @@ def holm_correction(values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _interval(mean: float, error: float, pairs: int, level: float) -> tuple[float, float]:
-    """Return Student's interval; NaN if the error is NaN."""
-    half = math.nan if math.isnan(error) else float(stdtrit(pairs - 1, (1 + level) / 2)) * error
-    return mean - half, mean + half
+def include_samples(gap: PairedDifference, sampled: SampleVariance) -> PairedDifference:
+    """Return ``gap``, not yet corrected for its family, as a claim about new test samples of the same number.
+
+    Half of its interval is sqrt(a^2 + b^2), where a is half of the interval over pairs and b half of that over test
+    samples (Zou and Donner 2008, "Construction of confidence limits about effect measures", Statistics in Medicine
+    27(10)); the p-value is 1 minus the level at which the interval ends at 0. A difference that holds for new test
+    samples therefore also holds for these.
+    """
+    half = _half_interval(gap.error, gap.pairs, gap.level, sampled)
+    p = math.nan if math.isnan(half) else gap.p
+    if 0 < p < 1:
+        low, high = 0.0, 38.0  # normal quantiles, between which the p-value lies
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            reached = _half_interval(gap.error, gap.pairs, 1 - 2 * float(ndtr(-middle)), sampled)
+            low, high = (middle, high) if reached < abs(gap.mean) else (low, middle)
+        p = max(p, 2 * float(ndtr(-low)))
+    return replace(gap, p=p, low=gap.mean - half, high=gap.mean + half, sampled=sampled)
+
+
+def _half_interval(error: float, pairs: int, level: float, sampled: SampleVariance | None = None) -> float:
+    """Return half of Student's interval, with the variation over test samples if given; NaN if an error is NaN."""
+    if math.isnan(error):
+        return math.nan
+    half = float(stdtrit(pairs - 1, (1 + level) / 2)) * error
+    if sampled is None:
+        return half
+    return math.hypot(half, float(stdtrit(sampled.freedom, (1 + level) / 2)) * math.sqrt(sampled.variance))

@@ -17,6 +17,7 @@ from ..core.kernel import ServerState, global_state
 from ..core.plan import Plan, forward
 from ..data.federation import ClientData, Federation
 from ..data.samples import Samples
+from ..results.cases import Records
 from ..results.schema import Row
 from ..tasks.task import BATCH as BATCH
 from ..tasks.task import Task
@@ -40,7 +41,12 @@ def evaluate(plan: Plan, state: State, split: Samples, task: Task, classes: int)
 @torch.inference_mode()
 def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task: Task, classes: int) -> list[Row]:
     """Return :func:`evaluate` of each of ``splits``; small ones share a forward pass."""
-    rows: list[Row] = []
+    return [task.count(*part, classes) for part in _predict(plan, state, splits)]
+
+
+@torch.inference_mode()
+def _predict(plan: Plan, state: State, splits: Iterable[Samples]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the model's outputs and the targets of each of ``splits``, on the processor."""
     splits = list(splits)
     most = max(1, min(BATCH, LARGE // max(4 * prod(split.shape) for split in splits))) if splits else BATCH
     for group in _group_splits(splits, most if _is_samplewise(plan) else 0):
@@ -53,11 +59,7 @@ def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task:
             outputs[start : start + len(made)] = made
         assert outputs is not None
         made, targets = outputs.cpu(), torch.cat([split.targets() for split in group]).cpu()
-        rows += [
-            task.count(*part, classes)
-            for part in zip(torch.split(made, sizes), torch.split(targets, sizes), strict=True)
-        ]
-    return rows
+        yield from zip(torch.split(made, sizes), torch.split(targets, sizes), strict=True)
 
 
 def _group_splits(splits: Iterable[Samples], most: int) -> Iterator[list[Samples]]:
@@ -125,3 +127,27 @@ def evaluate_clients(
                 for model, counted in found.items()
             ]
     return rows
+
+
+@torch.inference_mode()
+def record_clients(
+    plan: Plan, server: ServerState, data: Federation, personal: Callable[[ClientData], State | None]
+) -> dict[tuple[str, str], Records]:
+    """Return the records of single test samples by client and model (:mod:`fedshift.results.cases`).
+
+    Models are those of :func:`evaluate_clients`; clients with the same test data and model share records.
+    """
+    shared, found = global_state(plan, server), dict[tuple[str, str], Records]()
+    distinct = {id(client.test): client.test for client in data.clients}
+    outputs = _predict(plan, shared, distinct.values()) if shared is not None else ()
+    known = dict(zip(distinct, (data.task.record(*part, data.classes) for part in outputs), strict=False))
+    for client in data.clients:
+        own = personal(client) if plan.personalizes or shared is None else shared
+        if shared is not None:
+            found[client.name, "global"] = known[id(client.test)]
+        if own is shared and own is not None:
+            found[client.name, "personal"] = known[id(client.test)]
+        elif own is not None:
+            (part,) = _predict(plan, own, [client.test])
+            found[client.name, "personal"] = data.task.record(*part, data.classes)
+    return found

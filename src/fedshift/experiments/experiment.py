@@ -27,6 +27,7 @@ from ..engines.engine import Data, Diverged, Engine, EngineFactory
 from ..evaluation.communication import summarize_method
 from ..evaluation.policies import POLICIES
 from ..models import ModelFactory
+from ..results.cases import measured_round, write_cases
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import RunDirectory, append_rows, cut_rows, to_file_name, trial_folder
 from ..results.schema import LOWER_IS_BETTER, PICTURED, RESTART, MethodSummary, Row, compute_metric, rows_to_frame
@@ -292,6 +293,8 @@ class Experiment:
                     trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
                 log_round(cost, outcome.rows)
                 session.observer.round(outcome)
+            if not self.make_engine:  # sites keep the results of single samples
+                self._record_cases(trial, folder)
         for text in self._notices_after(trial):
             session.say(text)
         return True
@@ -302,6 +305,21 @@ class Experiment:
         with timed_section("evaluation"):
             if (lag := trial.measure_lag()) is not None:
                 write_checked(folder / LAG, lag)
+
+    def _record_cases(self, trial: Trial, folder: Path) -> None:
+        """Record the results of single test samples at the reported round of a trial that has ended."""
+        done = trial.server.round
+        reported = done if self.settings.select == "last" else self._find_best(folder, done)[0]
+        if not reported or measured_round(folder) == reported:
+            return
+        if reported < done:
+            (method,) = (each for each in self.methods if each.name == trial.plan.method.name)
+            trial = self._make_trial(method, trial.seed)
+            trial.restore(*load_checkpoint(folder / BEST), folder)
+        with timed_section("evaluation"):
+            records = trial.record_cases()
+        if all(records.values()):
+            write_cases(folder, reported, records)
 
     def _notices_before(self, trial: Trial) -> Iterator[str]:
         """Yield the notices about a trial that starts."""

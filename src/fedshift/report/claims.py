@@ -3,8 +3,11 @@
 A table invites readers to compare any two of its methods and to rank them all. The family is therefore all pairs of
 methods, by macro metric and paired over seeds, and with a pooled method all discordances against the threshold.
 p-values and intervals are corrected for the size of the family (:mod:`fedshift.analysis.statistics`), so that at most 5
-in 100 reports on methods that do not differ claim anything. Nothing else in a report is a claim: means and standard
-deviations describe the seeds that were run, and bold marks the best mean as printed.
+in 100 reports on methods that do not differ claim anything. Such a claim is about *these test samples*. A second family
+has the same pairs with the variation over test samples (:mod:`fedshift.analysis.sampling`), and is about *new samples
+of these clients*: another test set of the same size. Every sentence and table says which of both it means. Nothing else
+in a report is a claim: means and standard deviations describe the seeds that were run, and bold marks the best mean as
+printed.
 """
 
 from __future__ import annotations
@@ -12,14 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from itertools import combinations, pairwise
 
 import numpy as np
 import pandas as pd
-from scipy.special import ndtri
 
+from ..analysis.sampling import SampleVariance
 from ..analysis.similarity import CONCORDANT
-from ..analysis.statistics import FEWEST, PairedDifference, correct_family, paired_difference
+from ..analysis.statistics import FEWEST, PairedDifference, correct_family, include_samples, paired_difference
 from ..results.schema import LOWER_IS_BETTER, RunSummary
 from ..utils.errors import unknown_name
 from .concordance import compute_discordances
@@ -33,6 +37,7 @@ from .formatting import (
     format_signed,
     make_table,
 )
+from .paired_samples import collect_samples
 from .progress import find_reached_rounds, is_comparable, remember
 from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
 
@@ -46,14 +51,15 @@ NAMED = 4
 class Claims:
     """All comparisons of a report, corrected for their number.
 
-    ``pairs``: macro difference of each pair of ``methods``, the earlier one's minus the later one's; ``sampling``: the
-    variance of that difference over test samples; ``concordance``: each federated method's discordance to a pooled one,
+    ``pairs``: macro difference of each pair of ``methods``, the earlier one's minus the later one's, on these test
+    samples, over seeds; ``fresh``: the same on new test samples of these clients, a family by themselves, NaN where the
+    variation over test samples is not known; ``concordance``: each federated method's discordance to a pooled one,
     minus the threshold.
     """
 
     methods: tuple[str, ...]
     pairs: Mapping[tuple[str, str], PairedDifference]
-    sampling: Mapping[tuple[str, str], float]
+    fresh: Mapping[tuple[str, str], PairedDifference]
     concordance: Mapping[tuple[str, str], PairedDifference]
 
     @property
@@ -65,9 +71,39 @@ class Claims:
         """Return the difference ``one - other``."""
         return self.pairs[one, other] if (one, other) in self.pairs else -self.pairs[other, one]
 
-    def sampling_between(self, one: str, other: str) -> float:
-        """Return the variance of ``one - other`` over test samples."""
-        return self.sampling[(one, other) if (one, other) in self.sampling else (other, one)]
+    def fresh_between(self, one: str, other: str) -> PairedDifference:
+        """Return the difference ``one - other`` on new test samples."""
+        return self.fresh[one, other] if (one, other) in self.fresh else -self.fresh[other, one]
+
+    def judge(self, one: str, other: str) -> Verdict:
+        """Return what may be claimed about the difference ``one - other``."""
+        return judge(self.between(one, other), self.fresh_between(one, other))
+
+
+class Verdict(Enum):
+    """What may be claimed about a difference."""
+
+    FRESH = "yes"
+    THESE = "on these samples"
+    UNTESTED = "on these samples, new ones not tested"
+    NONE = "not told apart"
+    FEW = "too few seeds"
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference may be claimed, on these test samples at least."""
+        return self in (Verdict.FRESH, Verdict.THESE, Verdict.UNTESTED)
+
+
+def judge(gap: PairedDifference, fresh: PairedDifference | None) -> Verdict:
+    """Return what may be claimed about ``gap``, which is ``fresh`` on new samples."""
+    if gap.pairs < FEWEST:
+        return Verdict.FEW
+    if not gap.is_significant:
+        return Verdict.NONE
+    if fresh is None or math.isnan(fresh.p):
+        return Verdict.UNTESTED
+    return Verdict.FRESH if fresh.is_significant else Verdict.THESE
 
 
 def collect_claims(
@@ -101,7 +137,8 @@ def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) 
         {method: frame[method].to_numpy(dtype=float) for method in methods} for frame in (table, grid, sampling)
     )
     pairs: dict[tuple[str, str], PairedDifference] = {}
-    variation: dict[tuple[str, str], float] = {}
+    fresh: dict[tuple[str, str], PairedDifference] = {}
+    recorded, seeds = collect_samples(summary, metric, model), tuple(map(int, table.columns.unique("seed")))
     for one, other in combinations(methods, 2):
         same_S = np.array([is_comparable(reached, one, other, seed) for seed in table[one].columns], dtype=bool)
         both_CS = np.isfinite(values_CS[one]) & np.isfinite(values_CS[other]) & same_S
@@ -110,7 +147,10 @@ def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) 
         steps_S = np.where(both_CS, grid_CS[one] + grid_CS[other], 0).sum(axis=0) / count_S**2
         step = math.sqrt(np.nanmean(steps_S)) if both_CS.any() else 0.0
         pairs[one, other] = paired_difference(ours_S.tolist(), theirs_S.tolist(), level, grid=step)
-        variation[one, other] = sum(_macro_variance(sampling_CS[name], both_CS, owners) for name in (one, other))
+        sampled = recorded.find_variance(one, other, both_CS, seeds) or SampleVariance(
+            variance=sum(_macro_variance(sampling_CS[name], both_CS, owners) for name in (one, other))
+        )
+        fresh[one, other] = include_samples(pairs[one, other], sampled)
     against_threshold = {
         pair: paired_difference(deltas, [CONCORDANT] * len(deltas), level, grid=LEAST_ERROR)
         for pair, deltas in compute_discordances(summary).items()
@@ -119,7 +159,7 @@ def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) 
     return Claims(
         methods=methods,
         pairs=dict(zip(pairs, tested, strict=False)),
-        sampling=variation,
+        fresh=dict(zip(fresh, correct_family(list(fresh.values())), strict=True)),
         concordance=dict(zip(against_threshold, tested[len(pairs) :], strict=True)),
     )
 
@@ -145,10 +185,11 @@ def grid_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
 def sampling_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
     """Return the variance of ``metric`` over test samples of the same size, for each row; NaN without a closed form.
 
-    It is the variance of a parametric bootstrap in closed form: hits redrawn as Binomial(n, p) give the accuracy a
-    variance of p (1 - p) / n, and balanced accuracy the sum over classes of that variance, divided by K^2. p is (hits +
-    1/2) / (n + 1), so that a perfect score still has an error (Brown, Cai and DasGupta 2001, "Interval Estimation for a
-    Binomial Proportion").
+    It serves where the results of single samples are not recorded, and methods' errors count as independent. It is the
+    variance of a parametric bootstrap in closed form: hits redrawn as Binomial(n, p) give the accuracy a variance of
+    p (1 - p) / n, and balanced accuracy the sum over classes of that variance, divided by K^2. p is (hits + 1/2) / (n +
+    1), so that a perfect score still has an error (Brown, Cai and DasGupta 2001, "Interval Estimation for a Binomial
+    Proportion").
     """
     of_samples = "predicted" not in rows or rows["predicted"].isna().all()  # pixels of an image are not draws
     if metric not in ("accuracy", "balanced_accuracy") or rows.empty or not of_samples:
@@ -184,9 +225,10 @@ def difference_table(
     """Return the macro difference of every other method to ``baseline``, paired over the seeds that both have.
 
     Index: method. Columns: baseline, seeds (number of pairs), difference, std, low, high, p (interval at ``level`` and
-    p-value, corrected for the ``comparisons`` of all methods and NaN below three seeds), level, comparisons; test_low
-    and test_high: the interval that includes the variation over test samples (:func:`sampling_variance`). The baseline
-    is FedAvg where it takes part, else the first method.
+    p-value, corrected for the ``comparisons`` of all methods and NaN below three seeds), level, comparisons; test_low,
+    test_high, test_p: interval and p-value on new test samples of these clients, corrected likewise; test_samples:
+    ``paired`` if they come from both methods' results on the same samples, else ``unpaired``
+    (:func:`sampling_variance`). The baseline is FedAvg where it takes part, else the first method.
     """
     return tabulate_claims(collect_claims(summary, metric, model, level), baseline)
 
@@ -201,36 +243,34 @@ def tabulate_claims(claims: Claims, baseline: str | None = None) -> pd.DataFrame
     return tabulate_differences(
         baseline,
         {method: claims.between(method, baseline) for method in others},
-        {method: claims.sampling_between(method, baseline) for method in others},
+        {method: claims.fresh_between(method, baseline) for method in others},
     )
 
 
 def tabulate_differences(
-    baseline: str, differences: Mapping[str, PairedDifference], sampling: Mapping[str, float] | None = None
+    baseline: str, differences: Mapping[str, PairedDifference], fresh: Mapping[str, PairedDifference] | None = None
 ) -> pd.DataFrame:
-    """Return a table with one row for each of ``differences``; ``sampling``: their variances over test samples.
-
-    Half of the interval with test samples is sqrt(a^2 + b^2), where a is half of that over seeds and b half of the
-    normal one over test samples (Zou and Donner 2008, "Construction of confidence limits about effect measures",
-    Statistics in Medicine 27(10)).
-    """
+    """Return a table with one row for each of ``differences``; ``fresh``: the same on new test samples."""
     columns = "baseline", "seeds", "difference", "std", "low", "high", "p", "level", "comparisons"
     rows = {}
     for name, gap in differences.items():
-        test_half = math.sqrt((sampling or {}).get(name, math.nan)) * float(ndtri((1 + gap.own_level) / 2))
-        half = math.hypot(gap.mean - gap.low, test_half)
         seeds = baseline, gap.pairs, gap.mean, gap.std, gap.low, gap.high, gap.p, gap.level, gap.comparisons
-        rows[name] = [*seeds, gap.mean - half, gap.mean + half]
-    frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*columns, "test_low", "test_high"])
-    return frame.rename_axis("method")
+        new = fresh[name] if fresh else None
+        tested = new is not None and new.sampled is not None and not math.isnan(new.p)
+        bounds = (new.low, new.high, new.p) if tested and new else (math.nan,) * 3
+        paired = "" if not (tested and new and new.sampled) else "paired" if new.sampled.paired else "unpaired"
+        rows[name] = [*seeds, *bounds, paired]
+    names = [*columns, "test_low", "test_high", "test_p", "test_samples"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=names).rename_axis("method")
 
 
 def find_leader(claims: Claims, metric: str = "accuracy") -> str:
-    """Return the method that is significantly better than every other, or an empty string."""
+    """Return the method that is better than every other on new test samples too, or an empty string."""
     sign = -1 if metric in LOWER_IS_BETTER else 1
     for method in claims.methods:
-        gaps = [claims.between(method, other) for other in claims.methods if other != method]
-        if gaps and all(gap.is_significant and sign * gap.mean > 0 for gap in gaps):
+        others = [other for other in claims.methods if other != method]
+        told = all(claims.judge(method, other) is Verdict.FRESH for other in others)
+        if others and told and all(sign * claims.between(method, other).mean > 0 for other in others):
             return method
     return ""
 
@@ -242,11 +282,17 @@ def rank_methods(summary: RunSummary) -> list[str]:
 
 
 def describe_difference(
-    one: str, other: str, gap: PairedDifference, metric: str = "accuracy", *, numbers: bool = False
+    one: str,
+    other: str,
+    gap: PairedDifference,
+    metric: str = "accuracy",
+    *,
+    fresh: PairedDifference | None = None,
+    numbers: bool = False,
 ) -> str:
     """Return the sentence that every report prints about ``gap``, the difference ``one - other``.
 
-    ``numbers``: whether targets are numbers.
+    ``fresh``: the same on new test samples, where it is known; ``numbers``: whether targets are numbers.
     """
     scale, digits, unit = difference_unit(metric, numbers=numbers)
     mean = round(scale * gap.mean, digits) if gap.pairs else math.nan
@@ -257,18 +303,30 @@ def describe_difference(
         seeds = "one seed" if gap.pairs == 1 else f"{gap.pairs} seeds"
         relation = f"lies {size} {side}" if mean else "is level with"
         return f"{one} {relation} {other} over {seeds}: too few to tell them apart."
-    low, high = (format_signed(scale * bound, digits) for bound in (gap.low, gap.high))
+
+    def bound(each: PairedDifference) -> str:
+        return " to ".join(format_signed(scale * end, digits) for end in (each.low, each.high))
+
     number = f", corrected for {gap.comparisons} comparisons" if gap.comparisons > 1 else ""
-    support = f"{100 * gap.level:g}% interval {low} to {high} over {gap.pairs} seeds, p {format_p_value(gap.p)}{number}"
+    support = f"{100 * gap.level:g}% interval {bound(gap)} over {gap.pairs} seeds, p {format_p_value(gap.p)}{number}"
     if gap.low == gap.high:
         support = f"equal under each of {gap.pairs} seeds"
     if math.isnan(gap.p):
         support = f"the same difference under each of {gap.pairs} seeds, which allows no interval"
     if not mean:
         return f"{one} is level with {other} as printed, {format_signed(mean, digits)} {unit} ({support})."
-    if gap.is_significant:
-        return f"{one} is {side} {other} by {size} ({support})."
-    return f"{one} is not told apart from {other}: difference {format_signed(mean, digits)} {unit} ({support})."
+    verdict = judge(gap, fresh)
+    if verdict is Verdict.NONE or fresh is None:
+        told = f"{one} is {side} {other} by {size}"
+        apart = f"{one} is not told apart from {other}: difference {format_signed(mean, digits)} {unit}"
+        return f"{told if verdict.holds else apart} ({support})."
+    where = {
+        Verdict.FRESH: f"on new samples of these clients too ({support}; on new samples {bound(fresh)})",
+        Verdict.THESE: f"on these test samples, but not on new samples of these clients ({support}; on new samples "
+        f"{bound(fresh)})",
+        Verdict.UNTESTED: f"on these test samples; new samples were not tested ({support})",
+    }[verdict]
+    return f"{one} is {side} {other} by {size} {where}."
 
 
 def describe_baseline(summary: RunSummary, claims: Claims) -> list[str]:
@@ -276,7 +334,12 @@ def describe_baseline(summary: RunSummary, claims: Claims) -> list[str]:
     one = claims.baseline
     others = (method for method in claims.methods if method != one)
     metric, numbers = summary.metric, summary.of_numbers
-    return [describe_difference(method, one, claims.between(method, one), metric, numbers=numbers) for method in others]
+    return [
+        describe_difference(
+            method, one, claims.between(method, one), metric, fresh=claims.fresh_between(method, one), numbers=numbers
+        )
+        for method in others
+    ]
 
 
 def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[str]) -> str:
@@ -287,11 +350,19 @@ def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[st
         return ""
     if max(gap.pairs for several in gaps.values() for gap in several) < FEWEST:
         return f"too few seeds to tell it apart, {FEWEST} at least"
-    similar = [other for other, several in gaps.items() if not all(gap.is_significant for gap in several)]
-    if not similar:
-        return "told apart from every other method"
-    more = f" and {len(similar) - NAMED} more" if len(similar) > NAMED else ""
-    return f"not told apart from {', '.join(similar[:NAMED])}{more}"
+    verdicts = {other: {claims.judge(leader, other) for leader in leaders} for other in gaps}
+
+    def name(*those: Verdict) -> str:
+        found = [other for other, several in verdicts.items() if several & set(those)]
+        return ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+
+    if similar := name(Verdict.NONE, Verdict.FEW):
+        return f"not told apart from {similar}"
+    if these := name(Verdict.THESE):
+        return f"told apart from every other method on these test samples, but not from {these} on new samples"
+    if name(Verdict.UNTESTED):
+        return "told apart from every other method on these test samples; new samples were not tested"
+    return "told apart from every other method, on new samples of these clients too"
 
 
 def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
@@ -307,13 +378,14 @@ def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
     if not pairs:
         return None
     gaps = {f"{one} {MINUS} {other}": claims.between(one, other) for one, other in pairs}
-    sampling = {f"{one} {MINUS} {other}": claims.sampling_between(one, other) for one, other in pairs}
-    text = format_difference_table(tabulate_differences("", gaps, sampling), summary.metric)
+    fresh = {f"{one} {MINUS} {other}": claims.fresh_between(one, other) for one, other in pairs}
+    text = format_difference_table(tabulate_differences("", gaps, fresh), summary.metric)
     rows = []
-    for row, gap in zip(text.rows, gaps.values(), strict=True):
-        few, level = gap.pairs < FEWEST, not round(scale * gap.mean, digits)
-        said = "too few seeds" if few else "yes" if gap.is_significant else "level" if level else "not told apart"
-        rows.append((row[0], TextCell(text=said, best=gap.is_significant), *row[1:]))
+    for row, (name, gap) in zip(text.rows, gaps.items(), strict=True):
+        verdict = judge(gap, fresh[name])
+        level = verdict is Verdict.NONE and not round(scale * gap.mean, digits)
+        said = "level" if level else verdict.value
+        rows.append((row[0], TextCell(text=said, best=verdict is Verdict.FRESH), *row[1:]))
     return make_table(("difference of", "may be claimed", *text.header[1:]), rows, note=text.note)
 
 
@@ -329,13 +401,20 @@ def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[
     if most < FEWEST:
         seeds = "one seed says" if most == 1 else f"{most} seeds say"
         return [f"Claim no order of these methods: {seeds} too little. --seeds 5 gives intervals that can tell."]
-    named = pairs if len(pairs) <= NAMED else [pair for pair in pairs if not claims.between(*pair).is_significant]
+    verdicts = {pair: claims.judge(*pair) for pair in pairs}
+    named = pairs if len(pairs) <= NAMED else [pair for pair in pairs if not verdicts[pair].holds]
     sentences = []
     for one, other in named:  # a pair with the baseline reads as in :func:`describe_baseline`
         left, right = (other, one) if one == claims.baseline else (one, other)
-        gap = claims.between(left, right)
-        sentences.append(describe_difference(left, right, gap, summary.metric, numbers=summary.of_numbers))
-    if rest := len(pairs) - len(named):
-        which = "the one other pair" if rest == 1 else f"{'the other' if named else 'all'} {rest} pairs"
-        sentences.append(f"Told apart: {which} of neighbors by macro {summary.metric_name}.")
+        gap, fresh = claims.between(left, right), claims.fresh_between(left, right)
+        metric, numbers = summary.metric, summary.of_numbers
+        sentences.append(describe_difference(left, right, gap, metric, fresh=fresh, numbers=numbers))
+    for verdict, where in (
+        (Verdict.FRESH, "on new samples of these clients too"),
+        (Verdict.THESE, "on these test samples, but not on new samples of these clients"),
+        (Verdict.UNTESTED, "on these test samples; new samples were not tested"),
+    ):
+        if count := sum(verdicts[pair] is verdict for pair in pairs if pair not in named):
+            noun = "pair of neighbors" if count == 1 else "pairs of neighbors"
+            sentences.append(f"Told apart {where}: {count} {noun} by macro {summary.metric_name}.")
     return sentences

@@ -33,7 +33,10 @@ _LATEX = {
 VARIED_BY_SEED = "initialization and order of samples, not the test samples and not the split"
 """Sources of variation between seeds, which a spread over seeds therefore covers."""
 BOLD = "Bold marks the highest mean as printed; it does not imply significance."
-SIGNIFICANT = "Bold: significantly better than every other method (paired over seeds, corrected for all pairs, Holm)."
+SIGNIFICANT = (
+    "Bold: better than every other method on new samples of these clients too (paired over seeds and test samples, "
+    "corrected for all pairs, Holm)."
+)
 _MEAN_AND_STD = re.compile(r"(\d[\d.]*) \((\d[\d.]*)\)")
 
 
@@ -174,6 +177,8 @@ def format_difference_table(
     scale, digits, _ = difference_unit(metric)
     level = f"{100 * table['level'].iloc[0]:g}% interval" if len(table) else "interval"
     kinds = ["", "test_"] if table["test_low"].notna().any() else [""]
+    kinds_of_samples = set(table["test_samples"])
+    paired, corrected = "paired" in kinds_of_samples, " (corrected likewise)" if table["comparisons"].max() > 1 else ""
     rows = []
     for method, row in table.iterrows():
         interval, *with_test = (
@@ -188,16 +193,19 @@ def format_difference_table(
         rows.append((method, difference, interval, format_p_value(row["p"]), row["seeds"], *with_test))
     count = int(table["comparisons"].max()) if len(table) else 0
     number = f", corrected for {count} comparisons (Holm)," if count > 1 else ""
-    note = f"Intervals and p{number} cover {variation}."
+    note = f"Interval and p{number} cover {variation}."
     if any(row[2] == LEVEL for row in rows):
         note += f" {LEVEL.capitalize()}: no pair differs."
     if len(kinds) > 1:
-        note += (
-            " The last column adds the variation that another test set of this size would cause, independently for "
-            "each method; it is too wide rather than too narrow where methods misclassify the same samples, which is "
-            "not recorded."
-        )
-    header = ("method", "difference", level, "p", "seeds", *["with test samples"][: len(kinds) - 1])
+        note += f" The last column adds the variation that another test set of this size would cause{corrected}"
+        note += ", from both methods' results on each test sample." if paired else "."
+        if "unpaired" in kinds_of_samples:
+            note += (
+                f" {'In some rows' if paired else 'There'} it counts the methods' errors as independent, because "
+                "results of single samples are recorded at the end of a run and stay at the sites: it is too wide "
+                "rather than too narrow where methods misclassify the same samples."
+            )
+    header = ("method", "difference", level, "p", "seeds", *["on new samples"][: len(kinds) - 1])
     return make_table(header, rows, note=note)
 
 

@@ -33,16 +33,19 @@ Everything in tables and figures (accuracy, balanced accuracy; macro, pooled, wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from ..utils.checked_json import parse_checked
 from ..utils.errors import FedshiftError
+
+if TYPE_CHECKING:
+    from .cases import Cases
 
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
@@ -308,7 +311,8 @@ class RunSummary:
     cross-site validation, if requested, with ``owner``, the client whose model was measured (None: the server); ``lag``
     has the rows of models whose BatchNorm statistics were estimated anew at the reported round, with ``updates``, the
     number of times that running statistics were updated before, and ``remaining``, the part of their initial values
-    that they still hold.
+    that they still hold; ``read_cases`` reads the records of single test samples of a method and seed, None where there
+    are none.
     """
 
     name: str
@@ -335,6 +339,7 @@ class RunSummary:
     metrics: tuple[str, ...] = ("accuracy", "balanced_accuracy", "auc", "loss")
     crossed: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(owner=[]))
     lag: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(updates=[], remaining=[]))
+    read_cases: Callable[[str, int], Cases | None] = lambda *_: None
 
     @property
     def metric_name(self) -> str:

@@ -19,6 +19,7 @@ import pandas as pd
 from ..config.settings_file import FILE
 from ..utils.checked_json import checksum, read_checked
 from ..utils.errors import FedshiftError, UsageError
+from .cases import read_cases
 from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder
 from .schema import MethodSummary, Row, RunSummary, rows_to_frame
 from .trial_records import (
@@ -139,6 +140,7 @@ def read_summary(path: Path) -> RunSummary:
         traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
         environment=machine,
         notices=read_notices(path),
+        read_cases=lambda method, seed: read_cases(trial_folder(path, method, seed)),
     )
 
 

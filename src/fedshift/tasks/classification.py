@@ -101,6 +101,16 @@ class Classification(Task):
         }
 
     @override
+    def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
+        parts = mean_area_parts(predictions.double().softmax(dim=1).T, y == torch.arange(outputs)[:, None])
+        return {
+            "truth": y.numpy().astype(np.min_scalar_type(outputs)),
+            "right": (predictions.argmax(dim=1) == y).numpy(),
+            "loss": F.cross_entropy(predictions, y, reduction="none").float().numpy(),
+            "area": parts.float().numpy(),
+        }
+
+    @override
     def is_possible(self, counts: Counts) -> bool:
         return is_overlap(counts) and bool(sum(counts["support"]) == counts["samples"])
 
@@ -126,24 +136,53 @@ def mean_area(score_KN: Tensor, positive_KN: Tensor) -> float | None:
         positive_KN: Whether a sample has the class or label, bool.
 
     """
+    areas = [area for part in _split_rows(score_KN, positive_KN) for area in _areas(*part)]
+    return sum(areas) / len(areas) if areas else None
+
+
+def mean_area_parts(score_KN: Tensor, positive_KN: Tensor) -> Tensor:
+    """Return each sample's part ``[N]`` in the deviation of :func:`mean_area`, float64; NaN where it is None.
+
+    A positive sample's part in a row's area A is (V - A) / positives, with its placement V, the share of negatives
+    below it; a negative's is (V - A) / negatives, with the share of positives above it (DeLong, DeLong and
+    Clarke-Pearson 1988, Biometrics 44(3)). A sample's part in the mean is the mean of its parts.
+    """
+    parts = [part_N for rows in _split_rows(score_KN, positive_KN) for part_N in _area_parts(*rows)]
+    return torch.stack(parts).mean(dim=0) if parts else score_KN.new_full((score_KN.shape[1],), torch.nan)
+
+
+def _split_rows(score_KN: Tensor, positive_KN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows with both kinds of samples, a few at a time; none if a score is not finite."""
     two_K = positive_KN.any(dim=1) & ~positive_KN.all(dim=1)
     if not bool(two_K.any()) or not bool(score_KN.isfinite().all()):
-        return None
-    score_KN, positive_KN = score_KN[two_K].contiguous(), positive_KN[two_K]
+        return
     most = max(1, RANKED // score_KN.shape[1])
-    parts = zip(torch.split(score_KN, most), torch.split(positive_KN, most), strict=True)
-    areas = [area for part in parts for area in _areas(*part)]
-    return sum(areas) / len(areas)
+    yield from zip(torch.split(score_KN[two_K], most), torch.split(positive_KN[two_K], most), strict=True)
 
 
-def _areas(score_KN: Tensor, positive_KN: Tensor) -> Iterator[float]:
-    """Yield the share of (positive, negative) pairs that each row's scores order correctly; ties count one half.
+def _areas(score_KN: Tensor, positive_KN: Tensor) -> list[float]:
+    """Return the share of (positive, negative) pairs that each row's scores order correctly; ties count one half.
 
     The statistic of Mann and Whitney (1947), from ranks; scikit-learn's takes longer to import than a small run.
     """
+    score_KN = score_KN.contiguous()
     ordered_KN = score_KN.sort(dim=1).values
     below_KN, upto_KN = (torch.searchsorted(ordered_KN, score_KN, right=right) for right in (False, True))
     rank_KN = (below_KN + upto_KN + 1).double() / 2
     p_K = positive_KN.sum(dim=1)
     n_K = score_KN.shape[1] - p_K
-    yield from (((rank_KN * positive_KN).sum(dim=1) - p_K * (p_K + 1) / 2) / (p_K * n_K)).tolist()
+    areas: list[float] = (((rank_KN * positive_KN).sum(dim=1) - p_K * (p_K + 1) / 2) / (p_K * n_K)).tolist()
+    return areas
+
+
+def _area_parts(score_KN: Tensor, positive_KN: Tensor) -> Iterator[Tensor]:
+    """Yield each sample's part ``[N]`` in the area of each row."""
+    for score_N, positive_N in zip(score_KN, positive_KN, strict=True):
+        part_N = torch.empty_like(score_N)
+        for own_N, sign in ((positive_N, 1), (~positive_N, -1)):
+            others = (sign * score_N[~own_N]).sort().values
+            own = sign * score_N[own_N]
+            ends = (torch.searchsorted(others, own, right=right) for right in (False, True))
+            placement = sum(ends).double() / (2 * len(others))  # type: ignore[union-attr]
+            part_N[own_N] = (placement - placement.mean()) / len(own)
+        yield part_N

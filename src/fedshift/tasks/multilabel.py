@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from .classification import mean_area
+from .classification import mean_area, mean_area_parts
 from .task import Counts, Task, is_overlap
 
 
@@ -58,6 +59,16 @@ class Multilabel(Task):
             "predicted": chosen.sum(dim=0).tolist(),
             "exact": int((chosen == given).all(dim=1).sum()),
             "auc": mean_area(predictions.double().T, given.T),
+        }
+
+    @override
+    def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
+        loss_NL = F.binary_cross_entropy_with_logits(predictions, y, reduction="none")
+        return {
+            "given": (y > 0).numpy(),
+            "chosen": (predictions > 0).numpy(),
+            "loss": loss_NL.mean(dim=1).float().numpy(),
+            "area": mean_area_parts(predictions.double().T, (y > 0).T).float().numpy(),
         }
 
     @override

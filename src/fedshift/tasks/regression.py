@@ -7,10 +7,12 @@ for any unit; errors are counted in the unit of the data.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -121,6 +123,15 @@ class Regression(Task):
             "total": target.sum(dim=0).tolist(),
             "square": target.square().sum(dim=0).tolist(),
         }
+
+    @override
+    def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
+        error, target = (predictions - y).double(), y.double()
+        loss = error.square().mean(dim=1)
+        if self.scales:
+            mean_T, std_T = torch.tensor(self.scales, dtype=torch.float64).T
+            error, target = error * std_T, target * std_T + mean_T
+        return {"error": error.numpy(), "target": target.numpy(), "loss": loss.float().numpy()}
 
     @override
     def is_possible(self, counts: Counts) -> bool:

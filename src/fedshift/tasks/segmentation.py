@@ -151,6 +151,18 @@ class Segmentation(Task):
         return counts | (count_surfaces(predicted, y, known, outputs, self.spacing) if self.surface else {})
 
     @override
+    def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
+        """Return pixels by class of each image; distances of surfaces are not recorded."""
+        counted = [self._count_image(*each, outputs) for each in zip(predictions, y, strict=True)]
+        return {name: np.array([each[name] for each in counted]) for name in counted[0]}
+
+    def _count_image(self, scores: Tensor, mask: Tensor, outputs: int) -> Counts:
+        known = mask != LEFT_OUT
+        loss = F.cross_entropy(scores[None], mask[None], reduction="sum", ignore_index=LEFT_OUT)
+        counts = count_by_class(scores.argmax(dim=0)[known], mask[known], outputs)
+        return {**counts, "loss": float(loss) / max(1, int(known.sum()))}
+
+    @override
     def is_possible(self, counts: Counts) -> bool:
         overlap = is_overlap(counts) and sum(counts["support"]) == sum(counts["predicted"])
         return overlap and (not self.surface or are_possible_surfaces(counts))

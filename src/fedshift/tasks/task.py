@@ -121,6 +121,13 @@ class Task(ABC):
         ``samples`` and ``loss_sum`` are always counted.
         """
 
+    def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
+        """Return arrays ``[N, ...]`` with the results of single samples (:mod:`fedshift.results.cases`); empty: none.
+
+        Arguments as for :meth:`count`. Records of single samples never leave the machine that holds the samples.
+        """
+        return {}
+
     def is_possible(self, counts: Counts) -> bool:
         """Return whether predictions of ``samples`` samples can have ``counts``, of the types that :meth:`count` gives.
 
