@@ -75,6 +75,7 @@ def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(meth
     )
     shared = holds_shared_statistics(trial.plan, trial.server, trial.model_state(trial.data.names[0]))
     assert again == ([] if shared else [row for row in there if row["model"] == "personal"])
+    assert [*tmp_path.rglob("cases.npz")] == [*(tmp_path / "reference").rglob("cases.npz")]  # not of sites' samples
     assert sum((row["split"], row["moment"]) == ("test", "trained") for row in rows) == len(grid.sites)
     _, update = client_final(trial.plan, client_init(trial.plan, init_client(trial.plan), trial.server))
     up, down = (join_states(trial.plan.rule_names, each.memory).keys() for each in (update, trial.server))

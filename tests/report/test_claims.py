@@ -12,8 +12,18 @@ from scipy import stats
 
 from fedshift.analysis.statistics import paired_tests
 from fedshift.report import difference_table
-from fedshift.report.claims import collect_claims, describe_leaders, describe_ranking, grid_variance, sampling_variance
+from fedshift.report.claims import (
+    Verdict,
+    collect_claims,
+    describe_leaders,
+    describe_ranking,
+    find_leader,
+    grid_variance,
+    sampling_variance,
+    tabulate_pairs,
+)
 from fedshift.report.publication import publish_summary
+from fedshift.results.cases import Cases
 
 METHODS, SEEDS, REPORTS = 8, 5, 1000
 CLIENTS = {
@@ -92,8 +102,9 @@ def test_a_clear_difference_is_claimed_in_all_places(make_counted, tmp_path, mon
     hits[0] = np.minimum(hits[0] + 30, 100)
     text, made = said(make_counted(hits, sizes), tmp_path, monkeypatch)
     assert all(made.between("method 0", f"method {other}").is_significant for other in range(1, METHODS))
-    assert text.endswith("told apart from every other method")
+    assert text.endswith("told apart from every other method, on new samples of these clients too")
     assert text.count("is below method 0 by") == METHODS - 1
+    assert text.count("on new samples of these clients too (95% interval") == METHODS - 1
     rest = [pair for pair in made.pairs if "method 0" not in pair]
     assert not any(made.pairs[pair].is_significant for pair in rest)
 
@@ -153,9 +164,78 @@ def test_clients_that_share_test_samples_do_not_count_as_two_samples(make_counte
         make_counted(hits, sizes, same_test={f"client {c}": "client 0" for c in (1, 2, 3)}),
         make_counted(hits[:, :, :1], sizes[:1]),
     )
-    variances = [collect_claims(study).sampling_between("method 1", "method 0") for study in (alone, shared, one)]
+    claims = [collect_claims(study).fresh_between("method 1", "method 0") for study in (alone, shared, one)]
+    variances = [claim.sampled.variance for claim in claims]
     assert variances[1] == pytest.approx(variances[2])
     assert variances[0] == pytest.approx(variances[2] / 4)
+
+
+def classified(right, truth):
+    return {
+        "truth": np.asarray(truth, np.uint8),
+        "right": np.asarray(right, bool),
+        "loss": 1.0 * ~np.asarray(right, bool),
+    }
+
+
+def with_records(study, right_MSCN):
+    """Return ``study`` with records of single samples, all of class 0; ``right``: arrays by method, seed and client."""
+    records = {
+        (f"method {m}", s): {
+            (f"client {c}", "personal"): classified(r, np.zeros(len(r))) for c, r in enumerate(clients)
+        }
+        for m, seeds in enumerate(right_MSCN)
+        for s, clients in enumerate(seeds)
+    }
+    found = {key: Cases(round=1, records=each) for key, each in records.items()}
+    return replace(study, read_cases=lambda method, seed: found.get((method, seed)))
+
+
+def test_a_difference_is_paired_by_sample_as_agresti_and_min_correct_mcnemars(make_counted):
+    """Three seeds of equal results: 8 samples of 100 that only one has right, and 2 that only the other has."""
+    ours, theirs = np.ones(100, bool), np.ones(100, bool)
+    ours[:2], theirs[2:10] = False, False
+    study = make_counted(np.array([[[98]] * 3, [[92]] * 3]), [100])
+    paired = with_records(study, [[[ours]] * 3, [[theirs]] * 3])
+    claim, unpaired = (collect_claims(each).fresh_between("method 0", "method 1").sampled for each in (paired, study))
+    assert (claim.paired, unpaired.paired) == (True, False)
+    assert claim.variance == pytest.approx((8 + 2 + 1 - (8 - 2) ** 2 / 102) / 102**2)
+    assert unpaired.variance == pytest.approx(sum(p * (1 - p) / 100 for p in (98.5 / 101, 92.5 / 101)))
+    assert set(difference_table(paired)["test_samples"]) == {"paired"}
+    other = replace(paired, read_cases=lambda *run: replace(paired.read_cases(*run), round=9))  # of another round
+    assert collect_claims(other).fresh_between("method 0", "method 1").sampled == unpaired
+
+
+def test_seeds_share_test_samples_and_clients_may(make_counted):
+    """The mean over seeds counts once for each sample, and clients with one test set once together."""
+    random = np.random.default_rng(0)
+    right = random.random((2, 3, 2, 50)) < 0.8
+    sizes, hits = [50, 50], right.sum(axis=-1)
+    shared = with_records(make_counted(hits, sizes, same_test={"client 1": "client 0"}), right)
+    apart = with_records(make_counted(hits, sizes), right)
+    gap = (right[0].astype(float) - right[1]).mean(axis=0)  # [client, sample]
+    expected = {
+        "apart": sum(((d**2).sum() + 1 - d.sum() ** 2 / 52) / 52**2 / 4 for d in gap),
+        "shared": ((gap.mean(axis=0) ** 2).sum() + 1 - gap.mean(axis=0).sum() ** 2 / 52) / 52**2,
+    }
+    for name, study in (("apart", apart), ("shared", shared)):
+        assert collect_claims(study).fresh_between("method 0", "method 1").sampled.variance == pytest.approx(
+            expected[name]
+        )
+
+
+def test_what_holds_on_these_samples_alone_is_said_so_everywhere(study, tmp_path, monkeypatch):
+    """The interval over seeds excludes 0, and the one with test samples does not."""
+    text, made = said(study, tmp_path, monkeypatch)
+    assert made.judge("fedbn", "fedavg") is Verdict.THESE
+    assert "fedbn is above fedavg by 6.00 points on these test samples, but not on new samples of these clients" in text
+    only = "told apart from every other method on these test samples, but not from fedavg on new samples"
+    assert describe_leaders(made, ["fedbn"], ["fedavg"]) == only
+    assert find_leader(made) == ""
+    assert [row[1].text for row in tabulate_pairs(study, made).rows] == ["on these samples"]
+    loss = collect_claims(study, "loss")
+    assert loss.judge("fedbn", "fedavg") is Verdict.UNTESTED
+    assert describe_leaders(loss, ["fedbn"], ["fedavg"]).endswith("on these test samples; new samples were not tested")
 
 
 def test_discordances_are_of_the_same_family(make_study):

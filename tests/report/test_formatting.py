@@ -98,7 +98,7 @@ def test_a_client_that_no_method_has_changes_nothing_of_the_others(make_study):
 
 def test_difference_cells(study):
     table = format_difference_table(difference_table(study))
-    assert table.header == ("method", "difference", "95% interval", "p", "seeds", "with test samples")
+    assert table.header == ("method", "difference", "95% interval", "p", "seeds", "on new samples")
     assert texts(table) == [["fedbn", "+6.00", "+3.52 to +8.48", "0.009", "3", f"{MINUS}1.86 to +13.86"]]
 
 
@@ -184,10 +184,10 @@ def test_latex_is_balanced(edge_case):
 
 
 def test_latex_marks_only_what_is_significant(make_study):
-    """Five seeds that differ by ten points are told apart; the same means with one seed, and clients' rows, are not."""
+    """Five seeds that differ by 17 points are told apart; the same means with one seed, and clients' rows, are not."""
     better = {
         "fedavg": [{"a": 50 + seed, "b": 150} for seed in range(5)],
-        "fedbn": [{"a": 60 + seed, "b": 170} for seed in range(5)],
+        "fedbn": [{"a": 70 + seed, "b": 192} for seed in range(5)],
     }
     for runs, bold in ((better, True), ({method: seeds[:1] for method, seeds in better.items()}, False)):
         study = make_study(runs)
@@ -196,12 +196,12 @@ def test_latex_marks_only_what_is_significant(make_study):
         rows = {line.split(" & ")[0]: line for line in source.splitlines() if " & " in line}
         assert ("mathbf" in rows["macro"] or "textbf" in rows["macro"]) == bold
         assert "mathbf" not in rows["a"]
-        assert ("significantly better than every other method" in source) == bold
+        assert ("better than every other method on new samples of these clients too" in source) == bold
         assert r"\caption{Test accuracy of the personal model in percent" in source
         assert r"\label{tab:accuracy}" in source
         assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 1
     frame = accuracy_table(make_study(better))
-    assert r"a & $52.00 \pm 1.58$ & $62.00 \pm 1.58$ \\" in to_latex(format_metric_table(frame))
+    assert r"a & $52.00 \pm 1.58$ & $72.00 \pm 1.58$ \\" in to_latex(format_metric_table(frame))
     assert r"a & $52 \pm 2$ &" in to_latex(format_metric_table(frame, digits=0))
 
 

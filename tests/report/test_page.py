@@ -72,7 +72,7 @@ def test_numbers_and_best_in_bold(study, undrawn):
     text = render_page(study)
     assert "<strong>63.00 (3.00)</strong>" in text
     assert "<strong>fedbn with 73.00 (3.00)</strong>" in text
-    claim = f"fedbn {MINUS} fedavg|yes|+6.00|+3.52 to +8.48|0.009|3|"
+    claim = f"fedbn {MINUS} fedavg|on these samples|+6.00|+3.52 to +8.48|0.009|3|"
     assert claim in re.sub(r"(<[^>]*>)+", "|", text)
     assert "told apart from every other method" in text
     assert "1 shared (432 B), 2 kept local (24 B)" in text

@@ -24,7 +24,7 @@ TRIAL = "trials/fedbn-seed1"
 STATES = {"checkpoint.safetensors", "best.safetensors", "clients-2.states", "clients-3.states"}
 FILES = sorted(
     {"config.toml", "study.json", "environment.json", "notices.json", "samples.npz", "split.csv"}
-    | {f"{TRIAL}/{name}" for name in {"metrics.jsonl", "rounds.jsonl"} | STATES}
+    | {f"{TRIAL}/{name}" for name in {"metrics.jsonl", "rounds.jsonl", "cases.npz"} | STATES}
 )
 WAYS_OUT = "restore|removed?|again|--resume|another directory"
 
@@ -50,7 +50,7 @@ class FinishedRun:
             evaluate_every=1, batch_size=8, batches=2, select="best", validation=0.3, first_seed=1, engine="sequential",
         )  # fmt: skip
         make_experiment(spec).run(self.path)
-        self.whole = self.read()
+        self.whole, self.cases = self.read(), None
         self.expected = {command: command(self) for command in FLIPS}
 
     def read(self) -> dict[str, bytes]:
@@ -64,7 +64,11 @@ class FinishedRun:
         found = read_summary(self.path)
         tables = found.rows.to_json(), found.traffic.to_json()
         images = {name: images.tolist() for name, images in found.samples.items()}
-        named = ("rows", "traffic", "samples", "environment", "notices")
+        if (cases := found.read_cases("fedbn", 1)) is not None:  # without them, a table says that pairs are not known
+            records = {key: {name: x.tolist() for name, x in each.items()} for key, each in cases.records.items()}
+            self.cases = self.cases or (cases.round, records)
+            assert self.cases == (cases.round, records)
+        named = ("rows", "traffic", "samples", "environment", "notices", "read_cases")
         rest = {name: value for name, value in vars(found).items() if name not in named}
         return tables, images, repr(rest), found.environment, found.notices
 
@@ -149,12 +153,15 @@ def test_a_cut_file_changes_no_result_in_silence(finished, assert_told, name, co
 def test_which_files_each_command_can_do_without(finished, assert_told):
     unneeded = {command.__name__: {name for name in FILES if assert_told(command, name, None)} for command in FLIPS}
     assert unneeded == {
-        "report": {"config.toml", "split.csv", *(f"{TRIAL}/{name}" for name in STATES)},
+        "report": {"config.toml", "split.csv", f"{TRIAL}/cases.npz", *(f"{TRIAL}/{name}" for name in STATES)},
         "adapt": {
             "environment.json", "notices.json", "samples.npz", "split.csv", f"{TRIAL}/metrics.jsonl",
             f"{TRIAL}/rounds.jsonl", f"{TRIAL}/checkpoint.safetensors", f"{TRIAL}/clients-3.states",
+            f"{TRIAL}/cases.npz",
         },
-        "resume": {"study.json", "environment.json", "notices.json", "samples.npz", "split.csv"},
+        "resume": {
+            "study.json", "environment.json", "notices.json", "samples.npz", "split.csv", f"{TRIAL}/cases.npz",
+        },
     }  # fmt: skip
 
 

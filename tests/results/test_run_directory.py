@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from fedshift.results.cases import FILE, read_cases, write_cases
 from fedshift.results.run_directory import (
     RunDirectory,
     append_rows,
@@ -125,3 +127,23 @@ def test_the_environment_is_json_and_names_versions():
     found = json.loads(json.dumps(describe_environment()))
     assert found["packages"].keys() >= {"fedshift", "torch", "numpy"}
     assert found["cores"] >= 1
+
+
+def test_records_of_single_samples_are_read_as_written_and_shared_ones_once(tmp_path):
+    one = {"right": np.arange(9) % 2 == 0, "chosen": np.eye(9, 3, dtype=bool), "loss": np.arange(9, dtype=np.float32)}
+    two = {name: each[:2] for name, each in one.items()}
+    records = {("a", "personal"): one, ("a", "global"): one, ("b", "personal"): two}
+    write_cases(tmp_path, 7, records)
+    whole = (tmp_path / FILE).read_bytes()
+    found = read_cases(tmp_path)
+    assert found.round == 7
+    assert found.records["a", "global"] is found.records["a", "personal"]
+    for key, expected in records.items():
+        for name, array in expected.items():
+            assert found.records[key][name].dtype == array.dtype
+            np.testing.assert_array_equal(found.records[key][name], array)
+    write_cases(tmp_path, 7, records)
+    assert (tmp_path / FILE).read_bytes() == whole
+    (tmp_path / FILE).write_bytes(whole[:-40])
+    with pytest.raises(FedshiftError, match=r"cases.npz is damaged .*: remove it, and have it measured again"):
+        read_cases(tmp_path)

@@ -203,6 +203,28 @@ def test_counts_of_parts_add_up_to_those_of_the_whole(task, seed, sizes):
     assert whole.keys() - set(COUNTS) <= {"auc"}
 
 
+@pytest.mark.parametrize("task", [*TASKS, Regression(scales=((3.0, 2.0),) * 3)], ids=str)
+def test_records_of_single_samples_are_the_counts_of_each_alone(task):
+    predictions, y = draw(task, 9, 3, 0)
+    records = task.record(predictions, y, 3)
+    assert {len(each) for each in records.values()} == {9}
+    for place in range(9):
+        row = task.count(predictions[place : place + 1], y[place : place + 1], 3)
+        each = {name: array[place] for name, array in records.items()}
+        assert each["loss"] == pytest.approx(row["loss_sum"], rel=1e-5)
+        if isinstance(task, Regression):
+            assert np.square(each["error"]) == pytest.approx(row["squared"])
+            assert each["target"] == pytest.approx(row["total"])
+        elif task == MULTILABEL:
+            assert each["given"].tolist() == [bool(n) for n in row["support"]]
+            assert each["chosen"].tolist() == [bool(n) for n in row["predicted"]]
+        elif task == CLASSIFICATION:
+            assert row["support"][each["truth"]] == 1
+            assert each["right"] == sum(row["hits"])
+        else:
+            assert all(each[name].tolist() == row[name] for name in ("hits", "support", "predicted"))
+
+
 IMAGE = (1, 2, 2)
 
 

@@ -25,6 +25,7 @@ from ..data.federation import Federation, find_majority_classes
 from ..data.pictures import to_pictures
 from ..engines.engine import Data, Diverged, Engine, EngineFactory
 from ..evaluation.communication import summarize_method
+from ..evaluation.metrics import record_clients
 from ..evaluation.policies import POLICIES
 from ..models import ModelFactory
 from ..results.cases import measured_round, write_cases
@@ -317,7 +318,7 @@ class Experiment:
             trial = self._make_trial(method, trial.seed)
             trial.restore(*load_checkpoint(folder / BEST), folder)
         with timed_section("evaluation"):
-            records = trial.record_cases()
+            records = record_clients(trial.plan, trial.server, trial.measured, trial.personal_state)
         if all(records.values()):
             write_cases(folder, reported, records)
 

@@ -44,13 +44,12 @@ from ..engines.auto import EngineChoice, choose_engine
 from ..engines.cost_model import count_operations, limit_threads
 from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..evaluation.communication import downlink_bytes, uplink_bytes
-from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits, record_clients
+from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.policies import check_policy
 from ..evaluation.statistics_lag import count_updates, evaluate_reestimated, may_lag, remaining_part
 from ..evaluation.unseen_clients import UnseenClientModels, make_personal_state
 from ..models import ModelFactory, make_network
 from ..nn.linear import list_products, set_products
-from ..results.cases import Records
 from ..results.checkpoint import refuse_other, save_checkpoint
 from ..results.schema import Row
 from ..results.trial_records import load_facts
@@ -353,10 +352,6 @@ class Trial:
 
     def _trained_state(self, client: ClientData) -> State | None:
         return self.personal_state(client) if self.clients.has_trained(client.name) else None
-
-    def record_cases(self) -> dict[tuple[str, str], Records]:
-        """Return the records of each client's single test samples, by client and model."""
-        return record_clients(self.plan, self.server, self.measured, self.personal_state)
 
     @property
     def _splits(self) -> tuple[str, ...]:

@@ -199,11 +199,15 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
     styles = make_styles(summary.methods)
     for row, (method, gap) in enumerate(table.iterrows()):
         style = styles[str(method)]
-        axes.hlines(row, summary.scale * gap["low"], summary.scale * gap["high"], color=style.color, linewidth=1.6)
+        for kind, width in (("test_", 0.6), ("", 1.6)):
+            low, high = (summary.scale * gap[f"{kind}{end}"] for end in ("low", "high"))
+            axes.hlines(row, low, high, color=style.color, linewidth=width)
         axes.plot(summary.scale * gap["difference"], row, **style.line | {"markersize": 6.5})
     axes.axvline(0, color=INK, linewidth=0.8)
     label_rows(axes, table.index.tolist(), 20, 0.4)
-    caption = f"Macro {summary.metric_name} above {baseline} in {unit}: mean over paired seeds, line: {level} interval."
+    thin = ", thin line: on new samples" if table["test_low"].notna().any() else ""
+    caption = f"Macro {summary.metric_name} above {baseline} in {unit}: mean over paired seeds, line: {level} interval "
+    caption += f"on these test samples{thin}."
     ends = "; ".join(
         f"{method} {format_signed(summary.scale * value)}" for method, value in table["difference"].items()
     )

@@ -111,7 +111,7 @@ def format_metric_table(
         table: Table of :func:`~fedshift.report.tables.accuracy_table`.
         metric: Metric of its values.
         one_by_one: Begin with the clients; otherwise with the aggregates, and the header states their number.
-        leader: Method whose macro value is significantly better than every other method's, if any.
+        leader: Method that is better than every other on new test samples too, if any.
         digits: Number of decimals, by default those of the metric.
         even: Methods have reached the same rounds; otherwise none is the best.
 
@@ -201,9 +201,9 @@ def format_difference_table(
         note += ", from both methods' results on each test sample." if paired else "."
         if "unpaired" in kinds_of_samples:
             note += (
-                f" {'In some rows' if paired else 'There'} it counts the methods' errors as independent, because "
-                "results of single samples are recorded at the end of a run and stay at the sites: it is too wide "
-                "rather than too narrow where methods misclassify the same samples."
+                f" {'In some rows' if paired else 'There'} the methods' errors count as independent, because "
+                "results of single samples are not here (sites keep them, and a trial records them when it ends): the "
+                "interval is too wide rather than too narrow where methods misclassify the same samples."
             )
     header = ("method", "difference", level, "p", "seeds", *["on new samples"][: len(kinds) - 1])
     return make_table(header, rows, note=note)

@@ -13,8 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..analysis.sampling import SampleValues, SampleVariance, difference_variance
-from ..results.cases import sample_values
+from ..analysis.sampling import (
+    SampleValues,
+    SampleVariance,
+    class_values,
+    difference_variance,
+    mean_values,
+    ratio_values,
+)
+from ..results.cases import CONSTANT, Records
 from ..results.schema import RunSummary
 from .tables import find_reported_rounds
 
@@ -96,3 +103,67 @@ def collect_samples(summary: RunSummary, metric: str, model: str) -> PairedSampl
                     values[method, seed][index[client]] = found
     owners = [index[str(summary.same_test.get(name, name))] for name in clients]
     return PairedSamples(clients=clients, groups=np.array(owners, np.int64), values=values)
+
+
+def sample_values(records: Records, metric: str) -> SampleValues | None:
+    """Return the values of ``metric`` on each sample, or None if the records do not define them."""
+    names = records.keys()
+    if metric == "loss" and "loss" in names:
+        return mean_values(records["loss"])
+    if metric == "auc" and "area" in names:
+        return _area_values(records)
+    if "right" in names and metric in ("accuracy", "balanced_accuracy"):
+        right_N = records["right"]
+        if metric == "accuracy":
+            return mean_values(right_N, bounded=True)
+        return class_values(right_N, records["truth"], mean=True)
+    if "error" in names:
+        return _error_values(records["error"].astype(float), records["target"].astype(float), metric)
+    if "given" in names and metric == "exact_match":
+        return mean_values((records["given"] == records["chosen"]).all(axis=1), bounded=True)
+    if "given" in names and metric == "f1":
+        given_NK, chosen_NK = records["given"].astype(float), records["chosen"].astype(float)
+        return ratio_values(2 * given_NK * chosen_NK, given_NK + chosen_NK)
+    if "support" in names:
+        hits_NK, support_NK, predicted_NK = (records[name].astype(float) for name in ("hits", "support", "predicted"))
+        return _pixel_values(hits_NK, support_NK, predicted_NK, metric)
+    return None
+
+
+def _area_values(records: Records) -> SampleValues | None:
+    area_N = records["area"].astype(float)
+    if np.isnan(area_N).any():
+        return None
+    if "truth" not in records:
+        return mean_values(len(area_N) * area_N)
+    classes, place_N, count_K = np.unique(records["truth"], return_inverse=True, return_counts=True)
+    return class_values(count_K[place_N] * area_N, classes[place_N], mean=False)
+
+
+def _error_values(error_NT: NDArray[np.float64], target_NT: NDArray[np.float64], metric: str) -> SampleValues | None:
+    square_NT = np.square(error_NT)
+    if metric == "mae":
+        return mean_values(np.abs(error_NT).mean(axis=1))
+    if metric == "rmse":  # d sqrt(m) = dm / (2 sqrt(m))
+        mean_T = square_NT.mean(axis=0)
+        root_T = np.sqrt(np.where(mean_T > 0, mean_T, 1))
+        return mean_values(((square_NT - mean_T) / (2 * root_T)).mean(axis=1))
+    if metric == "r2":
+        spread_NT = np.square(target_NT - target_NT.mean(axis=0))
+        varies_T = spread_NT.sum(axis=0) > CONSTANT * np.square(target_NT).sum(axis=0)
+        return ratio_values(square_NT[:, varies_T], spread_NT[:, varies_T], -1.0)
+    return None
+
+
+def _pixel_values(
+    hits_NK: NDArray[np.float64], support_NK: NDArray[np.float64], predicted_NK: NDArray[np.float64], metric: str
+) -> SampleValues | None:
+    if metric == "accuracy":
+        return ratio_values(hits_NK.sum(axis=1, keepdims=True), support_NK.sum(axis=1, keepdims=True))
+    if metric == "balanced_accuracy":
+        return ratio_values(hits_NK, support_NK)
+    first = 1 if hits_NK.shape[1] > 1 else 0  # the background
+    both_NK, hits_NK = (support_NK + predicted_NK)[:, first:], hits_NK[:, first:]
+    if metric == "dice":
+        return ratio_values(2 * hits_NK, both_NK)
+    return ratio_values(hits_NK, both_NK - hits_NK) if metric == "iou" else None

@@ -36,16 +36,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ..utils.checked_json import parse_checked
 from ..utils.errors import FedshiftError
-
-if TYPE_CHECKING:
-    from .cases import Cases
+from .cases import CONSTANT, Cases
 
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
@@ -69,8 +67,6 @@ UNITS = {
 """Units of the metrics that are not fractions, which are printed unscaled and not in percent."""
 SQUARED = "squared units of the targets' spread"
 """Unit of the loss of numbers, on test data."""
-CONSTANT = 1e-12
-"""Spread of a target, relative to the sum of its squares, that is rounding alone: the target is constant."""
 BY_CLASS = ("hits", "support", "predicted", "distances", "elements", "hausdorff", "surfaces")
 """Counts of masks with an entry for each class."""
 LOWER_IS_BETTER = frozenset({"loss", "rmse", "mae", "surface_distance", "hausdorff95"})
