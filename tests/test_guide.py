@@ -50,7 +50,8 @@ def test_every_method_has_a_page_a_figure_and_a_line_of_the_index():
 def test_a_page_has_all_sections_in_order(name):
     sections = (
         "# ", "```math", "**Use it when** ", "**Not when** ", "```console", "**What travels.** ",
-        f"](images/{name}.svg)", f"drawn by `python examples/guide.py {name}`.*", "**Reference.** ",
+        f"](images/{name}.svg)", f"drawn by `python examples/guide.py {name}`.*", "**Deviations.** ",
+        "**Reference.** ",
     )  # fmt: skip
     page = " ".join(PAGES[name].split())
     places = [page.find(section) for section in sections]

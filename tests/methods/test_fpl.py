@@ -17,7 +17,7 @@ from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 from fedshift.utils.state import clone, is_equal
 
-SIZES, SEED, LR, LAM, TAU = {"a": 6, "b": 8, "c": 10, "d": 8, "e": 6}, 6, 0.1, 0.6, 0.3
+SIZES, SEED, LR, LAM, TAU = {"a": 6, "b": 8, "c": 10, "d": 8, "e": 6}, 5, 0.1, 0.6, 0.3
 
 
 def network(shape=(4,), classes=4):
@@ -35,8 +35,8 @@ def data():
     return federation(clients)
 
 
-def trial(method):
-    settings = Settings(rounds=3, work=Work(batch_size=4, epochs=2), optimizer=SGD(lr=LR), evaluate_every=99)
+def trial(method, **given):
+    settings = Settings(rounds=3, work=Work(batch_size=4, epochs=2), optimizer=SGD(lr=LR), evaluate_every=99, **given)
     return Trial(method, network, data(), settings, SEED)
 
 
@@ -81,17 +81,20 @@ def test_clusters_are_those_of_the_papers_adjacency():
     assert len(counts) > 2
 
 
-def test_rounds_equal_a_plain_loop_over_samples():
-    running = trial(fpl(tau=TAU, lam=LAM))
-    shared, prototypes, most = clone(running.plan.initial), {}, 0
-    for number in range(3):
-        running.advance()
+@pytest.mark.parametrize(("participation", "rounds"), [(1.0, 3), (2, 5)])
+def test_rounds_equal_a_plain_loop_over_samples(participation, rounds):
+    """With two clients a round, a class that both lack has no prototype in the next one."""
+    running = trial(fpl(tau=TAU, lam=LAM), participation=participation)
+    shared, prototypes, most, lost, passes = clone(running.plan.initial), {}, 0, set(), dict.fromkeys(SIZES, 0)
+    for _ in range(rounds):
+        took_part = running.advance().participants
         states, uploaded = {}, {}
-        for client in data().clients:
+        for client in (each for each in data().clients if each.name in took_part):
             model, x, y = network(), client.train.x, client.train.y
             model.load_state_dict(shared)
             sgd = torch.optim.SGD(model.parameters(), lr=LR)
-            for epoch in (2 * number, 2 * number + 1):
+            passes[client.name] += 2
+            for epoch in (passes[client.name] - 2, passes[client.name] - 1):
                 met = {}
                 for batch in torch.from_numpy(stream(SEED, "order", client.name, epoch).permutation(len(y))).split(4):
                     z = model[:2](x[batch])
@@ -113,17 +116,23 @@ def test_rounds_equal_a_plain_loop_over_samples():
             for label, features in met.items():
                 uploaded.setdefault(label, []).append(torch.stack(features).mean(0))
         for name in shared:
-            shared[name] = sum(states[client][name] * size / 38 for client, size in SIZES.items())
+            total = sum(SIZES[client] for client in states)
+            shared[name] = sum(state[name] * SIZES[client] / total for client, state in states.items())
+        before, prototypes = prototypes, {}
         for label, points in uploaded.items():
             groups = finch(torch.stack(points).numpy())
             prototypes[label] = [torch.stack([points[i] for i in group]).mean(0) for group in groups]
             most = max(most, len(groups))
-    assert most > 1  # some class has several prototypes
+        lost |= before.keys() - prototypes.keys()
+    assert most > 1 if participation == 1.0 else lost  # some class has several prototypes, or no longer one
     for name, tensor in running.server.shared.items():
         assert (tensor - shared[name]).abs().max() <= 1e-9, name
     memory = running.server.memory[0]
     for label in range(4):
         found = memory["clusters"][label][memory["used"][label] > 0]
+        if label not in prototypes:
+            assert not len(found)
+            continue
         expected = torch.stack(prototypes[label])
         assert found.shape == expected.shape
         assert (found[found[:, 0].argsort()] - expected[expected[:, 0].argsort()]).abs().max() <= 1e-9

@@ -7,7 +7,8 @@ together is a cluster, and the clusters' means are clustered again. It keeps the
 cluster, or the first. A class's unbiased prototype is the plain mean of its clusters' means, so that a domain counts
 the same however many clients have it. The loss gains, for each sample with feature z and class k, the mean square of z
 less the unbiased prototype of k, and -log(sum over clusters of k of exp(cos(z, p) / tau) / the same sum over all
-clusters of all classes). Clients' prototypes are those of ``fedproto``. Models are averaged by the base.
+clusters of all classes). Clients' prototypes are those of ``fedproto``; a class that nobody sends in a round has none in
+the next one, as in that code. Models are averaged by the base.
 """
 
 from collections.abc import Sequence
@@ -87,13 +88,10 @@ class ClusterPrototypes(Prototypes):
     @override
     def aggregate_memory(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
         found = []
-        for label, (old_MD, used_M) in enumerate(zip(memory["clusters"], memory["used"], strict=True)):
+        for label, old_MD in enumerate(memory["clusters"]):
             met = [upload["prototypes"][label].double() for upload in uploads if upload["counts"][label] > 0]
-            if met:
-                points = torch.stack(met)
-                found.append(_average(points, self.cluster(points)).to(old_MD.dtype))
-            else:
-                found.append(old_MD[used_M > 0])
+            points = torch.stack(met) if met else None
+            found.append(old_MD[:0] if points is None else _average(points, self.cluster(points)).to(old_MD.dtype))
         used = [each.new_ones(len(each)) for each in found]
         return {"clusters": pad_sequence(found, batch_first=True), "used": pad_sequence(used, batch_first=True)}
 
