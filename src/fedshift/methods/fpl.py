@@ -7,8 +7,8 @@ together is a cluster, and the clusters' means are clustered again. It keeps the
 cluster, or the first. A class's unbiased prototype is the plain mean of its clusters' means, so that a domain counts
 the same however many clients have it. The loss gains, for each sample with feature z and class k, the mean square of z
 less the unbiased prototype of k, and -log(sum over clusters of k of exp(cos(z, p) / tau) / the same sum over all
-clusters of all classes). Clients' prototypes are those of ``fedproto``; a class that nobody sends in a round has none in
-the next one, as in that code. Models are averaged by the base.
+clusters of all classes). Clients' prototypes are those of ``fedproto``; a class that nobody sends in a round has none
+in the next one, as in that code. Models are averaged by the base.
 """
 
 from collections.abc import Sequence
