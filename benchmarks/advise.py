@@ -76,6 +76,18 @@ def measure_splits(trial: Trial, data: Federation, *splits: str) -> list[Accurac
     ]
 
 
+def measure_early(trial: Trial) -> Accuracies:
+    """Return validation accuracies as a search measures them before the last round, without lagging statistics."""
+    lag = trial.measure_lag()
+    rows = [] if lag is None else lag["rows"]
+    found = {
+        row["client"]: sum(row["hits"]) / row["samples"]
+        for row in rows
+        if (row["split"], row["model"]) == ("validation", "personal")
+    }
+    return found or measure_splits(trial, trial.measured, "validation")[0]
+
+
 class Trials:
     """Trials of a federation: finished ones from the runs in ``folder``, others trained when they are asked for.
 
@@ -122,7 +134,7 @@ class Trials:
 
     def validate(self, candidate: Candidate, rounds: Sequence[int]) -> list[Accuracies]:
         """Return validation accuracies after each of ``rounds``; nothing, where training diverged before."""
-        name = f"{candidate.name} {' '.join(map(str, rounds))}"
+        name = f"{candidate.name} {' '.join(map(str, rounds))}, statistics estimated anew"
         if name in self._known:
             return self._known[name]
         found: list[Accuracies] = []
@@ -131,7 +143,7 @@ class Trials:
                 while trial.server.round < max(rounds, default=0):
                     trial.advance()
                     if trial.server.round in rounds:
-                        found += measure_splits(trial, trial.measured, "validation")
+                        found.append(measure_early(trial))
             except Diverged:
                 found += [{}] * (len(rounds) - len(found))
         return self._keep(name, found)

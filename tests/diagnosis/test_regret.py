@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedshift
-from fedshift.diagnosis import search as searching
+from fedshift.diagnosis import budget as planning
 from fedshift.diagnosis.search import Candidate
 from fedshift.experiments.python_settings import make_python_experiment
 
@@ -25,8 +25,7 @@ def benchmark(monkeypatch):
 
 
 def test_a_search_made_from_records_is_the_search_itself(benchmark, tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(searching, "measure_seconds", lambda *_, **__: 0.001)
-    monkeypatch.setattr(searching, "FINALISTS", 2)
+    monkeypatch.setattr(planning, "FINALISTS", 2)
     settings = {"rounds": 3, "batch_size": 8, "validation": 0.2}
     search = fedshift.advise(str(tiny_folder), methods="fedavg, fedbn", rates=[0.01, 0.1], **settings).search
     experiment = make_python_experiment({"data": str(tiny_folder), "methods": "fedavg", **settings})

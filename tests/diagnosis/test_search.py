@@ -16,20 +16,14 @@ import fedshift
 from fedshift.cli import advise as command
 from fedshift.config.spec import RunSpec
 from fedshift.core.optimizer import SGD, AdamW
+from fedshift.diagnosis import budget as planning
 from fedshift.diagnosis import diagnose
 from fedshift.diagnosis import search as searching
-from fedshift.diagnosis.search import (
-    Candidate,
-    Cost,
-    Search,
-    fit_budget,
-    parse_rates,
-    plan_rungs,
-    predict_seconds,
-    read_search,
-)
+from fedshift.diagnosis.budget import Cost, fit_budget, plan_rungs, predict_seconds
+from fedshift.diagnosis.search import Candidate, Search, parse_rates, read_search
 from fedshift.diagnosis.search_report import describe_search, format_search, tabulate_search
 from fedshift.experiments.python_settings import make_python_experiment
+from fedshift.results.schema import read_rows
 from fedshift.results.trial_records import load_facts
 from fedshift.utils.errors import FedshiftError, UsageError
 
@@ -39,7 +33,7 @@ CLIENTS = ("ann", "bob", "cid", "dan")
 @pytest.fixture
 def quick(monkeypatch):
     """A step of every method takes a millisecond, as a machine may measure it, and few permutations are drawn."""
-    monkeypatch.setattr(searching, "measure_seconds", lambda *_, **__: 0.001)
+    monkeypatch.setattr(planning, "measure_seconds", lambda *_, **__: 0.001)
     monkeypatch.setattr(searching, "diagnose", partial(diagnose, permutations=99))
 
 
@@ -158,6 +152,61 @@ def test_the_expected_gain_is_measured_at_each_client_for_what_is_best_at_the_ot
     assert "fedshift compare --data made --methods fedavg@0.1,gn@0.1 --rounds 9 --first-seed 1 --seeds 5" in said
 
 
+def test_advice_is_compared_with_training_alone_which_is_advised_where_nothing_is_gained():
+    rows = {
+        ("fedavg", 0.1): [0.50, 0.50, 0.50, 0.50], ("fedbabu", 0.1): [0.99, 0.58, 0.58, 0.59],
+        ("single", 0.1): [0.70, 0.65, 0.65, 0.66],
+    }  # fmt: skip
+    found = made([rows], rungs=plan_rungs(3, 9, 3), work={"fedbabu": "each client fine-tunes"})
+    assert found.rank(-1)[0].method == "fedbabu"  # by one client
+    assert found.expected_over("single").mean == pytest.approx((0 - 0.07 - 0.07 - 0.07) / 4)
+    assert found.best.method == "single"
+    said = " ".join(describe_search(found, "--data made"))
+    assert (
+        "no better than training alone at clients that had no part in choosing it, and training alone is simp" in said
+    )
+    better = made([rows | {("fedbabu", 0.1): [0.80, 0.79, 0.81, 0.80]}], rungs=plan_rungs(3, 9, 3), work=found.work)
+    said = " ".join(describe_search(better, "--data made"))
+    gaps = np.subtract([0.80, 0.79, 0.81, 0.80], rows["single", 0.1])
+    half = 3.182446 * np.std(gaps, ddof=1) / 2
+    low, high = 100 * (gaps.mean() - half), 100 * (gaps.mean() + half)
+    assert f"+{100 * gaps.mean():.2f} points, 95 % interval +{low:.2f} to +{high:.2f}, paired over clients" in said
+    assert "Beyond FedAvg's work, each client fine-tunes." in said
+    assert "--methods fedavg@0.1,single@0.1,fedbabu@0.1 " in said
+
+
+def test_methods_that_are_always_tried_are_the_last_to_go_and_what_goes_is_said(tiny, quick, monkeypatch):
+    cost = Cost(round=1.0, evaluation=0.1), ""
+    monkeypatch.setattr(searching, "measure_cost", lambda *_: cost)
+    experiment = make_python_experiment({"data": tiny, "methods": "fedavg", "rounds": 9, "validation": 0.2})
+    plans = [searching.begin_search(experiment, None, (0.01, 0.1), minutes) for minutes in (0.2, 1000.0)]
+    assert set(plans[0].reasons) == {"fedavg", "single", "fedbn", "fedavg+gn"}
+    assert set(plans[1].reasons) - set(plans[0].reasons) <= set(plans[0].dropped)
+    said = " ".join(describe_search(plans[0]))
+    assert "Left out, since the budget does not allow them: " in said
+    for name in plans[0].dropped:
+        assert name in said
+    with pytest.raises(UsageError, match=r"fedavg and single and fedbn and fedavg\+gn at one learning rate"):
+        searching.begin_search(experiment, None, (0.01, 0.1), 0.01)
+
+
+def test_a_search_measures_validation_data_alone_and_ends_with_its_budget(cli, small, tiny_folder, tmp_path):
+    done = cli("advise", "--data", tiny_folder, *WORDS, "--out", "found")
+    assert "Testing labels ..." in done.out
+    assert "validation accuracy" in done.out
+    files = list((tmp_path / "found" / "search" / "trials").glob("*/*.json*"))
+    rows = [row for path in files if path.suffix == ".jsonl" for row in read_rows(path)]
+    assert {row["split"] for row in rows if "split" in row} == {"train", "validation"}
+    search = replace(read_search(tmp_path / "found"), results=(), budget=1e-9, spent=0.0)
+    experiment = searching.hold_out(
+        lambda held: make_python_experiment({"data": str(tiny_folder), "methods": "fedavg", "rounds": 3, **held})
+    )
+    ended = searching.continue_search(experiment, search, tmp_path / "late", jobs=1)
+    assert (ended.overtime, ended.results) == (True, ())
+    said = " ".join(describe_search(ended))
+    assert "the budget of 1e-09 minutes is used: 0 of 2 rungs have ended; then 4 candidates were to train for 1" in said
+
+
 def test_diverged_candidates_and_unmeasured_clients_are_left_out_and_said():
     rows = {
         ("fedavg", 0.1): [0.5, 0.6, None, 0.5], ("fedavg", 0.3): [None] * 4,
@@ -191,7 +240,7 @@ WORDS = ("--methods", "fedavg,fedbn", "--rates", "0.01,0.1", "--rounds", 3, "--b
 @pytest.fixture
 def small(quick, unpublished, monkeypatch):
     """Two rungs for four candidates, and no pages."""
-    monkeypatch.setattr(searching, "FINALISTS", 2)
+    monkeypatch.setattr(planning, "FINALISTS", 2)
 
 
 def test_a_search_trains_as_a_comparison_does_and_python_finds_the_same(cli, small, tiny_folder, tmp_path):
@@ -247,10 +296,10 @@ def test_stopped_by_ctrl_c_a_search_goes_on_where_it_was(
 
     monkeypatch.setattr(command, "show_progress", listening)
     first = cli(*told, "--out", "stopped", "--jobs", 1)
-    assert (first.code, "PARTIAL: 0 of 2 rungs have ended" in first.out) == (130, True)
+    assert (first.code, "PARTIAL: it was stopped: 0 of 2 rungs have ended" in first.out) == (130, True)
     assert "continue with: fedshift advise --resume stopped" in first.out
     second = cli("advise", "--resume", "stopped", "--jobs", 1)
-    assert (second.code, "PARTIAL: 1 of 2 rungs have ended" in second.out) == (130, True)
+    assert (second.code, "PARTIAL: it was stopped: 1 of 2 rungs have ended" in second.out) == (130, True)
     assert cli("advise", "--resume", "stopped", "--jobs", 1).code == 0
     assert len(heard) == 4 + 2 * len(read_search(tmp_path / "whole").members(1))
     assert read_search(tmp_path / "stopped") == read_search(tmp_path / "whole")

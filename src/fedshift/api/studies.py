@@ -32,7 +32,7 @@ def advise(
 
     Args:
         data: As for :func:`compare`.
-        budget: Minutes for training and evaluation, estimated from steps timed on this machine.
+        budget: Minutes for everything, diagnosis and timing included, predicted by timing a round of each method.
         methods: Methods to try, as for :func:`compare`; by default those that a diagnosis favors.
         rates: Learning rates to try with each method.
         out: Directory to keep the search in; None: a temporary one, deleted with the result.

@@ -6,7 +6,7 @@ import shlex
 from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -25,6 +25,9 @@ from ..console.terminal import (
 from ..utils.errors import UsageError
 from .run import find_kind, make_checked, use_threads
 
+if TYPE_CHECKING:
+    from ..data.files.read_options import Progress
+
 COMPUTING = frozenset(("engine", "workers", "device", "threads", "data", "root", "log"))
 """Settings that may be changed when a search continues."""
 CHANGED = frozenset(
@@ -42,8 +45,10 @@ def advise(
     if output.resume:
         _check_same(spec, output.resume)
     console, shown = Console(), Console(quiet=output.quiet)
-    with show_loading(shown) as progress:
+    with show_loading(shown) as bar:
+        progress = _say_steps(shown, bar)
         from ..diagnosis.search import BASELINE, begin_search, continue_search, hold_out, parse_rates, read_search
+        from ..diagnosis.search_report import describe_plan
         from ..experiments.factory import anchor_paths, make_methods
         from ..experiments.loggers import parse_loggers, require_packages
         from ..results.run_directory import RunDirectory
@@ -64,6 +69,7 @@ def advise(
     with closing(RunDirectory(directory, resume=output.resume is not None)) as kept:
         kept.write_settings(asdict(spec))
         print_line(console, f"{directory}: {len(search.candidates)} candidates on {experiment.data.name}")
+        print_line(shown, describe_plan(search))
         try:
             with catch_interrupts(console) as stop, show_progress(shown) as observer:
                 search = continue_search(
@@ -72,7 +78,20 @@ def advise(
         except KeyboardInterrupt:
             return report_stop(console, "advise", directory)
     _publish(spec, directory, console)
-    return 0 if search.ended else report_stop(console, "advise", directory)
+    return 0 if search.ended or (search.overtime and search.results) else report_stop(console, "advise", directory)
+
+
+def _say_steps(console: Console, bar: Progress) -> Progress:
+    """Return a callback that prints a line as a step of the diagnosis or the timing begins, and moves ``bar``."""
+    said = set[str]()
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what not in said and what.startswith(("testing", "timing")):
+            said.add(what)
+            print_line(console, f"{what[0].upper()}{what[1:]} ...")
+        bar(what, done, total)
+
+    return progress
 
 
 def _check_same(spec: AdviseSpec, directory: Path) -> None:
@@ -95,15 +114,13 @@ def rebuild_advice(directory: Path, console: Console) -> None:
 
 def _publish(spec: AdviseSpec, directory: Path, console: Console) -> None:
     """Print and write the results so far of the search in ``directory``."""
-    from ..diagnosis.search import RUN, read_search
+    from ..diagnosis.search import read_search
     from ..diagnosis.search_report import list_parts, write_search
     from ..report.formatting import TextTable, to_terminal
-    from ..report.publication import publish_run
 
     search = read_search(directory)
     write_search(search, directory)
-    publish_run(directory / RUN, Console(quiet=True))
-    for part in list_parts(search, directory, _format_flags(spec)):
+    for part in list_parts(search, _format_flags(spec)):
         if isinstance(part, TextTable):
             make_console().print(to_terminal(part))
         else:

@@ -352,8 +352,9 @@ class AdviseSpec(CompareSpec):
     favors, and some that are always worth trying."""
 
     budget: Annotated[float, Field(gt=0, allow_inf_nan=False), Parameter(group=SEARCHING)] = 10.0
-    """Minutes for training and evaluation, estimated from steps timed on this machine; if they do not suffice, fewer
-    rounds than --rounds, fewer learning rates and fewer methods are tried."""
+    """Minutes for everything, diagnosis and timing included, predicted by timing a round of each method; if they do not
+    suffice, fewer rounds than --rounds, fewer learning rates and fewer methods are tried. When they are used, the
+    search ends."""
 
     rates: Annotated[Names, Parameter(group=SEARCHING)] = AUTO
     """Learning rates to try with each method, comma-separated; by default 0.003, 0.01, 0.03, 0.1 and 0.3, with adamw a

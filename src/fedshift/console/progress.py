@@ -39,7 +39,7 @@ class _ProgressObserver(Observer):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.rounds = 0
-        self.metric = "accuracy"
+        self.metric, self.split = "accuracy", "test"
         self.now = _TrialProgress(method="", seed=0, number=0)
         self.running: dict[tuple[str, int], _TrialProgress] = {}
         self.engines: set[tuple[str, str]] = set()
@@ -70,10 +70,11 @@ class _ProgressObserver(Observer):
         self.now.figure |= self._measure(done.rows)
 
     def _measure(self, rows: Iterable[Row]) -> dict[str, float]:
-        """Return the metric on test data as printed, for the clients that define it."""
-        tested = rows_to_frame(
-            row for row in rows if (row["split"], row["model"], row["moment"]) == ("test", "personal", "loaded")
-        )
+        """Return the metric on test data, or on validation data alone, as printed, for the clients that define it."""
+        rows = [row for row in rows if (row["model"], row["moment"]) == ("personal", "loaded")]
+        if rows:
+            self.split = "test" if any(row["split"] == "test" for row in rows) else "validation"
+        tested = rows_to_frame(row for row in rows if row["split"] == self.split)
         defined = metric_unit(self.metric)[0] * compute_metric(tested.set_index("client"), self.metric).dropna()
         return {str(client): float(value) for client, value in defined.items()}
 
@@ -119,7 +120,8 @@ class PlainLines(_ProgressObserver):
         elapsed = time.monotonic() - self.began
         left = elapsed / self.run * self.left
         unit = "" if self.metric in UNITS else " %"
-        figure = f"{METRICS[self.metric]} {_mean(reached):.2f}{unit} ({'worst: ' if many else ''}{each})"
+        said = "" if self.split == "test" else f"{self.split} "
+        figure = f"{said}{METRICS[self.metric]} {_mean(reached):.2f}{unit} ({'worst: ' if many else ''}{each})"
         self.console.print(
             f"{now.method} seed {now.seed} round {done.round}/{self.rounds}: "
             f"loss {_mean(now.loss):.4f}, {figure}, "
@@ -198,7 +200,7 @@ class LiveDisplay(_ProgressObserver):
         """Return the current bar and tables; the display calls this several times a second."""
         names, table = list(self.names), Table(box=None, padding=(0, 2))
         shown = next((trial for trial in list(self.running.values()) if trial.number < self.rounds), self.now)
-        for title in ("client", "training loss", f"test {METRICS[self.metric]}"):
+        for title in ("client", "training loss", f"{self.split} {METRICS[self.metric]}"):
             table.add_column(title, justify="left" if title == "client" else "right")
         for name in names[:SHOWN]:
             table.add_row(name, *_format_progress(shown.loss.get(name), shown.figure.get(name)))
@@ -211,7 +213,7 @@ class LiveDisplay(_ProgressObserver):
     def _tabulate_methods(self) -> Table:
         """Return each method's macro metric so far: the mean over its finished seeds, and an unfinished one."""
         table = Table(box=None, padding=(0, 2))
-        for title in ("method", "finished seeds", f"macro test {METRICS[self.metric]}", "unfinished"):
+        for title in ("method", "finished seeds", f"macro {self.split} {METRICS[self.metric]}", "unfinished"):
             table.add_column(title, justify="left" if title == "method" else "right")
         for method, runs in self.macros.items():
             found = list(runs.values())

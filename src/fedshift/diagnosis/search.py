@@ -13,12 +13,12 @@ rounds fit into the budget follows from steps timed on this machine, which are c
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
 import pandas as pd
@@ -29,33 +29,31 @@ from ..config.spec import AUTO
 from ..core.method import Method
 from ..core.optimizer import AdamW, Optimizer
 from ..data.files.read_options import Progress
-from ..engines.auto import measure_seconds
 from ..engines.engine import Diverged
 from ..experiments.experiment import Experiment
 from ..experiments.factory import parse_methods
 from ..experiments.jobs import Jobs
 from ..experiments.observer import Observer
-from ..experiments.trial import Trial
 from ..methods.tuned import tuned
 from ..results.run_directory import trial_folder
 from ..results.schema import LOWER_IS_BETTER, compute_metric, rows_to_frame
-from ..results.trial_records import read_rounds, stream_measurements
+from ..results.trial_records import read_lag, read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, UsageError
 from . import Diagnosis, diagnose
+from .budget import PER_METHOD, Cost, Rung, fit_budget, measure_cost, plan_rungs, predict_seconds
 from .rendering import interpret
 
-SHARE = 3
-"""One of so many candidates goes on to the next rung, for so many times the rounds."""
-FINALISTS = 8
-"""Most candidates of which none is dropped before the last round."""
-PER_METHOD = 2
-"""Most learning rates of a method that go on to another rung."""
 MOST_METHODS = 12
 """Most methods that a diagnosis makes candidates: FedAvg, eight advised ones and three in any case."""
 SMALL_BATCH = 4
 """Batch size up to which methods without BatchNorm come first."""
-BASELINE = "fedavg"
+BASELINE, ALONE = "fedavg", "single"
+"""Methods that stay to the end, since the advised one is compared with them."""
+CONFIRMING = 5
+"""Seeds of the comparison that is to confirm the advice."""
+LARGE_PART = 0.05
+"""A round that is predicted to take this part of the budget is not timed, but predicted from a step."""
 FILE, RUN = "search.json", "search"
 """File with the plan and the results of a search in its directory, and the run directory of its trials there."""
 RATES, ADAMW_RATES = (0.003, 0.01, 0.03, 0.1, 0.3), (0.0001, 0.0003, 0.001, 0.003, 0.01)
@@ -80,14 +78,6 @@ class Candidate:
     rate: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rung:
-    """So many candidates, each trained for ``rounds`` rounds in all."""
-
-    candidates: int
-    rounds: int
-
-
 Values = dict[str, dict[str, float | None]]
 """Validation metric of each client, mean over seeds, by candidate; None where it is undefined or training diverged."""
 
@@ -97,8 +87,10 @@ class Search:
     """Plan of a search, and the results of the rungs that were run.
 
     ``reasons``: for trying each method. ``refused``: methods that do not fit, and why. ``findings`` and ``cautions``:
-    of the diagnosis. ``seconds``: predicted for training and evaluation. ``asked``: rounds that were asked for, of
-    which the budget may allow fewer.
+    of the diagnosis. ``seconds``: predicted for everything, diagnosis and timing included. ``asked``: rounds that were
+    asked for, of which the budget may allow fewer. ``dropped``: methods and rates that the budget does not allow.
+    ``work``: work of a method beyond FedAvg's, in words; ``costs``: seconds of a round with its evaluation. ``spent``:
+    seconds used so far. ``overtime``: the budget was used before all rungs were run.
     """
 
     federation: str
@@ -111,15 +103,25 @@ class Search:
     cautions: tuple[str, ...]
     candidates: tuple[Candidate, ...]
     rungs: tuple[Rung, ...]
-    seconds: float
+    seconds: float = field(compare=False)
     asked: int
     budget: float
     results: tuple[Values, ...] = ()
+    dropped: tuple[str, ...] = ()
+    work: Mapping[str, str] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict, compare=False)
+    spent: float = field(default=0.0, compare=False)
+    overtime: bool = field(default=False, compare=False)
 
     @property
     def ended(self) -> bool:
         """Return whether all rungs were run."""
         return len(self.results) == len(self.rungs)
+
+    @property
+    def last(self) -> Rung:
+        """The last rung that was run."""
+        return self.rungs[len(self.results) - 1]
 
     @property
     def sign(self) -> int:
@@ -160,11 +162,20 @@ class Search:
                 and [k.method for k in kept].count(each.method) < PER_METHOD
             ):
                 kept.append(each)
-        return tuple(each for each in self.candidates if each in (*kept, self.find_baseline(rung - 1)))
+        return tuple(each for each in self.candidates if each in (*kept, *self._list_references(rung - 1)))
+
+    def _list_references(self, rung: int) -> list[Candidate]:
+        """Return the baseline and training alone at their best learning rates in a rung."""
+        alone = self.find(ALONE, rung)
+        return [self.find_baseline(rung), *([alone] if alone else [])]
+
+    def find(self, method: str, rung: int = -1) -> Candidate | None:
+        """Return ``method`` at its best learning rate in a rung; None where it is not among its candidates."""
+        return next((each for each in self.rank(rung) if each.method == method), None)
 
     def find_baseline(self, rung: int) -> Candidate:
         """Return the baseline at its best learning rate in a rung."""
-        found = next((each for each in self.rank(rung) if each.method == self.baseline), None)
+        found = self.find(self.baseline, rung)
         if found is None:
             raise FedshiftError(f"{self.baseline} diverged at every learning rate: give smaller ones (--rates)")
         return found
@@ -173,14 +184,23 @@ class Search:
     def best(self) -> Candidate:
         """The candidate that is best on validation data in the last rung.
 
-        Where that choice, made without a client, loses to the baseline at this client on average, it is the baseline.
+        Where that choice, made without a client, loses to the baseline at this client on average, it is the baseline;
+        where what is then advised gains nothing over training alone there, it is training alone, which is simpler.
         """
-        return self.find_baseline(-1) if self.expected.mean < 0 else self.rank(-1)[0]
+        alone = self.find(ALONE)
+        if self.expected.mean < 0:
+            base = self.find_baseline(-1)
+            return alone if alone and self.gain(base, -1, alone).mean < 0 else base
+        gained = self.expected_over(ALONE)
+        return alone if alone and gained and not gained.mean > 0 else self.rank(-1)[0]
 
-    def gain(self, candidate: Candidate, rung: int) -> PairedDifference:
-        """Return how much better ``candidate`` is in a rung than the baseline at its best rate, paired over clients."""
+    def gain(self, candidate: Candidate, rung: int, over: Candidate | None = None) -> PairedDifference:
+        """Return how much better ``candidate`` is in a rung than ``over``, paired over clients.
+
+        ``over``: None: the baseline at its best learning rate.
+        """
         table = self.table(rung)
-        ours, theirs = (self.sign * table[each.name] for each in (candidate, self.find_baseline(rung)))
+        ours, theirs = (self.sign * table[each.name] for each in (candidate, over or self.find_baseline(rung)))
         return paired_difference(ours.tolist(), theirs.tolist())
 
     @cached_property
@@ -189,78 +209,21 @@ class Search:
 
         The best value of several is too high by chance; here no client's data both choose and measure.
         """
+        found = self.expected_over(self.baseline)
+        return found if found else paired_difference([], [])
+
+    def expected_over(self, method: str) -> PairedDifference | None:
+        """Return the gain like :attr:`expected` over ``method``; None where the last rung has not measured it."""
         table = self.sign * self.table(-1)
-        base = [each.name for each in self.candidates if each.method == self.baseline and each.name in table]
+        base = [each.name for each in self.candidates if each.method == method and each.name in table]
+        if not base:
+            return None
         ours, theirs = list[float](), list[float]()
         for client in table.index if len(table) > 1 else ():
             others = table.drop(index=client).mean()
             ours.append(float(table.loc[client, others.idxmax()]))
             theirs.append(float(table.loc[client, others[base].idxmax()]))
         return paired_difference(ours, theirs)
-
-
-def plan_rungs(candidates: int, rounds: int, methods: int) -> tuple[Rung, ...]:
-    """Return the rungs for so many candidates of so many methods, the last of which trains for ``rounds`` rounds."""
-    sizes = [candidates]
-    while sizes[-1] > FINALISTS:
-        kept = -(-sizes[-1] // SHARE)
-        if len(sizes) == 1 and methods < candidates:
-            kept = max(kept, methods)
-        sizes.append(kept)
-    found: dict[int, int] = {}
-    for place, size in enumerate(sizes):
-        found.setdefault(-(-rounds // SHARE ** (len(sizes) - 1 - place)), size)
-    return tuple(Rung(candidates=size, rounds=number) for number, size in found.items())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Seconds of a method for a round, and for an evaluation."""
-
-    round: float
-    evaluation: float
-
-
-def predict_seconds(rungs: Sequence[Rung], costs: Sequence[Cost], rates: int) -> float:
-    """Return the seconds of ``rungs`` at most, for methods with ``costs`` at so many learning rates each."""
-    total, done = 0.0, 0
-    for rung in rungs:
-        ordered = sorted(costs, key=lambda cost: cost.round, reverse=True)
-        extra = rung is not rungs[0]  # the baseline goes on beside them
-        slots = [cost for cost in ordered for _ in range(rates if not extra else PER_METHOD)][: rung.candidates + extra]
-        total += sum((rung.rounds - done) * cost.round + cost.evaluation for cost in slots)
-        done = rung.rounds
-    return total
-
-
-def fit_budget(
-    costs: Mapping[str, Cost], rates: Sequence[float], rounds: int, seconds: float
-) -> tuple[list[str], list[float], int]:
-    """Return methods, learning rates and rounds that take at most ``seconds``.
-
-    Rounds are reduced first, but not below those of three rungs; then the outermost learning rates are left out, then
-    the last methods, and then rounds further. Raises :class:`UsageError` where two methods at one rate take longer.
-    """
-    methods, left = list(costs), sorted(rates)
-    options = [(methods, left)]
-    while len(left) > 1:
-        left = left[1:-1] or left[:1]
-        options.append((methods, left))
-    while len(methods) > 2:
-        methods = methods[:-1]
-        options.append((methods, left))
-    needed = math.inf
-    for least, tried in ((min(rounds, SHARE**2), options), (1, options[-1:])):
-        for methods, left in tried:
-            chosen = [costs[method] for method in methods]
-            for number in range(rounds, least - 1, -1):
-                needed = predict_seconds(plan_rungs(len(methods) * len(left), number, len(methods)), chosen, len(left))
-                if needed <= seconds:
-                    return methods, left, number
-    raise UsageError(
-        f"budget={seconds / 60:g} minutes: one round of {' and '.join(methods)} at one learning rate takes about "
-        f"{needed / 60:.2g} minutes here: give at least that, fewer --samples, or a smaller --model"
-    )
 
 
 def parse_rates(rates: str | Sequence[float], optimizer: Optimizer) -> tuple[float, ...]:
@@ -277,10 +240,18 @@ def parse_rates(rates: str | Sequence[float], optimizer: Optimizer) -> tuple[flo
 
 
 def hold_out(make: Callable[[dict[str, Any]], Experiment]) -> Experiment:
-    """Return the experiment that ``make`` makes of further settings, with validation data held out if it has none."""
-    made = make({})
+    """Return the experiment that ``make`` makes of further settings, with validation data held out if it has none.
+
+    It measures validation data alone: a search shows no test data, and none can choose.
+    """
+
+    def prepare(settings: dict[str, Any]) -> Experiment:
+        found = make(settings)
+        return replace(found, settings=replace(found.settings, splits=("validation",)))
+
+    made = prepare({})
     trained = [client for client in made.data.clients if client.name not in made.settings.newcomers]
-    return made if all(client.validation for client in trained) else make({"validation": VALIDATION})
+    return made if all(client.validation for client in trained) else prepare({"validation": VALIDATION})
 
 
 def begin_search(
@@ -296,14 +267,14 @@ def begin_search(
         experiment: data, model, settings and seeds; its methods are ignored.
         methods: methods to try, the first of which is the baseline unless FedAvg is among them; None: by the diagnosis.
         rates: learning rates to try of methods that set none.
-        budget: minutes of training and evaluation.
+        budget: minutes of everything: diagnosis, timing, training and evaluation.
         progress: callback for progress.
 
     Raises:
         UsageError: there is no second client or no method that fits, or the budget is too small for any.
 
     """
-    data, settings = experiment.data, experiment.settings
+    began, data, settings = time.monotonic(), experiment.data, experiment.settings
     members = data.select_clients(name for name in data.names if name not in settings.newcomers)
     if methods is None:
         found = diagnose(members, progress=progress)
@@ -312,13 +283,17 @@ def begin_search(
     else:
         reasons, named = {method.name: "as asked for" for method in methods}, True
     known = {each.name: each for each in methods}
+    if named:
+        found = diagnose(members, progress=progress)
     reasons = dict(zip(known, reasons.values(), strict=True))  # by the name that a method has
-    costs, refused = dict[str, Cost](), dict[str, str]()
-    for number, (name, method) in enumerate(known.items()):
+    costs, refused, work = dict[str, Cost](), dict[str, str](), dict[str, str]()
+    always = [] if named else [each.name for each in parse_methods(",".join((BASELINE, *GENERAL)))]
+    order = [*(name for name in always if name in known), *(name for name in known if name not in always)]
+    for number, name in enumerate(order):
         if progress is not None:
-            progress("timing a step of each method", number, len(known))
+            progress("timing a round of each method", number, len(order))
         try:
-            costs[name] = measure_cost(experiment, method)
+            costs[name], work[name] = measure_cost(experiment, known[name], LARGE_PART * 60 * budget)
         except UsageError as error:
             if named:
                 raise
@@ -332,13 +307,14 @@ def begin_search(
             f"(--methods). {'; '.join(refused.values())}"
         )
     costs = {baseline: costs.pop(baseline), **costs}  # the last to be left out
+    keep = 2 if named else max(2, sum(name in costs for name in always))
     several = len(experiment.seeds)
     scaled = {name: Cost(round=several * c.round, evaluation=several * c.evaluation) for name, c in costs.items()}
-    chosen, left, rounds = fit_budget(scaled, rates, settings.rounds, 60 * budget)
+    held, spent = 1 + (ALONE in costs), time.monotonic() - began
+    chosen, left, rounds = fit_budget(scaled, rates, settings.rounds, 60 * budget, keep=keep, spent=spent, held=held)
     candidates = [each for name in chosen for each in tune(known[name], left)]
     rungs = plan_rungs(len(candidates), rounds, len(chosen))
-    if named:
-        found = diagnose(members, progress=progress)
+    dropped = [*(name for name in costs if name not in chosen), *(f"lr={rate:g}" for rate in rates if rate not in left)]
     return Search(
         federation=data.name,
         metric=settings.metric,
@@ -350,9 +326,13 @@ def begin_search(
         cautions=found.advice.cautions,
         candidates=tuple(candidates),
         rungs=rungs,
-        seconds=predict_seconds(rungs, [scaled[name] for name in chosen], len(left)),
+        seconds=spent + predict_seconds(rungs, [scaled[name] for name in chosen], len(left), held),
         asked=settings.rounds,
         budget=budget,
+        dropped=tuple(dropped),
+        work={name: work[name] for name in chosen if work[name]},
+        costs={name: costs[name].round + costs[name].evaluation for name in chosen},
+        spent=time.monotonic() - began,
     )
 
 
@@ -377,29 +357,6 @@ def tune(method: Method, rates: Sequence[float]) -> Iterator[Candidate]:
         yield Candidate(name=tuned(method, lr=rate).name, method=method.name, rate=rate)
 
 
-def measure_cost(experiment: Experiment, method: Method) -> Cost:
-    """Return the seconds of a round and of an evaluation under one seed, by a step timed on this machine, cached.
-
-    Raises :class:`UsageError` where the method does not fit, also where it cannot be continued for more rounds.
-    """
-    if method.freeze and isinstance(method.freeze.after, float):
-        raise UsageError(
-            f"{method.name} freezes after a share of all rounds, and a search trains for more and more: give a number "
-            "of rounds, fixbn(switch=10)"
-        )
-    settings = experiment.settings
-    with closing(Trial(method, experiment.model, experiment.data, settings, experiment.seeds[0])) as trial:
-        clients = len(settings.draw_participants(trial.seed, 1, trial.clients.names))
-        seconds = measure_seconds(
-            trial.plan, trial.train, clients=clients, rounds=1, workers=settings.workers, augment=settings.augment
-        )
-        work, sizes = trial.plan.work, [len(split) for split in trial.train.values()]
-        samples = sum(work.average_round(size, trial.plan.smallest_batch)[1] for size in sizes)
-    measured = sum(len(part) for c in experiment.data.clients for name, part in c.splits.items() if name != "train")
-    forward = seconds * len(sizes) / clients / samples / 3  # a step costs three forward passes
-    return Cost(round=seconds, evaluation=forward * measured)
-
-
 def continue_search(
     experiment: Experiment,
     search: Search,
@@ -412,8 +369,34 @@ def continue_search(
 ) -> Search:
     """Run the rungs of ``search`` that have not been run in ``directory``, until ``stop`` is set; return its results.
 
-    ``methods``: those that :func:`begin_search` was given. Results are written after each rung.
+    ``methods``: those that :func:`begin_search` was given. Results are written after each rung. What is left of the
+    budget ends the search after the rounds in progress; a search that continues has the whole budget again.
     """
+    stop, began, before = stop or Event(), time.monotonic(), search.spent
+    left = 60 * search.budget - (0.0 if search.overtime or search.results else before)
+    search, late = replace(search, overtime=False), Event()
+
+    def end() -> None:
+        late.set()
+        stop.set()
+
+    timer = Timer(max(0.0, left), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        search = _run_rungs(experiment, search, directory, methods, observer, stop, jobs)
+    finally:
+        timer.cancel()
+    overtime = late.is_set() and not search.ended
+    search = replace(search, overtime=overtime, spent=before + time.monotonic() - began)
+    save_search(search, directory)
+    return search
+
+
+def _run_rungs(
+    experiment: Experiment, search: Search, directory: Path, methods: Sequence[Method] | None,
+    observer: Observer | None, stop: Event, jobs: Jobs,
+) -> Search:  # fmt: skip
     known = {each.name: each for each in methods} if methods is not None else {}
     save_search(search, directory)
     while not search.ended:
@@ -433,7 +416,7 @@ def continue_search(
             finished = True  # the others have ended, and it is not measured
         if not finished:
             break
-        search = replace(search, results=(*search.results, read_values(part, path, rounds)))
+        search = replace(search, results=(*search.results, read_values(part, path, rounds, search.asked)))
         save_search(search, directory)
     return search
 
@@ -447,8 +430,12 @@ def _make_method(candidate: Candidate, known: Mapping[str, Method]) -> Method:
     return method if candidate.rate is None else tuned(method, lr=candidate.rate)
 
 
-def read_values(experiment: Experiment, path: Path, rounds: int) -> Values:
-    """Return the validation metric of each client after ``rounds`` rounds of the run in ``path``, mean over seeds."""
+def read_values(experiment: Experiment, path: Path, rounds: int, asked: int) -> Values:
+    """Return the validation metric of each client after ``rounds`` rounds of the run in ``path``, mean over seeds.
+
+    After fewer rounds than ``asked``, models are compared with BatchNorm statistics estimated anew, where the running
+    ones lag (:mod:`fedshift.evaluation.statistics_lag`), since they would not after more rounds.
+    """
     found: Values = {}
     trained = [c.name for c in experiment.data.clients if c.name not in experiment.settings.newcomers]
     for method in experiment.methods:
@@ -461,6 +448,9 @@ def read_values(experiment: Experiment, path: Path, rounds: int) -> Values:
                 if (row["round"], row["split"], row["model"], row["moment"])
                 == (rounds, "validation", "personal", "loaded")
             )
+            again = [row for row in read_lag(folder) if row["round"] == rounds and rounds < asked]
+            fresh = rows_to_frame(r for r in again if (r["split"], r["model"]) == ("validation", "personal"))
+            kept = fresh if len(fresh) else kept
             if len(kept):
                 measured = compute_metric(kept, experiment.settings.metric)
                 values[seed] = pd.Series(measured.to_numpy(dtype=float), index=kept["client"]).reindex(trained)

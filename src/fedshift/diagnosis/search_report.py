@@ -17,7 +17,7 @@ from ..report.formatting import write_table as write_report_table
 from ..report.html import render_template
 from ..report.publication import print_parts
 from ..results.schema import METRICS, metric_unit
-from .search import RUN, Candidate, Search
+from .search import ALONE, CONFIRMING, Candidate, Search
 
 NOTE = (
     "Gain: over {baseline} at its best learning rate after the same rounds. Intervals: 95 %, Student's, of the mean "
@@ -64,7 +64,7 @@ def format_search(search: Search) -> TextTable:
             format_signed(scale * row["gain"], digits),
             _format_interval(row["low"], row["high"], scale, digits),
         ]
-        best = bool(search.ended and method == search.best.method)
+        best = method == search.best.method
         rows.append((TextCell(text=str(method), best=best), *cells))
     header = ("method", "lr", "rounds", METRICS[search.metric], f"gain, {unit}", "interval")
     return make_table(header, rows, note=NOTE.format(baseline=search.baseline))
@@ -82,22 +82,36 @@ def describe_search(search: Search, flags: str | None = None) -> Iterator[str]:
     ``flags``: command-line flags with the settings of all methods; None: no command is given.
     """
     if not search.ended:
-        yield f"PARTIAL: {len(search.results)} of {len(search.rungs)} rungs have ended; --resume goes on."
-        if not search.results:
-            return
-    else:
+        yield _describe_rest(search)
+    if search.results:
         yield from _describe_best(search)
     for method, why in search.refused.items():
         yield f"Left out: {method}, since {why}."
+    if search.dropped:
+        yield f"Left out, since the budget does not allow them: {', '.join(search.dropped)}."
     yield from search.cautions
     yield describe_plan(search)
-    if search.ended and flags is not None:
-        names = list(dict.fromkeys((search.find_baseline(-1).name, search.best.name)))
-        yield "To confirm it on test data, with seeds that chose nothing:"
+    if search.results and flags is not None:
+        compared = [each for each in (search.find_baseline(-1), search.find(ALONE), search.best) if each is not None]
+        names = list(dict.fromkeys(each.name for each in compared))
+        methods = {each.method for each in compared}
+        known = [search.costs[method] for method in methods if method in search.costs]
+        minutes = sum(known) * search.asked * CONFIRMING / 60
+        took = f", in about {minutes:.2g} minutes" if len(known) == len(methods) else ""
+        yield f"To confirm it on test data, with seeds that chose nothing{took}, which are not part of the budget:"
         yield (
-            f"fedshift compare {flags} --methods {quote(','.join(names))} --rounds {search.rungs[-1].rounds} "
-            f"--first-seed {search.seeds} --seeds 5"
+            f"fedshift compare {flags} --methods {quote(','.join(names))} --rounds {search.asked} "
+            f"--first-seed {search.seeds} --seeds {CONFIRMING}"
         )
+
+
+def _describe_rest(search: Search) -> str:
+    """Return what a search that has not ended did not do."""
+    done, rung = len(search.results), search.rungs[len(search.results)]
+    why = f"the budget of {search.budget:g} minutes is used" if search.overtime else "it was stopped"
+    undone = f"{rung.candidates} candidates were to train for {rung.rounds} rounds"
+    basis = "" if done else ", and nothing can be advised yet"
+    return f"PARTIAL: {why}: {done} of {len(search.rungs)} rungs have ended; then {undone}{basis}. --resume goes on."
 
 
 def _describe_best(search: Search) -> Iterator[str]:
@@ -105,8 +119,16 @@ def _describe_best(search: Search) -> Iterator[str]:
     macro = search.table(-1).mean()
     scale, digits, _ = metric_unit(search.metric)
     value, other = (f"{scale * macro[each.name]:.{digits}f}" for each in (best, base))
-    said = f"Advised: {_name(best)}, the best on validation data after {search.rungs[-1].rounds} rounds"
-    if best.name != search.rank(-1)[0].name:
+    said = f"Advised: {_name(best)}, the best on validation data after {search.last.rounds} rounds"
+    alone = search.find(ALONE)
+    if alone and best == alone and best.name != search.rank(-1)[0].name:
+        first = search.rank(-1)[0]
+        yield (
+            f"Advised: {_name(best)}, which trains each client by itself. {_name(first)} is better on validation data "
+            f"({METRICS[search.metric]} {scale * macro[first.name]:.{digits}f}; {value}), but no better than training "
+            "alone at clients that had no part in choosing it, and training alone is simpler."
+        )
+    elif best.name != search.rank(-1)[0].name:
         first = search.rank(-1)[0]
         yield (
             f"Advised: {_name(best)}. {_name(first)} is better on validation data ({METRICS[search.metric]} "
@@ -117,11 +139,30 @@ def _describe_best(search: Search) -> Iterator[str]:
     else:
         yield f"{said} ({METRICS[search.metric]} {value}; {_name(base)} {other})."
     yield _describe_gain(search, search.expected, scale, digits, unit)
+    if alone and best != alone:
+        yield _describe_alone(search, alone, scale, digits, unit)
     yield f"Why {best.method}: {search.reasons[best.method]}."
+    if best.method in search.work:
+        yield f"Beyond FedAvg's work, {search.work[best.method]}."
+    if best.method in search.costs and base.method in search.costs and best.method != base.method:
+        ratio = search.costs[best.method] / search.costs[base.method]
+        yield f"A round of {best.method} with its evaluation takes {ratio:.1f} times as long as one of {base.method}."
     rates = sorted({each.rate for each in search.candidates if each.rate is not None})
     if len(rates) > 1 and best.rate in (rates[0], rates[-1]):
         end, beyond = ("smallest", "smaller") if best.rate == rates[0] else ("largest", "larger")
         yield f"{best.rate:g} is the {end} learning rate that was tried: a {beyond} one may be better (--rates)."
+
+
+def _describe_alone(search: Search, alone: Candidate, scale: float, digits: int, unit: str) -> str:
+    """Return how the advised method compares with training alone, paired over clients."""
+    gain = search.gain(search.best, -1, alone)
+    said = f"Over training alone ({_name(alone)}): {format_signed(scale * gain.mean, digits)} {unit}"
+    if math.isnan(gain.low):
+        return f"{said}; no interval can be given for {gain.pairs} clients."
+    said += f", 95 % interval {_format_interval(gain.low, gain.high, scale, digits)}, paired over clients."
+    if gain.low <= 0:
+        said += " The interval contains 0: it is not shown to be better than training alone, which needs no federation."
+    return said
 
 
 def _describe_gain(search: Search, gain: PairedDifference, scale: float, digits: int, unit: str) -> str:
@@ -150,8 +191,10 @@ def describe_plan(search: Search) -> str:
     fewer = "" if search.rungs[-1].rounds == search.asked else f" (of {search.asked} asked for)"
     return (
         f"Searched: {len(search.candidates)} candidates in rungs, {rungs} rounds{fewer}, predicted to take "
-        f"{search.seconds / 60:.1f} of {search.budget:g} minutes. How many candidates and rounds fit depends on the "
-        "speed of this machine; with the same number of both, results are the same."
+        f"{search.seconds / 60:.1f} of {search.budget:g} minutes, diagnosis and timing included; "
+        f"{search.spent / 60:.1f} are used. Only validation data are measured; after fewer rounds than asked for, with "
+        "BatchNorm statistics estimated anew. How many candidates and rounds fit depends on the speed of this machine; "
+        "with the same number of both, results are the same."
     )
 
 
@@ -166,15 +209,13 @@ def write_search(search: Search, directory: Path) -> None:
         write_report_table(directory / "tables", "advice", format_search(search), tabulate_search(search), caption)
 
 
-def list_parts(search: Search, directory: Path, flags: str | None = None) -> Iterator[str | TextTable]:
-    """Yield the findings, the table and the sentences to show for the search in ``directory``."""
+def list_parts(search: Search, flags: str | None = None) -> Iterator[str | TextTable]:
+    """Yield the findings, the table and the sentences to show for ``search``."""
     yield from search.findings
     if search.results:
         yield f"Validation {METRICS[search.metric]} in {metric_unit(search.metric)[2]}, mean over clients"
         yield format_search(search)
     yield from describe_search(search, flags)
-    if search.results and (directory / RUN / "report.html").exists():
-        yield f"Page of the last rung, with test data: {directory / RUN / 'report.html'}"
 
 
 class MethodAdvice:
@@ -208,8 +249,8 @@ class MethodAdvice:
 
     def __str__(self) -> str:
         written = StringIO()
-        print_parts(Console(file=written, width=1000), list_parts(self.search, self.directory))
+        print_parts(Console(file=written, width=1000), list_parts(self.search))
         return "\n".join(line.rstrip() for line in written.getvalue().splitlines()).strip("\n")
 
     def _repr_html_(self) -> str:
-        return render_template("notebook.html.j2", parts=list(list_parts(self.search, self.directory)))
+        return render_template("notebook.html.j2", parts=list(list_parts(self.search)))

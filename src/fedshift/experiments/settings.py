@@ -61,6 +61,9 @@ class Settings(TrialSpec):
     moments: tuple[str, ...] = ("loaded",)
     """Moments of an evaluated round at which models are measured: always ``loaded``, optionally ``trained``."""
 
+    splits: tuple[str, ...] = ("test", "validation")
+    """Splits to measure, of those that clients have."""
+
     def __post_init__(self) -> None:
         if self.loss is not None:
             object.__setattr__(self, "loss", as_loss(self.loss))

@@ -356,7 +356,7 @@ class Trial:
     @property
     def _splits(self) -> tuple[str, ...]:
         """Splits that are measured."""
-        return measured_splits(self.data)
+        return tuple(split for split in measured_splits(self.data) if split in self.settings.splits)
 
     def _measures_trained(self, number: int) -> bool:
         """Return whether clients are measured just after their work of round ``number``."""

@@ -28,12 +28,17 @@ def print_lines(console: Console, *lines: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def is_tested(summary: RunSummary) -> bool:
+    """Return whether models were measured on test data; a search measures validation data alone."""
+    return bool(((summary.rows["moment"] == "loaded") & (summary.rows["split"] == "test")).any())
+
+
 def list_parts(summary: RunSummary, whole: object) -> Iterator[str | TextTable]:
     """Yield the sentences and tables of ``summary`` that the terminal shows, in order.
 
     ``whole``: place of each client's values, which a table of many clients omits.
     """
-    if not (summary.rows["moment"] == "loaded").any():
+    if not is_tested(summary):
         yield "No round was evaluated yet, so there is nothing to report."
         return
     claims = collect_claims(summary)
@@ -71,7 +76,7 @@ def print_parts(console: Console, parts: Iterable[str | TextTable]) -> None:
 
 def publish_summary(summary: RunSummary, directory: Path, console: Console) -> None:
     """Print the tables of ``summary``, and write tables, figures and page into ``directory``."""
-    if not (summary.rows["moment"] == "loaded").any():
+    if not is_tested(summary):
         print_parts(console, list_parts(summary, directory))
         return
     claims, partial = collect_claims(summary), describe_partial(summary)
