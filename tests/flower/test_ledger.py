@@ -6,6 +6,7 @@ from hashlib import sha256
 import pytest
 
 from fedshift.flower.site.ledger import FILE, Ledger, read_ledger
+from fedshift.flower.transport.arrays import from_record
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.utils.errors import FedshiftError
 from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, sites_of, spec_for
@@ -43,7 +44,7 @@ def test_each_message_is_there_with_what_was_told_and_what_left(served):
             digest = sha256(b"".join(name.encode() + b"\0" + arrays[name].data for name in sorted(arrays)))
             left = entry.content["left"][record]
             assert (left["entries"], left["digest"]) == (len(arrays), digest.hexdigest())
-            assert left["bytes"] == sum(len(array.data) for array in arrays.values())
+            assert left["bytes"] == sum(tensor.nbytes for tensor in from_record(arrays).values())
     names = [
         entry.content["left"]["shared"].get("names") for entry in entries if entry.content["answered"] == "trained"
     ]

@@ -1,16 +1,24 @@
 """What a site refuses by its policy, and what it shows before it agrees."""
 
 import importlib.util
+import re
 from collections import Counter
 
 import pytest
+from rich.text import Text
 from torch import nn
 
 from fedshift.analysis.privacy import ORDERS, compute_epsilon, describe_delta
 from fedshift.cli.deployment import _ask_to_train
+from fedshift.cli.inspection import describe_method
+from fedshift.config.expressions import list_catalog
+from fedshift.core.kernel import client_final, init_client, init_server, load_state
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.work import Work, iterate_batches
+from fedshift.evaluation.communication import summarize_method
+from fedshift.experiments.factory import resolve_model
+from fedshift.flower.site.ledger import Ledger, read_ledger
 from fedshift.flower.site.review import (
     Confirmation,
     SitePolicy,
@@ -19,9 +27,14 @@ from fedshift.flower.site.review import (
     count_uses,
     passes_of_round,
 )
-from fedshift.flower.transport.arrays import RefusedMessage
+from fedshift.flower.transport.arrays import RefusedMessage, to_record
+from fedshift.flower.transport.exchange import Exchange
 from fedshift.methods.dp_sgd import dp_sgd
+from fedshift.models import make_network
+from fedshift.report.page import _leaving_table
+from fedshift.results.disclosure import group_disclosures
 from fedshift.utils.errors import UsageError
+from fedshift.utils.state import join_states
 from tests.flower.sites import Heard, SiteGrid, coordinator, sites_of, spec_for
 
 ALL, OTHERS = ("pen", "photo", "print"), ("pen", "print")
@@ -223,3 +236,60 @@ def test_the_question_says_what_may_be_answered(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     assert _ask_to_train("method: fedbn")
     assert "Take part in it? [y/N]" in capsys.readouterr().out
+
+
+def review_of(name, **options):
+    shape, method = (1, 8, 8), list_catalog("methods")[name](**options)
+    plan = prepare(method, make_network(resolve_model("small-cnn", shape), shape, 3), optimizer=SGD(lr=0.1))
+    return TrialReview(plan=plan, model="small-cnn", seed=0, rounds=2, sites=3)
+
+
+BEYOND = {
+    'keep = ["*prototypes"]': ("fedproto", "entry '0.prototypes/prototypes' does not leave (keep)"),
+    'reveals = "update"': ("fedavg", "running_mean' of the model reveals statistics of the client's data: use another"),
+    'reveals = "client"': ("fpl", "'0.clusterprototypes/prototypes' of fpl reveals statistics of single classes of"),
+    'reveals = "class"': ("feddg_elcfs", "'0.sentamplitudes/amplitudes' of feddg_elcfs reveals single samples of the"),
+    "passed_on = false": ("feddg_elcfs", "is received by the server; other clients also as one client sent it"),
+}
+
+
+@pytest.mark.parametrize("text", BEYOND)
+def test_policies_limit_what_rules_send_beside_entries(text, tmp_path):
+    name, why = BEYOND[text]
+    with pytest.raises(RefusedMessage, match=re.escape(why)):
+        read(tmp_path, text).check(review_of(name))
+    read(tmp_path, text).check(review_of("fedbn"))
+
+
+def test_the_most_that_may_be_revealed_is_one_of_four(tmp_path):
+    with pytest.raises(UsageError, match="reveals: Input should be 'update', 'client', 'class' or 'image'"):
+        read(tmp_path, 'reveals = "all"')
+
+
+SENDING = ["fedavg", "fedbn", "fedap", "scaffold", "fedheal", "feddg_ga", "fedproto", "fpl", "hbn", "harmofl"]
+
+
+@pytest.mark.parametrize("name", [*SENDING, "feddg_elcfs"])
+def test_consent_inspect_ledger_and_page_name_the_same_with_its_true_bytes(name, tmp_path):
+    review = review_of(name)
+    plan, groups = review.plan, list(map(str, group_disclosures(review.leaving)))
+    update = client_final(plan, load_state(plan, init_client(plan), init_server(plan)))[1]
+    upload = {**update.shared, **join_states(plan.rule_names, update.memory)}
+    assert {each.name: each.bytes for each in review.leaving} == {n: x.nbytes for n, x in upload.items()}
+    lines = review.describe().splitlines()
+    leaves = [line.removeprefix("leaves each round: ") for line in lines if line.startswith("leaves each round: ")]
+    assert [line.rsplit(": ", 1)[0] for line in leaves] == groups
+    assert sorted(", ".join(line.rsplit(": ", 1)[1] for line in leaves).split(", ")) == sorted(upload)
+    facts = summarize_method(plan)
+    assert facts.up == sum(x.nbytes for x in upload.values())
+    shown = "\n".join(text.plain for text in describe_method("small-cnn", name, (1, 8, 8), 3) if isinstance(text, Text))
+    assert all(group in shown for group in groups)
+    assert f"{facts.up:,} bytes up" in shown
+    answer = Exchange(kind="trained", facts={}, arrays={"all": to_record(upload)})
+    Ledger(tmp_path).write(Exchange(kind="train", facts={}), answer, review.leaving)
+    (entry,) = read_ledger(tmp_path)
+    assert entry.content["discloses"] == groups
+    assert (entry.bytes, entry.content["left"]["all"]["names"]) == (facts.up, sorted(upload))
+    cells = [tuple(cell.text for cell in row) for row in _leaving_table(facts).rows]
+    found = group_disclosures(review.leaving)
+    assert [row[1:] for row in cells] == [(g.source, f"{g.bytes:,}", g.reveals, g.receivers) for g in found]

@@ -156,7 +156,7 @@ def test_ledger_and_confirmation_say_that_it_validates_only(tmp_path, machine, c
     assert not [text for text in heard.notices if "not measured" in text]
     assert len(shown) == 1
     assert "this site validates only: nothing is trained here" in shown[0]
-    assert "leaves each round: 0 entries, 0 bytes: none" in shown[0]
+    assert "leaves each round: nothing" in shown[0]
     assert "privacy: nothing is trained on these data; counts are told without noise" in shown[0]
     entries = list(read_ledger(tmp_path / HELD))
     assert {entry.content["role"] for entry in entries} == {"validates only"}

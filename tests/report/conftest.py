@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from fedshift.report import html, page
+from fedshift.results.disclosure import MODEL, Disclosure
 from fedshift.results.schema import MethodSummary, RunSummary, rows_to_frame
 
 SUPPORT = {"a": (80, 20), "b": (150, 150)}  # samples of each class in the test data and in the validation data
@@ -63,7 +64,23 @@ def facts(method):
     entries += [{**norm, "load": not local, "send": not local, "trained": True}]
     entries += [{**count, "load": not local, "send": not local, "trained": False}]
     size = sum(entry["bytes"] for entry in entries if entry["load"])
-    return MethodSummary(text=f"{method}()", entries=tuple(entries), down=size, up=size, has_global=not local)
+    leaves = tuple(
+        Disclosure(
+            name=entry["name"], source=MODEL, shape=entry["shape"], dtype="float32", bytes=entry["bytes"],
+            reveals="update", receivers="all",
+        )
+        for entry in entries
+        if entry["send"]
+    )  # fmt: skip
+    return MethodSummary(
+        text=f"{method}()",
+        entries=tuple(entries),
+        down=size,
+        up=size,
+        leaves=leaves,
+        kept="nothing",
+        has_global=not local,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -171,8 +171,8 @@ def join(
         weights: File of the experiment's initial weights, if it has any: the same file as the coordinator's.
         export: Directory for the site's model after the last round, with a model card, as from `fedshift export`.
         poll: Seconds between two requests to the coordinator; by default 3, as in Flower.
-        policy: TOML file of limits; this site refuses an experiment that exceeds them: methods, models, keep, rounds,
-            sites, epsilon, sample_epsilon.
+        policy: TOML file of limits; this site refuses an experiment that exceeds them: methods, models, keep, reveals,
+            passed_on, rounds, sites, epsilon, sample_epsilon.
         confirm: Show each experiment, with the entries that will leave the site, and ask before its first round.
         validate_only: Train nothing and upload no entries: measure the models that this site would use.
 
@@ -241,6 +241,8 @@ def ledger(path: Path, *, as_json: Annotated[bool, Parameter(name="--json", nega
         print_line(console, f"{entry.number} {said['time']} {said['asked']}{round}: {said['answered']}; {what}{role}")
     if not as_json:
         total = format_bytes(sum(entry.bytes for entry in entries))
+        for text in dict.fromkeys(text for entry in entries for text in entry.content.get("discloses", ())):
+            print_line(console, f"left with a round's upload: {text}")
         digest = entries[-1].digest if entries else "none"
         print_line(
             console, f"{len(entries)} messages; {total} of entries left. The chain is whole; last digest: {digest}"

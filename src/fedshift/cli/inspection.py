@@ -18,6 +18,7 @@ from ..evaluation.communication import find_capabilities, summarize_method
 from ..experiments.description import describe_weighting
 from ..experiments.factory import parse_methods, resolve_model
 from ..models import make_network
+from ..results.disclosure import MODEL, group_disclosures
 from ..tasks import Segmentation
 from ..utils.errors import UsageError
 
@@ -67,6 +68,11 @@ def describe_method(model: str, method: str, shape: tuple[int, ...], classes: in
     local = [row for row in facts.entries if not row["load"]]
     layers = len({row["name"].rpartition(".")[0] for row in local})
     parameters = sum(plan.initial[name].numel() for name in plan.trained)
+    yield Text("\n".join(("Leaves a client each round:", *map(str, group_disclosures(facts.leaves)))))
+    beside = [each for each in facts.leaves if each.source != MODEL]
+    if beside:
+        yield Text("Beside entries: " + ", ".join(f"{each.name} ({each.bytes:,} bytes)" for each in beside))
+    yield Text(f"Kept by the server: {facts.kept}")
     yield Text(
         f"{parameters:,} trained parameters; {len(local)} of {len(facts.entries)} entries ({layers} layers) are local; "
         f"one client and round: {facts.down:,} bytes down, {facts.up:,} bytes up; "

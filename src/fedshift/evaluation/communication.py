@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.aggregation import average_uploads
 from ..core.declarations import Reveals, Send
-from ..core.kernel import ServerState, Update, client_final, client_init, init_client, init_server
+from ..core.kernel import ServerState, Update, init_client, init_server
 from ..core.method import Method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
@@ -46,8 +46,7 @@ def uplink_bytes(update: Update) -> int:
 
 def summarize_method(plan: Plan) -> MethodSummary:
     """Return the scope table of a method on a model, and the bytes that one client exchanges in one round."""
-    server, client = init_server(plan), init_client(plan)
-    _, update = client_final(plan, client_init(plan, client, server))
+    leaves = list_disclosures(plan)
     rows = [
         {
             "name": entry.name,
@@ -66,8 +65,10 @@ def summarize_method(plan: Plan) -> MethodSummary:
     return MethodSummary(
         text=plan.method.text,
         entries=tuple(rows),
-        down=0 if pooled else downlink_bytes(plan, server),
-        up=0 if pooled else uplink_bytes(update),
+        down=0 if pooled else downlink_bytes(plan, init_server(plan)),
+        up=sum(each.bytes for each in leaves),
+        leaves=leaves,
+        kept=describe_kept(plan),
         has_global=plan.has_global,
         pooled=bool(pooled),
     )
@@ -86,7 +87,7 @@ def _list_entries(plan: Plan) -> Iterator[Disclosure]:
         if entry.name in plan.sent:
             loaded = "each" if passed_on and entry.name not in made else "all"
             send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, plan, made))[entry.name]
-            yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.loaded else "server")
+            yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.loaded | plan.adopted else "server")
 
 
 def _find_grain(entry: Entry, plan: Plan, made: frozenset[str]) -> Reveals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -13,8 +13,18 @@ from typing import Any
 import pandas as pd
 
 from ..config.expressions import read_catalog
+from ..results.disclosure import group_disclosures
 from ..results.run_directory import to_file_name
-from ..results.schema import DISTANCES, LOWER_IS_BETTER, METRICS, MOMENTS, PICTURED, RunSummary, metric_unit
+from ..results.schema import (
+    DISTANCES,
+    LOWER_IS_BETTER,
+    METRICS,
+    MOMENTS,
+    PICTURED,
+    MethodSummary,
+    RunSummary,
+    metric_unit,
+)  # fmt: skip
 from ..utils.files import write_atomically
 from .claims import (
     Claims,
@@ -66,6 +76,8 @@ from .target_metric import describe_target, format_target_table, target_table
 CLASSES = 8
 """Maximum number of mask classes with separate tables."""
 _UNITS = {"auc": "area under the ROC curve in percent"}
+NAMED = 4
+"""Number of names of what leaves a client that a table gives."""
 _EXCHANGE = {
     (True, True): "shared",
     (True, False): "loaded only",
@@ -202,7 +214,9 @@ def render_page(summary: RunSummary) -> str:
         most=ONE_BY_ONE if many else 0,
         without_panel=0 if many else max(0, len(summary.clients) - PICTURED),
         methods=_method_table(summary),
-        scopes=[_scope_table(name, method.entries) for name, method in summary.methods.items()],
+        scopes=[
+            (*_scope_table(name, method.entries), _leaving_table(method)) for name, method in summary.methods.items()
+        ],
         clients=_client_table(summary),
         strips={name: encode_strip(several) for name, several in images if len(several)},
         trained=make_table((), describe_run(summary).items()),
@@ -303,6 +317,22 @@ def _scope_table(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, 
         rows.append((entry["name"], entry["type"], shape, f"{entry['bytes']:,}", exchange, trained))
     line = ", ".join(f"{count} {kind} ({format_bytes(totals[kind])})" for kind, count in counts.items())
     return name, line, make_table(("entry", "layer", "shape", "bytes", "exchange", "values"), rows)
+
+
+def _leaving_table(method: MethodSummary) -> TextTable:
+    """Return a table of what leaves a client in a round: what it reveals, and who receives it."""
+    header = ("sent", "of", "bytes", "reveals", "received by")
+    rows = [
+        (_name_some(group.names), group.source, f"{group.bytes:,}", group.reveals, group.receivers)
+        for group in group_disclosures(method.leaves)
+    ]
+    return make_table(header, rows)
+
+
+def _name_some(names: Sequence[str]) -> str:
+    """Return a few names, and how many more there are."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _client_table(summary: RunSummary) -> TextTable:

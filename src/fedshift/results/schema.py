@@ -44,6 +44,7 @@ import pandas as pd
 from ..utils.checked_json import parse_checked
 from ..utils.errors import FedshiftError
 from .cases import CONSTANT, Cases
+from .disclosure import Disclosure
 
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
@@ -279,6 +280,7 @@ class MethodSummary:
 
     ``entries``: one mapping for each named entry with ``name``, ``type`` (of the owning module), ``shape``, ``bytes``,
     ``buffer``, ``load``, ``send``, ``trained`` (bools). ``down``/``up``: bytes for one client in one round.
+    ``leaves``: all that leaves a client in a round; ``kept``: what the server keeps of single clients, in words.
     ``has_global``: whether the server holds a whole model. ``pooled``: whether all data train together in one place.
     """
 
@@ -286,6 +288,8 @@ class MethodSummary:
     entries: tuple[Mapping[str, Any], ...]
     down: int
     up: int
+    leaves: tuple[Disclosure, ...]
+    kept: str
     has_global: bool
     pooled: bool = False
 

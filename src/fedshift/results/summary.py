@@ -20,6 +20,7 @@ from ..config.settings_file import FILE
 from ..utils.checked_json import checksum, read_checked
 from ..utils.errors import FedshiftError, UsageError
 from .cases import read_cases
+from .disclosure import Disclosure
 from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder
 from .schema import MethodSummary, Row, RunSummary, rows_to_frame
 from .trial_records import (
@@ -128,10 +129,7 @@ def read_summary(path: Path) -> RunSummary:
         for trial, done in zip(trials, rounds, strict=True)
         for row in done
     ]
-    methods = {
-        name: MethodSummary(**{**method, "entries": tuple(method["entries"])})
-        for name, method in facts["methods"].items()
-    }
+    methods = {name: _read_method(method, path) for name, method in facts["methods"].items()}
     return RunSummary(
         **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods, "samples": samples},
         rows=rows_to_frame(_stream_all(trials, rounds)),
@@ -142,6 +140,16 @@ def read_summary(path: Path) -> RunSummary:
         notices=read_notices(path),
         read_cases=lambda method, seed: read_cases(trial_folder(path, method, seed)),
     )
+
+
+def _read_method(method: Mapping[str, Any], path: Path) -> MethodSummary:
+    if "leaves" not in method:
+        raise FedshiftError(
+            f"{path / STUDY} was written by another version of fedshift and does not say what leaves clients: "
+            f"{_written_again(path)}"
+        )
+    leaves = tuple(Disclosure(**{**each, "shape": tuple(each["shape"])}) for each in method["leaves"])
+    return MethodSummary(**{**method, "entries": tuple(method["entries"]), "leaves": leaves})
 
 
 @dataclass(frozen=True, kw_only=True)

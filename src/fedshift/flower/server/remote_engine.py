@@ -15,18 +15,12 @@ from flwr.app import Array
 from typing_extensions import override
 
 from ...core.compatibility import check_client_count
-from ...core.kernel import (
-    ClientState,
-    ServerState,
-    broadcast,
-    client_final,
-    client_init,
-    init_client,
-    init_server,
-)
+from ...core.disclosure import like_sends
+from ...core.kernel import ClientState, ServerState, broadcast
 from ...core.plan import Plan
 from ...data.federation import Federation
 from ...engines.engine import ClientResult, Data, Diverged, Engine
+from ...evaluation.communication import list_disclosures
 from ...evaluation.metrics import measured_splits
 from ...experiments.settings import Settings
 from ...results.schema import REESTIMATED, Row
@@ -63,10 +57,8 @@ class RemoteEngine(Engine):
         self._sizes = UpdateSizes(update_bound)
         least = min(min_clients, len(settings.draw_participants(seed, 1, tuple(data))))
         check_client_count(plan.method.aggregate, least)
-        _, update = client_final(plan, client_init(plan, init_client(plan), init_server(plan)))
-        self._memory = join_states(plan.rule_names, update.memory)
-        uploaded = [*update.shared.values(), *self._memory.values()]
-        self._most_bytes = sum(tensor.numel() * tensor.element_size() + HEADER for tensor in uploaded)
+        self._memory = like_sends(plan)
+        self._most_bytes = sum(each.bytes + HEADER for each in list_disclosures(plan))
         self._rows = RowReader(federation.task, federation.classes)
 
     @override

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 
+from ...results.disclosure import Disclosure, group_disclosures
 from ...utils.errors import FedshiftError
+from ..transport.arrays import NUMPY_TYPES, RAW_TYPES
 from ..transport.exchange import Exchange
 
 FILE = "ledger.jsonl"
@@ -47,8 +50,11 @@ class Ledger:
         for line in whole.splitlines():
             self._last = _digest(line)
 
-    def write(self, asked: Exchange, answer: Exchange) -> None:
-        """Append a line for the question ``asked`` and its ``answer``, which has not been sent yet."""
+    def write(self, asked: Exchange, answer: Exchange, disclosed: Sequence[Disclosure] = ()) -> None:
+        """Append a line for the question ``asked`` and its ``answer``, which has not been sent yet.
+
+        ``disclosed``: what the answer's arrays reveal, and who receives them.
+        """
         trial, round = asked.facts.get("trial"), asked.facts.get("round")
         if asked.kind == "train" and isinstance(round, int):
             round += 1  # the question has the round of the model, from which the next round starts
@@ -59,6 +65,7 @@ class Ledger:
             "told": dict(answer.facts),
         }  # fmt: skip
         entry["left"] = {record: self._describe(entries) for record, entries in answer.arrays.items()}
+        entry["discloses"] = list(map(str, group_disclosures(disclosed)))
         line = json.dumps({**entry, "previous": self._last}).encode()
         with self.path.open("ab") as file:
             file.write(line + b"\n")
@@ -67,13 +74,16 @@ class Ledger:
         self._last = _digest(line)
 
     def _describe(self, entries: ArrayRecord) -> dict[str, Any]:
-        """Return the number, size and digest of the entries sent, and their names unless an earlier line has them."""
+        """Return the number, size and digest of the entries sent, and their names unless an earlier line has them.
+
+        The size is that of their values, as a review and a page give it; a message adds a header to each.
+        """
         names, content = sorted(entries), sha256()
         for name in names:
             content.update(name.encode() + b"\0" + entries[name].data)
         which = _digest_json(names)
         described = {
-            "entries": len(names), "bytes": sum(len(array.data) for array in entries.values()),
+            "entries": len(names), "bytes": sum(map(_count_bytes, entries.values())),
             "digest": content.hexdigest(), "names_digest": which,
         }  # fmt: skip
         if which not in self._known:
@@ -120,6 +130,11 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry]:
             )
         last = _digest(line)
         yield LedgerEntry(number=number, digest=last, content=content)
+
+
+def _count_bytes(array: Array) -> int:
+    """Return the bytes of an array's values."""
+    return prod(array.shape) * {**NUMPY_TYPES, **RAW_TYPES}[array.dtype].itemsize
 
 
 def _digest(line: bytes) -> str:

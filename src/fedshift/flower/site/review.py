@@ -26,12 +26,14 @@ from ...analysis.privacy import (
     describe_sample_guarantee,
     find_mechanism,
 )
+from ...core.declarations import Reveals
 from ...core.plan import Plan
+from ...evaluation.communication import describe_kept, list_disclosures
 from ...experiments.description import describe_optimizer, describe_work
+from ...results.disclosure import RECEIVERS, REVEALS, Disclosure, group_disclosures
 from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import UsageError
 from ...utils.files import open_regular
-from ...utils.state import nbytes, pick
 from ..transport.arrays import RefusedMessage
 from .ledger import VALIDATES
 
@@ -76,9 +78,9 @@ class TrialReview:
         return count_uses(self.plan, self.passes, self.copies)
 
     @property
-    def leaving(self) -> tuple[str, ...]:
-        """The entries that leave the site each round."""
-        return tuple(name for name in self.plan.initial if name in self.plan.sent and not self.validates)
+    def leaving(self) -> tuple[Disclosure, ...]:
+        """Entries of the model, and what rules send beside them, that leave the site each round."""
+        return () if self.validates else list_disclosures(self.plan)
 
     @property
     def privacy(self) -> str:
@@ -101,17 +103,20 @@ class TrialReview:
 
     def describe(self) -> str:
         """Return the review as lines of text."""
-        staying = [name for name in self.plan.initial if name not in self.leaving]
-        told = "numbers of samples and steps, training loss, counts of right answers by class"
+        leaving = {each.name for each in self.leaving}
+        staying = [name for name in self.plan.initial if name not in leaving]
+        groups = [f"leaves each round: {group}: {', '.join(group.names)}" for group in group_disclosures(self.leaving)]
+        measured = "loss, sizes and counts by class of its test and validation samples"
+        told = f"numbers of training samples and steps, mean training loss; {measured}, without noise"
         work = f"a round: {describe_work(self.plan.work)}; {describe_optimizer(self.plan.optimizer)}"
         if self.validates:
-            work, told = f"this site {VALIDATES}: nothing is trained here", "counts of right answers by class"
-        size = nbytes(pick(self.plan.initial, frozenset(self.leaving)))
+            work, told = f"this site {VALIDATES}: nothing is trained here", f"{measured}, without noise"
         return "\n".join(
             (
                 f"method: {self.plan.method.name}, seed {self.seed}; model: {self.model}",
                 f"rounds: {self.rounds}; sites: {self.sites}; {work}",
-                f"leaves each round: {len(self.leaving)} entries, {size:,} bytes: {', '.join(self.leaving) or 'none'}",
+                *(groups or ["leaves each round: nothing"]),
+                f"kept by the server: {'nothing of this site' if self.validates else describe_kept(self.plan)}",
                 f"stays here: {', '.join(staying) or 'nothing'}",
                 f"also told: {told}",
                 f"privacy: {self.privacy}",
@@ -208,7 +213,10 @@ class SitePolicy(BaseModel):
     Attributes:
         methods: methods that may be trained; each part of a composition must be among them.
         models: networks that may be trained.
-        keep: entries that never leave.
+        keep: entries, and what rules send beside them, that never leave.
+        reveals: the most that anything that leaves may reveal: ``update``, ``client``, ``class`` or ``image``
+            (:data:`~fedshift.results.disclosure.REVEALS`).
+        passed_on: False: nothing leaves that other sites may receive as this one sent it.
         rounds: maximum number of rounds.
         sites: minimum number of sites that take part; with only two, each can compute the other's upload.
         epsilon: largest epsilon of differential privacy over all rounds, with ``secret`` noise; computed as if every
@@ -222,6 +230,8 @@ class SitePolicy(BaseModel):
     methods: list[str] | None = None
     models: list[str] | None = None
     keep: list[str] = Field(default_factory=list)
+    reveals: Reveals | None = None
+    passed_on: bool = True
     rounds: Annotated[int, Field(ge=1)] | None = None
     sites: Annotated[int, Field(ge=1)] | None = None
     epsilon: Annotated[float, Field(gt=0)] | None = None
@@ -252,11 +262,22 @@ class SitePolicy(BaseModel):
                 raise RefusedMessage(f"this site's policy does not allow method {part!r} (methods)")
         if self.models is not None and not _matches(review.model, self.models):
             raise RefusedMessage(f"this site's policy does not allow model {review.model!r} (models)")
-        kept = next((name for name in review.leaving if _matches(name, self.keep)), None)
-        if kept is not None:
-            raise RefusedMessage(
-                f"by this site's policy entry {kept!r} does not leave (keep): use a method that keeps it"
-            )
+        grains = list(REVEALS)
+        for each in review.leaving:
+            if _matches(each.name, self.keep):
+                raise RefusedMessage(
+                    f"by this site's policy entry {each.name!r} does not leave (keep): use a method that keeps it"
+                )
+            if self.reveals is not None and grains.index(self.reveals) < grains.index(each.reveals):
+                raise RefusedMessage(
+                    f"by this site's policy nothing leaves that reveals more than {REVEALS[self.reveals]} (reveals), "
+                    f"and {each.name!r} of {each.source} reveals {REVEALS[each.reveals]}: use another method"
+                )
+            if not self.passed_on and each.receivers == "each":
+                raise RefusedMessage(
+                    f"by this site's policy no other site receives what this one sent (passed_on), and {each.name!r} "
+                    f"of {each.source} is received by {RECEIVERS[each.receivers]}: use another method"
+                )
         if self.rounds is not None and review.rounds > self.rounds:
             raise RefusedMessage(f"this site's policy allows {self.rounds} rounds, not {review.rounds} (rounds)")
         if review.validates:  # no entries leave, so that limits on sites and noise do not apply

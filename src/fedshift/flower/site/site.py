@@ -23,6 +23,7 @@ from safetensors.torch import save
 from ...analysis.privacy import find_mechanism
 from ...config.expressions import trust_only
 from ...config.spec import CompareSpec, DataSpec, RunSpec
+from ...core.disclosure import check_upload
 from ...core.kernel import ClientState, ServerState, init_client, init_server, trained_state
 from ...core.plan import Plan
 from ...data.agreement import name_scales
@@ -33,6 +34,7 @@ from ...data.sources import SCALES, prepare_clients
 from ...diagnosis.quality import check_data
 from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
+from ...evaluation.communication import list_disclosures
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...evaluation.policies import SKIP, parse_policy
 from ...evaluation.statistics_lag import evaluate_reestimated
@@ -221,7 +223,8 @@ class Site:
         """
         answer = self._find_answer(asked)
         self._ledger = self._ledger or Ledger(self.folder, VALIDATES if self.validates else TRAINS)
-        self._ledger.write(asked, answer)
+        trained = [trial.plan for trial in self._trials.values()] if answer.kind == "trained" else []
+        self._ledger.write(asked, answer, list_disclosures(trained[-1]) if trained else ())
         return answer
 
     def _find_answer(self, asked: Exchange) -> Exchange:
@@ -316,6 +319,7 @@ class Site:
             facts["rows"] = evaluate_trained(
                 trial.plan, state, trial.data.clients, splits, trial.data.task, trial.data.classes
             )
+        check_upload(trial.plan, update.shared, update.memory)
         arrays = {
             "shared": to_record(update.shared),
             "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
