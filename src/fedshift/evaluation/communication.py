@@ -87,7 +87,7 @@ def _list_entries(plan: Plan) -> Iterator[Disclosure]:
         if entry.name in plan.sent:
             loaded = "each" if passed_on and entry.name not in made else "all"
             send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, plan, made))[entry.name]
-            yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.loaded | plan.adopted else "server")
+            yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.received else "server")
 
 
 def _find_grain(entry: Entry, plan: Plan, made: frozenset[str]) -> Reveals:
