@@ -13,7 +13,7 @@ TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FAST_FILES) $(BIN)/python -
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
 
-.PHONY: setup demo demo-segmentation test coverage slow-test lint picture guide benchmark peers structure docs clean
+.PHONY: setup demo demo-segmentation test coverage slow-test lint picture guide benchmark peers zoo structure docs clean
 
 setup: $(READY)
 
@@ -76,6 +76,12 @@ benchmark: setup
 peers: setup
 	$(BIN)/python benchmarks/peers.py --engine stacked
 
+# Surgery on networks of timm and torchvision, in a virtual environment of its own (5 GB with torch's CUDA libraries).
+zoo:
+	test -x .venv-zoo/bin/python || $(PYTHON) -m venv .venv-zoo
+	.venv-zoo/bin/python -m pip install --quiet --constraint benchmarks/zoo.txt --requirement benchmarks/zoo.txt --editable .
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python benchmarks/zoo.py
+
 # How the package is laid out: files and folders, imports between them, the longest chain, circles.
 structure: setup
 	$(BIN)/python benchmarks/structure.py
@@ -88,4 +94,4 @@ docs:
 	.venv-docs/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-docs site dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .venv-zoo site dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -215,7 +215,7 @@ class Plan:
                 layer.training = training
         for layer in self.layers if frozen else ():
             if isinstance(layer, _BatchNorm):
-                layer.eval()
+                layer.training = False  # not that of a dropout or an activation which the layer may hold
 
     def clone_for_training(self, state: State) -> State:
         """Return a copy of ``state`` in the memory format of local work; its bits depend on the values only."""

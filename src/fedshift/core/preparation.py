@@ -7,8 +7,10 @@ the template is tried on one sample. Parts that do not fit or do not go together
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
 from ..nn.linear import use_fast_linear, use_torch_func
+from ..nn.recognition import torch_kind
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
@@ -125,8 +128,10 @@ def prepare(
     if bind := getattr(method.aggregate, "bind", None):
         plan = replace(plan, method=replace(plan.method, aggregate=bind(plan)))
     if sample is not None:
-        plan = replace(plan, smallest_batch=_smallest_batch(plan, sample))
+        _check_groups(plan, sample)
+        plan = replace(plan, smallest_batch=_smallest_batch(plan, sample, model))
         _check_features(plan, sample)
+        _check_freezing(plan, sample)
         _check_single_samples(plan, sample)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
@@ -184,7 +189,20 @@ def _refuse_unsupported(module: nn.Module) -> None:
                 f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregation here do "
                 "not treat: hold its real and imaginary part as two entries (torch.view_as_real)"
             )
+    registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise UsageError(
+                f"layer {name!r} of the model is compiled by torch.jit ({layer.original_name}), so that the types of "
+                "its layers are hidden: give the network that was compiled"
+            )
+        for where, held in _list_held(vars(layer)):
+            if id(held) not in registered:
+                raise UsageError(
+                    f"layer {name!r} of the model holds a {type(held).__name__} in {where}, where torch does not find "
+                    "it: it would neither train nor travel nor be exported; register it (nn.ModuleList, nn.ModuleDict, "
+                    "nn.ParameterList, self.register_buffer)"
+                )
         for hook in layer._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm | SpectralNorm):
                 raise UsageError(
@@ -193,7 +211,28 @@ def _refuse_unsupported(module: nn.Module) -> None:
                 )
 
 
-def _smallest_batch(plan: Plan, sample: Tensor) -> int:
+def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Yield modules with entries, and tensors that train, in a layer's own attributes and what these contain."""
+    found: list[tuple[str, Any]] = [
+        (f"its attribute {name!r}", value)
+        for name, value in attributes.items()
+        if name not in ("_parameters", "_buffers", "_modules")
+    ]
+    seen: set[int] = set()
+    while found:
+        where, value = found.pop()
+        if isinstance(value, nn.Module):
+            if any(True for _ in (*value.parameters(), *value.buffers())):
+                yield where, value
+        elif isinstance(value, Tensor):
+            if value.requires_grad and value.is_leaf:
+                yield where, value
+        elif isinstance(value, Mapping | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))
+            found += [(where, each) for each in (value.values() if isinstance(value, Mapping) else value)]
+
+
+def _smallest_batch(plan: Plan, sample: Tensor, model: nn.Module) -> int:
     """Return 1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
     inputs = to_inputs(plan, sample)
 
@@ -212,8 +251,68 @@ def _smallest_batch(plan: Plan, sample: Tensor) -> int:
     except UsageError:
         raise
     except Exception as error:
+        if plan.method.surgery and _accepts(model, inputs):
+            raise UsageError(
+                f"method {plan.method.name!r}: the model accepts a sample, but no longer does after the method has "
+                f"changed its layers ({describe_error(error)}): its forward may read layers that are now others; call "
+                "them alone, or use a method that keeps them"
+            ) from error
         raise UsageError(_unsupported_sample_error(sample, error)) from error
     return 1
+
+
+@torch.no_grad()
+def _accepts(model: nn.Module, inputs: Tensor) -> bool:
+    """Return whether ``model`` as it was given evaluates ``inputs``."""
+    try:
+        copy.deepcopy(model).eval()(inputs)
+    except Exception:  # a network of the user may raise any type
+        return False
+    return True
+
+
+@torch.no_grad()
+def _check_groups(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` where surgery made a GroupNorm whose groups have one value, so that it is constant."""
+    if not any(getattr(change, "decides_normalization", False) for change in plan.method.surgery):
+        return
+    layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm)}
+    found: list[str] = []
+
+    def check(name: str, layer: nn.GroupNorm, given: tuple[Tensor, ...]) -> None:
+        if given[0][0].numel() == layer.num_groups:
+            found.append(f"layer {name!r} has {layer.num_groups} groups for {tuple(given[0].shape[1:])} values")
+
+    handles = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers.items()]
+    try:
+        with suppress(Exception):  # for which _smallest_batch has words; torch refuses such groups of one sample alone
+            forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if found:
+        raise UsageError(
+            f"method {plan.method.name!r}: {found[0]}, and a group of one value is normalized to 0 whatever it is: use "
+            "fewer groups (ln, gn(groups=1)), larger inputs, or a model without normalization there"
+        )
+
+
+@torch.no_grad()
+def _check_freezing(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` where a layer writes into its statistics though they are frozen."""
+    if not plan.method.freeze:
+        return
+    state, inputs = clone(plan.initial), to_inputs(plan, sample)
+    plan.set_mode(training=True, frozen=True)
+    with dropout_key(torch.zeros((), dtype=torch.int64, device=inputs.device)):
+        compute_outputs(plan, state, inputs.expand(plan.smallest_batch, *sample.shape[1:]) + 0.5)
+    for entry in plan.entries:
+        if norm_statistics(entry) and not torch.equal(state[entry.name], plan.initial[entry.name]):
+            raise UsageError(
+                f"method {plan.method.name!r} freezes statistics, but layer {entry.name.rpartition('.')[0]!r} is a "
+                f"{type(entry.owner).__name__}, which writes into {entry.name!r} in evaluation too: use torch's "
+                f"{torch_kind(entry.owner).__name__}"
+            )
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..nn.hybrid_batch_norm import HybridBatchNorm
+from ..nn.recognition import runs_as_torch
 from ..nn.surgery import LEARNED
 from ..utils.errors import UsageError
 
@@ -66,7 +67,7 @@ def entries(module: nn.Module) -> tuple[Entry, ...]:
 def find_classifier(found: Iterable[Entry], source_method: str) -> nn.Linear:
     """Return the linear layer that a model ends in; :class:`UsageError` naming the method where it has none."""
     last = next(entry for entry in found if entry.from_end == 0)
-    if not isinstance(last.owner, nn.Linear):
+    if not isinstance(last.owner, nn.Linear) or not runs_as_torch(last.owner):
         raise UsageError(
             f"{source_method} needs a linear classifier as the model's last layer, but that is a {last.layer}: choose "
             "a model that ends in a linear layer"

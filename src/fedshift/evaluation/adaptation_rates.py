@@ -45,7 +45,10 @@ def _normalize(layer: _BatchNorm, found: Moments, x: Tensor) -> Tensor:
     assert mean is not None
     assert variance is not None
     out = (x - mean.reshape(shape)) / (variance.reshape(shape) + layer.eps).sqrt()
-    return out * layer.weight.reshape(shape) + layer.bias.reshape(shape) if layer.affine else out
+    out = out * layer.weight.reshape(shape) + layer.bias.reshape(shape) if layer.affine else out
+    for part in layer.children():  # an activation that the layer holds (:mod:`fedshift.nn.recognition`)
+        out = part(out)
+    return out
 
 
 @contextmanager

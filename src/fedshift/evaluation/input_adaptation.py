@@ -65,7 +65,7 @@ def _observe(plan: Plan, hooks: dict[str, list[Hook]], *, training: bool) -> Ite
     plan.module.eval()
     layers = list_batch_norms(plan)
     for layer in layers.values():
-        layer.train(training)
+        layer.training = training  # not that of a dropout or an activation which the layer may hold
     handles = [layers[name].register_forward_pre_hook(hook) for name, each in hooks.items() for hook in each]
     try:
         yield

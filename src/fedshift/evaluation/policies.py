@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from ..config.expressions import expressions, split_expressions
 from ..core.plan import Plan
 from ..core.selection import Select, batch_norm, norm_layers, norm_statistics, nothing
 from ..data.samples import Samples
+from ..nn.recognition import find_parts
 from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
 
@@ -99,6 +102,16 @@ def _no_statistics(plan: Plan, _: Task) -> str:
     return "" if has_statistics(plan) else "there are no BatchNorm statistics"
 
 
+def _foreign_statistics(plan: Plan, _: Task) -> str:
+    for name, layer in plan.module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and find_parts(layer) is None:
+            return (
+                f"layer {name!r} is a {type(layer).__name__}, which uses its statistics otherwise than torch's"
+                " BatchNorm"
+            )
+    return ""
+
+
 def _shared_statistics(plan: Plan, _: Task) -> str:
     kept = any(norm_statistics(entry) and entry.name in plan.personal for entry in plan.entries)
     return "" if kept else "clients keep no BatchNorm statistics to compare"
@@ -131,7 +144,10 @@ def average() -> Policy:
 
 def reestimate() -> Policy:
     """Use the average, with BatchNorm statistics of the new client's inputs (FedBN, arXiv:2102.07623, appendix G)."""
-    return Policy(name="reestimate", data="inputs", estimates=True, replaces=norm_statistics, excuses=(_no_statistics,))
+    return Policy(
+        name="reestimate", data="inputs", estimates=True, replaces=norm_statistics,
+        excuses=(_no_statistics, _foreign_statistics),
+    )  # fmt: skip
 
 
 def mixed(*, alpha: float | None = None, prior: float = 16.0) -> Policy:
@@ -148,7 +164,7 @@ def mixed(*, alpha: float | None = None, prior: float = 16.0) -> Policy:
     _require("prior", prior, (int, float), lambda value: 0 <= value < float("inf"), "give a number of 0 or more")
     return Policy(
         name="mixed", arguments={"alpha": alpha, "prior": prior}, data="inputs", estimates=True,
-        excuses=(_no_statistics,),
+        excuses=(_no_statistics, _foreign_statistics),
     )  # fmt: skip
 
 
@@ -165,7 +181,8 @@ def tent(*, steps: int = 1, lr: float = 1e-3, batch_size: int = 64) -> Policy:
     _require("batch_size", batch_size, (int,), lambda value: value >= 1, "give a whole number of 1 or more")
     return Policy(
         name="tent", arguments={"steps": steps, "lr": lr, "batch_size": batch_size}, data="inputs", estimates=True,
-        replaces=norm_statistics, excuses=(_no_normalization, _no_entropy),
+        replaces=norm_statistics,
+        excuses=(_no_normalization, _no_entropy, _foreign_statistics),
     )  # fmt: skip
 
 
@@ -187,7 +204,8 @@ def sar(
     _require("rho", rho, (int, float), lambda value: 0 <= value < float("inf"), "give a number of 0 or more")
     _require("reset", reset, (int, float), lambda value: 0 <= value < 1, "give a number from 0 to below 1")
     return Policy(
-        name="sar", data="inputs", estimates=True, replaces=norm_statistics, excuses=(_no_normalization, _no_entropy),
+        name="sar", data="inputs", estimates=True, replaces=norm_statistics,
+        excuses=(_no_normalization, _no_entropy, _foreign_statistics),
         arguments={"lr": lr, "batch_size": batch_size, "margin": margin, "rho": rho, "reset": reset},
     )  # fmt: skip
 
@@ -204,7 +222,7 @@ def atp(*, rounds: int = 10, lr: float = 0.1, batch_size: int = 20) -> Policy:
     _require("batch_size", batch_size, (int,), lambda value: value >= 1, "give a whole number of 1 or more")
     return Policy(
         name="atp", arguments={"rounds": rounds, "lr": lr, "batch_size": batch_size}, data="inputs", learns=True,
-        excuses=(_no_entropy,),
+        excuses=(_no_entropy, _foreign_statistics),
     )  # fmt: skip
 
 
@@ -223,7 +241,7 @@ def nearest_statistics() -> Policy:
     """
     return Policy(
         name="nearest_statistics", data="inputs", compares=True,
-        excuses=(_one_model, _no_statistics, _shared_statistics),
+        excuses=(_one_model, _no_statistics, _shared_statistics, _foreign_statistics),
     )  # fmt: skip
 
 
@@ -233,8 +251,9 @@ def weighted() -> Policy:
     Distances are computed as in ``nearest_statistics``; weights of 1 / distance are FedAP's.
     """
     return Policy(
-        name="weighted", data="inputs", compares=True, excuses=(_one_model, _no_statistics, _shared_statistics)
-    )
+        name="weighted", data="inputs", compares=True,
+        excuses=(_one_model, _no_statistics, _shared_statistics, _foreign_statistics),
+    )  # fmt: skip
 
 
 def finetune() -> Policy:
@@ -245,8 +264,9 @@ def finetune() -> Policy:
 def finetune_bn() -> Policy:
     """Learn BatchNorm alone on the new client's labeled data (FedBN, arXiv:2102.07623, appendix G)."""
     return Policy(
-        name="finetune_bn", data="labels", estimates=True, trains=True, replaces=batch_norm, excuses=(_no_batch_norm,)
-    )
+        name="finetune_bn", data="labels", estimates=True, trains=True, replaces=batch_norm,
+        excuses=(_no_batch_norm, _foreign_statistics),
+    )  # fmt: skip
 
 
 CATALOG: Mapping[str, Callable[..., Policy]] = {

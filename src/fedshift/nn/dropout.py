@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-_MASK = 0xFFFFFFFF
+from .recognition import find_hooks, runs_as_torch
+from .surgery import replace_modules
 
+_MASK = 0xFFFFFFFF
 
 _current: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("dropout_draws", default=None)
 """The key of the step that is running, and the numbers of its next masks."""
@@ -100,21 +102,17 @@ class KeyedDropout(nn.Module):
 def key_dropouts(module: nn.Module) -> nn.Module:
     """Return a copy of ``module`` in which every Dropout layer (element- or channel-wise) draws from keys.
 
-    Without such a layer it is ``module`` itself.
+    Without such a layer it is ``module`` itself. Layers that do not drop a plain mask alone (AlphaDropout, a subclass
+    with another ``forward``, one with hooks) draw from torch's generator, which engines seed for each client and round.
     """
     if not any(isinstance(layer, _DropoutNd) for layer in module.modules()):
         return module
-    module = copy.deepcopy(module)
-    if isinstance(module, _DropoutNd):
-        return _make_keyed(module)
-    for parent in list(module.modules()):
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, _DropoutNd):
-                setattr(parent, name, _make_keyed(child))
-    return module
+    return replace_modules(copy.deepcopy(module), _make_keyed)
 
 
-def _make_keyed(layer: _DropoutNd) -> nn.Module:
-    if isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
-        return layer  # not a plain mask: drawn from torch's generator, which engines seed for each client and round
+def _make_keyed(_name: str, layer: nn.Module) -> nn.Module | None:
+    if not isinstance(layer, _DropoutNd) or isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
+        return None
+    if not runs_as_torch(layer) or layer._modules or find_hooks(layer):
+        return None
     return KeyedDropout(layer.p, channels=not isinstance(layer, nn.Dropout))

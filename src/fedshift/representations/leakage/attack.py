@@ -46,6 +46,7 @@ from ...core.kernel import (
     transform_gradients,
 )
 from ...core.plan import Plan
+from ...nn.recognition import find_parts
 from ...utils.state import State, pick
 
 Source = Literal["everything", "statistics"]
@@ -90,7 +91,7 @@ class Observation:
         known = plan.loaded & after.keys()
         found = {}
         for name, layer in plan.module.named_modules() if self.server.round < plan.freeze_from else ():
-            if not isinstance(layer, _BatchNorm) or not layer.momentum:
+            if not isinstance(layer, _BatchNorm) or not layer.momentum or find_parts(layer) is None:
                 continue
             entries = [f"{name}.running_mean", f"{name}.running_var"]
             if known.issuperset(entries):

@@ -1,0 +1,69 @@
+"""The reference for surgery: an unchanged network whose operations are exchanged as it runs, whoever calls them.
+
+Surgery exchanges layers by their types. Here torch's functions are exchanged, by formulas written out, so that the
+type, parts and name of a layer play no role: both must give the same outputs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+def group_normalized(x, channels_in_groups, weight, bias, eps):
+    """Wu and He 2018 (arXiv:1803.08494), equations 1 to 3 and 6."""
+    made = torch.empty_like(x)
+    for start in range(0, x.shape[1], channels_in_groups):
+        part = x[:, start : start + channels_in_groups].flatten(1)
+        mean = part.sum(1, keepdim=True) / part.shape[1]
+        deviation = (((part - mean) ** 2).sum(1, keepdim=True) / part.shape[1] + eps).sqrt()
+        place = made[:, start : start + channels_in_groups]
+        place.copy_(((part - mean) / deviation).view_as(place))
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    made = made if weight is None else made * weight.view(shape)
+    return made if bias is None else made + bias.view(shape)
+
+
+def channels_in_a_group(channels, flat, wanted):
+    """FedWon (arXiv:2306.05879), appendix A.2; at least eight flat features for each group."""
+    groups = min(wanted or (32 if channels >= 32 else 8), channels, max(1, channels // 8) if flat else channels)
+    while channels % groups:
+        groups -= 1
+    return channels // groups
+
+
+def standardized(weight):
+    """FedWon's equation 3 with gains of one."""
+    flat = weight.flatten(1)
+    if flat.shape[1] == 1:
+        return weight
+    return ((flat - flat.mean(1, keepdim=True)) / (flat.var(1, keepdim=True) * flat.shape[1]).sqrt()).view_as(weight)
+
+
+class Exchanged(TorchFunctionMode):
+    """Inside the block networks compute as under ``method``: ``gn``, ``ln``, ``nonorm``, ``fedwon``, or unchanged.
+
+    ``training``: for each batch normalization, whether it used the batch's statistics.
+    """
+
+    def __init__(self, method):
+        super().__init__()
+        self.method, self.training = method, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self.normalize(*args, **kwargs)
+        if self.method in ("nonorm", "fedwon") and func in (F.group_norm, F.layer_norm, F.instance_norm, F.rms_norm):
+            return args[0]
+        if self.method == "fedwon" and func in (F.conv1d, F.conv2d, F.conv3d):
+            return func(args[0], standardized(args[1]), *args[2:], **kwargs)
+        return func(*args, **kwargs)
+
+    def normalize(self, x, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+        self.training.append(training)
+        if self.method in ("gn", "ln"):
+            wanted = 1 if self.method == "ln" else None
+            return group_normalized(x, channels_in_a_group(x.shape[1], x.ndim < 4, wanted), weight, bias, eps)
+        if self.method in ("nonorm", "fedwon"):
+            return x
+        return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
