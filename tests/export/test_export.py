@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+from pathlib import Path
 from shutil import copytree
 
 import numpy as np
@@ -17,11 +18,13 @@ from torch import nn
 
 import fedshift
 from fedshift.data.samples import resize
+from fedshift.export.loading import ExportedModel
 from fedshift.export.programs import save_onnx
 from fedshift.export.source import export_run, find_licenses
 from fedshift.results.schema import read_rows
+from fedshift.tasks import CATALOG
 from fedshift.utils.errors import FedshiftError, UsageError
-from tests.conftest import ARRAYS
+from tests.conftest import ARRAYS, write_npz
 
 METHODS = "fedavg,fedbn,fedwon,ditto"
 
@@ -396,3 +399,82 @@ def test_a_model_of_several_labels_names_those_that_a_sample_has(predicting):
     card = (model.directory / "README.md").read_text()
     assert f"program.pt2 was tried on all 10 test samples: {exact} with every label right, as the run recorded." in card
     assert "says which of 2 labels a sample has (0, 1)" in card
+
+
+def made_of(outputs, task, classes, shape):
+    """An exported model whose program answers sample number i with ``outputs[i]``."""
+    form = {"shape": shape, "dtype": "float32"}
+    description = {"classes": classes, "input": form, "task": task, "model": {}}
+    return ExportedModel(Path("model"), description, lambda x: outputs[x.flatten(1)[:, 0].long()])
+
+
+TARGETS = {
+    "classification": ((), "hits"),
+    "segmentation": ((5, 4), "hits"),
+    "volumes": ((6, 5, 4), "hits"),
+    "multilabel": ((3,), "exact"),
+    "regression": ((3,), "squared"),
+}
+"""The shape of one target, and the count of what is right, by task."""
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_predictions_are_those_that_metrics_count_for_one_sample_and_for_several(name):
+    """Scores are NumPy's, and so is what is right; as many are right as the task counts."""
+    place, counted = TARGETS[name]
+    task = CATALOG["segmentation" if name == "volumes" else name]()
+    random, classes = np.random.default_rng(0), ["a", "b", "c"]
+    whole = name in ("classification", "segmentation", "volumes")
+    scores = random.normal(size=(7, 3, *(place if whole else ()))).astype(np.float32)
+    y = random.integers(0, 3, (7, *place)) if whole else random.integers(0, 2, (7, 3)).astype(np.float32)
+    model = made_of(torch.from_numpy(scores), task.name, classes, [1, *place] if len(place) > 1 else [2])
+    x = np.arange(7, dtype=np.float32).reshape(7, *[1] * len(model.inputs.shape)) * np.ones(model.inputs.shape, "f")
+    several, single = model.predict(x), [model.predict(one) for one in x]
+    assert [np.asarray(one).tolist() for one in several] == [np.asarray(one).tolist() for one in single]
+    chosen = {"multilabel": scores > 0, "regression": scores}.get(name, scores.argmax(1))
+    if name == "multilabel":
+        assert several == [[c for c, at in zip(classes, row, strict=True) if at] for row in chosen]
+        right = (chosen == (y > 0)).all(1).sum()
+    elif name == "regression":
+        assert several == chosen.tolist()
+        right = ((chosen - y).astype(np.float64) ** 2).sum()
+    else:
+        named = [classes[k] for k in chosen] if name == "classification" else chosen.tolist()
+        assert (several if name == "classification" else several.tolist()) == named
+        right = (chosen == y).sum()
+    counts = task.count(torch.from_numpy(scores), torch.from_numpy(y), 3)
+    assert np.sum(counts[counted]) == pytest.approx(right, rel=1e-6)
+
+
+def test_a_model_that_predicts_wrongly_fails_its_own_check(experiment, kept, tmp_path, monkeypatch):
+    """The check reads what users call, and not the scores below it."""
+    monkeypatch.setattr(ExportedModel, "predict", lambda model, x: ["no class"] * len(x))
+    report = export_run(experiment, kept, tmp_path / "model", method="fedbn", client="bob", onnx=False)
+    assert "0 right, other than the run recorded (bob 0 where " in report.checks[0]
+
+
+def test_volumes_are_predicted_along_their_classes(make, tmp_path, undrawn):
+    """A network whose scores are the voxel's own value and its opposite: each voxel has the class of its sign."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(6, 1, 4, 5, 6)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(np.uint8)
+    (tmp_path / "data").mkdir()
+    for name in ("ann", "bob"):
+        write_npz(tmp_path / "data" / f"{name}.npz", x_train=x, y_train=y, x_test=x[:3], y_test=y[:3])
+    made = make(
+        data=str(tmp_path / "data"), task="segmentation", method="fedavg", rounds=1, lr=1e-9, loss="cross_entropy",
+        model="tests.export.test_export:signs",
+    )  # fmt: skip
+    made.run(tmp_path / "run")
+    report = export_run(made, tmp_path / "run", tmp_path / "model", onnx=False)
+    model = fedshift.load(tmp_path / "model")
+    assert np.array_equal(model.predict(x), y)
+    assert np.array_equal(model.predict(x[0]), y[0])
+    assert f"{2 * 3 * 120} right, as the run recorded" in report.checks[0]
+
+
+def signs(shape, classes):
+    network = nn.Conv3d(1, 2, 1, bias=False)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([-1.0, 1.0]).reshape(2, 1, 1, 1, 1))
+    return network

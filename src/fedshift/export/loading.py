@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..data.files.image_decoding import Unreadable, convert_image, decode_image
 from ..data.samples import resize
+from ..tasks import CATALOG
 from ..utils.errors import FedshiftError, UsageError
 from .inputs import InputFormat
 
@@ -35,7 +36,7 @@ class ExportedModel:
 
     """
 
-    def __init__(self, directory: Path, description: Mapping[str, Any], program: torch.nn.Module) -> None:
+    def __init__(self, directory: Path, description: Mapping[str, Any], program: Callable[[Tensor], Tensor]) -> None:
         self.directory, self.classes = directory, tuple(description["classes"])
         self.inputs, self.facts = InputFormat.from_json(description["input"]), description["model"]
         self.task = str(description.get("task", "classification"))
@@ -61,32 +62,40 @@ class ExportedModel:
             UsageError: The samples do not have the model's input format.
 
         """
-        x, single = to_batch(samples, self.inputs)
-        scores: Tensor = self._program(x)
+        scores, single = self._score(samples)
         return scores[0] if single else scores
 
+    @torch.no_grad()
     def predict(self, samples: Any) -> Any:
-        """Return the prediction for one sample, or a list of predictions for several.
+        """Return the prediction for one sample, or a list of predictions for several, by the rule of the task.
 
         A prediction is the name of the class; for multilabel, a list of the names of the sample's labels; in
         regression, a number or a list with a number for each target. For segmentation, the result is a tensor of class
-        numbers, uint8 ``[H, W]`` or ``[N, H, W]``. For a user task, it is the result of calling the model.
+        numbers, uint8 ``[H, W]`` or ``[N, H, W]``, with the depth before the height for volumes. For a user task, it is
+        the result of calling the model.
         """
-        made = self(samples)
+        scores, single = self._score(samples)
+        kind = CATALOG.get(self.task)
+        named = self.name_predictions(kind().predict(scores) if kind else scores)
+        return named[0] if single else named
+
+    def name_predictions(self, predictions: Tensor) -> Any:
+        """Return predictions ``[N, ...]`` of the task (``Task.predict``) as :meth:`predict` gives those of several."""
         if self.task == "segmentation":
-            return made.argmax(dim=-3).to(torch.uint8)
+            return predictions.to(torch.uint8)
         if self.task == "classification":
-            chosen = made.argmax(dim=-1)
-            return self.classes[int(chosen)] if chosen.ndim == 0 else [self.classes[k] for k in chosen.tolist()]
+            return [self.classes[k] for k in predictions.tolist()]
         if self.task == "multilabel":
-            rows = [
-                [name for name, score in zip(self.classes, row, strict=True) if score > 0]
-                for row in made.reshape(-1, len(self.classes)).tolist()
-            ]
-            return rows[0] if made.ndim == 1 else rows
+            pairs = (zip(self.classes, row, strict=True) for row in predictions.tolist())
+            return [[name for name, chosen in row if chosen] for row in pairs]
         if self.task == "regression":
-            return (made[..., 0] if len(self.classes) == 1 else made).tolist()
-        return made
+            return (predictions[:, 0] if len(self.classes) == 1 else predictions).tolist()
+        return predictions
+
+    def _score(self, samples: Any) -> tuple[Tensor, bool]:
+        """Return the program's outputs ``[N, ...]``, and whether there was a single sample."""
+        x, single = to_batch(samples, self.inputs)
+        return self._program(x), single
 
 
 def load(directory: str | Path) -> ExportedModel:

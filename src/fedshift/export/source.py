@@ -28,7 +28,7 @@ from ..results.run_directory import describe_environment, trial_folder
 from ..results.schema import Row, RunSummary, stream_rows
 from ..results.summary import read_summary
 from ..results.trial_records import METRICS
-from ..tasks import Regression, find_kind
+from ..tasks import CATALOG, Regression, describe_task, find_kind
 from ..utils.errors import UsageError
 from .inputs import InputFormat
 from .model_card import ModelFacts, SeedSpread
@@ -130,7 +130,9 @@ def name_classes(data: Federation) -> tuple[str, ...]:
 def describe_answers(data: Federation) -> dict[str, Any]:
     """Return what a model for ``data`` predicts, as fields of :class:`~fedshift.export.model_card.ModelFacts`."""
     task = data.task
-    return {"task": task.name, "kind": find_kind(task), "outputs": data.outputs, "metrics": task.metrics}
+    kind, own = find_kind(task), describe_task(task)["name"]
+    inherited = type(task).predict is getattr(CATALOG.get(kind), "predict", None)  # else its predictions are its own
+    return {"task": task.name, "kind": kind if inherited else own, "outputs": data.outputs, "metrics": task.metrics}
 
 
 def describe_targets(data: Federation) -> dict[str, str]:

@@ -70,6 +70,11 @@ class Classification(Task):
                 )
 
     @override
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the class with the highest score, int64 ``[N]``."""
+        return outputs.argmax(dim=1)
+
+    @override
     def entropy(self, outputs: Tensor) -> Tensor:
         return softmax_entropy(outputs)
 
@@ -91,7 +96,7 @@ class Classification(Task):
         loss = 0.0
         for part in zip(torch.split(predictions, BATCH), torch.split(y, BATCH), strict=True):
             loss += float(F.cross_entropy(*part)) * len(part[1])  # not the training loss
-        correct = predictions.argmax(dim=1) == y
+        correct = self.predict(predictions) == y
         return {
             "samples": len(y),
             "loss_sum": loss,

@@ -31,6 +31,11 @@ class Multilabel(Task):
         return super().read_targets(y, shape, where).float()
 
     @override
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the labels with a probability above one half, bool ``[N, L]``."""
+        return outputs > 0
+
+    @override
     def entropy(self, outputs: Tensor) -> Tensor:
         """Return the sum of the labels' entropies, each that of a label with its predicted probability."""
         share = outputs.sigmoid()
@@ -50,7 +55,7 @@ class Multilabel(Task):
 
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        chosen, given = predictions > 0, y > 0
+        chosen, given = self.predict(predictions), y > 0
         return {
             "samples": len(y),
             "loss_sum": float(F.binary_cross_entropy_with_logits(predictions, y, reduction="sum")) / outputs,

@@ -91,6 +91,11 @@ class Segmentation(Task):
         return 1 + max((int(y[y != IGNORED].max()) for y in targets if (y != IGNORED).any()), default=0)
 
     @override
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the class with the highest score of each pixel or voxel, int64 ``[N, H, W]`` or ``[N, D, H, W]``."""
+        return outputs.argmax(dim=1)
+
+    @override
     def entropy(self, outputs: Tensor) -> Tensor:
         return softmax_entropy(outputs)
 
@@ -146,7 +151,7 @@ class Segmentation(Task):
         for scores, masks in zip(torch.split(predictions, BATCH), torch.split(y, BATCH), strict=True):
             summed = F.cross_entropy(scores, masks, reduction="none", ignore_index=LEFT_OUT).flatten(1).sum(dim=1)
             loss += float((summed / (masks != LEFT_OUT).flatten(1).sum(dim=1).clamp(min=1)).sum())  # mean of an image
-        known, predicted = y != LEFT_OUT, predictions.argmax(dim=1)
+        known, predicted = y != LEFT_OUT, self.predict(predictions)
         counts = {"samples": len(y), "loss_sum": loss, **count_by_class(predicted[known], y[known], outputs)}
         return counts | (count_surfaces(predicted, y, known, outputs, self.spacing) if self.surface else {})
 

@@ -87,6 +87,10 @@ class Task(ABC):
         """Return the network's outputs as an exported model gives them, by default unchanged; torch traces it."""
         return outputs
 
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return what the network's ``outputs [N, ...]`` predict, by which metrics count; by default the outputs."""
+        return outputs
+
     def entropy(self, outputs: Tensor) -> Tensor:
         """Return the entropy of each prediction, in nats, of the network's ``outputs [N, ...]``; it is differentiable.
 
