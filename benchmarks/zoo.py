@@ -32,6 +32,7 @@ from fedshift.config.expressions import list_catalog  # noqa: E402
 from fedshift.core.optimizer import SGD  # noqa: E402
 from fedshift.core.plan import compute_outputs  # noqa: E402
 from fedshift.core.preparation import apply_surgery, prepare  # noqa: E402
+from fedshift.nn.dropout import dropout_key  # noqa: E402
 from fedshift.utils.errors import UsageError  # noqa: E402
 from tests.nn.operations import Exchanged  # noqa: E402
 
@@ -99,7 +100,8 @@ def check_selection(name: str, network: nn.Module, x: torch.Tensor) -> str:
     plan = prepare(list_catalog("methods")[name](None), network, optimizer=SGD(lr=0.1), sample=x[:1])
     if name == "fixbn":
         plan.set_mode(training=True, frozen=True)
-        with torch.no_grad(), Exchanged(name) as exchanged:
+        key = torch.zeros((), dtype=torch.int64)
+        with torch.no_grad(), dropout_key(key), Exchanged(name) as exchanged:
             compute_outputs(plan, plan.initial, x)
         return f"{sum(exchanged.training)} layers use the batch" if any(exchanged.training) else ""
     entries = network.state_dict()

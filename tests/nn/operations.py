@@ -60,6 +60,8 @@ class Exchanged(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def normalize(self, x, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+        if mean is None:  # not a layer's: timm standardizes kernels by this function
+            return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
         self.training.append(training)
         if self.method in ("gn", "ln"):
             wanted = 1 if self.method == "ln" else None

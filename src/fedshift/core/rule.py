@@ -27,7 +27,7 @@ Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 class ForwardPass(NamedTuple):
     """A model's pass on a batch of local training, differentiable in the model's parameters.
 
-    Args:
+    Attributes:
         x: Inputs ``[B, ...]``.
         y: Targets ``[B, ...]``.
         outputs: The model's outputs, for classes ``[B, K]``.
