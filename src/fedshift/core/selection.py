@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..nn.hybrid_batch_norm import HybridBatchNorm
-from ..nn.recognition import runs_as_torch
+from ..nn.recognition import find_parts, runs_as_torch
 from ..nn.surgery import LEARNED
 from ..utils.errors import UsageError
 
@@ -73,6 +73,11 @@ def find_classifier(found: Iterable[Entry], source_method: str) -> nn.Linear:
             "a model that ends in a linear layer"
         )
     return last.owner
+
+
+def normalizes_as_torch(layer: nn.Module) -> bool:
+    """Return whether a layer is a BatchNorm that uses its statistics as torch's does, whatever it does next."""
+    return isinstance(layer, _BatchNorm) and find_parts(layer) is not None
 
 
 @dataclass(frozen=True, eq=False)

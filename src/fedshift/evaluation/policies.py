@@ -16,9 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config.expressions import expressions, split_expressions
 from ..core.plan import Plan
-from ..core.selection import Select, batch_norm, norm_layers, norm_statistics, nothing
+from ..core.selection import Select, batch_norm, norm_layers, norm_statistics, normalizes_as_torch, nothing
 from ..data.samples import Samples
-from ..nn.recognition import find_parts
 from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
 
@@ -104,7 +103,7 @@ def _no_statistics(plan: Plan, _: Task) -> str:
 
 def _foreign_statistics(plan: Plan, _: Task) -> str:
     for name, layer in plan.module.named_modules():
-        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and find_parts(layer) is None:
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and not normalizes_as_torch(layer):
             return (
                 f"layer {name!r} is a {type(layer).__name__}, which uses its statistics otherwise than torch's"
                 " BatchNorm"

@@ -46,7 +46,7 @@ from ...core.kernel import (
     transform_gradients,
 )
 from ...core.plan import Plan
-from ...nn.recognition import find_parts
+from ...core.selection import normalizes_as_torch
 from ...utils.state import State, pick
 
 Source = Literal["everything", "statistics"]
@@ -91,7 +91,7 @@ class Observation:
         known = plan.loaded & after.keys()
         found = {}
         for name, layer in plan.module.named_modules() if self.server.round < plan.freeze_from else ():
-            if not isinstance(layer, _BatchNorm) or not layer.momentum or find_parts(layer) is None:
+            if not isinstance(layer, _BatchNorm) or not layer.momentum or not normalizes_as_torch(layer):
                 continue
             entries = [f"{name}.running_mean", f"{name}.running_var"]
             if known.issuperset(entries):
