@@ -154,7 +154,7 @@ def test_curves_over_rounds_are_means_over_seeds_of_means_over_clients(course):
 @pytest.mark.parametrize(
     ("losses", "label"),
     [
-        (["cross_entropy"], "cross-entropy (nats)"),
+        (["cross_entropy"], "training loss: cross-entropy (nats)"),
         (["dice"], "training loss: dice"),
         (["focal(gamma=2.0)"], "training loss: focal(gamma=2.0)"),
         (["dice", "focal"], "training loss"),

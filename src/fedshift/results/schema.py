@@ -377,7 +377,7 @@ class RunSummary:
         """Name of the training loss, for an axis; unnamed where methods differ."""
         losses = self.resolved.get("training loss", "")
         if losses == "cross_entropy":
-            return "cross-entropy (nats)"
+            losses = "cross-entropy (nats)"
         return "training loss" if not losses or "; " in losses else f"training loss: {losses}"
 
     @property
