@@ -24,7 +24,7 @@ TRIAL = "trials/fedbn-seed1"
 STATES = {"checkpoint.safetensors", "best.safetensors", "clients-2.states", "clients-3.states"}
 FILES = sorted(
     {"config.toml", "study.json", "environment.json", "notices.json", "samples.npz", "split.csv"}
-    | {f"{TRIAL}/{name}" for name in {"metrics.jsonl", "rounds.jsonl", "cases.npz"} | STATES}
+    | {f"{TRIAL}/{name}" for name in {"metrics.jsonl", "rounds.jsonl", "cases.npz", "statistics.json"} | STATES}
 )
 WAYS_OUT = "restore|removed?|again|--resume|another directory"
 
