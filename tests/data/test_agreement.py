@@ -168,3 +168,46 @@ def test_an_experiment_is_refused_before_any_work():
     data = federation({"a": (ARRAYS["unit"], Y, ARRAYS["bytes"], Y)})
     with pytest.raises(UsageError, match="floats from 0 to 1, but client 'a', test data: 8-bit pixels"):
         make_experiment(RunSpec(method="fedavg"), given=GivenObjects(data=data))
+
+
+# Labels of one kind
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        ({"a": [0, 1], "b": ["neg", "pos"]}, r"'a' has numbers \(0, 1\); client 'b' has words \(neg, pos\)"),
+        ({"a": ["True", "False"], "b": ["neg", "pos"]}, "client 'a' has True and False"),
+        ({"a": ["TRUE", "FALSE"], "b": [1, 2]}, r"client 'b' has numbers \(1, 2\)"),
+        ({"a": ["true", "false"], "b": ["0.0", "1.0"]}, ((1, 0), (0, 1))),
+        ({"a": ["0", " 1"], "b": [0.0, 1.0]}, ((0, 1), (0, 1))),
+        ({"a": [0, 1], "b": [2, 3]}, ((0, 1), (2, 3))),  # label skew
+        ({"a": ["0", "1"], "b": ["2", "3+"]}, ((0, 1), (2, 3))),  # grades
+        ({"a": ["cat", "dog"], "b": ["emu", "fox"]}, ((0, 1), (2, 3))),
+    ],
+)
+def test_labels_are_of_one_kind_at_all_clients(labels, classes, tmp_path):
+    for name, two in labels.items():
+        pd.DataFrame({"age": range(8), "y": two * 4}).to_csv(tmp_path / f"{name}.csv", index=False)
+    spec = DataSpec(target="y", scaling="none")
+    if isinstance(classes, str):
+        with pytest.raises(UsageError, match=rf"labels are of different kinds: .*{classes}"):
+            load_source(str(tmp_path), spec)
+        return
+    made = load_source(str(tmp_path), spec)
+    for client, expected in zip(made.clients, classes, strict=True):
+        for split in client.splits.values():
+            assert split.y.tolist() == [expected[int(age) % 2] for age in split.x[:, 0]]
+
+
+def test_class_folders_and_sites_are_of_one_kind_too(tmp_path):
+    for client, names in (("ann", "01"), ("bob", ("neg", "pos"))):
+        for name in names:
+            (tmp_path / client / name).mkdir(parents=True)
+            (tmp_path / client / name / "1.png").touch()
+    said = r"client 'ann' has numbers \(0, 1\); client 'bob' has words \(neg, pos\)"
+    with pytest.raises(UsageError, match=said):
+        load_source(str(tmp_path), DataSpec())
+    sites = site("ann", class_names=["0", "1"]), site("bob", class_names=["neg", "pos"])
+    with pytest.raises(FedshiftError, match=said):
+        ClientRegistry(clients=sites).to_federation(None)

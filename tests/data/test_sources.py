@@ -9,8 +9,9 @@ from PIL import Image
 
 from fedshift.config.spec import DataSpec
 from fedshift.data.federation import federation
+from fedshift.data.files.read_options import CLASS_FOLDERS, MASKS, NPY, NPZ, OPTIONS, TABLES, VOLUMES
 from fedshift.data.samples import IMAGENET
-from fedshift.data.sources import load_federation, normalize, parse_changes
+from fedshift.data.sources import READ, apply_splits, load_federation, normalize, parse_changes
 from fedshift.utils.errors import UsageError
 
 
@@ -216,3 +217,53 @@ def test_best_by_auc_is_refused_where_it_would_never_be_defined(make):
         make(data="digits", split=split, select="best", metric="auc", allow_single_class=True)
     two = split.replace("per_client=1", "per_client=2")
     assert make(data="digits", split=two, select="best", metric="auc").settings.metric == "auc"
+
+
+GIVEN = {
+    "test_fraction": 0.4, "client_column": "site", "target": "y", "split_column": "part", "group_column": "patient",
+    "missing": "refuse", "scaling": "none", "image_size": 9,
+}  # fmt: skip
+FILES = {
+    TABLES: ("a.csv",), CLASS_FOLDERS: ("a/cat/1.png",), MASKS: ("a/images/1.png", "a/masks/1.png"),
+    VOLUMES: ("a/images/1.nii", "a/masks/1.nii"), NPZ: ("a.npz",), NPY: ("a/train/x.npy",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", OPTIONS)
+@pytest.mark.parametrize("option", GIVEN)
+def test_an_option_that_a_reader_does_not_honor_is_refused_with_those_that_do(option, reader, tmp_path):
+    for name in FILES[reader]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(UsageError) as refused:  # the files are empty
+        load_federation(str(tmp_path), spec(**{option: GIVEN[option]}))
+    honoring = [kind for kind, options in OPTIONS.items() if option in options]
+    said = f"--{option.replace('_', '-')} is for {', '.join(honoring)}, and {tmp_path} holds {reader}"
+    assert (said in str(refused.value)) == (reader not in honoring)
+
+
+def test_every_setting_for_files_is_declared_by_some_reader():
+    assert set(GIVEN) == set().union(*OPTIONS.values()) == {*READ, "image_size"}
+
+
+@pytest.mark.parametrize(
+    "command", ["data check .", "data show .", "diagnose .", "run --data .", "compare --data .", "advise --data ."]
+)
+def test_every_command_refuses_groups_of_files_that_have_no_columns(command, cli, tmp_path):
+    (tmp_path / "ann" / "cat").mkdir(parents=True)
+    (tmp_path / "ann" / "cat" / "1.png").touch()
+    made = cli(*command.split(), "--group-column", "patient")
+    assert made.code == 2
+    assert "--group-column is for tables" in " ".join((made.out + made.err).split())
+
+
+def test_sizes_roots_and_groups_are_refused_where_they_do_nothing(tmp_path):
+    x, y = np.zeros((6, 5)), np.arange(6) % 2
+    np.savez(tmp_path / "ann.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    with pytest.raises(UsageError, match=r"--image-size 9 resizes images, and .* has none"):
+        load_federation(str(tmp_path), spec(image_size=9))
+    for data in (str(tmp_path), "digits", {"a": (x, y, x, y)}):
+        with pytest.raises(UsageError, match="--root elsewhere is for benchmarks"):
+            load_federation(data, spec(root="elsewhere"))
+    with pytest.raises(UsageError, match=r"validation\(\) of split would cut groups of column 'patient'"):
+        apply_splits(load_federation("digits", spec()), spec(group_column="patient", split="validation(fraction=0.2)"))

@@ -36,7 +36,8 @@ def write(place, name, labels=("ill", "well"), order=None, wards=None, rows=30, 
 
 def tables(folder, **changes):
     """What one process is told of the tables in ``folder``."""
-    return spec_for(method="fedavg", data=str(folder), domains=None, samples=None, target="outcome", **changes)
+    own = {"domains": None, "samples": None, "image_size": None, "target": "outcome"}
+    return spec_for(method="fedavg", data=str(folder), **own | changes)
 
 
 def hospitals(place, folder, **named):

@@ -100,11 +100,11 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     with show_loading(console) as progress:
         lenient = replace(spec, on_data_error="warn") if Path(where).exists() else spec
         made = load_source(where, lenient, progress, differing=LOOKED_AT)
-        if spec.split or spec.samples or spec.validation:
+        if spec.split or spec.samples or spec.validation or spec.image_size:
             made = apply_splits(made.fit_images(spec.image_size), spec)
         found, refusal = examine(made), ""
         try:
-            load_federation(where, spec, progress)
+            made = scale_alike(made, load_federation(where, spec, progress))
         except UsageError as error:
             refusal = f"Training would refuse these data: {error}."
     print_parts(console, [describe(made), *format_notices(made), *render_quality(found)])
@@ -254,6 +254,23 @@ def format_notices(data: Federation) -> Iterator[RenderableType]:
     scales = {client.train.normalization for client in data.clients if str(client.train.dtype) == "torch.uint8"}
     if len(scales) == 1:
         yield Text(f"Note: a network is given {scales.pop()}", style="dim")
+
+
+def scale_alike(data: Federation, trained: Federation) -> Federation:
+    """Return ``data`` with the scaling of ``trained``, the same clients as training would take them."""
+    pairs = zip(data.clients, trained.clients, strict=True)
+    return replace(
+        data,
+        clients=tuple(
+            client.with_splits(
+                {
+                    name: split.with_samples(split.store, other.train.normalization)
+                    for name, split in client.splits.items()
+                }
+            )
+            for client, other in pairs
+        ),
+    )
 
 
 def _refuse_file(directory: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Whether the numbers of all splits and clients have one scale, decided once for a federation and not by array.
+"""Whether the numbers of all splits and clients have one scale, and their labels one kind, decided for all at once.
 
 8-bit pixels are scaled when a batch is taken, and floats are not. Arrays of both kinds, or floats from 0 to 1 beside
 gray levels stored as floats, would therefore reach the network at different scales. What is compared is the kind of
@@ -7,7 +7,7 @@ values, in words that a site may tell others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import combinations
 from math import prod
 
@@ -106,3 +106,37 @@ def check_scales(splits: Mapping[str, Samples], shape: tuple[int, ...]) -> None:
     """Raise :class:`UsageError` unless all ``splits``, by their names in messages, have one scale."""
     half = all(split.normalization == HALF for split in splits.values() if split.dtype == torch.uint8)
     refuse_other_scales(name_scales(splits), shape, half=half)
+
+
+def refuse_other_labels(labels: Mapping[str, Collection[str]]) -> None:
+    """Raise :class:`UsageError` if some clients label with numbers and others with words, which no client links.
+
+    Args:
+        labels: Labels that occur at each client, by its name.
+
+    """
+    kinds: dict[str, str] = {}
+    for client, own in labels.items():
+        held = {_name_label(label) for label in own}
+        if len(held) > 1:
+            return  # such as grades 0, 1, 2, 3+: one client has both, so that they are classes of one list
+        for kind in held:
+            kinds.setdefault(kind, client)
+    if len(kinds) > 1:
+        told = "; ".join(
+            f"client {client!r} has {kind} ({', '.join(sorted(labels[client])[:4])})" for kind, client in kinds.items()
+        )
+        raise UsageError(
+            f"labels are of different kinds: {told}: they would all be different classes; write the same class in the "
+            "same way at all clients"
+        )
+
+
+def _name_label(label: str) -> str:
+    if label.casefold() in ("true", "false"):
+        return "True and False"
+    try:
+        float(label)
+    except ValueError:
+        return "words"
+    return "numbers"

@@ -275,6 +275,8 @@ class Federation:
                     f"image_size={size} resizes images (C, H, W), not samples of shape {volumes[0]}: leave it out, and "
                     "bring volumes to one shape beforehand (those in NIfTI files are resized as they are read)"
                 )
+            if size and any(len(shape) < 3 for shape in shapes.values()):
+                raise UsageError(f"--image-size {size} resizes images, and {self.name!r} has none: leave it out")
             return self._match_types()
         flat = [where for where, shape in shapes.items() if len(shape) != 3]
         if flat:

@@ -74,6 +74,11 @@ def load_source(
             raise UsageError(f"{error}. (./{data} was read, not the benchmark of that name: rename one)") from error
     else:
         made = _read_benchmark(data, spec, progress, task)
+    if spec.root is not None and (not isinstance(data, str) or data in EMBEDDED or Path(data).exists()) and not like:
+        raise UsageError(
+            f"--root {spec.root} is for benchmarks, which {data if isinstance(data, str) else 'the data'} "
+            "is not: leave it out"
+        )
     made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains else made
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
@@ -213,9 +218,10 @@ def prepare_clients(data: Federation, spec: DataSpec) -> Federation:
 
 def apply_splits(data: Federation, spec: DataSpec) -> Federation:
     """Split and limit the clients of ``data`` by ``spec``."""
-    if spec.group_column and spec.validation:
+    if spec.group_column and (spec.validation or "validation(" in (spec.split or "")):
+        asked = f"validation={spec.validation:g}" if spec.validation else "validation() of split"
         raise UsageError(
-            f"validation={spec.validation:g} would cut groups of column {spec.group_column!r}: say in a column which "
+            f"{asked} would cut groups of column {spec.group_column!r}: say in a column which "
             "rows are train, validation and test (--split-column)"
         )
     for change in parse_changes(spec):

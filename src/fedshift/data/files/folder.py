@@ -19,7 +19,7 @@ from ..samples import to_samples
 from .image_decoding import SUFFIXES
 from .images import holds_images, read_images
 from .masks import holds_masks, read_masked_images
-from .read_options import ReadOptions
+from .read_options import CLASS_FOLDERS, MASKS, NPY, NPZ, TABLES, VOLUMES, ReadOptions
 from .tables import holds_tables, read_tables
 from .volumes import holds_volumes, read_masked_volumes
 
@@ -63,17 +63,22 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
     if len(kinds) > 1:
         raise UsageError(f"{path} holds {' and '.join(kinds)}: put each kind into its own directory")
     if found[".npz files"]:
+        reading.refuse_unused(NPZ, path)
         return read_arrays(path, reading)
     if found[".npy files"]:
+        reading.refuse_unused(NPY, path)
         return read_mapped_arrays(path, reading)
     if found["tables"]:
+        reading.refuse_unused(TABLES, path)
         return read_tables(path, reading)
     if path.is_dir() and holds_images(path):
         masked = holds_masks(path)
         if reading.task and not isinstance(reading.task, Segmentation if masked else Classification):
             kind = "segmentation" if masked else "classification"
             raise UsageError(f"{path} holds images for {kind}, not for {reading.task}: leave the task out")
-        if masked and holds_volumes(path):
+        volumes = masked and holds_volumes(path)
+        reading.refuse_unused(VOLUMES if volumes else MASKS if masked else CLASS_FOLDERS, path)
+        if volumes:
             return read_masked_volumes(path, reading)
         return read_masked_images(path, reading) if masked else read_images(path, reading)
     raise UsageError(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
+from ..agreement import refuse_other_labels
 from ..federation import ClientData, Federation
 from ..partition import split_stratified
 from ..stores import LazyStore
@@ -72,6 +73,7 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
 
     """
     folders = choose_folders(path, reading)
+    refuse_other_labels({name: list_categories([folder]) for name, folder in folders.items()})
     labels = {name: label for label, name in enumerate(list_categories(folders.values()))}
     classes = len(labels) if reading.classes is None else reading.classes
     if classes < len(labels):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,21 @@ from ..federation import Federation
 
 Progress = Callable[[str, int, int], None]
 """Callback that receives ``(what is read, done, total)``."""
+
+TABLES, CLASS_FOLDERS, MASKS, VOLUMES, NPZ, NPY = (
+    "tables", "images in class folders", "images with masks", "medical images with masks", "arrays in .npz files",
+    "arrays in .npy files",
+)  # fmt: skip
+_COLUMNS = frozenset({"client_column", "target", "split_column", "group_column", "missing", "scaling"})
+OPTIONS: Mapping[str, frozenset[str]] = {
+    TABLES: _COLUMNS | {"test_fraction"},
+    CLASS_FOLDERS: frozenset({"test_fraction", "image_size"}),
+    MASKS: frozenset({"test_fraction", "image_size"}),
+    VOLUMES: frozenset({"test_fraction", "image_size"}),
+    NPZ: frozenset({"image_size"}),
+    NPY: frozenset({"image_size"}),
+}
+"""Options that each reader of files honors, beyond those that all honor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +75,22 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if self.classes is not None and not 1 <= self.classes <= MOST_CLASSES:
             raise UsageError(f"classes={self.classes}: give a number from 1 to {MOST_CLASSES}")
+
+    def refuse_unused(self, reader: str, path: Path) -> None:
+        """Raise :class:`UsageError` for a changed option that ``reader`` does not honor, naming those that do.
+
+        The options of data that clients join are those of a run, and may be for another kind of files.
+        """
+        if self.like is not None and self.like.clients:
+            return
+        for each in fields(self):
+            honoring = [kind for kind, names in OPTIONS.items() if each.name in names]
+            if honoring and reader not in honoring and getattr(self, each.name) != each.default:
+                flag = f"--{each.name.replace('_', '-')}"
+                fix = "leave it out"
+                if each.name == "group_column" and "test_fraction" in OPTIONS[reader]:
+                    fix = "keep groups (patients) together yourself, in the folders train and test of each client"
+                raise UsageError(f"{flag} is for {', '.join(honoring)}, and {path} holds {reader}: {fix}")
 
     @property
     def targets(self) -> list[str]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from ...tasks import CLASSIFICATION, Classification, Task
 from ...utils.errors import UsageError, unknown_name
 from ...utils.random_streams import stream
+from ..agreement import refuse_other_labels
 from ..federation import ClientData, Federation
 from ..partition import split_stratified
 from ..samples import FeatureScaling, Normalization, Samples
@@ -321,6 +322,7 @@ def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[Te
     """
     if isinstance(task, Classification):
         (target,) = reading.targets
+        _refuse_other_labels(rows, target)
         classes, label, names = _find_classes(rows, target, reading.classes)
         return torch.from_numpy(label[rows.codes[target]]), classes, names
     read = []
@@ -336,6 +338,32 @@ def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[Te
                 ) from error
         read.append(numbers[rows.codes[name]])
     return task.read_targets(np.stack(read, axis=1), (), "the table"), len(read), tuple(reading.targets)
+
+
+def _refuse_other_labels(rows: TableRows, target: str) -> None:
+    """Refuse labels of different kinds at different clients, except True and False beside 0 and 1, which they mean."""
+    values, codes = rows.values[target], rows.codes[target]
+    if _read_truths(values):
+        return
+    pairs = np.unique(np.stack([rows.client, codes])[:, (rows.client >= 0) & (codes >= 0)], axis=1)
+    held: dict[str, list[str]] = {}
+    for client, code in pairs.T.tolist():
+        held.setdefault(rows.names[client], []).append(values[code])
+    refuse_other_labels(held)
+
+
+def _read_truths(values: Sequence[str]) -> dict[str, int]:
+    """Return the class of each of ``values`` if they are True and False beside 0 and 1, else nothing."""
+    meaning = {"true": 1, "false": 0}
+    found = {value: meaning.get(value.casefold()) for value in values}
+    rest = [value for value, truth in found.items() if truth is None]
+    try:
+        numbers = {value: _to_number(value) for value in rest}
+    except ValueError:
+        return {}
+    if len(rest) in (0, len(values)) or not set(numbers.values()) <= {0, 1}:
+        return {}
+    return {value: int(numbers[value]) if truth is None else truth for value, truth in found.items()}
 
 
 def _find_classes(rows: TableRows, target: str, least: int | None) -> tuple[int, Labels, tuple[str, ...]]:
@@ -361,6 +389,8 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
     order. Returns the number of classes (at least ``least``), the class of each value, and the class names. Raises
     :class:`UsageError` for numbers that are not integers.
     """
+    if truths := _read_truths(values):
+        return max(2, least or 0), [truths[value] for value in values], ()
     meaning: Sequence[Any] = values
     try:
         numbers = {value: _to_number(value) for value in values}

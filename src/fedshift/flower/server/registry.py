@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import override
 
 from ...config.spec import CompareSpec, RunSpec
-from ...data.agreement import KINDS, refuse_other_scales
+from ...data.agreement import KINDS, refuse_other_labels, refuse_other_scales
 from ...data.federation import PLURALS, ClientData, Federation
 from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, Column, Holds, feature_offsets
@@ -229,6 +229,11 @@ class ClientRegistry:
                     f"pixels of {first.name!r} are scaled by {first.scale or 'its own images'}, those of "
                     f"{other.name!r} by {other.scale or 'its own images'}: give one scaling (normalize in the settings)"
                 )
+        if kind == CLASSIFICATION:
+            try:
+                refuse_other_labels({client.name: client.class_names for client in self.clients if client.class_names})
+            except UsageError as error:
+                raise FedshiftError(str(error)) from error
         values = {f"{c.name!r}, {part} data": kind for c in self.clients for part, kind in c.values.items()}
         try:
             refuse_other_scales(values, first.shape, half=first.scale == "half")
