@@ -15,12 +15,17 @@ from fedshift.core.kernel import init_server
 from fedshift.core.loss import CrossEntropy, Focal
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.work import Work
 from fedshift.data.federation import ClientData, Federation
 from fedshift.data.samples import Samples
 from fedshift.evaluation import metrics as evaluation
 from fedshift.evaluation.metrics import evaluate, evaluate_clients
+from fedshift.experiments.factory import resolve_model
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
 from fedshift.methods.centralized import centralized
 from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedbabu import fedbabu
 from fedshift.methods.fedbn import fedbn
 from fedshift.models.digits import small_cnn
 from fedshift.results.schema import COLUMNS, compute_metric, rows_to_frame
@@ -233,3 +238,11 @@ def test_centralized_training_is_measured_on_each_client(network, tiny):
     rows = evaluate_clients(plan, init_server(plan), tiny, ("test",), lambda client: None)
     assert {row["client"] for row in rows} == set(tiny.names)
     assert {row["model"] for row in rows} == {"global", "personal"}
+
+
+def test_single_samples_of_models_that_are_fine_tuned_for_use_are_recorded(tiny):
+    settings = Settings(rounds=1, work=Work(batch_size=8, epochs=1))
+    trial = Trial(fedbabu(rounds=1), resolve_model("auto", tiny.sample_shape, tiny.task), tiny, settings, 0)
+    trial.advance()
+    records = evaluation.record_clients(trial.plan, trial.server, trial.measured, trial.personal_state)
+    assert {client for client, model in records if model == "personal"} == set(tiny.names)

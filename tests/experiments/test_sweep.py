@@ -92,7 +92,10 @@ def test_one_client_and_all_are_different_values():
         (("seeds=1,3",), "over seeds: a sweep's table is over one such for all"),
         (("split=iid(clients=3),iidd(clients=3)",), "split=iidd-clients=3: unknown split 'iidd': did you mean 'iid'?"),
         (("schedule=constant,cosine(flor=0.1)",), "schedule=cosine-flor=0.1: schedule 'cosine(flor=0.1)'"),
-        (("epochs=1,2", "batches=3"), "epochs=1,batches=3: epochs=1 and batches=3: give exactly one of epochs, batches, steps"),
+        (
+            ("epochs=1,2", "batches=3"),
+            "epochs=1,batches=3: epochs=1 and batches=3: give exactly one of epochs, batches, steps",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(over, said):

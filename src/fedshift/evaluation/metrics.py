@@ -129,7 +129,6 @@ def evaluate_clients(
     return rows
 
 
-@torch.inference_mode()
 def record_clients(
     plan: Plan, server: ServerState, data: Federation, personal: Callable[[ClientData], State | None]
 ) -> dict[tuple[str, str], Records]:

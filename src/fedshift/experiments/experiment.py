@@ -311,7 +311,7 @@ class Experiment:
         """Record the results of single test samples at the reported round of a trial that has ended."""
         done = trial.server.round
         reported = done if self.settings.select == "last" else self._find_best(folder, done)[0]
-        if not reported or measured_round(folder) == reported:
+        if "test" not in self.settings.splits or not reported or measured_round(folder) == reported:
             return
         if reported < done:
             (method,) = (each for each in self.methods if each.name == trial.plan.method.name)
