@@ -197,7 +197,7 @@ def net(*layers):
     return nn.Sequential(nn.Conv2d(1, 4, 3), *layers, nn.Flatten(), nn.LazyLinear(2))
 
 
-@pytest.mark.parametrize("method", [gn(), ln(), nonorm(), fedwon(), hbn()], ids=str)
+@pytest.mark.parametrize("method", [gn(), ln(), nonorm(), fedwon(), hbn()], ids=lambda method: method.name)
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
