@@ -131,6 +131,16 @@ def test_fewer_steps_than_batches_asked_for_are_said_once_and_steps_are_exactly_
     assert [text for text in watch.notices if "batches=" in text] == said
 
 
+def test_a_method_without_effect_on_one_step_is_said_to_have_none(make, tmp_path, Listener):
+    for number, work in enumerate(({"batches": 1}, {"steps": 1}, {"epochs": 1, "batch_size": 0})):
+        watch = Listener()
+        make("fedprox", rounds=1, **work).run(tmp_path / str(number), observer=watch)
+        assert [text for text in watch.notices if "one step" in text] == [
+            "fedprox: FedProx has no effect on one local step, which starts at the server's parameters; a round is one "
+            "step here"
+        ]
+
+
 def test_a_client_of_one_sample_under_batch_normalization_is_refused(tiny_folder, rewrite, make, tmp_path):
     rewrite("bob", x_train=np.zeros((1, 8, 8, 3), np.uint8), y_train=np.zeros(1, np.int64))
     with pytest.raises(UsageError, match="client 'bob' has one training sample, over which batch normalization"):

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
+from ..core.compatibility import requirements_of
 from ..core.method import Method
 from ..core.plan import Plan
 from ..data.federation import Federation, find_majority_classes
@@ -324,12 +325,16 @@ class Experiment:
 
     def _notices_before(self, trial: Trial) -> Iterator[str]:
         """Yield the notices about a trial that starts."""
-        for rule in trial.plan.method.rules:
-            plan = trial.plan
+        plan = trial.plan
+        for rule in plan.method.rules:
             yield from rule.notices(plan.method.name, plan.work.batch_size, pick(plan.initial, plan.trained))
         if mechanism := find_mechanism(trial.plan.method.rules):
             sizes = {name: len(split) for name, split in trial.train.items()}
             yield from (f"{trial.plan.method.name}: {text}" for text in describe_delta(mechanism, sizes))
+        if trial.plan.work.is_one_step(map(len, trial.train.values()), trial.plan.smallest_batch):
+            for needs in (*(rule.requires for rule in plan.method.rules), requirements_of(plan.method.aggregate)):
+                if needs.several_steps:
+                    yield f"{plan.method.name}: {needs.several_steps}; a round is one step here"
         merged = trial.find_merged_batches()
         for who in [f"client {name!r}" for name in merged] if len(merged) <= MAX_NAMED else [f"{len(merged)} clients"]:
             yield (
