@@ -26,15 +26,17 @@ from fedshift.data.files import image_store, volume_decoding, volumes
 from fedshift.data.sources import SPLITS
 from fedshift.diagnosis import shift_tests
 from fedshift.engines import auto, cost_model, deferral, stacked
-from fedshift.evaluation.policies import POLICIES
+from fedshift.evaluation.policies import POLICIES, parse_policy
 from fedshift.experiments import client_store, jobs
 from fedshift.experiments.factory import parse_methods
 from fedshift.flower.compat.strategy import MethodStrategy
-from fedshift.flower.server import history
+from fedshift.flower.server import history, serve
 from fedshift.flower.site import join
+from fedshift.flower.site.review import SitePolicy
 from fedshift.flower.transport import pki, programs
 from fedshift.nn import deferred, linear
 from fedshift.report import tables as report_tables
+from fedshift.results import trial_records
 from fedshift.tasks.task import BATCH
 
 ROOT = Path(__file__).parents[1]
@@ -213,6 +215,30 @@ def test_the_readme_has_at_most_six_links_to_documentation():
     assert 1 <= len(re.findall(r"^- \[", reading, re.MULTILINE)) <= 6
 
 
+def describe_arguments(policy):
+    """Return the arguments of a policy for new clients as its page writes them, with their defaults."""
+    return ", ".join(f"`{name}={value!r}`" for name, value in parse_policy(policy).arguments.items())
+
+
+def test_the_policy_of_a_site_on_the_page_is_one_with_every_limit():
+    pages = (ROOT / "docs" / "deployment.md").read_text()
+    (limits,) = (tomllib.loads(body) for kind, body in BLOCK.findall(pages) if "sample_epsilon" in body)
+    assert set(SitePolicy.model_validate(limits).model_fields_set) == set(SitePolicy.model_fields)
+
+
+def test_every_attack_that_was_tried_is_a_test():
+    table = (ROOT / "docs" / "security.md").read_text().split("## Attacks that were tried")[1]
+    named, text = 0, ""
+    for cell in re.findall(r"\| ([^|]+) \|$", table, re.MULTILINE):
+        for each in re.findall(r"`([^`]+)`", cell):
+            if each.endswith(".py"):
+                text = (ROOT / "tests" / each).read_text()
+            else:
+                assert f"def test_{each}(".replace("…(", "") in text, each
+                named += 1
+    assert named > 20
+
+
 def list_stated_numbers():
     """Sentences of pages around the numbers of the code: ``(page, sentence)``."""
     defaults = {field.name: field.default for field in fields(CompareSpec)}
@@ -265,6 +291,15 @@ def list_stated_numbers():
         ("docs/performance.md", f"less than about {WORDS[round(jobs.WORTH)]} seconds of work"),
         ("docs/performance.md", f"in memory up to {client_store.MEMORY / 2**20:g} MiB of values"),
         ("docs/security.md", f"Certificates expire after `--days` ({pki.DAYS})"),
+        ("docs/security.md", f"is more than {WORDS[round(served['update_bound'])]} times as long as the others'"),
+        ("docs/security.md", f"at most {WORDS[serve.TRIES]} times in a row without a round"),
+        ("docs/architecture.md", f"**Checkpoints** (format {trial_records.FORMAT})"),
+        ("docs/architecture.md", f"in memory up to {client_store.MEMORY / 2**20:g} MiB"),
+        ("docs/new-clients.md", f"processed in batches of {BATCH}"),
+        *(
+            ("docs/new-clients.md", f"| `{name}` | {describe_arguments(name)} |")
+            for name in ("mixed", "tent", "sar", "atp")
+        ),
     ]
 
 

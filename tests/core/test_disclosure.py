@@ -1,11 +1,14 @@
 """What leaves a client is what its plan declares: other uploads are stopped, and every text derives from one list."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
-from fedshift.core.declarations import Send
+from fedshift.core.declarations import GRAINS, Send
 from fedshift.core.disclosure import check_upload, like_sends
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
@@ -122,3 +125,30 @@ def test_who_is_handed_single_uploads_is_said():
     kept = "the uploads of the last round, one by one; what fedap remembers of each client that took part"
     assert describe_kept(of("fedap")) == kept
     assert describe_kept(of("fedheal")) == "what fedheal remembers of each client that took part"
+
+
+SENDING_ROW = re.compile(r"^\| (\[\w+\]\(methods/\w+\.md\).*?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+RECEIVING = {
+    "server": "coordinator",
+    "all": r"coordinator; others in their \w+",
+    "each": r"coordinator; others .*one site's.*",
+}
+
+
+def test_the_page_on_security_names_what_each_method_sends_beside_entries():
+    """Each method that sends has a row, with the most that it reveals and the widest that receive it."""
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    said = {}
+    for names, _, reveals, received in SENDING_ROW.findall(page):
+        for name in re.findall(r"\]\(methods/(\w+)\.md\)", names):
+            said[name] = (reveals, received)
+    found = {}
+    for name in METHODS:
+        if sends := [each for each in list_disclosures(of(name)) if each.source != "the model"]:
+            grain = max((each.reveals for each in sends), key=GRAINS.index)
+            found[name] = grain, max((each.receivers for each in sends), key=list(RECEIVING).index)
+    assert said.keys() == found.keys()
+    for name, (grain, receivers) in found.items():
+        reveals, received = said[name]
+        assert reveals == (f"{grain}; image with `samples=1`" if name in ("harmofl", "hbn") else grain), name
+        assert re.fullmatch(RECEIVING[receivers], received.replace("**", "")), name
