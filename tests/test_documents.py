@@ -24,8 +24,10 @@ from fedshift.data.augmentation import CATALOG
 from fedshift.data.digits import digits
 from fedshift.data.files import image_store, volume_decoding, volumes
 from fedshift.data.sources import SPLITS
+from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import shift_tests
 from fedshift.engines import auto, cost_model, deferral, stacked
+from fedshift.evaluation import statistics_lag
 from fedshift.evaluation.policies import POLICIES, parse_policy
 from fedshift.experiments import client_store, jobs
 from fedshift.experiments.factory import parse_methods
@@ -37,6 +39,8 @@ from fedshift.flower.transport import pki, programs
 from fedshift.nn import deferred, linear
 from fedshift.report import tables as report_tables
 from fedshift.results import trial_records
+from fedshift.results.schema import PICTURED
+from fedshift.tasks.classification import FEW_CLASSES
 from fedshift.tasks.task import BATCH
 
 ROOT = Path(__file__).parents[1]
@@ -260,6 +264,19 @@ def list_stated_numbers():
         ("docs/data.md", f"more than {volume_decoding.MOST_BYTES / 1e9:.1f} GB"),
         ("docs/data.md", f"(Holm), is at most {shift_tests.LEVEL:g} and"),
         ("docs/data.md", f"batches of {BATCH}"),
+        ("docs/data.md", f"(and more than {FEW_CLASSES}) is an error"),
+        ("docs/data.md", f"{LazyStore.probed} samples of each split ({volumes.VolumeStore.probed} of medical images)"),
+        *(
+            ("docs/data.md", f"| {', '.join(f'{size:g}' for size in shift_tests.SIZES[kind])}{unit} |")
+            for kind, unit in (
+                ("label skew", " bits"),
+                ("target skew", ""),
+                ("feature shift", ""),
+                ("quantity skew", ""),
+                ("concept shift", ""),
+            )
+        ),
+        ("docs/features.md", f"the first {PICTURED} are used"),
         ("docs/deployment.md", f"inbound port (TCP {served['port']})"),
         ("docs/deployment.md", f"`--round-timeout` seconds ({served['round_timeout']:g})"),
         ("docs/deployment.md", f"tries again, at most {join.LONGEST:g} seconds later"),
@@ -270,6 +287,11 @@ def list_stated_numbers():
         ("docs/flower.md", f"The strategy waits `wait` seconds ({strategy['wait']:g})"),
         ("docs/guide.md", f"At least {WORDS[statistics.FEWEST]} seeds"),
         ("docs/guide.md", f"With more than {report_tables.ONE_BY_ONE} clients"),
+        (
+            "docs/guide.md",
+            f"at most {statistics_lag.BATCHES * BATCH:,} training samples of each of at most {statistics_lag.CLIENTS}",
+        ),
+        ("docs/guide.md", f"`trials/<method>-seed<k>/{trial_records.LAG}`"),
         ("docs/performance.md", f"Reports** of more than {report_tables.ONE_BY_ONE} clients"),
         (
             "docs/performance.md",
