@@ -74,7 +74,7 @@ def load_source(
             raise UsageError(f"{error}. (./{data} was read, not the benchmark of that name: rename one)") from error
     else:
         made = _read_benchmark(data, spec, progress, task)
-    if spec.root is not None and (not isinstance(data, str) or data in EMBEDDED or Path(data).exists()) and not like:
+    if spec.root is not None and not like and _leaves_root_unread(data, Path(spec.root)):
         raise UsageError(
             f"--root {spec.root} is for benchmarks, which {data if isinstance(data, str) else 'the data'} "
             "is not: leave it out"
@@ -83,6 +83,13 @@ def load_source(
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
     return replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
+
+
+def _leaves_root_unread(data: object, root: Path) -> bool:
+    """Return whether ``data`` are neither a benchmark nor files below ``root``."""
+    if not isinstance(data, str) or data in EMBEDDED:
+        return True
+    return Path(data).exists() and not Path(data).resolve().is_relative_to(root.resolve())
 
 
 def _read_object(

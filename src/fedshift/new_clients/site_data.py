@@ -91,7 +91,8 @@ def prepare_clients(data: Federation, run: Federation, *, own_scale: bool = Fals
     """
     _require_columns(data, run)
     shape, square = run.sample_shape, run.sample_shape[1:2] == run.sample_shape[2:]
-    data = data.fit_images(shape[1] if len(shape) == 3 and square else None)
+    images = len(shape) == len(data.sample_shape) == 3
+    data = data.fit_images(shape[1] if images and square else None)
     if (data.sample_shape[:1], shape[:1], len(shape)) == ((1,), (3,), 3):
         data = data.map_splits(
             lambda split: split.with_samples(map_store(split.store, lambda x: x.expand(-1, 3, -1, -1)))

@@ -145,7 +145,8 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
     if settings.get("epochs") == 1:  # the default, so that both have the same run
         settings.pop("epochs")
     rounds = max(1, math.floor(settings["rounds"] * options.scale + 0.5))
-    settings |= {"rounds": rounds, "seeds": options.seeds, "root": str(options.root)}
+    settings |= {"rounds": rounds, "seeds": options.seeds}
+    settings["root"] = None if settings["data"] in EMBEDDED else str(options.root)
     settings["on_data_error"] = options.on_data_error
     settings["allow_single_class"] = bool(settings.get("split"))
     settings["evaluate_every"] = max(1, rounds // recipe.get("evaluations", 1))
