@@ -26,6 +26,7 @@ FILES = sorted(
     {"config.toml", "study.json", "environment.json", "notices.json", "samples.npz", "split.csv"}
     | {f"{TRIAL}/{name}" for name in {"metrics.jsonl", "rounds.jsonl", "cases.npz", "statistics.json"} | STATES}
 )
+ASIDE = (f"{TRIAL}/cases.npz", f"{TRIAL}/statistics.json")
 WAYS_OUT = "restore|removed?|again|--resume|another directory"
 
 
@@ -50,7 +51,7 @@ class FinishedRun:
             evaluate_every=1, batch_size=8, batches=2, select="best", validation=0.3, first_seed=1, engine="sequential",
         )  # fmt: skip
         make_experiment(spec).run(self.path)
-        self.whole, self.cases = self.read(), None
+        self.whole, self.cases, self.lag = self.read(), None, ""
         self.expected = {command: command(self) for command in FLIPS}
 
     def read(self) -> dict[str, bytes]:
@@ -68,7 +69,10 @@ class FinishedRun:
             records = {key: {name: x.tolist() for name, x in each.items()} for key, each in cases.records.items()}
             self.cases = self.cases or (cases.round, records)
             assert self.cases == (cases.round, records)
-        named = ("rows", "traffic", "samples", "environment", "notices", "read_cases")
+        if len(found.lag):  # whoever removes it, as its own error says, has no notice about statistics
+            self.lag = self.lag or found.lag.to_json()
+            assert self.lag == found.lag.to_json()
+        named = ("lag", "rows", "traffic", "samples", "environment", "notices", "read_cases")
         rest = {name: value for name, value in vars(found).items() if name not in named}
         return tables, images, repr(rest), found.environment, found.notices
 
@@ -81,7 +85,8 @@ class FinishedRun:
     def resume(self) -> object:
         make_experiment(load_spec(self.path, code=CODE)).run(self.path, resume=True)
         # what a client keeps is read, and checked, when that client is needed
-        trials = {name: left for name, left in left_behind(self.path).items() if not name.endswith(".states")}
+        read_later = (".states", "statistics.json")
+        trials = {name: left for name, left in left_behind(self.path).items() if not name.endswith(read_later)}
         *same, environment, notices = self.report()
         lost = [notice for notice in notices if notice.startswith("environment.json was damaged or removed: ")]
         return trials, same, None if lost else environment["sessions"]
@@ -153,14 +158,14 @@ def test_a_cut_file_changes_no_result_in_silence(finished, assert_told, name, co
 def test_which_files_each_command_can_do_without(finished, assert_told):
     unneeded = {command.__name__: {name for name in FILES if assert_told(command, name, None)} for command in FLIPS}
     assert unneeded == {
-        "report": {"config.toml", "split.csv", f"{TRIAL}/cases.npz", *(f"{TRIAL}/{name}" for name in STATES)},
+        "report": {"config.toml", "split.csv", *ASIDE, *(f"{TRIAL}/{name}" for name in STATES)},
         "adapt": {
             "environment.json", "notices.json", "samples.npz", "split.csv", f"{TRIAL}/metrics.jsonl",
             f"{TRIAL}/rounds.jsonl", f"{TRIAL}/checkpoint.safetensors", f"{TRIAL}/clients-3.states",
-            f"{TRIAL}/cases.npz",
+            *ASIDE,
         },
         "resume": {
-            "study.json", "environment.json", "notices.json", "samples.npz", "split.csv", f"{TRIAL}/cases.npz",
+            "study.json", "environment.json", "notices.json", "samples.npz", "split.csv", *ASIDE,
         },
     }  # fmt: skip
 
