@@ -5,9 +5,11 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from PIL import Image
 
 from fedshift.config.spec import DataSpec
+from fedshift.data.arrays import LazyDataset
 from fedshift.data.federation import federation
 from fedshift.data.files.folder import read_folder
 from fedshift.data.sources import load_source
@@ -109,7 +111,8 @@ def test_pairs_of_frames_are_tables_with_a_column_of_splits(table, tmp_path):
 
 
 class ClassLabel:
-    pass
+    def __init__(self, *names):
+        self.names = list(names)
 
 
 class Value:
@@ -184,6 +187,63 @@ def test_a_column_of_a_hub_dataset_deals_its_samples_to_clients(pictures):
 def test_a_hub_dataset_of_values_is_a_table(table):
     given = HubDataset({name: table[name].tolist() for name in table}, outcome=ClassLabel())
     assert load(given, **COLUMNS).fingerprint == load(table, **COLUMNS).fingerprint
+
+
+# Labels that mean different classes
+
+
+class Folder(torch.utils.data.Dataset):
+    """A dataset that says what its labels mean, as torchvision's do."""
+
+    def __init__(self, classes, target_transform=None):
+        self.classes, self.target_transform = classes, target_transform
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        return np.full(3, number), number % 2
+
+
+def of_kind(kind, *classes):
+    """Two samples a class, of ``classes``, as the objects of a ``kind`` hold them."""
+    if kind == "table":
+        return HubDataset({"a": [1.0, 2.0, 3.0, 4.0], "label": [0, 1, 0, 1]}, label=ClassLabel(*classes))
+    if kind == "hub":
+        columns = {"image": [np.full(3, number) for number in range(4)], "label": [0, 1, 0, 1]}
+        return HubDataset(columns, image=Picture(), label=ClassLabel(*classes))
+    whole = Folder(list(classes))
+    return {"torch": whole, "subset": torch.utils.data.Subset(whole, range(4)), "lazy": LazyDataset(whole)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["table", "hub", "torch", "subset", "lazy"])
+def test_datasets_whose_labels_mean_different_classes_are_refused_with_both_lists(kind):
+    settings = {"target": "label"} if kind == "table" else {}
+    ours, swapped = of_kind(kind, "cat", "dog"), of_kind(kind, "dog", "cat")
+    said = r"label 0 means 'cat' in .*a.* and 'dog' in .*b.* \(classes cat, dog, and dog, cat\): give all datasets"
+    with pytest.raises(UsageError, match=said):
+        load({"a": (ours, ours), "b": (swapped, swapped)}, **settings)
+    with pytest.raises(UsageError, match=r"label 0 means 'cat' in .*train data and 'dog' in .*test data"):
+        load({"a": (ours, swapped)}, **settings)
+    more = of_kind(kind, "cat", "dog", "emu")
+    plain = load({"a": (ours, ours), "b": (ours, ours)}, **settings)
+    assert load({"a": (ours, ours), "b": (more, more)}, **settings).fingerprint == plain.fingerprint
+    nothing = of_kind(kind)
+    assert load({"a": (ours, ours), "b": (nothing, nothing)}, **settings).fingerprint == plain.fingerprint
+
+
+def test_parts_of_one_hub_dataset_mean_the_same_and_changed_targets_say_nothing():
+    site = list("abab")
+    parts = {}
+    for split, classes in (("train", ("cat", "dog")), ("test", ("dog", "cat"))):
+        made = of_kind("hub", *classes)
+        parts[split] = HubDataset({**made.columns, "site": site}, image=Picture(), label=ClassLabel(*classes))
+    with pytest.raises(UsageError, match="label 0 means 'cat' in train data and 'dog' in test data"):
+        load(parts, client_column="site")
+    changed = Folder(["dog", "cat"], target_transform=lambda label: 1 - label)
+    given = LazyDataset(Folder(["dog", "cat"]), targets=[0, 1, 0, 1])
+    ours = Folder(["cat", "dog"])
+    assert load({"a": (ours, changed), "b": (given, given)}).names == ("a", "b")
 
 
 # Refusals

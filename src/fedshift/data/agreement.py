@@ -7,7 +7,7 @@ values, in words that a site may tell others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from math import prod
 
@@ -130,6 +130,27 @@ def refuse_other_labels(labels: Mapping[str, Collection[str]]) -> None:
             f"labels are of different kinds: {told}: they would all be different classes; write the same class in the "
             "same way at all clients"
         )
+
+
+def refuse_other_class_names(names: Mapping[str, Sequence[str]]) -> None:
+    """Raise :class:`UsageError` unless all datasets, by their names in messages, say the same of labels 0, 1, ...
+
+    An empty sequence says nothing, and a dataset may lack the last classes of others.
+    """
+    where = max(names, key=lambda each: len(names[each]), default="")
+    for other, own in names.items():
+        for label, (name, called) in enumerate(zip(own, names[where], strict=False)):
+            if name != called:
+                raise UsageError(
+                    f"label {label} means {called!r} in {where} and {name!r} in {other} (classes "
+                    f"{_list(names[where])}, and {_list(own)}): give all datasets the same classes in the same order "
+                    "(folders for all classes, align_labels_with_mapping; or an equal attribute classes if only the "
+                    "words differ)"
+                )
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _name_label(label: str) -> str:

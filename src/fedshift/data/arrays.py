@@ -169,10 +169,7 @@ def _list_targets(data: Any) -> NDArray[Any] | None:
 
 def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[str, str]:
     """Return the names of the input and label columns of a HuggingFace dataset."""
-    names = [name for name in data.column_names if name not in skip]
-    classes = [name for name in names if type(data.features[name]).__name__ == "ClassLabel"]
-    usual = [name for name in LABELS if name in names]
-    label = target or next(iter(classes if len(classes) == 1 else usual), "")
+    names, label = [name for name in data.column_names if name not in skip], _find_label(data, target, skip)
     if label not in names:
         raise UsageError(f"{where}: say which column holds the label (--target): columns are {', '.join(names)}")
     rest = [name for name in names if name != label]
@@ -184,6 +181,32 @@ def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str])
             "arrays (select_columns)"
         )
     return inputs, label
+
+
+def _find_label(data: Any, target: str | None, skip: Sequence[str]) -> str:
+    """Return the name of the label column of a HuggingFace dataset; empty if there is none."""
+    names = [name for name in data.column_names if name not in skip]
+    classes = [name for name in names if type(data.features[name]).__name__ == "ClassLabel"]
+    usual = [name for name in LABELS if name in names]
+    return target or next(iter(classes if len(classes) == 1 else usual), "")
+
+
+def list_class_names(part: Any, target: str | None = None, skip: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return what the labels 0, 1, ... of a dataset mean, if it says so; arguments as in :func:`read_part`.
+
+    A ``ClassLabel`` of HuggingFace says so, and so does the ``classes`` attribute of a torch dataset (of torchvision).
+    """
+    if isinstance(part, LazyDataset):
+        part = None if part.targets is not None else part.dataset
+    while isinstance(part, Subset):
+        part = part.dataset
+    if is_hub_dataset(part):
+        label = _find_label(part, target, skip)
+        names = getattr(part.features[label], "names", ()) if label in part.column_names else ()
+    else:
+        changed = getattr(part, "target_transform", None) is not None
+        names = () if changed or not isinstance(part, Dataset) else getattr(part, "classes", ())
+    return tuple(names) if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else ()
 
 
 def holds_arrays(data: Any, column: str) -> bool:

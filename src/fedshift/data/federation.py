@@ -24,8 +24,8 @@ from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
-from .agreement import check_scales
-from .arrays import LazyDataset, list_splits, read_part
+from .agreement import check_scales, refuse_other_class_names
+from .arrays import LazyDataset, list_class_names, list_splits, read_part
 from .samples import (
     SHOWN,
     Normalization,
@@ -486,11 +486,14 @@ def federation(
 
     """
     data, kind = [], None if task is None else as_task(task)
+    names: dict[str, tuple[str, ...]] = {}
     for client, given in clients.items():
         parts = list_splits(client, given)
         wheres = {split: _locate(client, split) for split in parts}
         splits = {split: _read_split(part, wheres[split], target, kind) for split, part in parts.items()}
         data.append(ClientData.from_splits(client, splits))
+        names |= {wheres[split]: list_class_names(part, target) for split, part in parts.items()}
+    refuse_other_class_names(names)
     return make_federation(name, data, task=kind, classes=classes, note=note)
 
 

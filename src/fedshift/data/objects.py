@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
-from .arrays import LazyDataset, holds_arrays, is_hub_dataset, read_part
+from .agreement import refuse_other_class_names
+from .arrays import LazyDataset, holds_arrays, is_hub_dataset, list_class_names, read_part
 from .federation import Federation, federation
 from .files.read_options import ReadOptions
 from .files.table_schema import BATCH_CELLS, TableFile
@@ -101,6 +102,7 @@ def read_objects(data: object, reading: ReadOptions) -> Federation:
     clients = {name: data[name] for name in reading.domains or data}
     if not holds_tables(clients):
         return federation(clients, name=NAME, classes=reading.classes, target=reading.target, task=reading.task)
+    _refuse_other_classes(clients, reading)
     tables = [_open_table(name, given, reading) for name, given in clients.items()]
     return _read_tables(tables, replace(reading, client_column=None))
 
@@ -124,11 +126,22 @@ def _read_whole(data: Any, reading: ReadOptions) -> Federation:
             "(--client-column), or give a dictionary, {client: data}"
         )
     if holds_tables(data):
+        _refuse_other_classes({"data": data}, reading)
         table = _open_table("data", data, reading)
         if reading.like is not None and reading.client_column not in table.types:
             reading = replace(reading, client_column=None)
         return _read_tables([table], reading)
     return _group_samples(data if isinstance(data, Mapping) else {"": data}, reading)
+
+
+def _refuse_other_classes(tables: Mapping[str, Any], reading: ReadOptions) -> None:
+    """Refuse tables of HuggingFace whose labels do not mean the same, as their numbers alone are read."""
+    meant = {}
+    for name, given in tables.items():
+        parts = dict(zip(("train", "test"), given, strict=False)) if isinstance(given, tuple | list) else given
+        for split, part in (parts if isinstance(parts, Mapping) else {"": parts}).items():
+            meant[f"{name}, {split} data" if split else name] = list_class_names(part, reading.target)
+    refuse_other_class_names(meant)
 
 
 def _open_table(name: str, given: Any, reading: ReadOptions) -> _TableInMemory:
@@ -181,6 +194,8 @@ def _group_samples(parts: Mapping[str, Any], reading: ReadOptions) -> Federation
     """Return the federation of HuggingFace datasets with a client column, by split (``""``: all in one)."""
     column = str(reading.client_column)
     samples: dict[str, dict[str, tuple[Any, Any]]] = {}
+    meant = {f"{split} data": list_class_names(data, reading.target, [column]) for split, data in parts.items()}
+    refuse_other_class_names(meant)
     for split, data in parts.items():
         where = f"data, {split} data" if split else "data"
         if column not in data.column_names:
