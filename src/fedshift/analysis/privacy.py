@@ -54,7 +54,7 @@ class Mechanism(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleUses:
-    """How often the steps of a trial used the samples of its clients.
+    """Numbers of times that the steps of a trial used the samples of its clients.
 
     Attributes:
         passes: Each client's passes over its data.

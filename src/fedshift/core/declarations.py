@@ -16,12 +16,12 @@ from ..utils.errors import UsageError
 from ..utils.state import State
 
 Reveals = Literal["update", "client", "class", "image"]
-"""What an upload is made of, from least to most: the client's update alone, or its data at that grain."""
+"""Kinds of content of an upload, from least to most: the client's update alone, or its data at that grain."""
 GRAINS: tuple[Reveals, ...] = get_args(Reveals)
 
 
 class PlannedEntries(Protocol):
-    """What a rule may read of the plan in which it declares its sends.
+    """The part of a plan that a rule may read when it declares its sends.
 
     ``initial``: the model's entries at their first values. ``loaded``, ``sent`` and ``trained``: names of those that
     clients load, send and train.

@@ -140,7 +140,7 @@ class Plan:
 
     @cached_property
     def sends(self) -> tuple[Mapping[str, Send], ...]:
-        """What every client uploads for each rule in each round, beside entries of the model."""
+        """Return what every client uploads for each rule in each round, beside entries of the model."""
         return tuple(dict(rule.sends(self)) for rule in self.method.rules)
 
     @cached_property

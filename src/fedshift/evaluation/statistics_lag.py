@@ -1,4 +1,4 @@
-"""How far BatchNorm's running statistics lag behind the models that are measured, shown by estimating them anew.
+"""Lag of BatchNorm's running statistics behind the models that are measured, shown by estimating them anew.
 
 Running statistics move by r <- (1 - m) r + m b with the statistics b of each batch (momentum m, torch's form of Ioffe
 and Szegedy 2015, arXiv:1502.03167), so that after n updates they still hold the part (1 - m)^n of their initial values,

@@ -13,7 +13,7 @@ from .progress import remember
 from .tables import select_reported_rows
 
 LEAST = 0.01
-"""Change of a mean that is worth a notice: of a share as it is, of other metrics relative to the reported value."""
+"""Change of a mean that is worth a notice: absolute for shares, relative to the reported value for other metrics."""
 KEY = ["method", "seed", "client"]
 
 
