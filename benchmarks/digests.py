@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -28,9 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import fedshift
 from fedshift.config.expressions import list_catalog
@@ -172,6 +175,29 @@ def list_readers() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "read/masks", partial(read_files, write_masks, image_size=16)
     yield "read/table", partial(read_files, write_table, target="sick", client_column="site")
     yield "read/npz", partial(read_files, write_arrays)
+    yield "read/npy", partial(read_files, write_mapped_arrays)
+    yield "read/images-parts", partial(read_files, write_image_parts)
+    yield "read/masks-parts", partial(read_files, partial(write_masks, parts=True))
+    yield "read/volumes", partial(read_files, write_volumes)
+    yield "read/volumes-size", partial(read_files, write_volumes, image_size=5, domains="south")
+    yield "read/parquet", partial(read_files, write_parquet, target="sick", client_column="site", scaling="none")
+    yield "read/table-groups", partial(read_files, write_table, target="sick", client_column="site", group_column="age")
+    yield (
+        "read/table-split",
+        partial(read_files, write_split_table, target="sick", split_column="part", domains="south"),
+    )
+    yield (
+        "read/table-numbers",
+        partial(read_files, write_table, target="age", client_column="site", task="regression", test_fraction=0.3),
+    )
+    yield "read/frame", lambda: read(draw_frame(), target="sick", client_column="site", domains="south,north")
+    yield "read/frames", lambda: read(draw_frames(), target="sick")
+    yield "read/frame-parts", lambda: read(part_frame(draw_frame()), target="sick", client_column="site")
+    yield "read/datasets", lambda: read(draw_datasets())
+    yield "read/datasets-lazy", lambda: read({"a": tuple(map(fedshift.LazyDataset, draw_datasets()["a"]))})
+    yield "read/hub", lambda: read(HubDataset(), client_column="camera", test_fraction=0.3)
+    yield "read/hub-parts", lambda: read({"train": HubDataset(), "test": HubDataset()}, client_column="camera")
+    yield "read/hub-clients", lambda: read({"a": (HubDataset(), HubDataset())})
     if os.environ.get("FEDSHIFT_DATA"):
         yield "read/heart", partial(read, "heart_disease")
         yield "read/office", partial(read, "office_caltech10", image_size=24, samples=6)
@@ -196,11 +222,22 @@ def write_images(folder: Path) -> Path:
     return folder
 
 
-def write_masks(folder: Path) -> Path:
-    """Write two clients with images and masks of three classes."""
+def write_image_parts(folder: Path) -> Path:
+    """Write a client with folders train, val and test, and one with train alone."""
+    for number in range(36):
+        site, part = (("north", ("train", "val", "test")[number % 3]), ("south", "train"))[number % 2]
+        place = folder / site / part / ("0", "1")[number % 4 // 2]
+        place.mkdir(parents=True, exist_ok=True)
+        draw_picture(number, 12, 10).save(place / f"{number:02}.png")
+    return folder
+
+
+def write_masks(folder: Path, *, parts: bool = False) -> Path:
+    """Write two clients with images and masks of three classes, in ``parts`` train and test if asked."""
     for number in range(16):
         for kind, picture in (("images", draw_picture(number, 20, 24, 3)), ("masks", None)):
-            place = folder / ("north", "south")[number % 2] / kind
+            part = ("train", "test")[number % 3 == 2] if parts else ""
+            place = folder / ("north", "south")[number % 2] / part / kind
             place.mkdir(parents=True, exist_ok=True)
             mask = Image.fromarray(np.random.default_rng(number).integers(0, 3, (20, 24), dtype=np.uint8))
             (picture or mask).save(place / f"{number:02}.png")
@@ -224,6 +261,106 @@ def write_arrays(folder: Path) -> Path:
     for name, (x, y, _, _) in draw_clients().items():
         np.savez(folder / f"{name}.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
     return folder
+
+
+def write_mapped_arrays(folder: Path) -> Path:
+    """Write a folder of mapped arrays a client, with validation data at one."""
+    for name, (x, y, _, _) in draw_clients().items():
+        for part in ("train", "val", "test") if name == "a" else ("train", "test"):
+            place = folder / name / part
+            place.mkdir(parents=True)
+            np.save(place / "x.npy", x[: -len(part)])
+            np.save(place / "y.npy", y[: -len(part)])
+    return folder
+
+
+def write_volumes(folder: Path) -> Path:
+    """Write two clients with volumes of one size and masks of two values."""
+    nibabel: Any = importlib.import_module("nibabel")
+    for number in range(12):
+        rng = np.random.default_rng(number)
+        for kind, values in (("images", rng.integers(0, 900, (6, 5, 4))), ("masks", rng.integers(0, 2, (6, 5, 4)))):
+            place = folder / ("north", "south")[number % 2] / kind
+            place.mkdir(parents=True, exist_ok=True)
+            nibabel.save(nibabel.Nifti1Image(values.astype(np.int16), np.eye(4)), place / f"{number:02}.nii.gz")
+    return folder
+
+
+def write_parquet(folder: Path) -> Path:
+    """Write the table in Parquet."""
+    draw_frame().to_parquet(folder / "table.parquet", index=False)
+    return folder / "table.parquet"
+
+
+def write_split_table(folder: Path) -> Path:
+    """Write a table a client, whose rows say what they are for."""
+    for name, frame in draw_frames().items():
+        part = np.array(["train", "test", "valid", "train", "train"])[np.arange(len(frame)) % 5]
+        frame.assign(part=part).to_csv(folder / f"{name}.csv", index=False)
+    return folder
+
+
+def draw_frame() -> pd.DataFrame:
+    """Return the table of :func:`write_table`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return pd.read_csv(write_table(Path(folder)))
+
+
+def draw_frames() -> dict[str, pd.DataFrame]:
+    """Return the table of each client, with labels that are words."""
+    frame = draw_frame().assign(sick=lambda rows: rows["sick"].map({0: "well", 1: "ill"}))
+    return {str(name): rows.drop(columns="site") for name, rows in frame.groupby("site")}
+
+
+def part_frame(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return every third row of ``frame`` for testing, the others for training."""
+    tested = np.arange(len(frame)) % 5 < 2
+    return {"train": frame[~tested], "test": frame[tested]}
+
+
+class Pairs(Dataset[Any]):
+    """A map-style dataset that says what its labels mean."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y, self.classes = x, y, ["cat", "dog", "emu"]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        return self.x[number], int(self.y[number])
+
+
+def draw_datasets() -> dict[str, tuple[Pairs, Pairs]]:
+    """Return the clients of :func:`draw_clients` as datasets."""
+    return {name: (Pairs(x, y), Pairs(z, w)) for name, (x, y, z, w) in draw_clients().items()}
+
+
+class ClassLabel:
+    """The feature of a label column."""
+
+    names = ("cat", "dog")
+
+
+class HubDataset:
+    """What is used of a dataset of HuggingFace, whose library need not be here: pictures, labels and cameras."""
+
+    def __init__(self) -> None:
+        self.columns = {
+            "image": [draw_picture(number, 8, 8, 3) for number in range(20)],
+            "label": [number % 2 for number in range(20)],
+            "camera": [("left", "right")[number % 5 > 2] for number in range(20)],
+        }
+        self.column_names = list(self.columns)
+        self.features = {"image": self, "label": ClassLabel(), "camera": type("Value", (), {})()}
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.columns[key]
+        return {name: column[key] for name, column in self.columns.items()}
 
 
 def run_case(key: str) -> str:
