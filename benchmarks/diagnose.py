@@ -34,8 +34,9 @@ from scipy.ndimage import uniform_filter
 from sklearn.datasets import load_digits
 
 from fedshift.config.spec import DataSpec
+from fedshift.data.assembly import federation
 from fedshift.data.datasets.single_datasets import cifar10
-from fedshift.data.federation import Federation, federation
+from fedshift.data.federation import Federation
 from fedshift.data.sources import data_root
 from fedshift.diagnosis import diagnose
 from fedshift.diagnosis.concept_shift import SEPARABLE

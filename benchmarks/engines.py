@@ -36,7 +36,8 @@ from fedshift.config.expressions import expressions, list_catalog, resolve
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery
 from fedshift.core.work import Work
-from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import ClientData, Federation
 from fedshift.data.samples import Samples
 from fedshift.engines.cost_model import count_operations, measure_peak
 from fedshift.experiments.settings import Settings

@@ -83,7 +83,7 @@ def between(marks: list[float]) -> list[float]:
 def fedshift(options: Options) -> Outcome:
     from fedshift.core.optimizer import SGD
     from fedshift.core.work import Work
-    from fedshift.data.federation import federation
+    from fedshift.data.assembly import federation
     from fedshift.experiments.settings import Settings
     from fedshift.experiments.trial import Trial
     from fedshift.methods.fedavg import fedavg

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from fedshift.cli.app import main
 from fedshift.config.settings_file import format_settings, read_run_settings
 from fedshift.config.spec import CompareSpec, RunSpec
-from fedshift.data.federation import Federation, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import Federation
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.observer import Observer
 

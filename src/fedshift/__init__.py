@@ -57,10 +57,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .data.digits import digits as digits
     from .data.nuclei import nuclei as nuclei
     from .data.arrays import LazyDataset as LazyDataset
-    from .data.federation import (
-        Federation as Federation,
-        federation as federation,
-    )
+    from .data.assembly import federation as federation
+    from .data.federation import Federation as Federation
     from .data.files.folder import read_folder as read_folder
     from .experiments.observer import Observer as Observer
     from .export.loading import load as load
@@ -138,7 +136,8 @@ _HOME = {
     "data.nuclei": ("nuclei",),
     "experiments.observer": ("Observer",),
     "data.arrays": ("LazyDataset",),
-    "data.federation": ("Federation", "federation"),
+    "data.assembly": ("federation",),
+    "data.federation": ("Federation",),
     "data.files.folder": ("read_folder",),
     "export.loading": ("load",),
     "new_clients.own_network": ("adapt_network",),

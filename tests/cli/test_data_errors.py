@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from fedshift.api import compare
-from fedshift.data.federation import Federation, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import Federation
 from fedshift.diagnosis import quality
 from fedshift.diagnosis.quality import check_data, examine, find_errors
 from fedshift.utils.errors import UsageError

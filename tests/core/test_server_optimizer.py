@@ -10,7 +10,7 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.evaluation.communication import downlink_bytes
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial

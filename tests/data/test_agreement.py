@@ -10,7 +10,7 @@ import pytest
 import fedshift
 from fedshift.config.spec import DataSpec, RunSpec
 from fedshift.data.agreement import KINDS
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.data.sources import load_federation, load_source
 from fedshift.experiments.factory import GivenObjects, make_experiment
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription, merge_columns

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
+from fedshift.data.assembly import federation
 from fedshift.data.digits import digits
-from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.federation import ClientData, Federation
 from fedshift.data.partition import dirichlet, repeat
 from fedshift.data.samples import Samples
 from fedshift.utils.errors import UsageError
@@ -369,7 +370,7 @@ GOOD = Listed([(np.zeros(3), 0), (np.ones(3), 1)])
         ((GOOD, Listed([{"x": 1}])), "client 'a', test data: sample 0 is a dict, not a pair (input, label)"),
         ((GOOD, Listed([*GOOD.samples, (np.zeros(4), 1)])), "sample 2 has shape (4,) and the first (3,): bring"),
         ((np.zeros((2, 3)), np.zeros(2)), "client 'a': ndarray, ndarray given: give four arrays, (x_train,"),
-        (GOOD, "client 'a': Listed given: give four arrays"),
+        (3, "client 'a': int given: give four arrays"),
     ],
 )  # fmt: skip
 def test_what_is_neither_four_arrays_nor_two_datasets_is_refused(given, said):

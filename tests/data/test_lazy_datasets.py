@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from fedshift import LazyDataset
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.federation import Federation, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import Federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg

@@ -10,7 +10,7 @@ from PIL import Image
 
 from fedshift.config.spec import DataSpec
 from fedshift.data.arrays import LazyDataset
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.data.files.folder import read_folder
 from fedshift.data.sources import load_source
 from fedshift.utils.errors import UsageError
@@ -303,3 +303,12 @@ def test_an_error_of_a_dataset_names_client_sample_and_line():
     )
     line = Failing.__getitem__.__code__.co_firstlineno + 1
     assert str(refused.value).endswith(f"test_objects.py, line {line}, in __getitem__")
+
+
+@pytest.mark.parametrize("kind", ["hub", "torch", "lazy"])
+def test_one_dataset_of_a_client_is_divided(kind):
+    whole = of_kind(kind, "cat", "dog")
+    (client,) = load({"a": whole}, test_fraction=0.5).clients
+    assert sorted(client.train.y.tolist()) == sorted(client.test.y.tolist()) == [0, 1]
+    both = torch.cat([split.inputs(slice(None)) for split in (client.train, client.test)])
+    assert sorted(both[:, 0].tolist()) == [0, 1, 2, 3]

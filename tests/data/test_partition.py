@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedshift.data.assembly import federation
 from fedshift.data.assignment import describe_assignment, saved
 from fedshift.data.copies import count_copies, number_samples
-from fedshift.data.federation import ClientData, Federation, federation, pool_training_data
+from fedshift.data.federation import ClientData, Federation, pool_training_data
 from fedshift.data.nuclei import nuclei
 from fedshift.data.partition import CHANGES as CATALOG
 from fedshift.data.partition import (

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.federation import Federation, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import Federation
 from fedshift.data.files.folder import read_folder
 from fedshift.data.partition import dirichlet
 from fedshift.data.samples import Samples, join_samples, to_samples

@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 import fedshift
 from fedshift.config.spec import DataSpec, RunSpec
-from fedshift.data.federation import encode_targets, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import encode_targets
 from fedshift.data.sources import load_source, prepare_clients
 from fedshift.experiments.factory import GivenObjects, make_experiment
 from fedshift.new_clients.site_data import load_site

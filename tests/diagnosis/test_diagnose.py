@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from sklearn.datasets import load_digits
 
+from fedshift.data.assembly import federation
 from fedshift.data.digits import digits
-from fedshift.data.federation import federation
 from fedshift.diagnosis import diagnose
 from fedshift.diagnosis.inputs import STEPS
 from fedshift.diagnosis.rendering import comparison_command, render_diagnosis

@@ -8,7 +8,8 @@ import torch
 from matplotlib.image import AxesImage
 from rich.console import Console
 
-from fedshift.data.federation import ClientData, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import ClientData
 from fedshift.data.nuclei import nuclei
 from fedshift.diagnosis import overview
 from fedshift.diagnosis.overview import SHOWN, describe, draw_overview, render_quality

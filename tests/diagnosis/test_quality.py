@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from scipy.stats import binomtest
 
+from fedshift.data.assembly import federation
 from fedshift.data.digits import digits
-from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.federation import ClientData, Federation
 from fedshift.data.files.folder import read_folder
 from fedshift.data.files.table_schema import Column
 from fedshift.data.partition import iid

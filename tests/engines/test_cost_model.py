@@ -10,7 +10,7 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.plan import forward
 from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.engines import cost_model
 from fedshift.engines.cost_model import PAIRS, choose_products, count_rows, time_products
 from fedshift.engines.shared_memory import pickle_without_tensors, unpickle_with_tensors

@@ -7,7 +7,7 @@ from torch import nn
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.engines import ENGINES
 from fedshift.engines.engine import Diverged
 from fedshift.experiments.settings import Settings

@@ -8,8 +8,8 @@ from torch import nn
 from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.work import Work
+from fedshift.data.assembly import federation
 from fedshift.data.augmentation import parse_augmentation
-from fedshift.data.federation import federation
 from fedshift.engines.identity import Identity
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial

@@ -15,7 +15,7 @@ from torch import nn
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work, iterate_batches
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg

@@ -10,8 +10,8 @@ from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.rule import Rule
 from fedshift.core.work import Work
+from fedshift.data.assembly import federation
 from fedshift.data.augmentation import parse_augmentation
-from fedshift.data.federation import federation
 from fedshift.engines import stacked, stepper
 from fedshift.engines.cost_model import measure_activations
 from fedshift.engines.deferral import hold

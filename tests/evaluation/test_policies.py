@@ -10,7 +10,7 @@ from torch import nn
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.evaluation.policies import POLICIES, explain_inapplicable, parse_policies, parse_policy
 from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.settings import Settings

@@ -10,7 +10,7 @@ from torch import nn
 from fedshift.core.aggregation import weighted_mean
 from fedshift.core.optimizer import SGD, Cosine
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.data.samples import to_samples
 from fedshift.evaluation.input_adaptation import reestimate_statistics
 from fedshift.evaluation.metrics import evaluate

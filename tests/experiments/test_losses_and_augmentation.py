@@ -11,8 +11,8 @@ from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD
 from fedshift.core.plan import forward
 from fedshift.core.work import Work
+from fedshift.data.assembly import federation
 from fedshift.data.augmentation import as_augmentation, parse_augmentation
-from fedshift.data.federation import federation
 from fedshift.data.partition import iid
 from fedshift.experiments import settings
 from fedshift.experiments.settings import Settings

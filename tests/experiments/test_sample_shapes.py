@@ -10,7 +10,8 @@ from torch import nn
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.federation import Federation, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import Federation
 from fedshift.data.pictures import to_pictures
 from fedshift.data.samples import UNIT, Normalization, Samples
 from fedshift.diagnosis.overview import make_overview

@@ -12,7 +12,8 @@ from fedshift.core.kernel import ServerState, Update
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.federation import Federation, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import Federation
 from fedshift.experiments.client_store import to_tensors
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial

@@ -21,7 +21,7 @@ from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.rule import Rule
 from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.methods.agc import _adaptive_clip_grad, agc
 from fedshift.methods.apfl import apfl
 from fedshift.methods.ditto import ditto

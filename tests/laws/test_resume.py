@@ -6,8 +6,8 @@ import pytest
 from fedshift.core.loss import parse_loss
 from fedshift.core.optimizer import SGD, AdamW, Cosine
 from fedshift.core.work import Work
+from fedshift.data.assembly import federation
 from fedshift.data.augmentation import parse_augmentation
-from fedshift.data.federation import federation
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn

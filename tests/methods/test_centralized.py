@@ -7,7 +7,7 @@ from torch import nn
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc

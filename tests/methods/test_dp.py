@@ -16,7 +16,7 @@ from fedshift.core.loss import CrossEntropy
 from fedshift.core.optimizer import SGD
 from fedshift.core.rule import Rule
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial

@@ -21,9 +21,10 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
 from fedshift.core.work import Work
+from fedshift.data.assembly import federation
 from fedshift.data.augmentation import CATALOG as AUGMENTATIONS
 from fedshift.data.augmentation import mixes_images, parse_augmentation
-from fedshift.data.federation import encode_targets, federation
+from fedshift.data.federation import encode_targets
 from fedshift.data.partition import repeat
 from fedshift.data.samples import Samples
 from fedshift.engines.identity import Identity

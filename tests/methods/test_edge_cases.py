@@ -13,7 +13,7 @@ from fedshift.core.optimizer import AdamW
 from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.centralized import centralized

@@ -9,7 +9,7 @@ from torch.distributions import Normal, kl_divergence
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedsr import DRAW, fedsr

@@ -11,7 +11,7 @@ from fedshift.core.kernel import client_init, client_step, compute_gradients, in
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg

@@ -10,9 +10,9 @@ from torch import nn
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery
 from fedshift.core.work import Work
+from fedshift.data.assembly import federation
 from fedshift.data.augmentation import parse_augmentation
 from fedshift.data.digits import digits
-from fedshift.data.federation import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.ditto import ditto

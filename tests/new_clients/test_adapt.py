@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.evaluation.policies import parse_policies
 from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.restoration import load_experiment, restore_trial, select_trials

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fedshift
-from fedshift.data.federation import federation
+from fedshift.data.assembly import federation
 from fedshift.models.digits import small_cnn
 from fedshift.utils.errors import UsageError
 from tests.conftest import ARRAYS

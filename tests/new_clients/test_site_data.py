@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from fedshift.config.spec import RunSpec
-from fedshift.data.federation import ClientData, Federation, federation
+from fedshift.data.assembly import federation
+from fedshift.data.federation import ClientData, Federation
 from fedshift.data.files.folder import read_folder
 from fedshift.data.samples import HALF, IMAGENET, UNIT, Samples
 from fedshift.data.sources import load_federation

@@ -14,17 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, Subset
 
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import UsageError
 from ..utils.user_code import describe_error
 
-SUFFIXES = {"train": "train", "validation": "val", "test": "test"}
-"""Suffixes of array names by split, as in ``x_val``."""
 INPUTS, LABELS = ("image", "img", "x", "pixel_values", "features"), ("label", "labels", "y", "target", "fine_label")
 """Usual names of the input and label columns of a HuggingFace dataset."""
-ACCEPTED = (
-    "give four arrays, (x_train, y_train, x_test, y_test), or two map-style torch datasets, (train, test), whose "
-    "samples are pairs (input, label), or a dictionary of either"
-)
 Item = Callable[[Any], tuple[Any, Any]]
 """Function that returns input and target of an item."""
 
@@ -59,54 +53,6 @@ class LazyDataset:
 def is_hub_dataset(thing: object) -> bool:
     """Return whether ``thing`` behaves like a HuggingFace ``datasets.Dataset``."""
     return isinstance(getattr(thing, "column_names", None), list) and hasattr(thing, "features")
-
-
-def list_splits(client: str, given: Any) -> dict[str, Any]:
-    """Return the splits of a client, by name: each is a pair of arrays, or a dataset with inputs and labels.
-
-    Args:
-        client: name of the client.
-        given: arrays ``(x_train, y_train, x_test, y_test)``; parts ``(train, test)``; or a dictionary of either, with
-            keys ``x_train``, ... (optionally ``x_val`` and ``y_val``) or ``train``, ``test`` and ``validation``.
-
-    Raises:
-        UsageError: ``given`` is none of these.
-
-    """
-    if isinstance(given, Mapping):
-        return _name_splits(client, given)
-    parts: Sequence[Any] = given if isinstance(given, tuple | list) else [given]
-    if len(parts) == 4:
-        return {"train": tuple(parts[:2]), "test": tuple(parts[2:])}
-    if len(parts) == 2 and all(_holds_samples(part) for part in parts):
-        return dict(zip(("train", "test"), parts, strict=True))
-    kinds = ", ".join(type(part).__name__ for part in parts)
-    raise UsageError(f"client {client!r}: {kinds or 'nothing'} given: {ACCEPTED}")
-
-
-def _name_splits(client: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the splits in a dictionary of arrays or datasets."""
-    keys: dict[str, tuple[str, ...]] = {split: (f"x_{end}", f"y_{end}") for split, end in SUFFIXES.items()}
-    if not any(key in given for pair in keys.values() for key in pair):
-        keys = {split: (split,) for split in SUFFIXES}
-    known = [key for names in keys.values() for key in names]
-    for key in given:
-        if key not in known:
-            raise unknown_name(f"key of client {client!r}", str(key), known)
-    found = {}
-    for split, names in keys.items():
-        if split == "validation" and not any(name in given for name in names):
-            continue
-        for name in names:
-            if name not in given:
-                raise UsageError(f"client {client!r} has no {name!r}, only {', '.join(given) or 'nothing'}: {ACCEPTED}")
-        found[split] = tuple(given[name] for name in names) if len(names) == 2 else given[names[0]]
-    return found
-
-
-def _holds_samples(part: object) -> bool:
-    pair = isinstance(part, tuple | list) and len(part) == 2
-    return pair or isinstance(part, Dataset | LazyDataset) or is_hub_dataset(part)
 
 
 def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[str] = ()) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ part is the same in every run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from hashlib import blake2b
@@ -18,14 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..tasks.catalog import as_task
 from ..tasks.classification import CLASSIFICATION, MOST_CLASSES
-from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
-from .agreement import check_scales, refuse_other_class_names
-from .arrays import LazyDataset, list_class_names, list_splits, read_part
+from .agreement import check_scales
 from .samples import (
     SHOWN,
     Normalization,
@@ -37,9 +34,8 @@ from .samples import (
     map_store,
     resize,
     resize_masks,
-    to_samples,
 )
-from .stores import DatasetStore, LazyStore
+from .stores import LazyStore
 
 if TYPE_CHECKING:
     from .files.table_schema import Column
@@ -428,80 +424,6 @@ def find_majority_classes(data: Federation) -> dict[str, int]:
         return {}
     counts = {client.name: data.task.count_classes(client.train.y, data.classes) for client in data.clients}
     return {name: int(count_C.argmax()) for name, count_C in counts.items()}
-
-
-def make_federation(
-    name: str, clients: Sequence[ClientData], *, task: Task | None, classes: int | None = None, note: str = "",
-    locate: Callable[[str, str], str] = _locate,
-) -> Federation:  # fmt: skip
-    """Return the federation of ``clients``.
-
-    ``task``: the prediction task; None: classification or segmentation, inferred from the clients' targets.
-    ``classes``: number of classes, labels or targets; None: as found in the training data, unless that is absurd.
-    ``locate``: returns the beginning of messages about a client's split.
-    """
-    if task is None:
-        task = Segmentation() if clients and clients[0].train.y.dtype == torch.uint8 else CLASSIFICATION
-    if classes is None:
-        samples = sum(len(split) for client in clients for split in client.splits.values())
-        task.check_outputs({locate(client.name, "train"): client.train.y for client in clients}, samples)
-        classes = task.count_outputs(client.train.y for client in clients)
-    made = Federation(name=name, clients=tuple(clients), classes=classes, note=note, task=task)
-    if not made.lazy:
-        return made
-    where = [_locate(c.name, split) for c in made.clients for split, part in c.splits.items() if not part.repeats]
-    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-    return replace(made, notices=(LAZY, *([f"{where[0]}{more}: {UNREPEATABLE}"] if where else [])))
-
-
-def federation(
-    clients: Mapping[str, Any],
-    *,
-    name: str = "own data",
-    classes: int | None = None,
-    note: str = "",
-    target: str | None = None,
-    task: Task | str | None = None,
-) -> Federation:
-    """Build a federation from arrays or datasets.
-
-    Args:
-        clients: each client's data by name: arrays ``(x_train, y_train, x_test, y_test)``, see
-            :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
-            (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
-            ``x_train``, ... (optionally ``x_val`` and ``y_val``), or ``train``, ``test`` and ``validation``. Datasets
-            are read once: a random transform is drawn once for each sample (``augment`` draws anew each time). Inputs
-            that are memory-mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a
-            batch needs them, like the items of a dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
-        name: Name of the data.
-        classes: Number of classes; None: the largest training label of any client plus one.
-        note: Description of the data in one sentence.
-        target: Label column of HuggingFace datasets; None: the column of classes, or one with a usual name.
-        task: The prediction task, a :class:`~fedshift.tasks.Task` or its name: classification, segmentation, multilabel
-            (labels of 0 and 1, ``[N, L]``) or regression (numbers, ``[N]`` or ``[N, T]``); None: classification or
-            segmentation, inferred from the labels.
-
-    Raises:
-        UsageError: An array has an invalid shape, type or range, or a dataset cannot be read.
-
-    """
-    data, kind = [], None if task is None else as_task(task)
-    names: dict[str, tuple[str, ...]] = {}
-    for client, given in clients.items():
-        parts = list_splits(client, given)
-        wheres = {split: _locate(client, split) for split in parts}
-        splits = {split: _read_split(part, wheres[split], target, kind) for split, part in parts.items()}
-        data.append(ClientData.from_splits(client, splits))
-        names |= {wheres[split]: list_class_names(part, target) for split, part in parts.items()}
-    refuse_other_class_names(names)
-    return make_federation(name, data, task=kind, classes=classes, note=note)
-
-
-def _read_split(part: Any, where: str, target: str | None, task: Task | None) -> Samples:
-    if isinstance(part, LazyDataset):
-        store = DatasetStore(part, where, target)
-        return to_samples(store, store.targets, where, task)
-    return to_samples(*read_part(part, where, target), where, task)
 
 
 def encode_targets(data: Federation, newcomers: Collection[str] = ()) -> Federation:

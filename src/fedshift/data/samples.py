@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, UsageError
-from .stores import FileStore, JoinedStore, Keys, LazyStore, is_mapped, read_rows, to_tensor
+from .stores import FileStore, JoinedStore, Keys, LazyStore, channels_first, is_mapped, read_rows, to_tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -460,10 +461,28 @@ def to_samples(x: ArrayLike | LazyStore, y: ArrayLike, where: str = "data", task
         UsageError: The arrays have invalid shapes, types or values.
 
     """
-    if is_mapped(x):
-        x = FileStore(x, where)
-    blank = np.broadcast_to(np.zeros((), np.float32), x.shape) if isinstance(x, LazyStore) else None
-    x_array, y_array = np.asarray(x) if blank is None else blank, np.asarray(y)
+    x = keep_or_map(x, where)
+    targets = read_targets(x, y, where, task)
+    return Samples(x=to_store(x, where), y=targets)
+
+
+def keep_or_map(x: ArrayLike | LazyStore, where: str) -> NDArray[Any] | LazyStore:
+    """Return inputs as an array, or as a store if they are mapped from a file or are in a store already."""
+    return FileStore(x, where) if is_mapped(x) else x if isinstance(x, LazyStore) else np.asarray(x)
+
+
+def to_store(x: NDArray[Any] | LazyStore, where: str) -> Tensor | LazyStore:
+    """Return inputs as samples keep them; arguments and errors as in :func:`to_samples`."""
+    return x if isinstance(x, LazyStore) else to_tensor(x, where)
+
+
+def read_targets(x: NDArray[Any] | LazyStore, y: ArrayLike, where: str, task: Task | None) -> Tensor:
+    """Return the targets ``y`` of inputs ``x``, of which only shape and type are used.
+
+    Arguments and errors are as in :func:`to_samples`.
+    """
+    x_array = np.broadcast_to(np.zeros((), np.float32), x.shape) if isinstance(x, LazyStore) else x
+    y_array = np.asarray(y)
     if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":
         raise UsageError(f"{where}: arrays of type {x_array.dtype} and {y_array.dtype}; both must be numbers")
     if x_array.ndim < 2 or y_array.ndim < 1 or len(x_array) != len(y_array):
@@ -472,5 +491,5 @@ def to_samples(x: ArrayLike | LazyStore, y: ArrayLike, where: str = "data", task
             "samples need two or more dimensions, and labels one number a sample"
         )
     task = task or infer_task(x_array, y_array, where)
-    inputs = x if isinstance(x, LazyStore) else to_tensor(x_array, where)
-    return Samples(x=inputs, y=task.read_targets(y_array, tuple(inputs.shape[1:]), where))
+    shape = x.shape if isinstance(x, LazyStore) else channels_first(x, where).shape
+    return task.read_targets(y_array, tuple(shape[1:]), where)

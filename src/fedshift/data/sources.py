@@ -21,8 +21,9 @@ from .federation import Federation, encode_targets
 from .files.folder import read_directory
 from .files.images import SizesDiffer
 from .files.read_options import Progress, ReadOptions
-from .objects import holds_hub_datasets, holds_tables, read_objects
+from .objects import read_objects
 from .partition import CHANGES, Change, match_names
+from .readers._objects import holds_hub_datasets, holds_tables
 from .samples import HALF, IMAGENET, UNIT
 
 SPLITS: Mapping[str, Callable[..., Change]] = {made.__name__: made for made in (*CHANGES, saved)}
@@ -99,7 +100,7 @@ def _read_object(
         _refuse(spec, READ, "a Federation")
         return _apply_task(data, task, "a Federation")
     if not holds_tables(data):
-        used = {"target", "client_column", "test_fraction"} if holds_hub_datasets(data) else set()
+        used = {"test_fraction", *(("target", "client_column") if holds_hub_datasets(data) else ())}
         _refuse(spec, set(READ) - used, f"data of type {type(data).__name__}")
     return read_objects(data, _read_options(spec, progress, like, task))
 

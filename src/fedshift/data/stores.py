@@ -356,6 +356,22 @@ def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
     if x.ndim == 2:
         kept = x.dtype if x.dtype in (np.int64, np.float64) else np.dtype(np.float32)
         return torch.from_numpy(convert(x, dtype=kept, order="C"))
+    x = channels_first(x, where)
+    if x.dtype.kind == "b":
+        return torch.from_numpy(np.where(x, np.uint8(255), np.uint8(0)))  # black and white, as in image files
+    if x.dtype.kind == "f":
+        return torch.from_numpy(convert(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
+    if x.dtype != np.uint8 and x.size and (x.min() < 0 or x.max() > 255):
+        raise UsageError(
+            f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255: scale them, or give floats"
+        )
+    return torch.from_numpy(convert(x, dtype=np.uint8, order="C"))
+
+
+def channels_first(x: Array, where: str) -> Array:
+    """Return a view of samples ``[N, ...]`` with channels in the second place; raise :class:`UsageError` if unclear."""
+    if x.ndim == 2:
+        return x
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[3] in (1, 3):
@@ -366,15 +382,7 @@ def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
             "[N, C, H, W] with any, volumes [N, C, D, H, W], features [N, D]: bring channels to the second place "
             "(numpy.moveaxis)"
         )
-    if x.dtype.kind == "b":
-        return torch.from_numpy(np.where(x, np.uint8(255), np.uint8(0)))  # black and white, as in image files
-    if x.dtype.kind == "f":
-        return torch.from_numpy(convert(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
-    if x.dtype != np.uint8 and x.size and (x.min() < 0 or x.max() > 255):
-        raise UsageError(
-            f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255: scale them, or give floats"
-        )
-    return torch.from_numpy(convert(x, dtype=np.uint8, order="C"))
+    return x
 
 
 def _ends_in_channels(shape: tuple[int, ...]) -> bool:

@@ -25,7 +25,7 @@ from ..data.files.images import SizesDiffer
 from ..data.files.read_options import Progress
 from ..data.files.table_schema import Column
 from ..data.formats import open_arrays
-from ..data.objects import holds_hub_datasets, holds_tables
+from ..data.readers._objects import holds_hub_datasets, holds_tables
 from ..data.samples import Samples, is_whole, map_store, to_samples
 from ..data.sources import READ, load_source, normalize
 from ..experiments.experiment import Experiment

@@ -10,10 +10,11 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
+from ..assembly import assemble
 from ..federation import ClientData, Federation
-from ..files.folder import read_arrays
 from ..files.read_options import ReadOptions
 from ..formats import read_idx
+from ..readers import npz
 from ..samples import Samples, to_samples
 from ._card import Card, make_card
 
@@ -104,7 +105,8 @@ def _find_directories(folder: Path, name: str) -> list[Path]:
 
 
 def _read_packed(file: Path) -> Parts:
-    client = read_arrays(file.parent, ReadOptions(domains=(file.stem,))).clients[0]
+    reading = ReadOptions(domains=(file.stem,))
+    client = assemble(npz, npz.scan(file.parent, reading), reading).clients[0]
     return client.train, client.test
 
 

@@ -76,6 +76,11 @@ class ReadOptions:
         if self.classes is not None and not 1 <= self.classes <= MOST_CLASSES:
             raise UsageError(f"classes={self.classes}: give a number from 1 to {MOST_CLASSES}")
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the options that differ from their defaults."""
+        return frozenset(each.name for each in fields(self) if getattr(self, each.name) != each.default)
+
     def refuse_unused(self, reader: str, path: Path) -> None:
         """Raise :class:`UsageError` for a changed option that ``reader`` does not honor, naming those that do.
 

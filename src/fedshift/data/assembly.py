@@ -1,0 +1,204 @@
+"""Federations from scans: which samples are for testing, which files are left out, how many classes there are.
+
+Where a source says no split, test samples are drawn within each client, the same in every run: ``test_fraction`` of
+each class or, with groups (for example, all samples of one patient), whole groups, so that no group is on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..tasks.catalog import as_task
+from ..tasks.classification import CLASSIFICATION
+from ..tasks.segmentation import Segmentation
+from ..tasks.task import Task
+from ..utils.errors import UsageError
+from ..utils.random_streams import stream
+from .federation import LAZY, UNREPEATABLE, ClientData, Federation
+from .files.read_options import ReadOptions
+from .partition import split_stratified
+from .readers import arrays
+from .samples import Samples
+from .scan import LEFT_OUT, SPLITS, UNSAID, Loaded, Part, Reader, Scan, Sides
+
+LISTED = 5
+
+
+def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
+    """Return the federation of what ``reader`` scanned.
+
+    Raises :class:`UsageError` if files cannot be read (unless they are to be left out), a client has no samples for
+    training or testing, a group is on two sides, or samples cannot be loaded.
+    """
+    task = scan.task or (Segmentation() if scan.parts and scan.parts[0].y.dtype == torch.uint8 else CLASSIFICATION)
+    _refuse_fraction(scan, reading)
+    assign = partial(assign_splits, task=task, reading=reading)
+    sides = [assign(part, ()) for part in scan.parts]
+    loaded = reader.load(scan, reading, assign)
+    if loaded.broken:
+        sides = [assign(part, loaded.broken) for part in scan.parts]
+    clients: dict[str, dict[str, Samples]] = {}
+    for number, (part, side) in enumerate(zip(scan.parts, sides, strict=True)):
+        splits = clients.setdefault(part.client, {})
+        splits |= _take_splits(part, side, loaded, number)
+    _require_both(scan, sides, clients)
+    made = tuple(
+        ClientData.from_splits(name, {split: splits[split] for split in SPLITS if split in splits}, files)
+        for (name, splits), files in zip(clients.items(), _list_files(scan), strict=True)
+    )
+    samples = sum(len(split) for splits in clients.values() for split in splits.values())
+    classes = scan.classes or reading.classes
+    if classes is None:
+        trained = (part for part, side in zip(scan.parts, sides, strict=True) if (side == SPLITS.index("train")).any())
+        task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
+        classes = task.count_outputs(splits["train"].y for splits in clients.values())
+    return Federation(
+        name=scan.name,
+        clients=made,
+        classes=classes,
+        note=scan.note.format(samples=samples, clients=len(made)),
+        class_names=scan.class_names,
+        notices=(*_describe_stores(made), *scan.notices, *loaded.notices),
+        faults=(*scan.faults, *loaded.faults),
+        columns=loaded.columns,
+        task=task,
+    )
+
+
+def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:
+    """Raise :class:`UsageError` for a ``test_fraction`` of data that all say what is for testing."""
+    joins = reading.like is not None and reading.like.clients
+    if "test_fraction" in reading.changed and not joins and not any((p.side == UNSAID).any() for p in scan.parts):
+        raise UsageError(
+            f"--test-fraction {reading.test_fraction:g} draws test samples where the data name none, and {scan.name} "
+            "names some for every client: leave it out"
+        )
+
+
+def assign_splits(part: Part, left_out: Collection[str], *, task: Task, reading: ReadOptions) -> Sides:
+    """Return the split of each sample of ``part``, without the files that are ``left_out``."""
+    side = part.side.copy()
+    if left_out:
+        side[[file in left_out for file in part.files]] = LEFT_OUT
+    drawn = np.flatnonzero(side == UNSAID)
+    if len(drawn):
+        side[drawn] = SPLITS.index("train")
+        rng = stream(0, "test", part.client)
+        if len(part.group):
+            tested = np.flatnonzero(draw_groups(part.group[drawn], reading.test_fraction, rng))
+        else:
+            strata = task.strata(part.y[torch.from_numpy(drawn)])
+            y = np.zeros(len(drawn), np.int64) if strata is None else strata.numpy()
+            tested = split_stratified(y, reading.test_fraction, rng)[1]
+        side[drawn[tested]] = SPLITS.index("test")
+    return side
+
+
+def draw_groups(group: NDArray[np.generic], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Draw whole groups for testing, about ``fraction`` of the rows in total; return a mask of their rows ``[N]``.
+
+    In random order, each group that brings the number of rows closer to ``fraction * N`` is drawn; if none does, the
+    smallest group is drawn. At least one group remains, so a single group is never drawn. ``group`` contains the number
+    of each row's group ``[N]``. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
+    """
+    if not 0 < fraction < 1:
+        raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
+    names, sizes = np.unique(group, return_counts=True)
+    order = rng.permutation(len(names))
+    taken: list[int] = []
+    count, wanted = 0, fraction * len(group)
+    for place in order:
+        more = count + sizes[place]
+        if abs(more - wanted) < abs(count - wanted) and more < len(group):
+            taken, count = [*taken, place], more
+    if not taken and len(names) > 1:
+        taken = [order[sizes[order].argmin()]]
+    return np.isin(group, names[taken])
+
+
+def _take_splits(part: Part, side: Sides, loaded: Loaded, number: int) -> dict[str, Samples]:
+    """Return the samples of each split of ``part``, as rows of its store."""
+    store, made = loaded.stores[number], {}
+    for place, split in enumerate(SPLITS):
+        at = np.flatnonzero(side == place)
+        if len(at) == len(part.rows) == len(store) and (part.rows == np.arange(len(store))).all():
+            rows, y = None, part.y
+        else:
+            rows, y = torch.from_numpy(part.rows[at]), part.y[torch.from_numpy(at)]
+        if len(at):
+            made[split] = Samples(x=store, y=y, rows=rows, normalization=loaded.find_normalization(number))
+    return made
+
+
+def _require_both(scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise :class:`UsageError` naming a client without training or test samples, and the reason."""
+    for name, splits in clients.items():
+        own = [(part, side) for part, side in zip(scan.parts, sides, strict=True) if part.client == name]
+        for split in ("train", "test"):
+            if split not in splits:
+                count = sum(len(side) for _, side in own)
+                drawn = any((part.side == UNSAID).any() for part, _ in own)
+                grouped = "its samples are all of one group" if any(len(part.group) for part, _ in own) else ""
+                fix = (grouped or "it has one sample of each class") if drawn else "its parts must give it some"
+                raise UsageError(
+                    f"client {name!r} has no sample for {split} among its {count}: {fix}, or leave it out (--domains)"
+                )
+
+
+def _list_files(scan: Scan) -> list[tuple[str, ...]]:
+    """Return the files of each client."""
+    return list({part.client: part.files for part in scan.parts}.values())
+
+
+def _describe_stores(clients: tuple[ClientData, ...]) -> list[str]:
+    """Return notices about samples that are read on demand."""
+    splits = {f"client {c.name!r}, {split} data": part for c in clients for split, part in c.splits.items()}
+    where = [name for name, split in splits.items() if not split.repeats]
+    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+    lazy = any(split.lazy for split in splits.values())
+    return [*([LAZY] if lazy else []), *([f"{where[0]}{more}: {UNREPEATABLE}"] if where else [])]
+
+
+def federation(
+    clients: Mapping[str, Any],
+    *,
+    name: str = "own data",
+    classes: int | None = None,
+    note: str = "",
+    target: str | None = None,
+    task: Task | str | None = None,
+) -> Federation:
+    """Build a federation from arrays or datasets.
+
+    Args:
+        clients: each client's data by name: arrays ``(x_train, y_train, x_test, y_test)``, see
+            :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
+            (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
+            ``x_train``, ... (optionally ``x_val`` and ``y_val``), or ``train``, ``test`` and ``validation``; or one
+            dataset, of which a fifth is drawn for testing. Datasets
+            are read once: a random transform is drawn once for each sample (``augment`` draws anew each time). Inputs
+            that are memory-mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a
+            batch needs them, like the items of a dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
+        name: Name of the data.
+        classes: Number of classes; None: the largest training label of any client plus one.
+        note: Description of the data in one sentence.
+        target: Label column of HuggingFace datasets; None: the column of classes, or one with a usual name.
+        task: The prediction task, a :class:`~fedshift.tasks.Task` or its name: classification, segmentation, multilabel
+            (labels of 0 and 1, ``[N, L]``) or regression (numbers, ``[N]`` or ``[N, T]``); None: classification or
+            segmentation, inferred from the labels.
+
+    Raises:
+        UsageError: An array has an invalid shape, type or range, or a dataset cannot be read.
+
+    """
+    kind = None if task is None else as_task(task)
+    reading = ReadOptions(classes=classes, target=target, task=kind)
+    made = assemble(arrays, arrays.scan(clients, reading), reading)
+    return replace(made, name=name, note=note)

@@ -1,0 +1,60 @@
+"""Readers of data, one for each kind, found by their files' names (those without an underscore in front)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, cast
+
+from ...utils.errors import UsageError
+from ..scan import Reader
+
+if TYPE_CHECKING:
+    from ..files.read_options import ReadOptions
+
+FORMS = (
+    "a name, a directory, a Federation, {client: (x_train, y_train, x_test, y_test)}, {client: (train, test)} with "
+    "torch or HuggingFace datasets or pandas frames, or one frame or HuggingFace dataset with client_column"
+)
+"""Supported kinds of data."""
+
+
+@cache
+def list_readers() -> Mapping[str, Reader]:
+    """Return the modules of this package, which are readers, by name."""
+    names = sorted(found.name for found in iter_modules(__path__) if not found.name.startswith("_"))
+    return {name: cast("Reader", import_module(f".{name}", __name__)) for name in names}
+
+
+def find_reader(source: object) -> Reader:
+    """Return the reader of ``source``; raise :class:`UsageError` if there is none, or several."""
+    found = [reader for reader in list_readers().values() if reader.can_read(source)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        kinds = " and ".join(reader.holds for reader in found)
+        raise UsageError(f"{source} holds {kinds}: put each kind into its own directory")
+    if isinstance(source, Path):
+        raise UsageError(
+            f"{source} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), with one "
+            ".npz, .csv or .parquet file a client, with client/train/x.npy and y.npy and test beside train, or one "
+            "table (--client-column)"
+        )
+    raise UsageError(f"data of type {type(source).__name__}: give {FORMS}")
+
+
+def refuse_unused(reader: Reader, reading: ReadOptions, where: object) -> None:
+    """Raise :class:`UsageError` for a changed option that other readers honor and ``reader`` does not, naming those.
+
+    The options of data that clients join are those of a run, and may be for another kind of files.
+    """
+    if reading.like is not None and reading.like.clients:
+        return
+    for name in sorted(reading.changed):
+        honoring = [each.holds for each in list_readers().values() if name in each.options]
+        if honoring and name not in reader.options:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is for {', '.join(honoring)}, and {where} holds {reader.holds}: leave it out")

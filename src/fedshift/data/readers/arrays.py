@@ -1,0 +1,121 @@
+"""Arrays and torch datasets in memory, by client: ``{client: (x_train, y_train, x_test, y_test)}`` and other forms.
+
+A torch dataset is read once, sample by sample; a :class:`~fedshift.data.arrays.LazyDataset` stays as it is. A client
+with one dataset has no test samples of its own, and they are drawn from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from ...utils.errors import UsageError, unknown_name
+from ..agreement import refuse_other_class_names
+from ..arrays import LazyDataset, is_hub_dataset, list_class_names, read_part
+from ..files.read_options import ReadOptions
+from ..samples import keep_or_map, read_targets, to_store
+from ..scan import Assign, Loaded, Part, Scan, choose_clients
+from ..stores import DatasetStore
+from . import _objects
+
+holds = "arrays or datasets in memory"
+options = frozenset({"test_fraction"})
+
+SUFFIXES = {"train": "train", "validation": "val", "test": "test"}
+"""Suffixes of array names by split, as in ``x_val``."""
+ACCEPTED = (
+    "give four arrays, (x_train, y_train, x_test, y_test), or one map-style torch dataset or two, (train, test), whose "
+    "samples are pairs (input, label), or a dictionary of either"
+)
+
+
+def can_read(source: object) -> bool:
+    """Return whether ``source`` is a dictionary of clients that are neither tables nor of HuggingFace."""
+    return isinstance(source, Mapping) and not (_objects.holds_tables(source) or _objects.holds_hub_datasets(source))
+
+
+def scan(source: Mapping[str, Any], reading: ReadOptions) -> Scan:
+    """Return the clients in ``source``, whose datasets are read now."""
+    _objects.require_names(source)
+    parts, meant = [], {}
+    for client in choose_clients(source, reading):
+        where = f"client {client!r}"
+        for split, given in list_splits(client, source[client]).items():
+            told = f"{where}, {split or 'train'} data"
+            meant[told] = list_class_names(given, reading.target)
+            parts.append(_scan_part(client, split, given, told, reading))
+    refuse_other_class_names(meant)
+    return Scan(name=_objects.NAME, parts=tuple(parts), task=reading.task)
+
+
+def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
+    """Return the clients' inputs; parts with one array share its store."""
+    wheres = {id(part.source): (part.source, part.where) for part in scan.parts}
+    stores = {key: to_store(x, where) for key, (x, where) in wheres.items()}
+    return Loaded(stores=[stores[id(part.source)] for part in scan.parts])
+
+
+def _scan_part(client: str, split: str, given: Any, where: str, reading: ReadOptions) -> Part:
+    if isinstance(given, LazyDataset):
+        x: Any = DatasetStore(given, where, reading.target)
+        y: Any = x.targets
+    else:
+        x, y = read_part(given, where, reading.target)
+    x = keep_or_map(x, where)
+    return Part.whole(client, where, read_targets(x, y, where, reading.task), split, x)
+
+
+def list_splits(client: str, given: Any) -> dict[str, Any]:
+    """Return the splits of a client, by name: each is a pair of arrays, or a dataset with inputs and labels.
+
+    Args:
+        client: name of the client.
+        given: arrays ``(x_train, y_train, x_test, y_test)``; parts ``(train, test)``; or a dictionary of either, with
+            keys ``x_train``, ... (optionally ``x_val`` and ``y_val``) or ``train``, ``test`` and ``validation``; or one
+            dataset, whose split is an empty text.
+
+    Raises:
+        UsageError: ``given`` is none of these.
+
+    """
+    if isinstance(given, Mapping):
+        return _name_splits(client, given)
+    if _is_dataset(given):
+        return {"": given}
+    parts: Sequence[Any] = given if isinstance(given, tuple | list) else [given]
+    if len(parts) == 4:
+        return {"train": tuple(parts[:2]), "test": tuple(parts[2:])}
+    if len(parts) == 2 and all(map(_holds_samples, parts)):
+        return dict(zip(("train", "test"), parts, strict=True))
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    raise UsageError(f"client {client!r}: {kinds or 'nothing'} given: {ACCEPTED}")
+
+
+def _name_splits(client: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the splits in a dictionary of arrays or datasets."""
+    keys: dict[str, tuple[str, ...]] = {split: (f"x_{end}", f"y_{end}") for split, end in SUFFIXES.items()}
+    if not any(key in given for pair in keys.values() for key in pair):
+        keys = {split: (split,) for split in SUFFIXES}
+    known = [key for names in keys.values() for key in names]
+    for key in given:
+        if key not in known:
+            raise unknown_name(f"key of client {client!r}", str(key), known)
+    found = {}
+    for split, names in keys.items():
+        if split == "validation" and not any(name in given for name in names):
+            continue
+        for name in names:
+            if name not in given:
+                raise UsageError(f"client {client!r} has no {name!r}, only {', '.join(given) or 'nothing'}: {ACCEPTED}")
+        found[split] = tuple(given[name] for name in names) if len(names) == 2 else given[names[0]]
+    return found
+
+
+def _is_dataset(part: object) -> bool:
+    return isinstance(part, Dataset | LazyDataset) or is_hub_dataset(part)
+
+
+def _holds_samples(part: object) -> bool:
+    return (isinstance(part, tuple | list) and len(part) == 2) or _is_dataset(part)

@@ -1,0 +1,149 @@
+"""What a source holds, told before any sample is read: clients, splits, targets and groups of its samples.
+
+A reader scans its source, and loads the samples when it is known which of them are for training
+(:func:`fedshift.data.assembly.assemble`), because files are left out, and values are scaled, by training samples alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..tasks.task import Task
+from ..utils.errors import unknown_name
+from .files.read_options import ReadOptions
+from .files.table_schema import Column
+from .samples import HALF, Normalization
+from .stores import LazyStore
+
+SPLITS = ("train", "validation", "test")
+UNSAID = -1
+"""Split of a sample for which the source names none, so that it is drawn: training or test."""
+LEFT_OUT = -2
+"""Split of a sample that cannot be read."""
+
+Ints = NDArray[np.int64]
+Sides = NDArray[np.int8]
+"""Split of each sample: an index in :data:`SPLITS`, :data:`UNSAID` or :data:`LEFT_OUT`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Samples of one client, which are rows of one store.
+
+    Attributes:
+        client: Name of the client.
+        where: Name of the client's data in messages.
+        y: Targets ``[N, ...]``, in the form of the task.
+        side: Split of each sample ``[N]``.
+        rows: Row of each sample in the store ``[N]``.
+        files: File of each sample; empty if samples are not files.
+        group: Group of each sample ``[N]``, whose samples stay together; empty if there are no groups.
+        source: What the reader loads the samples from.
+
+    """
+
+    client: str
+    where: str
+    y: Tensor
+    side: Sides
+    rows: Ints
+    files: tuple[str, ...] = ()
+    group: NDArray[np.str_] = field(default_factory=lambda: np.empty(0, np.str_))
+    source: Any
+
+    @classmethod
+    def whole(cls, client: str, where: str, y: Tensor, split: str, source: Any) -> Part:
+        """Return all rows of a store as samples of ``split``; an empty text: its samples are to be divided."""
+        side = np.full(len(y), SPLITS.index(split) if split else UNSAID, np.int8)
+        return cls(client=client, where=where, y=y, side=side, rows=np.arange(len(y)), source=source)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scan:
+    """What a source holds.
+
+    Attributes:
+        name: Name of the data.
+        parts: The samples; a client may have several parts.
+        task: The prediction task; None: classification or segmentation, by the targets.
+        classes: Number of classes, labels or targets; None: as found in the training data.
+        class_names: Meaning of the labels 0, 1, ...; empty if unknown.
+        note: Description of the data in one sentence, in which ``{samples}`` and ``{clients}`` are counts.
+        notices: Remarks on how the data were read.
+        faults: Remarks on files that look like data and are not read.
+        source: What the reader needs beside the sources of parts.
+
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    task: Task | None
+    classes: int | None = None
+    class_names: tuple[str, ...] = ()
+    note: str = ""
+    notices: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    source: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loaded:
+    """The samples of a scan.
+
+    Attributes:
+        stores: The store of each part.
+        normalizations: The scaling of each part's samples; empty: pixels to [-1, 1].
+        broken: Reason why a file cannot be used, by its name.
+        columns: Encodings of a table's columns; empty for other data.
+        notices: Remarks on how the samples were read.
+        faults: Remarks on files that are left out.
+
+    """
+
+    stores: Sequence[Tensor | LazyStore]
+    normalizations: Sequence[Normalization] = ()
+    broken: Mapping[str, str] = field(default_factory=dict)
+    columns: tuple[Column, ...] = ()
+    notices: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+
+    def find_normalization(self, number: int) -> Normalization:
+        """Return the scaling of the part with this number."""
+        return self.normalizations[number] if self.normalizations else HALF
+
+
+Assign = Callable[[Part, Collection[str]], Sides]
+"""Function that returns the split of each sample of a part, of which the named files are left out."""
+
+
+class Reader(Protocol):
+    """A module of :mod:`fedshift.data.readers`."""
+
+    holds: str
+    """What it reads, in messages: ``tables``."""
+    options: frozenset[str]
+    """Settings that it honors, beyond those that all do."""
+
+    def can_read(self, source: object) -> bool:
+        """Return whether ``source``, a path or an object, is of its kind, by names and types: nothing is opened."""
+
+    def scan(self, source: Any, reading: ReadOptions) -> Scan:
+        """Return what ``source`` holds, from headers, targets and groups; raise :class:`UsageError` otherwise."""
+
+    def load(self, scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
+        """Return the samples of what it scanned."""
+
+
+def choose_clients(found: Mapping[str, Any] | Iterable[str], reading: ReadOptions) -> list[str]:
+    """Return the requested clients in their order, or all; raise :class:`UsageError` if one was not found."""
+    known = list(found)
+    for name in reading.domains or ():
+        if name not in known:
+            raise unknown_name("domain", name, known)
+    return list(dict.fromkeys(known if reading.domains is None else reading.domains))
