@@ -248,7 +248,7 @@ def test_a_full_disk_is_told_and_what_came_is_kept(server, tmp_path, place, monk
 
 def test_a_place_that_cannot_be_written_is_told(server, tmp_path):
     (tmp_path / "bench").write_text("a file where a directory should be")
-    with pytest.raises(FedshiftError, match=r"cannot write .*file.bin.part: .*choose another directory \(--root\)"):
+    with pytest.raises(FedshiftError, match=r"cannot write .*file.bin.part: .*choose another directory \(root\)"):
         fetch("bench", card_of(server.url), tmp_path)
 
 

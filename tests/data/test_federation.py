@@ -203,7 +203,7 @@ def test_features_and_images_do_not_mix():
 def test_features_must_agree():
     same = of(client("a", shape=(5,)), client("b", shape=(5,)))
     assert same.fit_images() is same
-    with pytest.raises(UsageError, match=r"--image-size 28 resizes images, and .* has none"):
+    with pytest.raises(UsageError, match=r"image_size=28 resizes images, and .* has none"):
         same.fit_images(28)
     with pytest.raises(UsageError, match=r"client 'odd', train data: samples of shape \(4,\) where others have \(5,\)"):
         of(client("a", shape=(5,)), client("b", shape=(5,)), client("odd", shape=(4,))).fit_images().check()

@@ -168,9 +168,10 @@ def test_settings_that_do_not_fit_the_data_are_refused_first(make):
 
 
 def test_settings_for_files_of_ones_own_are_refused_where_they_do_nothing():
-    with pytest.raises(UsageError, match="--test-fraction says how your own files are read: digits takes no such"):
+    with pytest.raises(UsageError, match="says how your own files are read: digits takes no such") as refused:
         load_federation("digits", spec(test_fraction=0.5))
-    with pytest.raises(UsageError, match="--target says how your own files are read: gaussians takes no such"):
+    assert refused.value.settings == ("test_fraction",)
+    with pytest.raises(UsageError, match="target says how your own files are read: gaussians takes no such"):
         load_federation("gaussians", spec(target="outcome"))
 
 
@@ -238,7 +239,7 @@ def test_an_option_that_a_reader_does_not_honor_is_refused_with_those_that_do(op
     with pytest.raises(UsageError) as refused:  # the files are empty
         load_federation(str(tmp_path), spec(**{option: GIVEN[option]}))
     honoring = [kind for kind, options in OPTIONS.items() if option in options]
-    said = f"--{option.replace('_', '-')} is for {', '.join(honoring)}, and {tmp_path} holds {reader}"
+    said = f"{option} is for {', '.join(honoring)}, and {tmp_path} holds {reader}"
     assert (said in str(refused.value)) == (reader not in honoring)
 
 
@@ -260,10 +261,10 @@ def test_every_command_refuses_groups_of_files_that_have_no_columns(command, cli
 def test_sizes_roots_and_groups_are_refused_where_they_do_nothing(tmp_path):
     x, y = np.zeros((6, 5)), np.arange(6) % 2
     np.savez(tmp_path / "ann.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    with pytest.raises(UsageError, match=r"--image-size 9 resizes images, and .* has none"):
+    with pytest.raises(UsageError, match=r"image_size=9 resizes images, and .* has none"):
         load_federation(str(tmp_path), spec(image_size=9))
     for data in (str(tmp_path), "digits", {"a": (x, y, x, y)}):
-        with pytest.raises(UsageError, match="--root elsewhere is for benchmarks"):
+        with pytest.raises(UsageError, match="root='elsewhere' is for benchmarks"):
             load_federation(data, spec(root="elsewhere"))
     with pytest.raises(UsageError, match=r"validation\(\) of split would cut groups of column 'patient'"):
         apply_splits(load_federation("digits", spec()), spec(group_column="patient", split="validation(fraction=0.2)"))

@@ -213,9 +213,7 @@ def test_a_label_that_is_no_class_is_refused_with_sample_and_file(label, tmp_pat
 def test_more_classes_than_samples_are_meant_only_if_their_number_is_given(label, samples):
     x, y = np.zeros((samples // 2, 4)), np.arange(samples // 2) % 2
     given = {"ann": (x, np.where(np.arange(len(y)) == 2, label, y), x, y)}
-    with pytest.raises(
-        UsageError, match=rf"'ann', train data: the label of sample 2 is {label}.*--classes {label + 1}"
-    ):
+    with pytest.raises(UsageError, match=rf"'ann', train data: the label of sample 2 is {label}.*classes={label + 1}"):
         federation(given)
     assert federation(given, classes=label + 1).check().classes == label + 1
     few = {"ann": (x, np.where(np.arange(len(y)) == 2, max(999, samples - 1), y), x, y)}
@@ -228,7 +226,7 @@ def test_more_classes_than_samples_are_meant_only_if_their_number_is_given(label
     ("values", "said"),
     [
         ((0, 255), "client 'ann', train data: masks hold 0 and 255 alone, and 255 means that a pixel is ignored"),
-        ((0, 128), r"masks hold class 128, and only 2 of 0\.\.128 occur .*\(--classes 129\)"),
+        ((0, 128), r"masks hold class 128, and only 2 of 0\.\.128 occur .*\(classes=129\)"),
         ((0, 1, 200), r"masks hold class 200, and only 3 of 0\.\.200 occur"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_worker_that_dies_is_named_and_spoils_nothing(tmp_path, end, text):
     with pytest.raises(FedshiftError, match=re.escape(f"trained client 'bob' in round 2 {text}")) as caught:
         running.advance()
     assert type(caught.value) is FedshiftError
-    assert "--engine sequential" in str(caught.value)
+    assert "engine='sequential'" in str(caught.value)
     assert running.to_tensors()[1] == facts
     assert is_equal(running.to_tensors()[0], tensors)
     marker.unlink()

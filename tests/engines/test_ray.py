@@ -99,7 +99,7 @@ def test_a_worker_that_dies_is_named_and_spoils_nothing(tmp_path):
         running.advance()
     assert type(caught.value) is FedshiftError
     assert "was lost (WorkerCrashedError: The worker died" in str(caught.value)
-    assert "--engine sequential" in str(caught.value)
+    assert "engine='sequential'" in str(caught.value)
     marker.unlink()
     running.advance()
     assert_rounds(running, 2)

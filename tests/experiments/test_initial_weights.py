@@ -81,7 +81,7 @@ def test_another_number_of_classes_is_refused_or_left_out_by_choice(make, tmp_pa
     with pytest.raises(UsageError) as said:
         start_of(make(weights=str(tmp_path / "five.safetensors")))
     assert "'fc2.weight' has shape (5, 64) where the network has (3, 64)" in str(said.value)
-    assert "its last layer is for 5 classes, and the data have 3. Leave it out (--weights-skip-clas" in str(said.value)
+    assert "its last layer is for 5 classes, and the data have 3. Leave it out (weights_skip_clas" in str(said.value)
     start = start_of(make(weights=str(tmp_path / "five.safetensors"), weights_skip_classifier=True))
     fresh = start_of(make())
     assert {name for name in start if torch.equal(start[name], fresh[name])} >= {"fc2.weight", "fc2.bias"}

@@ -117,7 +117,7 @@ def test_a_worker_that_dies_is_named_and_its_trial_goes_on(make, tmp_path, asser
     experiment.run(tmp_path / "whole")
     said = (
         r"the worker process that ran fed(avg|prox), seed [01], was killed by SIGKILL, most often because memory ran "
-        "out. What was saved before is intact: continue with --resume, or with fewer --jobs"
+        "out. What was saved before is intact: continue with resume=True, or with fewer jobs"
     )
     watch = Listener(lambda done: marker.touch() if len(watch.rounds) == 3 else None)
     with pytest.raises(FedshiftError, match=said):

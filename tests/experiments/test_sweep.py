@@ -78,7 +78,7 @@ def test_one_client_and_all_are_different_values():
 @pytest.mark.parametrize(
     ("over", "said"),
     [
-        ((), "a sweep needs settings and their values: --over epochs=1,4,16"),
+        ((), "a sweep needs settings and their values: over='epochs=1,4,16'"),
         (("epochs",), "over 'epochs': write a setting and its values"),
         (("epoch=1",), "unknown setting 'epoch': did you mean 'epochs'?"),
         (("epochs=",), "over 'epochs=': epochs has an empty value"),

@@ -53,7 +53,7 @@ def test_each_client_is_as_likely_to_take_part():
         (0, "should be greater than 0"),
         (-1, "should be greater than 0"),
         (0.0, "should be greater than 0"),
-        (1.5, "give a whole number of clients, or a fraction of at most 1.0"),
+        (1.5, "give a whole number of clients, or a fraction up to 1.0"),
     ],
 )
 def test_other_participation_is_refused(share, said):

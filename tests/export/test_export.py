@@ -210,10 +210,10 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(experiment, kept, cli, 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for given, said in (
-        ({"method": "fedbn"}, r"fedbn has no global model: name a client \(--client\), one of ann, bob, cid"),
+        ({"method": "fedbn"}, r"fedbn has no global model: name a client \(client\), one of ann, bob, cid"),
         (
             {"client": "ann"},
-            r"the run has 4 methods \(fedavg, fedbn, fedwon, ditto\): say which one's model \(--method\)",
+            r"the run has 4 methods \(fedavg, fedbn, fedwon, ditto\): say which one's model \(method\)",
         ),
         ({"method": "fedbn", "client": "dan"}, "unknown client 'dan'"),
         ({"method": "fedavg", "seed": 7}, "no seed 7 here: there are 0, 1"),

@@ -288,7 +288,7 @@ def test_a_site_exports_its_model_with_its_own_figures_and_no_one_elses(tmp_path
     assert said.count(said[-1]) == 1
     # what may be replaced is a model
     require_models(tmp_path / "models")
-    with pytest.raises(UsageError, match=r"which is no exported model: choose another \(--export\)"):
+    with pytest.raises(UsageError, match=r"which is no exported model: choose another \(export\)"):
         require_models(tmp_path)
     # an answer does not wait for a model that cannot be written
     (tmp_path / "models" / "fedbn-seed0" / "model.json").unlink()

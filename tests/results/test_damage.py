@@ -27,7 +27,7 @@ FILES = sorted(
     | {f"{TRIAL}/{name}" for name in {"metrics.jsonl", "rounds.jsonl", "cases.npz", "statistics.json"} | STATES}
 )
 ASIDE = (f"{TRIAL}/cases.npz", f"{TRIAL}/statistics.json")
-WAYS_OUT = "restore|removed?|again|--resume|another directory"
+WAYS_OUT = "restore|removed?|again|resume=|another directory"
 
 
 CODE = (f"{__name__}:network",)
@@ -201,7 +201,7 @@ def test_what_says_that_a_run_of_several_ended_is_checked(tmp_path):
     whole = (tmp_path / DONE).read_bytes()
     for place in range(len(whole) - 1):
         (tmp_path / DONE).write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(FedshiftError, match=r"done.json is damaged \(.*remove it and go on \(--resume\)"):
+        with pytest.raises(FedshiftError, match=r"done.json is damaged \(.*remove it and go on \(resume=True\)"):
             read_outcome(tmp_path, settings)
 
 

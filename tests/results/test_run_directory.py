@@ -46,7 +46,7 @@ def test_the_lock_of_another_process_counts_and_ends_with_it(tmp_path):
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
     (tmp_path / "config.toml").touch()
-    with pytest.raises(UsageError, match=r"already holds a run: continue it \(--resume .*\), or choose another"):
+    with pytest.raises(UsageError, match=r"already holds a run: continue it \(resume='.*'\), or choose another"):
         RunDirectory(tmp_path, resume=False)
 
 

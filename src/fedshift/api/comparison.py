@@ -47,9 +47,9 @@ from ..experiments.observer import Observer, Observers
 from ..experiments.python_settings import (
     load_python_data,
     make_python_experiment,
+    note_user_code,
     refuse_unknown,
     simplify,
-    speak_python,
 )
 from ..experiments.restoration import find_method, read_python_settings, restore_trial, select_trials
 from ..export.source import export_run
@@ -87,7 +87,7 @@ class Comparison:
     def experiment(self) -> Experiment:
         """The experiment, with its data, methods, model and settings."""
         if not isinstance(self._experiment, Experiment):
-            with speak_python():
+            with note_user_code():
                 self._experiment = self._experiment()
         return self._experiment
 
@@ -278,7 +278,7 @@ class Comparison:
             new = prepare_clients(data, experiment.data)
         else:
             reading = {each.name: experiment.config.get(each.name, each.default) for each in fields(DataSpec)}
-            with speak_python():
+            with note_user_code():
                 new = load_site(simplify("data", data), DataSpec(**reading), experiment.data)
         new = new.to(torch.device(experiment.settings.device))
         training = {client.name: client.train for client in new.clients}
@@ -386,7 +386,7 @@ def compare(given: CompareArguments) -> Comparison:
         FedshiftError: training diverges, or writing to disk fails.
 
     """
-    with speak_python():
+    with note_user_code():
         directory, resume = _choose_directory(given)
         if directory:
             require_writable(directory)
@@ -464,7 +464,7 @@ def load_data(data: Any, **settings: Any) -> Federation:
 
     """
     refuse_unknown("setting of data", settings, DataSpec)
-    with speak_python():
+    with note_user_code():
         return load_python_data(data, settings)
 
 

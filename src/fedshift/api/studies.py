@@ -17,10 +17,10 @@ from ..diagnosis.search import BASELINE, begin_search, continue_search, hold_out
 from ..diagnosis.search_report import MethodAdvice, write_search
 from ..engines.cost_model import limit_threads
 from ..experiments.jobs import Jobs, dismiss
-from ..experiments.python_settings import make_python_experiment, read_methods, refuse_unknown, speak_python
+from ..experiments.python_settings import make_python_experiment, note_user_code, read_methods, refuse_unknown
 from ..representations.leakage import Leakage, LeakageSettings, measure_leakage
 from ..results.run_directory import RunDirectory
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from ..utils.files import ScratchDirectory, require_writable
 
 
@@ -49,10 +49,10 @@ def advise(
     """
     refuse_unknown("argument", settings, CompareSpec, ("methods", "lr"))
     if not isinstance(budget, int | float) or not 0 < budget < math.inf:
-        raise UsageError(f"budget={budget!r}: give minutes, a number greater than 0")
+        raise UsageError("{}: give minutes, a number greater than 0", Ref(budget=budget))
     if resume and out is None:
         raise UsageError("resume=True: say which search to continue (out=DIRECTORY)")
-    with speak_python():
+    with note_user_code():
         if out is not None:
             require_writable(Path(out))
         named = None if methods == AUTO else read_methods([methods] if isinstance(methods, str) else methods, {}).value
@@ -110,7 +110,7 @@ def leak(
 
     """
     refuse_unknown("argument", settings, CompareSpec)
-    with speak_python():
+    with note_user_code():
         study = LeakageSettings(
             rounds=tuple(rounds), batch_sizes=tuple(batch_sizes), images=images, steps=steps, iterations=iterations
         )

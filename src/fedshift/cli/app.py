@@ -40,7 +40,7 @@ from ..config.spec import (
     select_settings,
 )
 from ..console.terminal import make_console, print_line, print_parts
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, UsageError, as_flag
 from ..utils.user_code import locate_error
 from ..utils.version import __version__
 from .adapt import adapt
@@ -78,7 +78,7 @@ def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts
             else:
                 path = find_settings(None, given)
                 said = {name for other in arguments for name in other.names if other.tokens}
-                moved = not said.isdisjoint(DATA_FLAGS.values())
+                moved = not said.isdisjoint({"--data", "--root"})
                 settings = _read_own_settings(given, path, allowed, code, moved=moved)
             distrust(code, path)
             for command in reversed(commands):
@@ -96,7 +96,7 @@ def _read_own_settings(
     kept = read_run_settings(run)
     if code:
         kept.add_code()
-    values = kept.find_paths({} if moved else DATA_FLAGS)
+    values = kept.find_paths({} if moved else DATA_SETTINGS)
     return select_settings({name: value for name, value in values.items() if value is not None}, path, allowed)
 
 
@@ -114,8 +114,8 @@ for command in (
 ):  # fmt: skip
     app.command(command)
 
-DATA_FLAGS = {"data": "--data", "root": "--root"}
-"""Flags that give the place of a resumed run's data, by setting."""
+DATA_SETTINGS = {"data": "data", "root": "root"}
+"""Settings that give the place of a resumed run's data, by setting."""
 LEAVE_OUT = (
     "Clients, comma-separated, or all: for each in turn a comparison in which it never trains, then one table of the "
     "results of every policy for a client that the run never saw."
@@ -312,7 +312,7 @@ def _format_error(error: BaseException) -> str:
         return f"{where}; make it accessible to this user, or choose another place" if denied else where
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"{' '.join(error.unused_tokens or ())!r} belongs to no flag: write --flag value, and lists with commas"
-    return str(error)
+    return error.render(as_flag) if isinstance(error, FedshiftError) else str(error)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

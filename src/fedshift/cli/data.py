@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..config.spec import DataSpec
 from ..console.terminal import describe_cache, make_console, print_line, print_parts, show_loading
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import UsageError, as_flag, unknown_name
 from ..utils.files import require_writable, write_atomically
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
         try:
             made = scale_alike(made, load_federation(where, spec, progress))
         except UsageError as error:
-            refusal = f"Training would refuse these data: {error}."
+            refusal = f"Training would refuse these data: {error.render(as_flag)}."
     print_parts(console, [describe(made), *format_notices(made), *render_quality(found)])
     if refusal:
         print_parts(console, [Text(refusal, style="bold red")])

@@ -199,7 +199,7 @@ def _require_valid(without: Mapping[Group, Experiment], parts: Mapping[Group, Qu
         try:
             without[group].check_compatible(part.folder)
         except UsageError as error:
-            raise UsageError(f"{part.folder.name}: {error}") from error
+            raise UsageError(f"{part.folder.name}: {{}}", error) from error
 
 
 def _folder_name(directory: Path, *group: str) -> Path:

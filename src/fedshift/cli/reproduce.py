@@ -17,7 +17,7 @@ from rich.table import Table as Grid
 
 from ..config.spec import DataSpec
 from ..console.terminal import announce_cache, catch_interrupts, make_console, print_line, show_loading, show_progress
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, UsageError, as_flag
 from ..utils.files import require_writable, write_atomically
 from .run import find_kind, use_threads
 
@@ -133,7 +133,7 @@ def _print_list(way: ReproductionOptions, out: Path) -> int:
                 spent = _format_time(estimates.estimate(todo[key])) if todo[key] else "done" if specs[key] else ""
             except UsageError as error:
                 spent = "?"
-                lines.append(f"cannot run: {error}")
+                lines.append(f"cannot run: {error.render(as_flag)}")
             grid.add_row(key, str(len(specs[key])) if asked else "", spent, Text("\n".join(lines)))
     make_console().print(grid)
     for note, number in notes.items():
@@ -219,7 +219,7 @@ def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None,
             except FedshiftError as error:
                 if len(wanted) == 1:
                     raise
-                failed.append(f"{table.key}: {error}")
+                failed.append(f"{table.key}: {error.render(as_flag)}")
                 print_line(console, f"Failed: {failed[-1]}")
                 continue
             if done is None:

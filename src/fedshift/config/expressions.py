@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.user_code import describe_error
 
 EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits", "nuclei": "fedshift.data.nuclei:nuclei"}
@@ -139,8 +139,10 @@ def resolve(package: str, name: str) -> Callable[..., Any]:
     allowed = trusted is None or name in EMBEDDED.values() or f"{module_name}.{attribute}" in trusted
     if not allowed:
         told = f"{source}: " if source else ""
-        flag = f"--code {module_name}:{attribute}"
-        raise UsageError(f"{told}{kind} {name!r} is a function of this machine that nobody allowed: allow it ({flag})")
+        raise UsageError(
+            f"{told}{kind} {name!r} is a function of this machine that nobody allowed: allow it ({{}})",
+            Ref(code=f"{module_name}:{attribute}"),
+        )
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:

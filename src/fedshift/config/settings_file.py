@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 
 FILE, WRITTEN = "config.toml", "written"
 COMMAND: ContextVar[str] = ContextVar("command", default="")
@@ -54,21 +54,22 @@ class RunSettings:
         """The setting that locates the data: ``data``, or ``root`` for a benchmark."""
         return "data" if Path(str(self.values.get("data", ""))).is_absolute() else "root"
 
-    def find_paths(self, flags: Mapping[str, str]) -> dict[str, Any]:
+    def find_paths(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Return the settings with the current paths of data and weights: unchanged, or moved with the run.
 
-        Raises :class:`UsageError` if nothing is found there; ``flags`` names the flag for the current path, by setting.
-        A setting without a flag was given by the user.
+        Raises :class:`UsageError` if nothing is found there; ``names``: the setting that gives the current path, by
+        setting. A setting without one was given by the user.
         """
         values, name = dict(self.values), self.data_setting
         if values.get(name):
             places = self._list_places(values[name])
             found = next(filter(Path.exists, places), None)
-            if found is None and flags and not (name == "root" and os.environ.get("FEDSHIFT_DATA")):
+            if found is None and names and not (name == "root" and os.environ.get("FEDSHIFT_DATA")):
                 also = "".join(f", nor at {place}" for place in places[1:])
                 raise UsageError(
                     f"the data of {self.run} were at {places[0]}, where there is nothing now{also}: say where they are "
-                    f"({flags[name]} PATH)"
+                    "({})",
+                    Ref(**{names[name]: "PATH"}),
                 )
             values[name] = found and str(found)
         if values.get("weights"):

@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
 from .settings_file import FILE, WRITTEN
 
 EXPRESSIONS = ("method", "methods", "model", "loss", "augment", "task", "over")
@@ -450,7 +450,7 @@ def select_settings(
 
 def check_settings(settings: object, kind: type) -> None:
     """Raise :class:`UsageError` listing each value of ``settings`` that does not match its field in ``kind``."""
-    problems = []
+    problems = list[FedshiftError]()
     for name, (hint, adapter) in _adapters(kind).items():
         value = getattr(settings, name)
         try:
@@ -458,11 +458,11 @@ def check_settings(settings: object, kind: type) -> None:
         except ValidationError as error:
             problem = error.errors()[0]
             if problem["type"] == "literal_error" and isinstance(value, str):
-                problems.append(str(unknown_name(f"value of {name}", value, _list_choices(hint))))
+                problems.append(unknown_name(f"value of {name}", value, _list_choices(hint)).about(name))
             else:
-                problems.append(f"{name}={value!r}: {explain(problem)}")
+                problems.append(UsageError(f"{{}}: {explain(problem)}", Ref(**{name: value})))
     if problems:
-        raise UsageError("; ".join(problems))
+        raise UsageError("; ".join(["{}"] * len(problems)), *problems)
 
 
 def _list_choices(hint: Any) -> list[str]:

@@ -189,7 +189,7 @@ def _compose(
         try:
             made = function(start, *args, **given)
         except UsageError as error:
-            raise UsageError(f"{join(function.__name__, start.name)}: {error}") from error
+            raise UsageError(f"{join(function.__name__, start.name)}: {{}}", error) from error
         values = signature.bind(start, *args, **given).arguments
         changed = {
             each.name: values[each.name] for each in options if values.get(each.name, each.default) != each.default

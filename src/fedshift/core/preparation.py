@@ -47,7 +47,7 @@ def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
         try:
             module = change(module)
         except UsageError as error:
-            raise UsageError(f"method {method.name!r}: {error}") from error
+            raise UsageError(f"method {method.name!r}: {{}}", error) from error
     return module
 
 

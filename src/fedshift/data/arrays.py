@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, Subset
 
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from ..utils.user_code import describe_error
 
 INPUTS, LABELS = ("image", "img", "x", "pixel_values", "features"), ("label", "labels", "y", "target", "fine_label")
@@ -117,7 +117,9 @@ def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str])
     """Return the names of the input and label columns of a HuggingFace dataset."""
     names, label = [name for name in data.column_names if name not in skip], _find_label(data, target, skip)
     if label not in names:
-        raise UsageError(f"{where}: say which column holds the label (--target): columns are {', '.join(names)}")
+        raise UsageError(
+            f"{where}: say which column holds the label ({{}}): columns are {', '.join(names)}", Ref("target")
+        )
     rest = [name for name in names if name != label]
     found = [name for name in rest if holds_arrays(data, name)]
     inputs = next(iter(found if len(found) == 1 else [name for name in INPUTS if name in rest]), None)

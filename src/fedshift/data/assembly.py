@@ -19,7 +19,7 @@ from ..tasks.catalog import as_task
 from ..tasks.classification import CLASSIFICATION
 from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from ..utils.random_streams import stream
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
@@ -77,8 +77,9 @@ def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:
     joins = reading.like is not None and reading.like.clients
     if "test_fraction" in reading.changed and not joins and not any((p.side == UNSAID).any() for p in scan.parts):
         raise UsageError(
-            f"--test-fraction {reading.test_fraction:g} draws test samples where the data name none, and {scan.name} "
-            "names some for every client: leave it out"
+            f"{{}} draws test samples where the data name none, and {scan.name} "
+            "names some for every client: leave it out",
+            Ref(test_fraction=reading.test_fraction),
         )
 
 
@@ -148,7 +149,8 @@ def _require_both(scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[
                 grouped = "its samples are all of one group" if any(len(part.group) for part, _ in own) else ""
                 fix = (grouped or "it has one sample of each class") if drawn else "its parts must give it some"
                 raise UsageError(
-                    f"client {name!r} has no sample for {split} among its {count}: {fix}, or leave it out (--domains)"
+                    f"client {name!r} has no sample for {split} among its {count}: {fix}, or leave it out ({{}})",
+                    Ref("domains"),
                 )
 
 

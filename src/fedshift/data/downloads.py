@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from .datasets._card import Card, Remote
 from .files.read_options import Progress
 from .huggingface import fetch_from_hub
@@ -135,8 +135,9 @@ def _open_for_writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise FedshiftError(
-            f"cannot write {path}: {error.strerror}. Make room, or choose another directory (--root); "
-            "fetching again goes on from there"
+            f"cannot write {path}: {error.strerror}. Make room, or choose another directory ({{}}); "
+            "fetching again goes on from there",
+            Ref("root"),
         ) from error
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..tasks.classification import CLASSIFICATION, MOST_CLASSES
 from ..tasks.task import Task
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream
 from .agreement import check_scales
 from .samples import (
@@ -143,7 +143,9 @@ class Federation:
 
     def __post_init__(self) -> None:
         if self.classes > MOST_CLASSES:
-            raise UsageError(f"classes={self.classes}: at most {MOST_CLASSES} are possible; correct the number")
+            raise UsageError(
+                f"{{}}: at most {MOST_CLASSES} are possible; correct the number", Ref(classes=self.classes)
+            )
 
     def __repr__(self) -> str:
         """List the clients with the size of each split and the number of classes in their training data."""
@@ -208,7 +210,7 @@ class Federation:
         for client in self.clients:
             count = samples if isinstance(samples, int) else samples[client.name]
             if count < 1:
-                raise UsageError(f"samples={count}: must be at least 1")
+                raise UsageError("{}: must be at least 1", Ref(samples=count))
             if len(client.train) < count:
                 raise UsageError(
                     f"client {client.name!r} has {len(client.train)} training samples, fewer than samples={count}: "
@@ -223,7 +225,7 @@ class Federation:
         if (fraction is None) == (size is None):
             raise UsageError(f"validation={fraction}, size={size}: give exactly one of the two")
         if fraction is not None and not 0 < fraction < 1:
-            raise UsageError(f"validation={fraction:g}: must lie between 0 and 1")
+            raise UsageError("{}: must lie between 0 and 1", Ref(validation=fraction))
         asked = f"validation={fraction:g}" if fraction is not None else f"validation(size={size})"
         clients = []
         for client in self.clients:
@@ -272,7 +274,7 @@ class Federation:
                     "bring volumes to one shape beforehand (those in NIfTI files are resized as they are read)"
                 )
             if size and any(len(shape) < 3 for shape in shapes.values()):
-                raise UsageError(f"--image-size {size} resizes images, and {self.name!r} has none: leave it out")
+                raise UsageError(f"{{}} resizes images, and {self.name!r} has none: leave it out", Ref(image_size=size))
             return self._match_types()
         flat = [where for where, shape in shapes.items() if len(shape) != 3]
         if flat:
@@ -365,7 +367,8 @@ class Federation:
             if len(labels) == 1 and self.classes > 1 and not allow_single_class:
                 raise UsageError(
                     f"client {client.name!r} has only class {int(labels[0])} in its {len(client.train)} training "
-                    "samples: leave the client out, or allow it (allow_single_class, --allow-single-class)"
+                    "samples: leave the client out, or allow it ({})",
+                    Ref(allow_single_class=True),
                 )
         shapes = self._shapes()
         common = Counter(shapes.values()).most_common(1)[0][0]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from .datasets._card import Card
 from .files.read_options import Progress
 
@@ -68,7 +68,8 @@ def fetch_from_hub(name: str, card: Card, folder: Path, *, progress: Progress | 
         raise FedshiftError(f"{source} is not as expected ({error}): {by_hand}") from error
     except OSError as error:
         raise FedshiftError(
-            f"cannot write {part}: {error.strerror or error}. Make room, or choose another directory (--root)"
+            f"cannot write {part}: {error.strerror or error}. Make room, or choose another directory ({{}})",
+            Ref("root"),
         ) from error
     return [written]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from .stores import FileStore, JoinedStore, Keys, LazyStore, channels_first, is_mapped, read_rows, to_tensor
 
 
@@ -364,7 +364,8 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
         if len(kinds) > 1:
             raise UsageError(
                 "lazy samples of different types or scalings cannot be put together: give all clients one type and one "
-                "scaling (--normalize half)"
+                "scaling ({})",
+                Ref(normalize="half"),
             )
         stores = list({id(part.store): part.store for part in distinct}.values())
         starts = dict(zip(map(id, stores), np.cumsum([0, *map(len, stores)]).tolist(), strict=False))

@@ -15,7 +15,7 @@ from ..config.expressions import EMBEDDED, expressions, list_catalog, resolve
 from ..config.spec import DataSpec
 from ..tasks import Task, as_task
 from ..utils.csv_cells import escape_table
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import Ref, UsageError, unknown_name
 from .assignment import describe_assignment, saved
 from .federation import Federation, encode_targets
 from .files.folder import read_directory
@@ -72,13 +72,13 @@ def load_source(
         except UsageError as error:
             if data not in list_catalog("data.datasets"):
                 raise
-            raise UsageError(f"{error}. (./{data} was read, not the benchmark of that name: rename one)") from error
+            raise UsageError(f"{{}}. (./{data} was read, not the benchmark of that name: rename one)", error) from error
     else:
         made = _read_benchmark(data, spec, progress, task)
     if spec.root is not None and not like and _leaves_root_unread(data, Path(spec.root)):
         raise UsageError(
-            f"--root {spec.root} is for benchmarks, which {data if isinstance(data, str) else 'the data'} "
-            "is not: leave it out"
+            f"{{}} is for benchmarks, which {data if isinstance(data, str) else 'the data'} is not: leave it out",
+            Ref(root=spec.root),
         )
     made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains else made
     classes = spec.classes or made.classes
@@ -109,7 +109,7 @@ def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:
     """Raise :class:`UsageError` if one of the settings ``names`` was given, because ``data`` does not use them."""
     for field in fields(spec):
         if field.name in names and getattr(spec, field.name) != field.default:
-            raise UsageError(f"--{field.name.replace('_', '-')} says how your own files are read: {data} takes no such")
+            raise UsageError(f"{{}} says how your own files are read: {data} takes no such", Ref(field.name))
 
 
 def _apply_task(data: Federation, task: Task | None, name: str) -> Federation:
@@ -230,7 +230,8 @@ def apply_splits(data: Federation, spec: DataSpec) -> Federation:
         asked = f"validation={spec.validation:g}" if spec.validation else "validation() of split"
         raise UsageError(
             f"{asked} would cut groups of column {spec.group_column!r}: say in a column which "
-            "rows are train, validation and test (--split-column)"
+            "rows are train, validation and test ({})",
+            Ref("split_column"),
         )
     for change in parse_changes(spec):
         data = change(data)

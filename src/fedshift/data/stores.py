@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.random_streams import Key, key_bits, torch_stream
 from .arrays import Item, LazyDataset, find_targets, item_reader, read_item
 
@@ -285,7 +285,8 @@ class DatasetStore(LazyStore):
         if known.size != y.size or not np.array_equal(known.reshape(-1), y.reshape(-1)):
             raise UsageError(
                 f"{self.where}: sample {row} came with another target than before: targets are read once, and a "
-                "transform may not change them (--augment moves masks with their images)"
+                "transform may not change them ({} moves masks with their images)",
+                Ref("augment"),
             )
 
     def __getstate__(self) -> dict[str, Any]:

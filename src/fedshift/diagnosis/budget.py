@@ -17,7 +17,7 @@ from ..engines.auto import measure_seconds
 from ..engines.engine import Diverged
 from ..experiments.experiment import Experiment
 from ..experiments.trial import Trial
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 
 SHARE = 3
 """One of so many candidates goes on to the next rung, for so many times the rounds."""
@@ -108,7 +108,9 @@ def fit_budget(
                     return methods, left, number
     raise UsageError(
         f"budget={seconds / 60:g} minutes: one round of {' and '.join(methods)} at one learning rate takes about "
-        f"{needed / 60:.2g} minutes here, with the diagnosis: give at least that, fewer --samples, or a smaller --model"
+        f"{needed / 60:.2g} minutes here, with the diagnosis: give at least that, fewer {{}}, or a smaller {{}}",
+        Ref("samples"),
+        Ref("model"),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..data.federation import Federation
 from ..tasks import Classification
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from ..utils.files import cached_measurement
 from .faults import (
     SEVERITIES,
@@ -129,5 +129,7 @@ def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | N
         return ()
     said = f"{len(errors)} error{'s' * (len(errors) > 1)} in the data: {' '.join(errors)}"
     if choice == "refuse":
-        raise UsageError(f"{said} Correct them (`fedshift data check` says how), or go on (--on-data-error warn)")
+        raise UsageError(
+            f"{said} Correct them (`fedshift data check` says how), or go on ({{}})", Ref(on_data_error="warn")
+        )
     return (f"{said} `fedshift data check` says how to correct them; --on-data-error refuse does not start with any",)

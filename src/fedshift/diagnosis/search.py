@@ -39,7 +39,7 @@ from ..results.run_directory import trial_folder
 from ..results.schema import LOWER_IS_BETTER, compute_metric, rows_to_frame
 from ..results.trial_records import read_lag, read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
 from . import Diagnosis, diagnose
 from .budget import PER_METHOD, Cost, Rung, fit_budget, measure_cost, plan_rungs, predict_seconds
 from .rendering import interpret
@@ -135,7 +135,10 @@ class Search:
         if not len(table):
             raise FedshiftError(
                 f"no client has a validation {self.metric} under every candidate after {self.rungs[rung].rounds} "
-                "rounds: give smaller --rates, more --rounds, or --metric accuracy"
+                "rounds: give smaller {}, more {}, or {}",
+                Ref("rates"),
+                Ref("rounds"),
+                Ref(metric="accuracy"),
             )
         return table
 
@@ -177,7 +180,9 @@ class Search:
         """Return the baseline at its best learning rate in a rung."""
         found = self.find(self.baseline, rung)
         if found is None:
-            raise FedshiftError(f"{self.baseline} diverged at every learning rate: give smaller ones (--rates)")
+            raise FedshiftError(
+                f"{self.baseline} diverged at every learning rate: give smaller ones ({{}})", Ref("rates")
+            )
         return found
 
     @cached_property
@@ -304,7 +309,8 @@ def begin_search(
     if len(costs) < 2:
         raise UsageError(
             f"methods: {', '.join(costs) or 'none'} fits the data and the model, and a search needs two: name more "
-            f"(--methods). {'; '.join(refused.values())}"
+            f"({{}}). {'; '.join(refused.values())}",
+            Ref("methods"),
         )
     costs = {baseline: costs.pop(baseline), **costs}  # the last to be left out
     keep = 2 if named else max(2, sum(name in costs for name in always))
@@ -467,7 +473,7 @@ def save_search(search: Search, directory: Path) -> None:
 
 def read_search(directory: Path) -> Search:
     """Return the search in ``directory``; raise :class:`FedshiftError` where there is none, or it is damaged."""
-    kept = read_checked(directory / FILE, "search anew in another directory (--out)")
+    kept = read_checked(directory / FILE, Sentence("search anew in another directory ({})", Ref("out")))
     lists: dict[str, Any] = {name: tuple(value) for name, value in kept.items() if isinstance(value, list)}
     candidates, rungs = (
         tuple(kind(**each) for each in kept[name]) for name, kind in (("candidates", Candidate), ("rungs", Rung))

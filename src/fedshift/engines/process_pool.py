@@ -35,7 +35,7 @@ from ..core.plan import Plan
 from ..data.augmentation import Augmentation
 from ..data.samples import count_bytes
 from ..utils.allocator import keep_freed_memory
-from ..utils.errors import FedshiftError
+from ..utils.errors import FedshiftError, Ref, Sentence
 from ..utils.processors import available_memory, available_processors
 from ..utils.profiling import add_seconds, record_seconds, timed_section
 from ..utils.user_code import locate_error
@@ -43,8 +43,11 @@ from .engine import ClientResult, Data, Engine
 from .sequential import Sequential
 from .shared_memory import SharedMemoryBuffer, copy_out, pickle_without_tensors
 
-HOW_TO_CONTINUE = (
-    "What was saved before is intact: continue with --resume, with fewer --workers, or with --engine sequential"
+HOW_TO_CONTINUE = Sentence(
+    "What was saved before is intact: continue with {}, with fewer {}, or with {}",
+    Ref(resume=True),
+    Ref("workers"),
+    Ref(engine="sequential"),
 )
 """Advice for when a worker is lost."""
 START = (
@@ -286,7 +289,8 @@ class _WorkerHandle(WorkerProcess):
         answer = self.receive()
         if answer is None:
             return FedshiftError(
-                f"the worker process that trained client {client!r} in round {round} {self.reap()}. {HOW_TO_CONTINUE}"
+                f"the worker process that trained client {client!r} in round {round} {self.reap()}. {{}}",
+                HOW_TO_CONTINUE,
             )
         found, seconds = answer
         add_seconds(seconds)

@@ -108,7 +108,8 @@ class Ray(ProcessEngine):
             *_, last = str(error).strip().splitlines() or [""]
             lost = FedshiftError(
                 f"the Ray worker that trained client {client!r} in round {round} was lost "
-                f"({type(error).__name__}: {last}). {HOW_TO_CONTINUE}"
+                f"({type(error).__name__}: {last}). {{}}",
+                HOW_TO_CONTINUE,
             )
             lost.__cause__ = error
             return lost

@@ -22,7 +22,7 @@ from ..data.samples import Samples
 from ..engines.sequential import Sequential
 from ..tasks.classification import CLASSIFICATION
 from ..tasks.task import Task
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from ..utils.state import State, pick
 from .adaptation_rates import Rates, adapt_by, find_directions, learn_rates
 from .input_adaptation import (
@@ -246,6 +246,6 @@ def make_lone_state(
             )
         )
     if made.data and len(train) < max(1, plan.smallest_batch):
-        raise UsageError(f"unseen={policy!r} takes training samples, of which client {name!r} has {len(train)}")
+        raise UsageError(f"{{}} takes training samples, of which client {name!r} has {len(train)}", Ref(unseen=policy))
     start = None if plan.has_global else {**plan.initial, **pick(server.shared, plan.loaded)}
     return UnseenClientModels(plan, server, {}, {}, augment, measured, start).make_state(policy, name, train)

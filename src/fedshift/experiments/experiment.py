@@ -50,7 +50,7 @@ from ..results.trial_records import (
 )
 from ..utils.allocator import keep_freed_memory
 from ..utils.checked_json import write_checked
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.profiling import timed_section
 from ..utils.state import pick
 from .client_store import check_segments
@@ -118,7 +118,9 @@ class Experiment:
         train = [client for client in self.data.clients if len(client.train)]
         if self.settings.select == "best" and any(client.validation is None for client in train):
             raise UsageError(
-                "select='best' needs validation data, which the clients lack: hold some out (--validation 0.1)"
+                "{} needs validation data, which the clients lack: hold some out ({})",
+                Ref(select="best"),
+                Ref(validation=0.1),
             )
         if (self.settings.select, self.settings.metric) == ("best", "auc"):
             parts = [client.validation for client in train if client.validation is not None]

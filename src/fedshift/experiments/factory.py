@@ -23,7 +23,7 @@ from ..data.sources import data_root, load_source, prepare_clients, write_assign
 from ..methods.agc import agc
 from ..models import ModelFactory, parse_model
 from ..tasks import CLASSIFICATION, Segmentation, Task
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import Ref, UsageError, unknown_name
 from .experiment import Experiment
 from .initial_weights import InitialWeights, as_initial_weights
 from .loggers import parse_loggers
@@ -111,7 +111,7 @@ def make_optimizer(spec: Spec) -> Optimizer:
 
     def adamw(*, beta1: float = AdamW.beta1, beta2: float = AdamW.beta2, eps: float = AdamW.eps) -> Optimizer:
         if spec.momentum or spec.nesterov:
-            raise UsageError("momentum and nesterov belong to SGD: leave them out with --optimizer adamw")
+            raise UsageError("momentum and nesterov belong to SGD: leave them out with {}", Ref(optimizer="adamw"))
         return AdamW(beta1=beta1, beta2=beta2, eps=eps, **common)
 
     known: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}

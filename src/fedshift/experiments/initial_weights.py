@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..core.plan import Plan
 from ..core.preparation import add_extra_entries
 from ..core.selection import entries, last_layers
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, Sentence, UsageError
 from ..utils.files import check_archive
 from ..utils.state import State
 
@@ -95,7 +95,8 @@ class InitialWeights:
             changed = ", nor the one that the method makes of it" if plan.method.surgery else ""
             raise UsageError(
                 f"{self.source} does not fit the network{changed}: {'; '.join(differences)}. Name the network that "
-                "these weights are of (--model), or rename their entries"
+                "these weights are of ({}), or rename their entries",
+                Ref("model"),
             )
         given = {name: x.to(plan.initial[name]) for name, x in self._select(plan.module, plan.initial).items()}
         return add_extra_entries(replace(plan, initial={**plan.initial, **given}))
@@ -127,15 +128,16 @@ class InitialWeights:
         ] + [f"{name!r} is of {x.dtype} where the network has {own[name].dtype}" for name, x in kinds.items()]
         if not wrong:
             return chosen
-        fix = "give weights of this network for samples of this shape, or another network (--model)"
+        fix = Sentence("give weights of this network for samples of this shape, or another network ({})", Ref("model"))
         last = last_layers(1).names(entries(network))
         if not kinds and other.keys() <= last:
             name = next(iter(other))
-            fix = (
+            fix = Sentence(
                 f"its last layer is for {len(other[name])} classes, and the data have {len(own[name])}. Leave it out "
-                "(--weights-skip-classifier), so that it starts from random weights, or give data of its classes"
+                "({}), so that it starts from random weights, or give data of its classes",
+                Ref(weights_skip_classifier=True),
             )
-        raise UsageError(f"{self.source} does not fit the network: {_list_few(wrong)}: {fix}")
+        raise UsageError(f"{self.source} does not fit the network: {_list_few(wrong)}: {{}}", fix)
 
 
 def as_initial_weights(
@@ -149,7 +151,11 @@ def as_initial_weights(
         return given
     if given is None:
         if skip_classifier:
-            raise UsageError("weights_skip_classifier leaves a layer of weights out, but none are given (--weights)")
+            raise UsageError(
+                "{} leaves a layer of weights out, but none are given ({})",
+                Ref("weights_skip_classifier"),
+                Ref("weights"),
+            )
         return None
     if not isinstance(given, str | Path | Mapping):
         raise UsageError(f"weights is a {type(given).__name__}: give a file, or a network's state_dict()")
@@ -164,7 +170,7 @@ def as_initial_weights(
 def _read_file(path: Path) -> Any:
     """Return the content of a weights file; raise :class:`UsageError` if it is not one, or contains anything else."""
     if not path.is_file():
-        raise UsageError(f"no weights at {path.resolve()}: give the path of a file that exists (--weights)")
+        raise UsageError(f"no weights at {path.resolve()}: give the path of a file that exists ({{}})", Ref("weights"))
     if path.suffix not in (".safetensors", *PICKLED):
         raise UsageError(
             f"{path}: a file of weights ends in .safetensors or {', '.join(PICKLED)}: write one with "

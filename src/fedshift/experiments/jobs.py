@@ -36,7 +36,7 @@ from ..engines.shared_memory import SharedMemoryBuffer
 from ..results.run_directory import trial_folder
 from ..results.schema import Row
 from ..results.trial_records import CHECKPOINT, load_facts
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.processors import available_memory, available_processors
 from ..utils.profiling import Seconds, add_seconds, is_recording, record_seconds
 from ..utils.state import nbytes
@@ -240,7 +240,9 @@ class _Running:
             self.close(
                 FedshiftError(
                     f"the worker process that ran {self.job.method}, seed {self.job.seed}, {self.worker.reap()}. What "
-                    "was saved before is intact: continue with --resume, or with fewer --jobs"
+                    "was saved before is intact: continue with {}, or with fewer {}",
+                    Ref(resume=True),
+                    Ref("jobs"),
                 )
             )
             return True

@@ -32,7 +32,7 @@ from ..results.run_directory import to_file_name
 from ..results.schema import LOWER_IS_BETTER, Row, compute_metric, rows_to_frame
 from ..results.trial_records import read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
-from ..utils.errors import FedshiftError, UsageError, unknown_name
+from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
 
 LOGS, ID = "logs", "id.json"
 """Folder of a run directory for local stores, and the file in it with the run's id in remote stores."""
@@ -345,7 +345,9 @@ class RecordLog:
         except Exception as error:
             raise FedshiftError(
                 f"log={name} cannot begin ({_describe_error(error)}), and no round is trained without it: repair it "
-                f"and continue (--resume), or continue without it (--log {NONE})"
+                f"and continue ({{}}), or continue without it ({{}})",
+                Ref(resume=True),
+                Ref(log=NONE),
             ) from error
 
     def _report(self, name: str, error: Exception) -> None:

@@ -15,7 +15,7 @@ from ..analysis.privacy import find_mechanism
 from ..core.plan import Plan
 from ..data.augmentation import mixes_images
 from ..data.federation import Federation
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from .settings import Settings
 
 
@@ -31,8 +31,10 @@ def refuse_uncovered(plan: Plan, settings: Settings, data: Federation) -> None:
         normalization = client.train.normalization
         if normalization.fitted and normalization.features is None:
             raise UsageError(
-                f"method {name!r}: with --normalize client, each image of client {client.name!r} changes the scale of "
-                "all its others, which noise on single samples does not hide: use --normalize half, unit or imagenet"
+                f"method {name!r}: with {{}}, each image of client {client.name!r} changes the scale of "
+                "all its others, which noise on single samples does not hide: use {}, unit or imagenet",
+                Ref(normalize="client"),
+                Ref(normalize="half"),
             )
     train = next((client.train for client in data.clients if len(client.train) > 1), None)
     if settings.augment and train is not None:

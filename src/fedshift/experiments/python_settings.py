@@ -6,7 +6,6 @@ text makes an equal object; otherwise, as for a function of a notebook, a descri
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -29,7 +28,7 @@ from ..data.objects import FORMS
 from ..data.sources import load_source, prepare_clients
 from ..models import find_expression
 from ..tasks import Task, as_task, write_task
-from ..utils.errors import FedshiftError, UsageError, unknown_name
+from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
 from ..utils.user_code import describe_error, describe_function, find_import_path, locate_error
 from .experiment import Experiment
 from .factory import GivenObjects, make_experiment, make_optimizer, parse_methods
@@ -151,7 +150,7 @@ def _is_written_method(method: Method) -> bool:
 def read_data(value: Any, _values: Mapping[str, Any]) -> Reading:
     """Read a federation, or another object that contains clients."""
     if value is None:
-        raise UsageError(f"data=None: give {FORMS}")
+        raise UsageError(f"{{}}: give {FORMS}", Ref(data=None))
     if not isinstance(value, Federation):
         return Reading(value=value, described=f"a {type(value).__name__} in memory")
     if value.name in EMBEDDED and value.fingerprint == resolve("data", EMBEDDED[value.name])().fingerprint:
@@ -250,7 +249,7 @@ def read_weights(value: Any, values: Mapping[str, Any]) -> Reading:
 def read_newcomers(value: Any, _values: Mapping[str, Any]) -> Reading:
     """Read the exact names of clients."""
     if not isinstance(value, Sequence | set | frozenset) or not all(isinstance(name, str) for name in value):
-        raise UsageError(f"newcomers={value!r}: give names of clients, in a list or a text with commas")
+        raise UsageError("{}: give names of clients, in a list or a text with commas", Ref(newcomers=value))
     names = tuple(value)
     if any(SIGNS & set(name) for name in names):
         return Reading(value=names, described=f"the clients {', '.join(map(repr, names))}")
@@ -270,7 +269,7 @@ def read_seeds(value: Any, values: Mapping[str, Any]) -> Reading:
     several = value if isinstance(value, Iterable) else [None]
     seeds: list[Any] = [one.item() if isinstance(one, np.generic) else one for one in several]
     if not all(type(seed) is int and seed >= 0 for seed in seeds):
-        raise UsageError(f"seeds={value!r}: give a number of seeds, or a list of whole numbers of 0 or more")
+        raise UsageError("{}: give a number of seeds, or a list of whole numbers of 0 or more", Ref(seeds=value))
     if first := values["first_seed"]:
         raise UsageError(
             f"first_seed={first} beside seeds={value!r}, which begin with their own: remove one of the two"
@@ -289,29 +288,16 @@ READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Reading]] = {
 
 
 @contextmanager
-def speak_python() -> Iterator[None]:
-    """Make errors refer to settings as arguments, not flags, and show the place in the user's code."""
+def note_user_code() -> Iterator[None]:
+    """Make an exception of the user's code tell its place there."""
     try:
         yield
-    except FedshiftError as error:
-        error.args = (FLAG.sub(_to_argument, str(error)),)
+    except FedshiftError:
         raise
     except Exception as error:
         if where := locate_error(error):
             error.add_note(f"It arose in {where}, which fedshift called.")
         raise
-
-
-FLAG = re.compile(r"--([a-z][a-z-]*[a-z])(?: ([^\s(),;]+)(?=[),;:]|$))?")
-"""A command-line flag in a message, possibly with its value."""
-
-
-def _to_argument(found: re.Match[str]) -> str:
-    name, value = found[1].replace("-", "_"), found[2]
-    if value is None:
-        return name
-    plain = re.fullmatch(r"-?[\d.]+|True|False|None", value)
-    return f"{name}={value if plain else repr(value)}"
 
 
 def refuse_unknown(kind: str, given: Iterable[str], spec: type[DataSpec], apart: Collection[str] = ()) -> None:

@@ -17,7 +17,7 @@ from ..results.run_directory import trial_folder
 from ..results.schema import RunSummary
 from ..results.summary import holds_run, read_facts
 from ..results.trial_records import BEST, CHECKPOINT, load_facts
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import Ref, UsageError, unknown_name
 from .experiment import Experiment
 from .factory import make_experiment, parse_methods
 from .python_settings import OF_OPTIMIZER
@@ -74,7 +74,7 @@ def read_python_settings(directory: Path, given: Mapping[str, Any], code: Collec
     settings = read_run_settings(directory)
     if code:
         settings.add_code()
-    found = settings.find_paths({} if "data" in given or "root" in given else {"data": "--data", "root": "--root"})
+    found = settings.find_paths({} if "data" in given or "root" in given else {"data": "data", "root": "root"})
     allowed = [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]
     kept = {name: value for name, value in found.items() if value is not None}
     values = select_settings(kept, directory / FILE, allowed, given)
@@ -89,8 +89,8 @@ def read_python_settings(directory: Path, given: Mapping[str, Any], code: Collec
     return values
 
 
-RUN_DATA = dict.fromkeys(("data", "root"), "--run-data")
-"""Flag for the current place of a run's data, by the setting that it replaces."""
+RUN_DATA = dict.fromkeys(("data", "root"), "run_data")
+"""Setting for the current place of a run's data, by the setting that it replaces."""
 
 
 def resolve_device(spec: RunSpec | CompareSpec, asked: str | None = None) -> tuple[str, list[str]]:
@@ -132,7 +132,8 @@ def load_experiment(
         where = spec.data if Path(spec.data).exists() else f"{spec.data}, under {spec.root}"
         raise UsageError(
             f"{where} does not hold the samples on which {directory} was run (fingerprint {kept}, now "
-            f"{experiment.data.fingerprint}): give those (--run-data PATH)"
+            f"{experiment.data.fingerprint}): give those ({{}})",
+            Ref(run_data="PATH"),
         )
     return spec, select_trials(experiment)
 
@@ -160,7 +161,7 @@ def select_trials(
         raise unknown_name("method", "", names)
     chosen = experiment.seeds[:seeds] if isinstance(seeds, int) else experiment.seeds if seeds is None else tuple(seeds)
     if not chosen or (isinstance(seeds, int) and not 1 <= seeds <= len(experiment.seeds)):
-        raise UsageError(f"seeds={seeds}: the run has {len(experiment.seeds)}; give a number from 1 to that")
+        raise UsageError(f"{{}}: the run has {len(experiment.seeds)}; give a number from 1 to that", Ref(seeds=seeds))
     for seed in chosen:
         if seed not in experiment.seeds:
             raise UsageError(f"no seed {seed} here: there are {', '.join(map(str, experiment.seeds))}")

@@ -15,6 +15,7 @@ import torch
 
 from ..engines.engine import Diverged
 from ..utils.checked_json import read_checked, write_checked
+from ..utils.errors import Ref, Sentence
 from ..utils.processors import available_processors
 from .experiment import Experiment
 from .jobs import Jobs
@@ -43,7 +44,9 @@ def read_outcome(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """
     if not (folder / DONE).exists():
         return None
-    kept = read_checked(folder / DONE, "remove it and go on (--resume): what was done is not done again")
+    kept = read_checked(
+        folder / DONE, Sentence("remove it and go on ({}): what was done is not done again", Ref(resume=True))
+    )
     diverged = str(kept.pop(DIVERGED, ""))
     return diverged if kept == settings else None
 

@@ -26,7 +26,7 @@ from ..results.schema import METRIC_COUNTS, METRICS, MOMENTS, UNITS
 from ..tasks import CATALOG as TASKS
 from ..tasks import CLASSIFICATION, Classification, Segmentation, Task
 from ..tasks.segmentation import SURFACE_METRICS
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
 from ..utils.user_code import describe_error
 from .initial_weights import InitialWeights
@@ -69,7 +69,7 @@ class Settings(TrialSpec):
             object.__setattr__(self, "loss", as_loss(self.loss))
         share = self.participation
         if isinstance(share, float) and share > 1:
-            raise UsageError(f"participation={share}: give a whole number of clients, or a fraction of at most 1.0")
+            raise UsageError("{}: give a whole number of clients, or a fraction up to 1.0", Ref(participation=share))
         check_settings(self, TrialSpec)
         if self.unseen != SKIP:
             object.__setattr__(self, "unseen", parse_policy(self.unseen, "value of unseen").text)
@@ -78,7 +78,8 @@ class Settings(TrialSpec):
                 raise unknown_name("moment", moment, MOMENTS)
         if "loaded" not in self.moments:
             raise UsageError(
-                f"moments={','.join(self.moments)}: tables report models just after aggregation: give loaded as well"
+                "{}: tables report models just after aggregation: give loaded as well",
+                Ref(moments=",".join(self.moments)),
             )
         if self.engine not in (*ENGINES, "auto"):
             raise unknown_name("engine", self.engine, (*ENGINES, "auto"))
@@ -100,11 +101,15 @@ class Settings(TrialSpec):
                 raise unknown_name(f"metric of task {task}", name, METRICS)
         metric = task.metrics[0] if self.metric == "auto" else self.metric
         if metric not in task.metrics:
-            surface = isinstance(task, Segmentation) and metric in SURFACE_METRICS
-            hint = "; it is counted with --task 'segmentation(surface=True)'" if surface else ""
-            raise UsageError(f"{unknown_name('metric', metric, task.metrics)} (the data's task is {task}{hint})")
+            unknown = unknown_name("metric", metric, task.metrics)
+            if isinstance(task, Segmentation) and metric in SURFACE_METRICS:
+                counted = Ref(task="segmentation(surface=True)")
+                raise UsageError(f"{{}} (the data's task is {task}; it is counted with {{}})", unknown, counted)
+            raise UsageError(f"{{}} (the data's task is {task})", unknown)
         if self.target_metric is not None and self.target_metric > 1 and metric not in UNITS:
-            raise UsageError(f"target_metric={self.target_metric:g}: {metric} is a share: give at most 1, 0.9 for 90 %")
+            raise UsageError(
+                f"{{}}: {metric} is a share: give at most 1, 0.9 for 90 %", Ref(target_metric=self.target_metric)
+            )
         loss = parse_loss(task.loss) if self.loss is None else self.loss
         kinds = {getattr(kind, "name", "") for kind in type(task).__mro__}  # a user's task may subclass another
         if not isinstance(loss, CustomLoss) and not kinds.intersection(loss.tasks):

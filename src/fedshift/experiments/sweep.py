@@ -20,7 +20,7 @@ from ..data.sources import parse_changes
 from ..report.curves import CurvePoint, format_setting
 from ..results.run_directory import to_file_name
 from ..results.summary import holds_run, read_summary
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import Ref, UsageError, unknown_name
 from .experiment import Experiment
 from .factory import anchor_paths, make_experiment, make_methods, make_settings, parse_methods
 from .run_queue import QueuedRun, read_outcome
@@ -72,7 +72,9 @@ def make_combinations(spec: SweepSpec, began: Path | None = None) -> list[Combin
     """
     over = parse_swept(spec.over)
     if not over:
-        raise UsageError("a sweep needs settings and their values: --over epochs=1,4,16, once for each setting")
+        raise UsageError(
+            "a sweep needs settings and their values: {}, once for each setting", Ref(over="epochs=1,4,16")
+        )
     common = {field.name: getattr(spec, field.name) for field in fields(CompareSpec)}
     found: list[Combination] = []
     for texts in product(*over.values()):
@@ -138,7 +140,7 @@ def check_combination(
     try:
         make(combination.spec).check_compatible(path / combination.folder)
     except UsageError as error:
-        raise UsageError(f"{combination.folder}: {error}") from error
+        raise UsageError(f"{combination.folder}: {{}}", error) from error
 
 
 def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[Combination, CurvePoint]]:
@@ -168,7 +170,7 @@ def _parse_expressions(combination: Combination) -> None:
         parse_changes(spec)
         make_settings(replace(spec, newcomers=None), ())
     except UsageError as error:
-        raise UsageError(f"{combination.folder}: {error}") from error
+        raise UsageError(f"{combination.folder}: {{}}", error) from error
 
 
 def _parse_value(name: str, text: str) -> Any:

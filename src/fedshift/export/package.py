@@ -28,7 +28,7 @@ from ..data.samples import Samples
 from ..evaluation.metrics import BATCH
 from ..tasks import CATALOG, Task
 from ..tasks.segmentation import LEFT_OUT
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from ..utils.files import disk_error, require_writable
 from ..utils.state import State
 from .inputs import InputFormat
@@ -89,10 +89,12 @@ def require_new(directory: Path) -> None:
 def require_models(directory: Path) -> None:
     """Raise :class:`UsageError` if ``directory`` contains anything but exported models, which may be replaced."""
     if directory.is_file():
-        raise UsageError(f"{directory} is a file: choose a directory (--export)")
+        raise UsageError(f"{directory} is a file: choose a directory ({{}})", Ref("export"))
     for entry in directory.iterdir() if directory.is_dir() else ():
         if not (entry / DESCRIPTION).is_file():
-            raise UsageError(f"{directory} holds {entry.name}, which is no exported model: choose another (--export)")
+            raise UsageError(
+                f"{directory} holds {entry.name}, which is no exported model: choose another ({{}})", Ref("export")
+            )
 
 
 def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, renew: bool = False) -> ExportReport:

@@ -29,7 +29,7 @@ from ..results.schema import Row, RunSummary, stream_rows
 from ..results.summary import read_summary
 from ..results.trial_records import METRICS
 from ..tasks import CATALOG, Regression, describe_task, find_kind
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from .inputs import InputFormat
 from .model_card import ModelFacts, SeedSpread
 from .package import ExportReport, TrainedModel, require_new, write_package
@@ -65,7 +65,9 @@ def export_run(
     chosen = select_trials(experiment, method, None if seed is None else (seed,))
     if len(chosen.methods) > 1:
         names = ", ".join(each.name for each in chosen.methods)
-        raise UsageError(f"the run has {len(chosen.methods)} methods ({names}): say which one's model (--method)")
+        raise UsageError(
+            f"the run has {len(chosen.methods)} methods ({names}): say which one's model ({{}})", Ref("method")
+        )
     name, seed = chosen.methods[0].name, chosen.seeds[0]
     trial = restore_trial(chosen, directory, name, seed)
     if trial.server.round == 0:
@@ -82,12 +84,13 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
         lacking = "clients' models are" if client else f"{plan.method.name} has no global model, and clients' are"
         raise UsageError(f"{lacking} not where the run was coordinated: {AT_SITE}")
     if state is None:
-        raise UsageError(f"{plan.method.name} has no global model: name a client (--client), one of {names}")
+        raise UsageError(f"{plan.method.name} has no global model: name a client ({{}}), one of {names}", Ref("client"))
     scales = {each.train.normalization for each in data.clients}
     if client is None and len(scales) > 1:
         raise UsageError(
             "each client's samples are scaled by its own training samples, so that the global model needs a client "
-            f"whose scale it takes: name one (--client), one of {names}"
+            f"whose scale it takes: name one ({{}}), one of {names}",
+            Ref("client"),
         )
     owner = data.client(client) if client else data.clients[0]
     summary = read_summary(directory)

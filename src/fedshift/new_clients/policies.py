@@ -26,7 +26,7 @@ from ..experiments.trial import Trial
 from ..results.run_directory import to_file_name
 from ..results.schema import Row
 from ..tasks.task import Task
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.files import write_atomically
 from ..utils.state import State
 
@@ -146,7 +146,11 @@ def require_no_labels(wanted: Collection[str]) -> None:
     """Raise :class:`UsageError` if a policy needs labels, because there are none."""
     for name in wanted:
         if parse_policy(name).data == "labels":
-            raise UsageError(f"policy {name!r} needs labels, and --unlabeled has none: give --data, or leave it out")
+            raise UsageError(
+                f"policy {name!r} needs labels, and {{}} has none: give {{}}, or leave it out",
+                Ref("unlabeled"),
+                Ref("data"),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from ..data.samples import Samples, is_whole, map_store, to_samples
 from ..data.sources import READ, load_source, normalize
 from ..experiments.experiment import Experiment
 from ..tasks import Classification
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from ..utils.files import cache_directory
 
 
@@ -228,7 +228,7 @@ def _read_images(
         file, why = next(iter(unread.items()))
         said = f"{len(unread)} of {len(files)} images in {path} cannot be read: {file}: {why}"
         if spec.on_unreadable == "refuse" or len(unread) == len(files):
-            raise UsageError(f"{said}; remove them, or leave them out (--on-data-error warn)")
+            raise UsageError(f"{said}; remove them, or leave them out ({{}})", Ref(on_data_error="warn"))
         if notices is not None:
             notices.append(f"{said}; left out")
     rows = torch.tensor(list_usable(unread)["train"])

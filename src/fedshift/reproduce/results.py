@@ -17,7 +17,7 @@ from ..config.spec import RunSpec
 from ..experiments.run_queue import read_outcome
 from ..results.run_directory import LOCK, OWNER, acquire_lock
 from ..utils.checked_json import read_checked, write_checked
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from .measurements import FinishedRuns, run_folder
 from .planning import TablePlan
 from .published_tables import Block, Table
@@ -39,7 +39,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
     try:
         lock = acquire_lock(directory)
     except OSError as error:
-        raise UsageError(f"--out {directory}: {error.strerror}; give a directory that can be written") from error
+        raise UsageError(f"{{}}: {error.strerror}; give a directory that can be written", Ref(out=directory)) from error
     try:
         yield
     finally:

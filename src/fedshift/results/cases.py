@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..utils.checked_json import checksum
-from ..utils.errors import FedshiftError
+from ..utils.errors import FedshiftError, Ref
 from ..utils.files import write_atomically
 
 Records = Mapping[str, NDArray[Any]]
@@ -98,7 +98,8 @@ def read_cases(folder: Path) -> Cases | None:
         return Cases(round=int(index["round"]), records=records)
     except DAMAGE as error:
         raise FedshiftError(
-            f"{path} is damaged ({error}): remove it, and have it measured again (fedshift run or compare, --resume)"
+            f"{path} is damaged ({error}): remove it, and have it measured again (fedshift run or compare, {{}})",
+            Ref(resume=True),
         ) from error
 
 

@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 
 from ..config.settings_file import FILE, format_settings
 from ..utils.checked_json import dump_checked, write_checked
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.files import disk_error, write_atomically
 from .schema import Row, stream_rows
 
@@ -48,15 +48,17 @@ class RunDirectory:
         self.path = path
         holds_run = (path / FILE).exists()
         if path.exists() and not path.is_dir():
-            raise UsageError(f"{path} is a file: choose another directory (--out)")
+            raise UsageError(f"{path} is a file: choose another directory ({{}})", Ref("out"))
         if resume and not holds_run:
             raise UsageError(f"{path} holds no run to resume: give the directory that holds its config.toml")
         if holds_run and not resume:
             raise UsageError(
-                f"{path} already holds a run: continue it (--resume {path}), or choose another directory (--out)"
+                f"{path} already holds a run: continue it ({{}}), or choose another directory ({{}})",
+                Ref(resume=path),
+                Ref("out"),
             )
         if path.is_dir() and not resume and any(entry.name not in BEFORE for entry in path.iterdir()):
-            raise UsageError(f"{path} holds other files: choose a directory that is new or empty (--out)")
+            raise UsageError(f"{path} holds other files: choose a directory that is new or empty ({{}})", Ref("out"))
         try:
             self._lock = acquire_lock(path)
         except OSError as error:

@@ -18,7 +18,7 @@ import pandas as pd
 
 from ..config.settings_file import FILE
 from ..utils.checked_json import checksum, read_checked
-from ..utils.errors import FedshiftError, UsageError
+from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
 from .cases import read_cases
 from .disclosure import Disclosure
 from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder
@@ -207,9 +207,9 @@ def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, n
             images = {name: packed[str(i)] for i, name in enumerate(names)}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         what = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
-        raise FedshiftError(f"{path / SAMPLES} {what}: restore it from a copy, or {fix}") from error
+        raise FedshiftError(f"{path / SAMPLES} {what}: restore it from a copy, or {{}}", fix) from error
     return facts, machine, images
 
 
-def _written_again(path: Path) -> str:
-    return f"have it written again (fedshift run or compare, --resume {path})"
+def _written_again(path: Path) -> Sentence:
+    return Sentence("have it written again (fedshift run or compare, {})", Ref(resume=path))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.checked_json import checksum, read_checked
-from ..utils.errors import FedshiftError
+from ..utils.errors import FedshiftError, Ref
 from .schema import RESTART, Row, stream_rows
 
 METRICS, ROUNDS, CHECKPOINT, BEST = "metrics.jsonl", "rounds.jsonl", "checkpoint.safetensors", "best.safetensors"
@@ -116,8 +116,9 @@ def read_header(path: Path) -> Mapping[str, Any]:
             raise ValueError("the checksum of its header does not match")
     except FileNotFoundError as error:
         raise FedshiftError(
-            f"no checkpoint at {path}: the run has not got that far (continue it with --resume), or it was removed: "
-            f"{RESTART}"
+            f"no checkpoint at {path}: the run has not got that far (continue it with {{}}), or it was removed: "
+            f"{RESTART}",
+            Ref(resume=True),
         ) from error
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise damaged_checkpoint(path, error) from error

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from .task import BATCH, Counts, Task, is_overlap, softmax_entropy
 
 RANKED = 1_000_000
@@ -66,7 +66,8 @@ class Classification(Task):
                 top = int(y.max())
                 raise UsageError(
                     f"{where}: the label of sample {int(y.argmax())} is {top}, which would mean {top + 1} classes in "
-                    f"{samples} samples: number classes 0, 1, 2, ..., or give their number (--classes {top + 1})"
+                    f"{samples} samples: number classes 0, 1, 2, ..., or give their number ({{}})",
+                    Ref(classes=top + 1),
                 )
 
     @override

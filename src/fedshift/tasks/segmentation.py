@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from .surfaces import are_possible_surfaces, count_surfaces
 from .task import BATCH, Counts, Task, count_by_class, is_overlap, softmax_entropy
 
@@ -114,7 +114,8 @@ class Segmentation(Task):
         if (len(classes) == 2 and classes[0] == 0 and top > 1) or top > max(MANY_CLASSES, SPARSE * len(classes)):
             raise UsageError(
                 f"{where}: masks hold class {top}, and only {len(classes)} of 0..{top} occur at any client: number "
-                f"classes 0, 1, 2, ..., or give their number (--classes {top + 1})"
+                f"classes 0, 1, 2, ..., or give their number ({{}})",
+                Ref(classes=top + 1),
             )
 
     @override

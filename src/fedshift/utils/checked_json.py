@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import FedshiftError
+from .errors import FedshiftError, Sentence
 from .files import write_atomically
 
 ENTRY = "crc32"
@@ -48,7 +48,7 @@ def write_checked(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, (dump_checked(value, indent=2) + "\n").encode())
 
 
-def read_checked(path: Path, fix: str) -> dict[str, Any]:
+def read_checked(path: Path, fix: str | Sentence) -> dict[str, Any]:
     """Return the object that :func:`write_checked` wrote.
 
     Raises :class:`FedshiftError` if the file is missing or damaged; ``fix``: what to do, besides restoring it.
@@ -56,6 +56,6 @@ def read_checked(path: Path, fix: str) -> dict[str, Any]:
     try:
         return parse_checked(path.read_bytes())
     except FileNotFoundError as error:
-        raise FedshiftError(f"{path} is missing: restore it from a copy, or {fix}") from error
+        raise FedshiftError(f"{path} is missing: restore it from a copy, or {{}}", fix) from error
     except (OSError, ValueError) as error:
-        raise FedshiftError(f"{path} is damaged ({error}): restore it from a copy, or {fix}") from error
+        raise FedshiftError(f"{path} is damaged ({error}): restore it from a copy, or {{}}", fix) from error

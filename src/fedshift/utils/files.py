@@ -25,7 +25,7 @@ from weakref import finalize
 
 from typing_extensions import Buffer, override
 
-from .errors import FedshiftError, UsageError
+from .errors import FedshiftError, Ref, UsageError
 from .processors import available_memory, describe_processors
 
 Found = TypeVar("Found")
@@ -251,5 +251,6 @@ def disk_error(path: Path, error: OSError) -> FedshiftError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     fix = "free some space" if full else "make the directory writable"
     return FedshiftError(
-        f"cannot write {path}: {error.strerror}. What was saved before is intact: {fix}, then continue with --resume"
+        f"cannot write {path}: {error.strerror}. What was saved before is intact: {fix}, then continue with {{}}",
+        Ref(resume=True),
     )

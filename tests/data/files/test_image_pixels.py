@@ -255,7 +255,7 @@ def test_sizes_that_differ_are_refused_by_name(read, root):
     large = write(root / "color" / "dog" / "1.bmp", noise(8, 4, 3))
     said = refused(read)
     assert f"{small} has 5 x 3 pixels, {large} has 4 x 8 (widths 4 to 6, heights 3 to 8)" in said
-    assert "--image-size 64" in said
+    assert "image_size=64" in said
     assert {client.train.shape[1:] for client in read(image_size=5).clients} == {(5, 5)}
 
 

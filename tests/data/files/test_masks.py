@@ -152,7 +152,7 @@ def test_two_values_of_which_one_is_no_class_are_refused(read, tmp_path):
     said = refused(lambda: read(tmp_path / "two"))
     assert said.endswith(
         "hold 0 and 128 alone: write 1 in place of 128 if these are two classes, or give the number of classes "
-        "(--classes 129)"
+        "(classes=129)"
     )
 
 

@@ -90,13 +90,13 @@ def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said)
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"target": None}, "say which column holds the label (--target); columns are age, site, pain, ill, part"),
+        ({"target": None}, "say which column holds the label (target); columns are age, site, pain, ill, part"),
         ({"target": "illness"}, "unknown column 'illness': did you mean 'ill'? allowed are age, ill, pain, part, site"),
         ({"split_column": "fold"}, "unknown column 'fold'"),
         ({"group_column": "patient"}, "unknown column 'patient'"),
         ({"client_column": "sites"}, "unknown column 'sites': did you mean 'site'?"),
         ({"group_column": "ill"}, "column 'ill' is named for 2 purposes"),
-        ({"client_column": None}, "say which column holds the client of each row (--client-column), or give a direct"),
+        ({"client_column": None}, "say which column holds the client of each row (client_column), or give a direct"),
         ({"client_column": None}, "perhaps 'site'; columns are age, site, pain, ill, part"),
         ({"split_column": None, "test_fraction": 1.0}, "test_fraction=1: must lie between 0 and 1"),
         ({"split_column": None, "group_column": "pain", "test_fraction": 0.0}, "test_fraction=0: must lie between"),
@@ -112,7 +112,7 @@ def test_a_choice_that_does_not_fit_the_table_is_refused(tmp_path, changed, said
 
 def test_a_likely_target_is_suggested_and_never_assumed(tmp_path):
     patients().rename(columns={"ill": "Label"}).to_csv(tmp_path / "t.csv", index=False)
-    with pytest.raises(UsageError, match=r"say which column holds the label \(--target\); perhaps 'Label'; columns"):
+    with pytest.raises(UsageError, match=r"say which column holds the label \(target\); perhaps 'Label'; columns"):
         read_tables(tmp_path / "t.csv", replace(READING, target=None))
 
 

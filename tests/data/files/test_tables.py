@@ -187,7 +187,7 @@ def test_missing_values_can_be_refused(read):
     frame = patients()
     assert read(frame, missing="refuse").notices == ()
     frame.loc[[1, 7], "pain"] = None
-    with pytest.raises(UsageError, match=r"client 'bonn' has no value of 'pain' in 2 of 30 rows: .*--missing impute"):
+    with pytest.raises(UsageError, match=r"client 'bonn' has no value of 'pain' in 2 of 30 rows: .*missing='impute'"):
         read(frame, missing="refuse")
 
 

@@ -116,7 +116,7 @@ def test_channels_are_the_fourth_axis_and_an_axis_of_one_slice_is_left_out(tmp_p
 def test_volumes_of_several_sizes_need_one_and_masks_keep_their_classes(root):
     save_pair(root / "a" / "train", "z", image=draw("z", (8, 5, 4))[0], mask=draw("z", (8, 5, 4))[1])
     assert "images differ in size: " in refused(root)
-    assert "--image-size 64" in refused(root)
+    assert "image_size=64" in refused(root)
     data = load_federation(str(root), DataSpec(image_size=6))
     train = data.client("a").train
     assert train.shape == (1, 6, 6, 6)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 
 _FACTS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 
@@ -72,7 +72,8 @@ class Card:
         how = f"`fedshift data fetch {name}` fetches it" if self.remotes or self.hub else f"get it from {self.homepage}"
         raise UsageError(
             f"benchmark {name!r} is not in {root / name} nor in {root}: {how}, or put there {self.layout} "
-            "(--root, or FEDSHIFT_DATA, names another directory)"
+            "({}, or FEDSHIFT_DATA, names another directory)",
+            Ref("root"),
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...tasks import Classification, Segmentation
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ..assembly import assemble
 from ..federation import Federation
 from ..readers import npy, npz
@@ -74,5 +74,6 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
     raise UsageError(
         f"{path} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), with one "
         ".npz, .csv or .parquet file a client, with client/train/x.npy and y.npy and test beside train, or one table "
-        "(--client-column)"
+        "({})",
+        Ref("client_column"),
     )

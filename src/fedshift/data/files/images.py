@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...utils.errors import UsageError, unknown_name
+from ...utils.errors import Ref, UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..agreement import refuse_other_labels
 from ..federation import ClientData, Federation
@@ -130,7 +130,8 @@ def refuse_broken(path: Path, broken: Mapping[str, str], count: int, reading: Re
         raise UsageError(
             f"{len(broken)} of {count} files cannot be read: "
             f"{format_few(f'{path / file}: {why}' for file, why in broken.items())}; "
-            "mend or remove them, or leave them out (--on-data-error warn)"
+            "mend or remove them, or leave them out ({})",
+            Ref(on_data_error="warn"),
         )
 
 
@@ -314,7 +315,8 @@ def _find_common_size(path: Path, sizes: dict[tuple[int, int], str]) -> tuple[in
         raise SizesDiffer(
             f"images differ in size: {path / sizes[small]} has {small[0]} x {small[1]} pixels, "
             f"{path / sizes[large]} has {large[0]} x {large[1]} (widths {next(ranges)}, heights {next(ranges)}): "
-            "give one size for all (--image-size 64)"
+            "give one size for all ({})",
+            Ref(image_size=64),
         )
     return next(iter(sizes), (1, 1))
 
@@ -343,11 +345,14 @@ def make_client(
     """
     rows = _split_rows(name, files, reading, broken)
     if not len(rows["train"]):
-        raise UsageError(f"client {name!r} has no training image that can be read: leave the client out (--domains)")
+        raise UsageError(
+            f"client {name!r} has no training image that can be read: leave the client out ({{}})", Ref("domains")
+        )
     if not len(rows["test"]):
         raise UsageError(
             f"client {name!r} has no test image, and no two training images of one class to draw one from: "
-            "add images, or leave the client out (--domains)"
+            "add images, or leave the client out ({})",
+            Ref("domains"),
         )
     return ClientData.from_rows(name, x, y, rows, tuple(file.path for file in files))
 

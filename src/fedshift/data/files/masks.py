@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...tasks.segmentation import IGNORED, Segmentation
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ..federation import Federation
 from . import image_store, images
 from .image_store import ImageFile, ImageStore
@@ -202,7 +202,8 @@ def number_classes(
         if len(values) == 2 and values[0] == 0 and top > 1:
             raise UsageError(
                 f"the masks in {path} hold 0 and {top} alone: write 1 in place of {top} if these are two classes, or "
-                f"give the number of classes (--classes {top + 1})"
+                f"give the number of classes ({{}})",
+                Ref(classes=top + 1),
             )
         return max(top + 1, 2)
     for name, own in held.items():
@@ -212,6 +213,7 @@ def number_classes(
             raise UsageError(
                 f"mask {path / pairs[name][wrong[0]][1].path} has the value {value}, but classes={asked} means "
                 f"0..{asked - 1} (and {IGNORED} for ignored pixels), as have {len(wrong)} of {len(own)} masks of "
-                f"client {name!r}: correct the masks, or give the number of classes (--classes)"
+                f"client {name!r}: correct the masks, or give the number of classes ({{}})",
+                Ref("classes"),
             )
     return asked

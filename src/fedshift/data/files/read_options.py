@@ -9,7 +9,7 @@ from typing import Literal
 
 from ...tasks import Classification, Task
 from ...tasks.classification import MOST_CLASSES
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ...utils.files import cache_directory
 from ..federation import Federation
 
@@ -74,7 +74,7 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         if self.classes is not None and not 1 <= self.classes <= MOST_CLASSES:
-            raise UsageError(f"classes={self.classes}: give a number from 1 to {MOST_CLASSES}")
+            raise UsageError(f"{{}}: give a number from 1 to {MOST_CLASSES}", Ref(classes=self.classes))
 
     @property
     def changed(self) -> frozenset[str]:
@@ -91,11 +91,10 @@ class ReadOptions:
         for each in fields(self):
             honoring = [kind for kind, names in OPTIONS.items() if each.name in names]
             if honoring and reader not in honoring and getattr(self, each.name) != each.default:
-                flag = f"--{each.name.replace('_', '-')}"
                 fix = "leave it out"
                 if each.name == "group_column" and "test_fraction" in OPTIONS[reader]:
                     fix = "keep groups (patients) together yourself, in the folders train and test of each client"
-                raise UsageError(f"{flag} is for {', '.join(honoring)}, and {path} holds {reader}: {fix}")
+                raise UsageError(f"{{}} is for {', '.join(honoring)}, and {path} holds {reader}: {fix}", Ref(each.name))
 
     @property
     def targets(self) -> list[str]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...tasks import CLASSIFICATION, Classification, Task
-from ...utils.errors import UsageError, unknown_name
+from ...utils.errors import Ref, UsageError, unknown_name
 from ...utils.random_streams import stream
 from ..agreement import refuse_other_labels
 from ..federation import ClientData, Federation
@@ -200,8 +200,9 @@ def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> lis
         if len(files) == 1 and reading.like is None:
             names = list(schema.open_table(files[0]).types)
             raise UsageError(
-                f"{files[0]} is a single table: say which column holds the client of each row (--client-column), or "
-                f"give a directory with a file for each client; {_describe_candidates(names, CLIENTS)}"
+                f"{files[0]} is a single table: say which column holds the client of each row ({{}}), or "
+                f"give a directory with a file for each client; {_describe_candidates(names, CLIENTS)}",
+                Ref("client_column"),
             )
         by_stem: dict[str, Path] = {}
         for file in files:
@@ -219,7 +220,8 @@ def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[Rea
     names = list(tables[0].types)
     if reading.target is None:
         raise UsageError(
-            f"{tables[0].path}: say which column holds the label (--target); {_describe_candidates(names, TARGETS)}"
+            f"{tables[0].path}: say which column holds the label ({{}}); {_describe_candidates(names, TARGETS)}",
+            Ref("target"),
         )
     roles = reading.role_columns
     for name, count in Counter(roles).items():
@@ -281,8 +283,9 @@ def _scan_rows(
                 raise UsageError(
                     f"target {reading.target!r} has more than {MOST_CLASSES} different values (such as "
                     f"{', '.join(labels[:3])}), so it is a measurement or an identifier, and no class: "
-                    "group its values into classes, name another column (--target), or learn numbers (--task "
-                    "regression)"
+                    "group its values into classes, name another column ({}), or learn numbers ({})",
+                    Ref("target"),
+                    Ref(task="regression"),
                 )
             if client_column and domains is not None:
                 wanted = [codes[client_column].places.get(name, -2) for name in domains]
@@ -334,7 +337,8 @@ def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[Te
             except ValueError as error:
                 raise UsageError(
                     f"target {name!r} is {value!r} in some rows, no number, which {task} needs: correct it, or name "
-                    "another column (--target)"
+                    "another column ({})",
+                    Ref("target"),
                 ) from error
         read.append(numbers[rows.codes[name]])
     return task.read_targets(np.stack(read, axis=1), (), "the table"), len(read), tuple(reading.targets)
@@ -401,8 +405,9 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
             if isinstance(number, float) and not number.is_integer():
                 raise UsageError(
                     f"target {target!r} is {value} in some rows, not a whole number, and no class: "
-                    "group its values into classes, name another column (--target), or learn numbers (--task "
-                    "regression)"
+                    "group its values into classes, name another column ({}), or learn numbers ({})",
+                    Ref("target"),
+                    Ref(task="regression"),
                 )
         meaning = [int(numbers[value]) for value in values]
     distinct = sorted(set(meaning))
@@ -562,7 +567,8 @@ def _impute_and_scale(
             if missing:
                 raise UsageError(
                     f"client {name!r} has no value of {column.name!r} in {missing} of {len(part)} rows: fill them in, "
-                    "leave the column out, or have them imputed from the client's training rows (--missing impute)"
+                    "leave the column out, or have them imputed from the client's training rows ({})",
+                    Ref(missing="impute"),
                 )
         imputed, without, scaling = schema.prepare_rows(part, count, columns, scaled=reading.scaling == "client")
         scalings.append(scaling)

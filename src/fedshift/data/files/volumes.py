@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...tasks.segmentation import Segmentation
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ..federation import LAZY, Federation
 from ..stores import Keys, LazyStore, RecentArrays
 from . import images, masks
@@ -221,7 +221,8 @@ def find_common_shape(path: Path, headers: Mapping[str, VolumeHeader], reading: 
         (shape, a), (another, b) = list(first.items())[:2]
         raise UsageError(
             f"images differ in size: {path / a} has {_describe(shape)}, {path / b} {_describe(another)}: give one "
-            "number of voxels for all axes (--image-size 64), or bring them to one grid beforehand"
+            "number of voxels for all axes ({}), or bring them to one grid beforehand",
+            Ref(image_size=64),
         )
     return next(iter(first))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, cast
 
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ..scan import Reader
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def find_reader(source: object) -> Reader:
         raise UsageError(
             f"{source} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), with one "
             ".npz, .csv or .parquet file a client, with client/train/x.npy and y.npy and test beside train, or one "
-            "table (--client-column)"
+            "table ({})",
+            Ref("client_column"),
         )
     raise UsageError(f"data of type {type(source).__name__}: give {FORMS}")
 

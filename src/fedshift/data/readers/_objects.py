@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ..arrays import LazyDataset, holds_arrays, is_hub_dataset
 from ..files.read_options import ReadOptions
 from ..scan import SPLITS
@@ -54,7 +54,8 @@ def require_column(data: object, reading: ReadOptions) -> None:
     if reading.client_column is None and reading.like is None:
         raise UsageError(
             f"data is one {type(data).__name__} of all clients: say which column holds the client of each row "
-            "(--client-column), or give a dictionary, {client: data}"
+            "({}), or give a dictionary, {client: data}",
+            Ref("client_column"),
         )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ..files.read_options import ReadOptions
 from ..formats import open_arrays, read_header
 from ..samples import read_targets, to_store
@@ -67,7 +67,8 @@ def _scan_file(name: str, file: Path, reading: ReadOptions) -> Iterator[Part]:
         if missing:
             raise UsageError(
                 f"{file} has no array {missing[0]!r} (it has {', '.join(packed) or 'none'}): name the arrays "
-                "x_train, y_train, x_test, y_test, or choose other files (--domains)"
+                "x_train, y_train, x_test, y_test, or choose other files ({})",
+                Ref("domains"),
             )
         for split, end in SUFFIXES.items():
             if f"x_{end}" in packed and f"{y}_{end}" in packed:

@@ -33,7 +33,7 @@ from ...experiments.trial import RoundResult
 from ...models import parse_model
 from ...results.run_directory import MACHINES, POPULATION, trial_folder
 from ...results.summary import holds_run
-from ...utils.errors import FedshiftError, UsageError
+from ...utils.errors import FedshiftError, UsageError, as_flag
 from ..transport.exchange import FACTS, Exchange, connect_locally
 from ..transport.firewall import allow_uploads
 from ..transport.pki import load_public_keys
@@ -64,7 +64,7 @@ def main(grid: Grid, context: Context) -> None:
             with trust_only(order["code"], order["file"]):
                 finished = Coordinator(grid, spec, order, report, context.run_id).run()
         except FedshiftError as error:
-            report.send("failed", str(error), isinstance(error, UsageError))
+            report.send("failed", error.render(as_flag), isinstance(error, UsageError))
             raise
         report.send("ended", finished)
 

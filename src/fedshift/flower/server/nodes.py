@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from httpx import HTTPError
 
 from ...engines.engine import Diverged
-from ...utils.errors import FedshiftError
+from ...utils.errors import FedshiftError, as_flag
 from ..transport.exchange import Exchange, MalformedMessage
 from .registry import SiteDescription
 
@@ -190,7 +190,7 @@ class Nodes:
                 raise answer
             described = SiteDescription.of(answer.facts)
         except FedshiftError as error:
-            self.say(f"{self._call(address)} does not take part: {error}")
+            self.say(f"{self._call(address)} does not take part: {error.render(as_flag)}")
             return
         name, before = described.name, self.known.get(described.name)
         if self.keys is not None and self.keys().get(name) != self._keys.get(address.node, b""):
@@ -245,7 +245,7 @@ def _read_reply(reply: Message | FedshiftError) -> Exchange | FedshiftError:
         if answer.kind == "refused":
             raise (Diverged if answer.facts.get("diverged") is True else FedshiftError)(str(answer.facts.get("why")))
     except FedshiftError as error:
-        return type(error)(to_printable(str(error)))
+        return type(error)(to_printable(error.render(as_flag)))
     except MalformedMessage as error:
         return FedshiftError(f"it sent {to_printable(str(error))}")
     except Exception as error:

@@ -68,7 +68,7 @@ def load_local(
         if not columns:
             require_repeating(made.columns, sum(map(len, made.clients[0].splits.values())))
     except UsageError as error:
-        raise DataRefused(str(error)) from error
+        raise DataRefused("{}", error) from error
     return made
 
 

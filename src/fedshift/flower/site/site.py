@@ -52,7 +52,7 @@ from ...results.run_directory import to_file_name
 from ...results.schema import METRICS, REESTIMATED, Row, compute_metric, is_of_numbers, metric_unit, rows_to_frame
 from ...tasks import CLASSIFICATION, as_task, describe_task
 from ...utils.allocator import keep_freed_memory
-from ...utils.errors import FedshiftError, UsageError
+from ...utils.errors import FedshiftError, UsageError, as_flag
 from ...utils.files import write_atomically
 from ...utils.state import State, entries_under, join_states, pick, split_state
 from ...utils.version import __version__
@@ -236,11 +236,12 @@ class Site:
                 return Exchange(kind="ended", facts={"say": question.facts["say"]})
             return answers[question.kind](question)
         except DataRefused as error:
-            self.say(f"refused: {error}")
+            self.say(f"refused: {error.render(as_flag)}")
             return Exchange(kind="refused", facts={"why": "its data cannot be used: its own log says why"})
         except (FedshiftError, OSError) as error:
-            self.say(f"refused: {error}")
-            return Exchange(kind="refused", facts={"why": str(error), "diverged": isinstance(error, Diverged)})
+            why = error.render(as_flag) if isinstance(error, FedshiftError) else str(error)
+            self.say(f"refused: {why}")
+            return Exchange(kind="refused", facts={"why": why, "diverged": isinstance(error, Diverged)})
         except Exception as error:
             self.say(f"failed: {type(error).__name__}: {error}")
             return Exchange(kind="refused", facts={"why": f"{type(error).__name__}: {error}"})
@@ -253,7 +254,7 @@ class Site:
             for line in check_data(data, "ignore" if self._test_alone else spec.on_data_error):
                 self.say(line)
         except UsageError as error:
-            raise DataRefused(str(error)) from error
+            raise DataRefused("{}", error) from error
         client = data.clients[0]
         samples = {name: len(split) for name, split in client.splits.items() if name == "test" or not self.validates}
         counts = asked.facts["labels"] and data.task == CLASSIFICATION and not self.validates
@@ -292,7 +293,7 @@ class Site:
                 for text in (*report.checks, *report.notices):
                     self.say(text)
             except FedshiftError as error:
-                self.say(f"the model of {trial.plan.method.name} is not exported: {error}")
+                self.say(f"the model of {trial.plan.method.name} is not exported: {error.render(as_flag)}")
 
     def _train(self, asked: Exchange) -> Exchange:
         if self.validates:

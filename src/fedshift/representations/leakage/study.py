@@ -33,7 +33,7 @@ from ...experiments.experiment import Experiment
 from ...experiments.trial import Trial
 from ...results.checkpoint import load_checkpoint, refuse_other, save_checkpoint
 from ...results.run_directory import to_file_name
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ...utils.random_streams import stream
 from ...utils.state import State
 from .attack import AttackSettings, Observation, Source, invert, upload
@@ -319,7 +319,8 @@ def _check(experiment: Experiment, settings: LeakageSettings) -> None:
             if split.dtype != torch.uint8 or len(split.shape) != 3 or split.lazy or min(split.shape[1:]) < SMALLEST:
                 raise UsageError(
                     f"client {client.name!r}: {name} samples of shape {split.shape} ({split.dtype}); leak takes 8-bit "
-                    f"images in memory of at least {SMALLEST} x {SMALLEST} pixels, such as --data digits"
+                    f"images in memory of at least {SMALLEST} x {SMALLEST} pixels, such as {{}}",
+                    Ref(data="digits"),
                 )
         if len(client.train) < max(settings.batch_sizes):
             raise UsageError(
