@@ -1,0 +1,313 @@
+"""Seeded faults: which tests notice that a line of the package is wrong, one line after another.
+
+Each fault is a mistake that a careful engineer might make: a text in a function, and what would stand there by mistake.
+It is put into a scratch worktree of a commit, and the tests that may notice it run until the first fails. Mutation
+analysis is DeMillo, Lipton and Sayward 1978 ("Hints on Test Data Selection", Computer 11(4)); here faults are chosen by
+hand, where an error would go unseen in results.
+
+    python benchmarks/mutations.py                 # all, on HEAD; what is in the results is not run again
+    python benchmarks/mutations.py --only dp-      # those whose name contains this
+    python benchmarks/mutations.py --check         # only whether every fault still finds its line and its tests
+
+A fault is known by the function, wherever that is now, and the text in it: when code moves, correct the fault's line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A text ``old`` in ``function`` (a qualified name) of ``file`` that becomes ``new``, and tests that may notice."""
+
+    name: str
+    file: str
+    function: str
+    old: str
+    new: str
+    tests: str
+
+
+LAWS = "tests/laws/test_methods.py tests/laws/test_engines.py tests/laws/test_resume.py"
+
+CORE = (
+    Fault("merged-sums-forget-their-weight", "core/aggregation.py", "StreamingMean.merge",
+          "self._total += other._total", "pass",
+          "tests/core/test_aggregation.py tests/engines/test_stacked.py " + LAWS),
+    Fault("merged-deviations-from-another-start", "core/aggregation.py", "StreamingMean.merge",
+          "total += (other._first[name] - self._first[name]) * other._total", "pass",
+          "tests/core/test_aggregation.py tests/laws/test_engines.py"),
+    Fault("counters-truncated", "core/aggregation.py", "cast_to", "values.round()", "values",
+          "tests/core/test_aggregation.py tests/laws/test_methods.py"),
+    Fault("trimmed-at-one-end", "core/aggregation.py", "compute_trimmed_mean",
+          "slice(trim, len(uploads.states) - trim)", "slice(trim, None)", "tests/methods/test_robust.py"),
+    Fault("shares-of-participants-alone", "core/server_round.py", "StreamingAggregator.finalize",
+          "everyone = sum(by_size.values())", "everyone = sum(sizes)",
+          "tests/methods/test_scaffold.py tests/methods/test_feddyn.py " + LAWS),
+    Fault("summed-in-order-of-arrival", "core/server_round.py", "StreamingAggregator.__init__",
+          "sorted(names, reverse=True)", "list(names)[::-1]", "tests/laws/test_methods.py"),
+    Fault("frozen-a-round-late", "core/kernel.py", "load_state", "server.round >= plan.freeze_from",
+          "server.round > plan.freeze_from", "tests/methods/test_fixbn.py tests/laws/test_methods.py"),
+    Fault("statistics-move-when-frozen", "core/kernel.py", "compute_objective",
+          "plan.set_mode(training=True, frozen=job.frozen)\n    rest = clone(job.rest)",
+          "plan.set_mode(training=True)\n    rest = clone(job.rest)",
+          "tests/methods/test_fixbn.py tests/laws/test_methods.py"),
+    Fault("next-rounds-learning-rate", "core/kernel.py", "load_state", "lr_in_round(server.round)",
+          "lr_in_round(server.round + 1)", "tests/core/test_kernel.py tests/methods/test_fednova.py tests/experiments"),
+    Fault("adopted-again-after-training", "core/kernel.py", "personal_entries",
+          "client.personal if client.steps else client.personal | pick(server.shared, plan.adopted)",
+          "client.personal | pick(server.shared, plan.adopted)", "tests/methods/test_hbn.py tests/methods " + LAWS),
+    Fault("momentum-kept-between-rounds", "core/kernel.py", "client_final",
+          "job.optimizer if plan.optimizer.keep else {}", "job.optimizer",
+          "tests/core/test_kernel.py tests/core/test_optimizer.py tests/engines/test_plain_loop.py " + LAWS),
+    Fault("upload-not-checked", "core/kernel.py", "client_final", "check_sends(plan, index, sent)", "pass",
+          "tests/core/test_disclosure.py tests/core"),
+    Fault("last-batch-dropped", "core/work.py", "_bounds", "[*range(0, samples, size), samples]",
+          "[*range(0, samples - samples % size + 1, size)]", "tests/core/test_work.py"),
+    Fault("a-group-of-batches-runs-into-the-next-pass", "core/work.py", "Work.steps_of_round",
+          "min(done + self.batches, (done // per_pass + 1) * per_pass)", "done + self.batches",
+          "tests/core/test_work.py tests/methods/test_fedmmb.py"),
+    Fault("all-clients-in-one-order", "core/work.py", "_draw_order", 'stream(seed, "order", client, number)',
+          'stream(seed, "order", number)', "tests/core/test_work.py tests/engines/test_plain_loop.py " + LAWS),
+    Fault("every-pass-in-one-order", "core/work.py", "_draw_order", 'stream(seed, "order", client, number)',
+          'stream(seed, "order", client)', "tests/core/test_work.py tests/engines/test_plain_loop.py " + LAWS),
+    Fault("server-momentum-damped", "core/server_optimizer.py", "Momentum.step", "+ change for",
+          "+ (1 - self.beta) * change for", "tests/core/test_server_optimizer.py"),
+    Fault("weight-decay-without-the-rate", "core/optimizer.py", "AdamW.update_", "1 - lr * self.weight_decay",
+          "1 - self.weight_decay", "tests/core/test_optimizer.py"),
+)  # fmt: skip
+
+METHODS = (
+    Fault("dp-noise-on-the-mean", "methods/dp.py", "PrivateMean.__call__", " / len(uploads.states) if", " if",
+          "tests/methods/test_dp.py"),
+    Fault("dp-noise-of-every-round-alike", "methods/dp.py", "PrivateMean._draw_noise", "uploads.method, uploads.round,",
+          "uploads.method,", "tests/methods/test_dp.py"),
+    Fault("dp-sgd-clips-each-layer", "methods/dp_sgd.py", "PrivateGradients.combine_samples",
+          "torch.stack(squares).sum(dim=0)", "torch.stack(squares).amax(dim=0)", "tests/methods/test_dp_sgd.py"),
+    Fault("dp-sgd-noise-without-the-clip", "methods/dp_sgd.py", "PrivateGradients.combine_samples",
+          "self.noise_multiplier * self.clipping_norm", "self.noise_multiplier", "tests/methods/test_dp_sgd.py"),
+    Fault("krum-one-neighbor-fewer", "methods/krum.py", "Krum.__call__", "clients - self.num_malicious - 1]",
+          "clients - self.num_malicious - 2]", "tests/methods/test_robust.py"),
+    Fault("scaffold-counts-clients-equally", "methods/scaffold.py", "ControlVariates.aggregate_memory",
+          "c + share * upload", "c + sum(shares) / len(shares) * upload",
+          "tests/methods/test_scaffold.py"),
+    Fault("fednova-shares-not-normalized", "methods/fednova.py", "NormalizedAveraging.__call__",
+          "[size / sum(uploads.sizes) for size in uploads.sizes]", "list(uploads.sizes)",
+          "tests/methods/test_fednova.py"),
+    Fault("fednova-mean-length-unweighted", "methods/fednova.py", "NormalizedAveraging.__call__",
+          "sum(share * length for share, length in zip(shares, lengths, strict=True))", "sum(lengths) / len(lengths)",
+          "tests/methods/test_fednova.py"),
+    Fault("feddyn-forgets-who-sat-out", "methods/feddyn.py", "ServerMemory.step", "self.alpha * share * change",
+          "self.alpha * change", "tests/methods/test_feddyn.py"),
+)  # fmt: skip
+
+ENGINES = (
+    Fault("stacked-weighs-by-samples-always", "engines/stacked.py", "Stacked._finish_together",
+          "list(map(self._weigh, lanes))", "list(map(float, samples))",
+          "tests/laws/test_engines.py tests/engines/test_stacked.py"),
+    Fault("stacked-forgets-the-steps-planned", "engines/stacked.py", "Stacked._take_steps",
+          "len(lanes[number].batches) if paced else 0", "0",
+          "tests/engines/test_stacked.py tests/laws/test_engines.py"),
+    Fault("identity-weights-add-up-to-more", "engines/identity.py", "Identity.train", "/ sum(raw)", "/ max(raw)",
+          "tests/engines/test_identity.py tests/laws/test_engines.py"),
+    Fault("torch-draws-alike-each-round", "engines/sequential.py", "Sequential.train_client",
+          'torch_stream(self.seed, "torch", name, client.steps)', 'torch_stream(self.seed, "torch", name)',
+          "tests/engines tests/laws"),
+    Fault("a-client-gets-no-mix", "engines/sequential.py", "Sequential.train_client",
+          "plan, server = self.plan, broadcast(server, name)", "plan = self.plan",
+          "tests/laws/test_methods.py tests/methods"),
+    Fault("pool-returns-memory-of-the-next-client", "engines/process_pool.py", "Pool._collect",
+          "copy_out(result.client)", "result.client", "tests/engines tests/laws/test_engines.py"),
+    Fault("dropout-of-all-clients-alike", "engines/engine.py", "Engine.step_key", '"dropout", name, step',
+          '"dropout", step', "tests/engines tests/nn tests/laws"),
+    Fault("augmented-alike-each-step", "engines/engine.py", "Engine.load_batch", '"augment", name, step',
+          '"augment", name', "tests/data/test_augmentation.py tests/experiments tests/engines"),
+    Fault("masks-move-otherwise", "engines/engine.py", "Engine.load_batch", "augment_masks(augment, y, stream(*key))",
+          'augment_masks(augment, y, stream(*key, "masks"))',
+          "tests/data/test_augmentation.py tests/experiments/test_losses_and_augmentation.py tests/engines"),
+)  # fmt: skip
+
+DATA = (
+    Fault("validation-samples-in-training", "data/federation.py", "Federation.hold_out",
+          "train=client.train.take(index[held:])", "train=client.train.take(index)", "tests/data/test_federation.py"),
+    Fault("drawn-test-rows-in-training", "data/partition.py", "split_stratified",
+          "return np.flatnonzero(~drawn), np.flatnonzero(drawn)", "return np.arange(len(y)), np.flatnonzero(drawn)",
+          "tests/data"),
+    Fault("test-rows-fit-the-scale", "data/datasets/heart_disease.py", "heart_disease",
+          "prepare_rows(x, train, columns)", "prepare_rows(x, len(x), columns)",
+          "tests/data/datasets/test_heart_disease.py"),
+    Fault("labels-numbered-by-each-client", "data/files/images.py", "read_images",
+          "labels[file.category] for file in files[name]",
+          "sorted({f.category for f in files[name]}).index(file.category) for file in files[name]", "tests/data/files"),
+    Fault("labels-mapped-backwards", "data/samples.py", "Samples.relabel", "labels.to(self.y.device)[self.y]",
+          "labels.argsort().to(self.y.device)[self.y]", "tests/data tests/new_clients/test_site_data.py"),
+    Fault("classes-not-shuffled", "data/partition.py", "_cut", "rng.permutation(index)", "index",
+          "tests/data/test_partition.py"),
+    Fault("joined-stores-start-at-0", "data/samples.py", "join_samples", "starts[id(part.store)] + part.all_rows",
+          "part.all_rows", "tests/data"),
+    Fault("missing-category-is-none-of-them", "data/files/table_schema.py", "Column.fill", "out[place < 0] = np.nan",
+          "pass", "tests/data/files"),
+)  # fmt: skip
+
+FLOWER = (
+    Fault("site-sends-unchecked", "flower/site/site.py", "Site._train",
+          "check_upload(trial.plan, update.shared, update.memory)", "pass", "tests/flower"),
+    Fault("counts-may-be-impossible", "flower/server/answers.py", "RowReader.read",
+          " or not self.task.is_possible(counts)", "", "tests/flower/test_hostile_answers.py tests/flower"),
+    Fault("site-says-its-own-weight", "flower/server/remote_engine.py", "RemoteEngine._check_update",
+          "(said.weight, said.steps) != (used, len(steps))", "said.steps != len(steps)",
+          "tests/flower/test_hostile_answers.py tests/flower"),
+    Fault("signature-holds-in-every-run", "flower/transport/signatures.py", "_signed_content", ', "run": run}', "}",
+          "tests/flower/test_site.py"),
+    Fault("ledger-lines-without-chain", "flower/site/ledger.py", "Ledger.write",
+          "self._last = _digest(line)", "pass", "tests/flower/test_ledger.py"),
+    Fault("privacy-spent-before-forgotten", "flower/site/review.py", "_check_epsilon",
+          "before + uses / mechanism", "uses / mechanism", "tests/flower/test_review.py"),
+    Fault("labels-of-sites-in-their-own-order", "flower/server/registry.py", "_make_client",
+          "[names.index(name) for name in described.class_names] or range(described.classes)",
+          "range(described.classes)", "tests/flower/test_registry.py tests/flower"),
+)  # fmt: skip
+
+EVALUATION = (
+    Fault("global-rows-of-personal-models", "evaluation/metrics.py", "evaluate_clients",
+          "shared is not None and not plan.personalizes", "shared is not None", "tests/evaluation tests/methods"),
+    Fault("clients-averaged-equally-for-newcomers", "evaluation/unseen_clients.py",
+          "UnseenClientModels._average_entries", "weight or 1.0", "1.0", "tests/evaluation/test_unseen_clients.py"),
+    Fault("policy-learns-from-test-labels", "experiments/trial.py", "Trial._find_learning_data",
+          "client.validation or client.train", "client.test", "tests/evaluation tests/experiments tests/new_clients"),
+    Fault("tuned-on-test-samples", "experiments/trial.py", "Trial.personal_state", "client.name, client.train, augment",
+          "client.name, client.test, augment", "tests/methods/test_fedbabu.py tests/experiments tests/methods"),
+    Fault("mixed-with-the-other-share", "evaluation/input_adaptation.py", "mix_statistics",
+          "prior / (prior + len(data))", "len(data) / (prior + len(data))", "tests/evaluation"),
+    Fault("variances-biased", "evaluation/input_adaptation.py", "Moments.variance", "max(1, self.count - 1)",
+          "max(1, self.count)", "tests/evaluation"),
+    Fault("statistics-said-to-reveal-an-update", "evaluation/communication.py", "_find_grain",
+          'return "client" if written else "update"', 'return "update"',
+          "tests/evaluation tests/core/test_disclosure.py"),
+    Fault("ties-count-as-right", "tasks/classification.py", "_areas", "(below_KN + upto_KN + 1).double() / 2",
+          "upto_KN.double()", "tests/tasks"),
+)  # fmt: skip
+
+FAULTS = (*CORE, *METHODS, *ENGINES, *DATA, *FLOWER, *EVALUATION)
+
+
+def find_function(source: str, name: str) -> tuple[int, int] | None:
+    """Return where the function with the qualified ``name`` starts and ends in ``source``, in characters."""
+    body: list[ast.stmt] = ast.parse(source).body
+    found: ast.stmt | None = None
+    for part in name.split("."):
+        kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        found = next((node for node in body if isinstance(node, kinds) and node.name == part), None)
+        if found is None:
+            return None
+        body = found.body  # type: ignore[attr-defined]
+    assert found is not None
+    starts = [0, *(match.end() for match in re.finditer("\n", source)), len(source)]
+    return starts[found.lineno - 1], starts[found.end_lineno or found.lineno]
+
+
+def apply_fault(root: Path, fault: Fault) -> tuple[Path, str, str] | str:
+    """Return file, content and content with ``fault`` in the tree ``root``; in words why, where its line is not there.
+
+    The function is searched for in the whole package where it is no longer in its file.
+    """
+    package = root / "src" / "fedshift"
+    for path in (package / fault.file, *sorted(package.rglob("*.py"))):
+        if not path.exists():
+            continue
+        source = path.read_text(encoding="utf-8")
+        place = find_function(source, fault.function) if fault.function.rpartition(".")[2] in source else None
+        if place and (count := source[slice(*place)].count(fault.old)):
+            if count > 1:
+                return f"{fault.old!r} occurs {count} times in {fault.function}"
+            start, stop = place
+            return path, source, source[:start] + source[start:stop].replace(fault.old, fault.new) + source[stop:]
+    return f"there is no {fault.old!r} in a function {fault.function}"
+
+
+def run_tests(root: Path, tests: list[str], seconds: float) -> tuple[str, str]:
+    """Return ``caught``, ``missed`` or ``unclear`` in tree ``root``, and the first test that fails, with its error."""
+    environment = {**os.environ, "PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", *tests]
+    try:
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "caught", f"a test does not end within {seconds:g} seconds"
+    if done.returncode == 0:
+        return "missed", " ".join(tests)
+    failed = re.search(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
+    return ("caught" if failed else "unclear"), failed[1][:160] if failed else (done.stdout + done.stderr)[-160:]
+
+
+def read_results(file: Path, commit: str) -> dict[str, dict[str, str]]:
+    """Return what is known of each fault at ``commit``."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {line["fault"]: line for line in map(json.loads, lines) if line["commit"] == commit}
+
+
+def main() -> None:
+    """Run the faults that have no result yet, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--commit", default="HEAD", help="commit to which faults are added")
+    parser.add_argument("--only", default="", help="part of the names of faults to run")
+    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "fedshift-mutations.jsonl")
+    parser.add_argument("--seconds", type=float, default=900.0, help="the longest that the tests of a fault may take")
+    parser.add_argument("--check", action="store_true", help="only look for each fault's line and tests, in this tree")
+    asked = parser.parse_args()
+    faults = [fault for fault in FAULTS if asked.only in fault.name]
+    if asked.check:
+        lost = {fault.name: apply_fault(ROOT, fault) for fault in faults}
+        gone = {f.name: t for f in faults for t in f.tests.split() if not (ROOT / t.partition("::")[0]).exists()}
+        for name, why in {**{n: w for n, w in lost.items() if isinstance(w, str)}, **gone}.items():
+            print(f"{name}: {why}")
+        sys.exit(bool(gone) or any(isinstance(why, str) for why in lost.values()))
+    commit = _git("rev-parse", "--short=10", asked.commit)
+    known = read_results(asked.results, commit)
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        tree = Path(folder) / "tree"
+        _git("worktree", "add", "--detach", "--quiet", str(tree), commit)
+        try:
+            for fault in faults:
+                line = known.get(fault.name) or _try(tree, fault, commit, asked.seconds)
+                if fault.name not in known:
+                    with asked.results.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(line) + "\n")
+                print(f"{line['result']:8}{fault.name}: {line['by']}", flush=True)
+                known[fault.name] = line
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+    results = [known[fault.name]["result"] for fault in faults]
+    print(", ".join(f"{results.count(kind)} {kind}" for kind in dict.fromkeys(results)) + f" at {commit}")
+
+
+def _try(tree: Path, fault: Fault, commit: str, seconds: float) -> dict[str, str]:
+    found = apply_fault(tree, fault)
+    result, by = ("lost", found) if isinstance(found, str) else ("", "")
+    if not isinstance(found, str):
+        path, before, after = found
+        path.write_text(after, encoding="utf-8")
+        try:
+            result, by = run_tests(tree, fault.tests.split(), seconds)
+        finally:
+            path.write_text(before, encoding="utf-8")
+    return {"fault": fault.name, "commit": commit, "result": result, "by": by}
+
+
+def _git(*command: str) -> str:
+    return subprocess.run(["git", "-C", str(ROOT), *command], check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
