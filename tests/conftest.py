@@ -22,6 +22,7 @@ from fedshift.config.settings_file import format_settings, read_run_settings
 from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.data.assembly import federation
 from fedshift.data.federation import Federation
+from fedshift.engines import ENGINES
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.observer import Observer
 
@@ -57,6 +58,38 @@ ARRAYS = {
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+TOGETHER = {
+    "tests/engines/test_process_pool.py": "pool",
+    "tests/experiments/test_jobs.py": "pool",
+    "tests/engines/test_ray.py": "ray",
+}
+"""Files whose tests share workers, or a cluster, that only one process should have."""
+
+
+def place_test(nodeid: str) -> str:
+    """Return the name of what runs in one process: a file, or all laws of one method, which share its rounds."""
+    file, _, name = nodeid.partition("::")
+    given = name.partition("[")[2].removesuffix("]").split("-")
+    if not file.startswith("tests/laws/"):
+        return TOGETHER.get(file, file)
+    return "ray" if "ray" in given else next((each for each in given if each and each not in ENGINES), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep together what shares fixtures, by file; a scope for each of thousands of tests costs more than many tests.
+
+    Marks (``xdist_group``) do nothing under pytest 9.2 with pytest-xdist 3.8, where a test's name cannot be changed.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Places(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return place_test(nodeid)
+
+    return Places(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,8 +31,6 @@ from fedshift.results.trial_records import load_facts
 from fedshift.utils.errors import FedshiftError, UsageError
 from tests.conftest import ARRAYS, images
 
-pytestmark = pytest.mark.xdist_group("api")
-
 
 def test_the_example_of_the_module_is_true():
     assert doctest.testmod(comparison).failed == 0

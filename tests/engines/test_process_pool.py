@@ -25,7 +25,7 @@ from fedshift.utils.state import is_equal
 from tests.engines.conftest import BOB, DATA, FEATURES, assert_rounds, divergence_of, outcomes, plan_of, rounds, when
 from tests.engines.conftest import trial as any_trial
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("pool")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 trial = partial(any_trial, "pool")
 
 

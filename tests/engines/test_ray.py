@@ -17,7 +17,7 @@ from fedshift.utils.profiling import record_seconds
 from tests.engines.conftest import BOB, DATA, FEATURES, SIZES, assert_rounds, divergence_of, outcomes, plan_of, when
 from tests.engines.conftest import trial as any_trial
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 trial = partial(any_trial, "ray")
 
 

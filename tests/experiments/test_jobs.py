@@ -28,7 +28,6 @@ from fedshift.utils import processors
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.profiling import record_seconds
 
-pytestmark = pytest.mark.xdist_group("pool")
 ENGINES = {
     "fedavg": EngineChoice(engine="pool", reason=""),
     "fedbn": EngineChoice(engine="sequential", threads=1, reason=""),

@@ -87,7 +87,6 @@ def test_without_the_mod_the_server_stops_with_what_to_do(app, local_grid, monke
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("flower simulation")
 def test_flower_simulates_the_example_again_and_again_with_equal_results(tmp_path):
     switches = {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **QUIET, **switches, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

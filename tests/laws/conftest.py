@@ -40,11 +40,7 @@ Make = Callable[..., Trial]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Laws of one method share a process, and so its rounds (``--dist loadgroup``).
-
-    Tests over Ray are one process's, which starts it once. Most methods' are slow where clients are other processes'
-    or rounds are run anew.
-    """
+    """Most methods' laws are slow where clients are other processes' or rounds are run anew."""
     for item in items:
         given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         methods = [value for value in given.values() if isinstance(value, Method)]
@@ -54,10 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         if (anew or engines & {"pool", "ray"}) and any(method.name not in IN_PROCESSES for method in methods):
             item.add_marker(pytest.mark.slow)
-        if "ray" in engines:
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif methods:
-            item.add_marker(pytest.mark.xdist_group(methods[0].text))
 
 
 def by_name(value: object) -> str | None:

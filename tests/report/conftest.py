@@ -249,10 +249,3 @@ def shown(request, edge_case, show):
 @pytest.fixture
 def plain(study, show):
     return show("plain", study)
-
-
-def pytest_collection_modifyitems(items):
-    """Pages that are made once are one process's (``--dist loadgroup``)."""
-    for item in items:
-        if {"shown", "plain"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("pages"))

@@ -17,7 +17,7 @@ from fedshift.report.live_page import LiveView, render_live_page
 from fedshift.report.page import render_page
 from fedshift.report.style import make_panel
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("pages")]
+pytestmark = pytest.mark.browser
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

@@ -25,7 +25,6 @@ from fedshift.representations.rendering import distance_table, list_notes, rende
 from fedshift.utils.errors import FedshiftError, UsageError
 from tests.conftest import change_settings
 
-pytestmark = pytest.mark.xdist_group("features")  # one run is looked at by most
 THREE = {
     "data": "digits", "domains": "pen,photo,faded", "image_size": 12, "model": "small-cnn", "samples": 16,
     "batch_size": 8, "rounds": 2, "lr": 0.1,

@@ -29,9 +29,6 @@ SMALL = {"clients": 2, "samples": 4, "dimension": 4, "width": 64, "steps": 30, "
 PAGE = Path(__file__).parents[2] / "docs" / "theory.md"
 
 
-pytestmark = pytest.mark.xdist_group("theory")
-
-
 @pytest.fixture(scope="module")
 def found():
     return check_theory(TheorySettings(**SMALL))
