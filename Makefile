@@ -8,12 +8,13 @@ READY := .venv/.ready
 # Tests write tens of thousands of small files: into memory where there is room, and they remove them.
 ROOM := $(shell df --output=avail -k /dev/shm 2>/dev/null | tail -n 1)
 FAST_FILES := $(shell test -w /dev/shm && test "$(ROOM)" -gt 4000000 && echo TMPDIR=/dev/shm)
-TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FAST_FILES) $(BIN)/python -m pytest -n auto --dist loadgroup -o tmp_path_retention_policy=failed
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FAST_FILES) $(BIN)/python -m pytest -n auto --dist loadfile -o tmp_path_retention_policy=failed
 
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
 
-.PHONY: setup demo demo-segmentation test coverage slow-test lint picture guide benchmark peers zoo structure docs clean
+.PHONY: setup demo demo-segmentation test coverage slow-test lint hooks picture guide benchmark mutations peers zoo structure docs \
+	clean
 
 setup: $(READY)
 
@@ -45,6 +46,10 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What `make lint` checks, and the pages, at each commit.
+hooks: setup
+	$(BIN)/pre-commit install
+
 # The README's pictures, from the records of a demo run, and those of the pages on data and on feature maps.
 picture: setup
 	rm -rf runs/picture
@@ -72,6 +77,10 @@ benchmark: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/flower.py
 
+# Which tests notice seeded faults, about twenty minutes on one core.
+mutations: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutations.py
+
 # The same work on other simulators, in a virtual environment of its own that is made from PyPI: about ten minutes.
 peers: setup
 	$(BIN)/python benchmarks/peers.py --engine stacked
@@ -82,7 +91,7 @@ zoo:
 	.venv-zoo/bin/python -m pip install --quiet --constraint benchmarks/zoo.txt --requirement benchmarks/zoo.txt --editable .
 	OMP_NUM_THREADS=1 .venv-zoo/bin/python benchmarks/zoo.py
 
-# How the package is laid out: files and folders, imports between them, the longest chain, circles.
+# How the package is laid out, beside goals that nothing asserts: long files, imports between folders, the longest chain.
 structure: setup
 	$(BIN)/python benchmarks/structure.py
 	$(BIN)/python benchmarks/structure.py --picture docs/images/structure.svg

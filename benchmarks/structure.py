@@ -2,6 +2,9 @@
 
 ``--picture FILE`` draws the rooms by floor, with the imports that do not follow from others.
 
+The goals beside the figures guide the layout, and nothing checks them, since a number that must be met shapes code to
+fit it. What must hold, that imports point down, is checked by ``make lint``.
+
 A room is a file or folder directly under ``src/fedshift``. Imports are read from the source, those under
 ``TYPE_CHECKING`` and inside functions included; the package's own ``__init__``, which names the public API, is no room.
 """
@@ -14,6 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "fedshift"
+LONG = 500
+"""Lines from which on a file probably holds more than one idea."""
 
 Arrows = dict[str, set[str]]
 
@@ -141,15 +146,18 @@ def main() -> None:
     if picture:
         draw_rooms(rooms, picture)
         return
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in modules.values())
-    print(f"modules: {len(modules)}, lines: {lines:,}")
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules.items()}
+    long = sorted((name for name in lengths if lengths[name] > LONG), key=lengths.__getitem__, reverse=True)
+    print(f"modules: {len(modules)}, lines: {sum(lengths.values()):,}")
+    told = ", ".join(f"{name} {lengths[name]}" for name in long)
+    print(f"files of more than {LONG} lines (goal: none): {told or 'none'}")
     entries = {name.split(".")[0] for name in modules} - {"", "__main__"}
-    print(f"files and folders directly under the package: {len(entries)}")
-    print(f"pairs of rooms that import each other: {sum(map(len, rooms.values()))}")
+    print(f"files and folders directly under the package (goal: at most 28): {len(entries)}")
+    print(f"pairs of rooms that import each other (goal: at most 168): {sum(map(len, rooms.values()))}")
     print(f"circles between rooms: {circles or 'none'}; between modules: {find_circles(arrows) or 'none'}")
     if not circles:
         floors = rank_rooms(rooms)
-        print(f"longest chain of imports: {max(floors.values())} rooms")
+        print(f"longest chain of imports (goal: at most 11 rooms): {max(floors.values())}")
         for number in range(max(floors.values()), 0, -1):
             print(f"{number:3} {', '.join(sorted(name for name, own in floors.items() if own == number))}")
 

@@ -3,7 +3,6 @@
 Tutorials are followed from beginning to end in ``test_tutorials.py``.
 """
 
-import importlib.util
 import inspect
 import re
 import shlex
@@ -157,6 +156,15 @@ def test_versions_agree():
     assert f"## {fedshift.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_news_are_fragments_that_a_release_puts_into_the_changelog():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
+    kinds = "|".join(each["directory"] for each in settings["type"])
+    assert settings["start_string"] in (ROOT / settings["filename"]).read_text()
+    for path in (ROOT / "news").iterdir():
+        assert path.name == "README.md" or re.fullmatch(rf"\+[\w-]+\.({kinds})\.md", path.name), path.name
+        assert path.read_text().strip(), path.name
+
+
 def test_the_page_on_data_names_every_benchmark_split_and_augmentation():
     text = (ROOT / "docs" / "data.md").read_text()
     for name in (*list_catalog("data.datasets"), *SPLITS, *CATALOG):
@@ -182,20 +190,6 @@ def test_every_path_of_the_architecture_page_exists():
     named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|toml))`", text))
     assert len(named) > 25
     assert [path for path in named if not any((ROOT / top / path).exists() for top in (".", "src/fedshift"))] == []
-
-
-def test_the_package_keeps_its_structure():
-    """The goals of the layout, measured from the imports as ``make structure`` prints them."""
-    spec = importlib.util.spec_from_file_location("structure", ROOT / "benchmarks" / "structure.py")
-    structure = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(structure)
-    arrows = structure.find_imports()
-    rooms = structure.merge_rooms(arrows)
-    assert len({name.split(".")[0] for name in structure.find_modules()} - {"", "__main__"}) <= 28
-    assert structure.find_circles(rooms) == []
-    assert structure.find_circles(arrows) == []
-    assert max(structure.rank_rooms(rooms).values()) <= 11
-    assert sum(map(len, rooms.values())) <= 168
 
 
 def test_expressions_beside_other_libraries_are_methods():
