@@ -15,6 +15,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,9 +24,11 @@ from torch import Tensor
 from fedshift.cli.leave_out import MEASURED
 from fedshift.data.federation import ClientData
 from fedshift.data.samples import Samples
-from fedshift.evaluation.input_adaptation import MINIMIZERS, reestimate_statistics
+from fedshift.evaluation.batch_norm import reestimate_statistics
 from fedshift.evaluation.metrics import evaluate
-from fedshift.evaluation.policies import POLICIES, parse_policy
+from fedshift.evaluation.policies.sar import ReliableMinimizer
+from fedshift.evaluation.policies.tent import EntropyMinimizer
+from fedshift.evaluation.policy import list_policies, parse_policy
 from fedshift.experiments.restoration import iterate_trials, load_experiment, restore_trial
 from fedshift.experiments.trial import Trial
 from fedshift.utils.random_streams import stream
@@ -33,7 +36,9 @@ from fedshift.utils.state import State
 
 Rows = list[tuple[str, str, float]]
 
-WITHOUT_LABELS = [name for name in POLICIES if parse_policy(name).data == "inputs" and not parse_policy(name).learns]
+POLICIES = {name: parse_policy(name) for name in list_policies()}
+WITHOUT_LABELS = [name for name, policy in POLICIES.items() if policy.data == "inputs" and not policy.learns]
+MINIMIZERS = {"tent": EntropyMinimizer, "sar": partial(ReliableMinimizer, margin=0.4, rho=0.05, reset=0.029)}
 STREAMS = {"stream": False, "stream by class": True}
 COLUMNS = ("1", "8", "64", "8 of a class", *STREAMS)
 
@@ -53,10 +58,7 @@ def count_right(trial: Trial, state: State, batch: Samples) -> int:
 
 def run_stream(trial: Trial, policy: str, start: State, batches: list[Samples]) -> int:
     """Return the number of samples that ``policy`` gets right, by the model after its step on their batch."""
-    arguments, right = dict(parse_policy(policy).arguments), 0
-    for name in {"steps", "batch_size"} & arguments.keys():
-        del arguments[name]
-    minimizer = MINIMIZERS[policy](trial.plan, start, trial.data.task.entropy, **arguments)
+    minimizer, right = MINIMIZERS[policy](trial.plan, start, trial.data.task.entropy, lr=1e-3), 0
     for batch in batches:
         if len(batch) >= trial.plan.smallest_batch:
             minimizer.step(batch.inputs(slice(None), trial.plan.dtype))
@@ -66,19 +68,19 @@ def run_stream(trial: Trial, policy: str, start: State, batches: list[Samples]) 
 
 def measure(trial: Trial, client: ClientData) -> Iterator[tuple[str, str, float]]:
     """Yield policy, column and accuracy on the test data of ``client``, which never trained."""
-    plan, task, models = trial.plan, trial.data.task, trial.unseen_clients
-    policies = ["average", *(name for name in WITHOUT_LABELS if not parse_policy(name).excuse(plan, task))]
+    plan, task = trial.plan, trial.data.task
+    policies = ["average", *(name for name in WITHOUT_LABELS if not POLICIES[name].excuse(plan, task))]
     for column, indices in cut(client.test, client.name).items():
         batches = [client.test.take(index) for index in indices]
         for policy in policies:
             if column not in STREAMS or policy == "average":
-                states = (models.make_state(policy, client.name, batch) for batch in batches)
+                states = (trial.make_unseen_state(policy, client.name, batch) for batch in batches)
                 right = sum(
                     count_right(trial, state, batch) for state, batch in zip(states, batches, strict=True) if state
                 )
             elif policy in MINIMIZERS:
                 right = run_stream(
-                    trial, policy, models.make_state("average", client.name, client.train) or {}, batches
+                    trial, policy, trial.make_unseen_state("average", client.name, client.train) or {}, batches
                 )
             else:
                 continue

@@ -21,7 +21,7 @@ from torch import nn
 import fedshift
 from fedshift.api import comparison
 from fedshift.config.spec import CompareSpec
-from fedshift.evaluation.policies import parse_policies
+from fedshift.evaluation.policy import parse_policies
 from fedshift.experiments.observer import Observer
 from fedshift.experiments.python_settings import READERS
 from fedshift.representations import compare_representations

@@ -14,7 +14,7 @@ import pytest
 from fedshift.cli.app import app
 from fedshift.config.expressions import list_catalog
 from fedshift.evaluation.communication import Capabilities, find_capabilities
-from fedshift.evaluation.policies import POLICIES, SKIP
+from fedshift.evaluation.policy import SKIP, list_policies
 from fedshift.experiments.factory import parse_methods
 from fedshift.report.style import shorten
 from fedshift.utils.errors import UsageError
@@ -140,4 +140,4 @@ def test_the_program_refuses_in_the_words_of_the_index(asked, answer):
 def test_the_index_knows_the_policies_for_clients_that_never_trained():
     assert len(REFUSALS) >= 5
     table = INDEX.partition("| `--unseen` |")[2].partition("\n\n")[0]
-    assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == (SKIP, *POLICIES)
+    assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == (SKIP, *list_policies())

@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         of_type as of_type,
     )
     from .core.work import Work as Work
+    from .evaluation.policy import policy as policy
     from .data.digits import digits as digits
     from .data.nuclei import nuclei as nuclei
     from .data.arrays import LazyDataset as LazyDataset
@@ -132,6 +133,7 @@ _HOME = {
         "of_type",
     ),
     "core.work": ("Work",),
+    "evaluation.policy": ("policy",),
     "data.digits": ("digits",),
     "data.nuclei": ("nuclei",),
     "experiments.observer": ("Observer",),

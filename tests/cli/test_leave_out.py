@@ -13,7 +13,7 @@ import pytest
 
 from fedshift.cli import run
 from fedshift.config.settings_file import read_run_settings
-from fedshift.evaluation.policies import parse_policies
+from fedshift.evaluation.policy import parse_policies
 from fedshift.experiments.experiment import Experiment
 from fedshift.results.schema import read_rows
 from fedshift.results.summary import read_facts

@@ -6,7 +6,7 @@ from torch import nn
 
 import fedshift
 from fedshift.config.expressions import read_catalog
-from fedshift.evaluation.input_adaptation import list_batch_norms
+from fedshift.evaluation.batch_norm import list_batch_norms
 from fedshift.evaluation.statistics_lag import remaining_part
 from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.settings import Settings

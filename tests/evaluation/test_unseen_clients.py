@@ -12,9 +12,9 @@ from fedshift.core.optimizer import SGD, Cosine
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.samples import to_samples
-from fedshift.evaluation.input_adaptation import reestimate_statistics
+from fedshift.evaluation.batch_norm import reestimate_statistics
 from fedshift.evaluation.metrics import evaluate
-from fedshift.evaluation.policies import POLICIES, SKIP
+from fedshift.evaluation.policy import SKIP, list_policies
 from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
@@ -57,7 +57,7 @@ def trial(method, unseen, rounds=3, newcomers=("new",), model=network, seed=0, *
     return made, {row["client"] for row in rows if row["split"] == "test" and row["model"] == "personal"}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", list_policies())
 def test_a_newcomer_takes_no_part_in_training_whatever_is_asked_of_it(policy):
     with_it, _ = trial(fedbn(), policy, evaluate_every=1)
     without, _ = trial(fedbn(), "skip")
@@ -100,7 +100,7 @@ def test_skip_measures_only_clients_that_have_a_model_and_says_so():
         made.model_state("new")
 
 
-@pytest.mark.parametrize("policy", [SKIP, *POLICIES])
+@pytest.mark.parametrize("policy", [SKIP, *list_policies()])
 def test_a_method_with_one_global_model_measures_everyone_on_it(policy):
     made, measured = trial(fedavg(), policy)
     assert measured == set(SIZES)
@@ -135,7 +135,7 @@ def test_average_is_the_aggregations_mean_bit_for_bit_and_made_once_whoever_asks
     assert not torch.equal(made.model_state("new")["1.weight"], state["1.weight"])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", list_policies())
 def test_models_for_newcomers_do_not_depend_on_what_is_held_in_memory(policy):
     made, _ = trial(fedbn(), policy)
     poor = Trial(fedbn(), network, data(), made.settings, 0, client_memory=0)
@@ -242,23 +242,23 @@ def test_finetune_is_a_plain_loop_from_the_average_at_the_rate_of_the_last_round
     optimizer = SGD(lr=0.1, momentum=0.9, weight_decay=0.01, schedule=Cosine(rounds=3))
     made, _ = trial(method, "finetune", model=bare, optimizer=optimizer)
     train = data().client("new").train
-    average = made.unseen_clients.make_state("average", "new", train)
+    average = made.make_unseen_state("average", "new", train)
     before = clone(average)
-    state = made.unseen_clients.make_state("finetune", "new", train, rounds)
+    state = made.make_unseen_state("finetune", "new", train, rounds)
     plain = by_hand(made, average, rounds, optimizer.lr_in_round(2))
     assert optimizer.lr_in_round(3) == 0 < optimizer.lr_in_round(2)
     assert max(float((state[name] - tensor).abs().max()) for name, tensor in plain.items()) <= 1e-12
     assert not torch.equal(state["0.weight"], average["0.weight"])
     assert not torch.equal(state["1.running_var"], average["1.running_var"])
     assert is_equal(average, before)
-    assert is_equal(state, made.unseen_clients.make_state("finetune", "new", train, rounds))
+    assert is_equal(state, made.make_unseen_state("finetune", "new", train, rounds))
 
 
 def test_finetune_draws_from_the_trials_own_streams():
     states = [trial(fedbn(), "finetune", seed=seed)[0] for seed in (0, 0, 1)]
-    start, other = states[0].unseen_clients, data().client("new").train
+    start, other = states[0], data().client("new").train
     assert is_equal(states[0].model_state("new"), states[1].model_state("new"))
-    named = start.make_state("finetune", "elsewhere", other)
+    named = start.make_unseen_state("finetune", "elsewhere", other)
     assert not torch.equal(named["0.weight"], states[0].model_state("new")["0.weight"])
 
 
@@ -270,7 +270,7 @@ def test_finetune_draws_from_the_trials_own_streams():
 def test_finetune_trains_the_whole_model_under_every_kind_of_method(text):
     made, _ = trial(parse_methods(text)[0], "finetune")
     new = data().client("new").train
-    average, tuned = (made.unseen_clients.make_state(policy, "new", new, 3) for policy in ("average", "finetune"))
+    average, tuned = (made.make_unseen_state(policy, "new", new, 3) for policy in ("average", "finetune"))
     assert tuned.keys() == average.keys()
     trained = [name for name in average if made.plan.trained >= {name}]
     assert trained
@@ -300,7 +300,7 @@ def test_finetune_bn_is_a_plain_loop_in_which_batch_norm_alone_requires_gradient
     made, _ = trial(parse_methods(text)[0], "finetune_bn", model=without_dropout, optimizer=optimizer)
     train = data().client("new").train
     net, x = without_dropout((4,), 2), train.x.double()
-    head = made.unseen_clients.make_state("average", "new", train) if body == "averaged" else made.server.shared
+    head = made.make_unseen_state("average", "new", train) if body == "averaged" else made.server.shared
     first = {**made.plan.initial, **(made.server.shared if affine == "shared" else {})}
     begin = {name: (first if name.startswith("1.") else head)[name] for name in net.state_dict()}
     hidden = x @ begin["0.weight"].T + begin["0.bias"]
@@ -316,7 +316,7 @@ def test_finetune_bn_is_a_plain_loop_in_which_batch_norm_alone_requires_gradient
             nn.functional.cross_entropy(net(x[batch]), train.y[batch]).backward()
             plain.step()
     before = clone(made.server.shared)
-    state = made.unseen_clients.make_state("finetune_bn", "new", train, rounds)
+    state = made.make_unseen_state("finetune_bn", "new", train, rounds)
     for name, tensor in net.state_dict().items():
         assert (state[name] - tensor).abs().max() <= 1e-9, name
         assert torch.equal(state[name], begin[name]) == (not name.startswith("1.")), name
@@ -342,7 +342,7 @@ def test_a_model_whose_loss_is_no_number_is_not_the_nearest():
     made, _ = trial(fedbn(), "nearest")
     own = made.clients["a"]
     made.clients.put({"a": replace(own, personal=own.personal | {"1.weight": own.personal["1.weight"] * np.nan})})
-    found = made.unseen_clients.make_state("nearest", "new", data().client("new").train)
+    found = made.make_unseen_state("nearest", "new", data().client("new").train)
     assert is_equal(found, made.model_state("b"))
 
 

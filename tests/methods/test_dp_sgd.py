@@ -29,8 +29,8 @@ from fedshift.data.partition import repeat
 from fedshift.data.samples import Samples
 from fedshift.engines.identity import Identity
 from fedshift.engines.stacked import Stacked
-from fedshift.evaluation.policies import POLICIES, check_policy, parse_policy
-from fedshift.evaluation.unseen_clients import UnseenClientModels
+from fedshift.evaluation.policy import check_policy, list_policies, make_state, parse_policy
+from fedshift.evaluation.unseen_clients import PolicyContext
 from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.initial_weights import as_initial_weights
@@ -547,7 +547,7 @@ def test_policies_for_unseen_clients_take_only_what_noise_covers(private, base):
         memory = tuple({k: v + shift * v.is_floating_point() for k, v in each.items()} for each in client.memory)
         return replace(client, personal={k: v + shift for k, v in client.personal.items()}, memory=memory)
 
-    for policy in POLICIES:
+    for policy in list_policies():
         made = parse_policy(policy)
         covered = made.excuse(plan, CLASSIFICATION)
         if covered:
@@ -557,8 +557,11 @@ def test_policies_for_unseen_clients_take_only_what_noise_covers(private, base):
         for shift in (0, 1):
             clients = {n: poison(init_client(plan), shift) for n in "ab"}
             learning = {n: Samples(x=x + shift, y=y) for n in "ab"}
-            models = UnseenClientModels(plan, server, clients, {"a": 3, "b": 4}, learning=lambda made=learning: made)
-            states.append(models.make_state(policy, "new", new))
+            context = PolicyContext(
+                plan=plan, server=server, clients=clients, samples={"a": 3, "b": 4}, task=CLASSIFICATION, classes=3,
+                learning=lambda made=learning: made, client="new",
+            )  # fmt: skip
+            states.append(make_state(context, policy, new))
         applied[policy] = is_equal(*states)
     if private == "dp(secret=True)":
         assert all(applied.values()), applied

@@ -15,9 +15,9 @@ from fedshift.config.expressions import list_catalog
 from fedshift.core.optimizer import SGD
 from fedshift.core.plan import compute_outputs
 from fedshift.core.preparation import apply_surgery, prepare
-from fedshift.evaluation.adaptation_rates import find_directions
-from fedshift.evaluation.input_adaptation import reestimate_statistics
-from fedshift.evaluation.policies import parse_policy
+from fedshift.evaluation.batch_norm import reestimate_statistics
+from fedshift.evaluation.policies.atp import _find_directions
+from fedshift.evaluation.policy import parse_policy
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedsr import fedsr
@@ -297,7 +297,7 @@ def test_policies_treat_a_layer_with_an_activation_as_the_two_layers(tiny):
         data = tiny.client("bob").train
         x = data.inputs(torch.arange(6), torch.float64)
         state = reestimate_statistics(plan, plan.initial, data)
-        directions = find_directions(plan, plan.initial, [x], CLASSIFICATION.entropy)
+        directions = _find_directions(plan, plan.initial, [x], CLASSIFICATION.entropy)
         with torch.no_grad():
             plan.set_mode(training=True, frozen=True)
             outputs = compute_outputs(plan, plan.initial, x)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 from typing import Protocol, runtime_checkable
 
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, join_choices
 
 ORDERS = [1 + k / 100 for k in range(1, 10)] + [1 + k / 10 for k in range(1, 110)]
 ORDERS += [*range(12, 64), *range(64, 256, 16), *range(256, 1025, 64)]
@@ -110,9 +110,7 @@ def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int, uncov
 
 
 def _exclude(uncovered: Sequence[str]) -> str:
-    return f"; it does not cover {' or '.join(filter(None, (', '.join(uncovered[:-1]), *uncovered[-1:])))}" * bool(
-        uncovered
-    )
+    return f"; it does not cover {join_choices(uncovered)}" if uncovered else ""
 
 
 def describe_sample_guarantee(mechanism: Mechanism, used: SampleUses, uncovered: Sequence[str] = ()) -> str:

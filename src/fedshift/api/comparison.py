@@ -38,7 +38,7 @@ from ..console.terminal import show_progress
 from ..data.federation import Federation
 from ..diagnosis.quality import check_data
 from ..engines.cost_model import limit_threads
-from ..evaluation.policies import parse_policies
+from ..evaluation.policy import parse_policies
 from ..experiments.compare_arguments import CompareArguments
 from ..experiments.cross_site import cross_validate
 from ..experiments.experiment import Experiment
@@ -254,9 +254,9 @@ class Comparison:
         Args:
             data: clients that took no part, in any form that :func:`compare` accepts; they are converted to the
                 comparison's shape, scale and classes.
-            policies: average, reestimate, mixed, tent, atp, nearest, nearest_statistics, weighted, finetune,
-                finetune_bn, some with arguments, "tent(steps=3)"; None: all that apply, except atp.
-            rounds: rounds of local work with finetune and finetune_bn.
+            policies: names (``fedshift list policies``), some with arguments, "tent(steps=3)", or "package.module:name"
+                of one's own; None: all that apply, except atp.
+            rounds: rounds of local work of policies that train.
             methods: methods to adapt; None: all.
 
         Returns:

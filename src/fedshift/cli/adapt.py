@@ -46,10 +46,10 @@ class OwnNetwork:
     """Column of a table with the label."""
 
     lr: Annotated[float, Parameter(group=OWN)] = RunSpec.lr
-    """Learning rate for finetune and finetune_bn."""
+    """Learning rate for policies that train."""
 
     batch_size: Annotated[int, Parameter(group=OWN)] = RunSpec.batch_size
-    """Samples in a batch for finetune and finetune_bn; 0 puts all of a client's samples into one batch."""
+    """Samples in a batch for policies that train; 0 puts all of a client's samples into one batch."""
 
 
 def adapt(
@@ -78,19 +78,17 @@ def adapt(
         data: New clients: a directory, a benchmark or digits, as for --data of a run, or the folder or file of one
             client. They are read and scaled like the run's.
         clients: Clients in --data to use, comma-separated; usps-* matches all such names. By default all.
-        policies: Policies, comma-separated: average, reestimate, mixed(alpha=0.5), tent(steps=1, lr=0.001),
-            sar(lr=0.001), atp(rounds=10), nearest, nearest_statistics, weighted, finetune, finetune_bn. By default all
-            that apply, except atp, with their default arguments.
-        rounds: Rounds of the run's local work for finetune and finetune_bn.
-        unlabeled: Folder of images, or .npz file with an array x, to which policies without labels (reestimate, mixed,
-            tent, sar, atp, nearest_statistics, weighted) adapt; no labels are needed. Without --data, models are made
-            and saved, and nothing is measured.
+        policies: Policies, comma-separated (see `fedshift list policies`), such as average,tent(steps=3), or your own
+            functions, package.module:function. By default all that apply, except atp, with their default arguments.
+        rounds: Rounds of the run's local work for policies that train.
+        unlabeled: Folder of images, or .npz file with an array x, to which policies that use inputs alone adapt; no
+            labels are needed. Without --data, models are made and saved, and nothing is measured.
         on_data_error: Treatment of unreadable new images: refuse, or warn and ignore, which both skip them; by default
             as in the run.
         save: New directory for the models of the first seed (safetensors) and the table.
 
     """
-    from ..evaluation.policies import parse_policies, parse_policy
+    from ..evaluation.policy import parse_policies, parse_policy
     from ..new_clients.policies import require_no_labels
 
     wanted = parse_policies(policies)
@@ -212,6 +210,7 @@ def _print_results(
 ) -> None:
     """Print the results of the models of ``count`` seeds as one table, and write it into ``save``."""
     from ..new_clients import policy_tables as tables
+    from ..new_clients.policies import find_policy
     from ..report.formatting import to_terminal
     from ..report.progress import describe_reached, is_even
     from ..results.schema import METRICS, is_of_numbers, metric_unit
@@ -225,7 +224,7 @@ def _print_results(
     missing = tables.explain_missing(rows, metric)
     cells = tables.policy_table(table, metric, needs, missing=missing, partial=partial, even=is_even(made.reached))
     over = f"mean (std) over {count} seeds" if count > 1 else "one seed"
-    trained = [name for name in ("finetune", "finetune_bn") if any(row["policy"] == name for row in rows)]
+    trained = [name for name in dict.fromkeys(row["policy"] for row in rows) if find_policy(name).trains]
     tuned = f"; {' and '.join(trained)}: {rounds} round{'s' * (rounds > 1)} of the run's local work" if trained else ""
     print_line(
         console,

@@ -58,6 +58,9 @@ from .sweep import rebuild_sweep, sweep
 from .theory import theory
 from .watch import watch
 
+WITH_ARGUMENTS = ("methods", "policies")
+"""Kinds of names that are listed with their arguments."""
+
 
 def _settings_from_file(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
     """Fill in missing flags from the TOML file of --config, or of the run that --resume names."""
@@ -225,8 +228,8 @@ def inspect(
 
 
 @app.command(name="list")
-def list_(what: Literal["methods", "models", "data", "capabilities", "all"] = "all") -> int:
-    """List methods, models and data, or what each method needs and does.
+def list_(what: Literal["methods", "models", "data", "policies", "capabilities", "all"] = "all") -> int:
+    """List methods, models, data and policies for new clients, or what each method needs and does.
 
     Args:
         what: Kind of names to list; capabilities is a table of what each method needs, sends and keeps on clients.
@@ -238,15 +241,15 @@ def list_(what: Literal["methods", "models", "data", "capabilities", "all"] = "a
 
         console.print(tabulate_capabilities())
         return 0
-    for kind in ("methods", "models", "data") if what == "all" else (what,):
+    for kind in ("methods", "models", "data", "policies") if what == "all" else (what,):
         console.print(_tabulate_catalog(kind), "")
     return 0
 
 
 def _tabulate_catalog(kind: str) -> Table:
-    """Return names, arguments and descriptions of methods, models or data, read without importing torch."""
+    """Return names, arguments and descriptions of what :func:`list_` lists, read without importing torch."""
     table = Table(title=kind, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
-    for title in ("name", "arguments", "description") if kind == "methods" else ("name", "description"):
+    for title in ("name", "arguments", "description") if kind in WITH_ARGUMENTS else ("name", "description"):
         table.add_column(title, no_wrap=title == "name")
     if kind == "data":
         made = (function.removeprefix("fedshift.").partition(":")[0] for function in EMBEDDED.values())
@@ -256,10 +259,10 @@ def _tabulate_catalog(kind: str) -> Table:
         ]
         entries = [*embedded, *sorted(read_catalog("data.datasets").items())]
     else:
-        entries = list(read_catalog(kind).items())
+        entries = list(read_catalog("evaluation.policies" if kind == "policies" else kind).items())
     for name, entry in entries:
         summary = Text(entry.summary.removeprefix("Load "))
-        table.add_row(name, *[entry.arguments or "-"] * (kind == "methods"), summary)
+        table.add_row(name, *[entry.arguments or "-"] * (kind in WITH_ARGUMENTS), summary)
     return table
 
 

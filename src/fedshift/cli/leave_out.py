@@ -184,7 +184,7 @@ def _require_valid(without: Mapping[Group, Experiment], parts: Mapping[Group, Qu
 
     This checks methods, model and data, policies for each client, and the settings of existing runs.
     """
-    from ..evaluation.policies import check_policy, parse_policies
+    from ..evaluation.policy import check_policy, parse_policies
     from ..experiments.trial import Trial
     from ..new_clients.policies import UNCHANGED, applicable_policies
 
@@ -216,7 +216,7 @@ def _measure(part: Experiment, folder: Path, *, selecting: bool) -> None:
     """
     import torch
 
-    from ..evaluation.policies import parse_policies
+    from ..evaluation.policy import parse_policies
     from ..experiments.restoration import select_trials
     from ..new_clients.policies import adapt_all
 

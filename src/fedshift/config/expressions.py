@@ -26,6 +26,8 @@ from ..utils.user_code import describe_error
 
 EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits", "nuclei": "fedshift.data.nuclei:nuclei"}
 """Federations that come with fedshift: the functions that make them, imported on demand."""
+BY_MODULE = ("methods", "evaluation.policies")
+"""Packages of which each module defines one function with its name, in the spelling of Python."""
 
 
 @cache
@@ -60,7 +62,7 @@ def read_catalog(package: str) -> Mapping[str, CatalogEntry]:
     found: dict[str, CatalogEntry] = {}
     for path in sorted(Path(__file__).parents[1].joinpath(*package.split(".")).glob("[!_]*.py")):
         found |= {
-            _spell(package, name): entry for name, entry in read_functions(path, by_module=package == "methods").items()
+            _spell(package, name): entry for name, entry in read_functions(path, by_module=package in BY_MODULE).items()
         }
     return found
 
@@ -96,7 +98,7 @@ def _list_defaults(function: ast.FunctionDef) -> Iterator[str]:
 
 def _spell(package: str, name: str) -> str:
     """Return ``name`` in the package's spelling, models with dashes, methods with underscores; both are accepted."""
-    return name.replace("-", "_").lower() if package == "methods" else name.replace("_", "-").lower()
+    return name.replace("-", "_").lower() if package in BY_MODULE else name.replace("_", "-").lower()
 
 
 @contextmanager
@@ -128,7 +130,7 @@ _TRUSTED: ContextVar[_Trust | None] = ContextVar("trusted", default=None)
 
 def resolve(package: str, name: str) -> Callable[..., Any]:
     """Return the function called ``name``; raise :class:`UsageError` suggesting the nearest name if there is none."""
-    kind = package.removesuffix("es" if package == "losses" else "s")
+    kind = {"losses": "loss", "policies": "policy"}.get(package, package.removesuffix("s"))
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
         own, written = list_catalog(package), _spell(package, name)

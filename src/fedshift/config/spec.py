@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
 from .settings_file import FILE, WRITTEN
 
-EXPRESSIONS = ("method", "methods", "model", "loss", "augment", "task", "over")
+EXPRESSIONS = ("method", "methods", "model", "loss", "augment", "task", "over", "unseen")
 """Settings that may name users' functions."""
 DATA = Group("Data", sort_key=1)
 PREPARING = Group("Preparing data", sort_key=2)
@@ -107,15 +107,9 @@ class TrialSpec:
     """Torch device: cpu, cuda, cuda:1."""
 
     unseen: Annotated[str, Parameter(group=MEASURING)] = "skip"
-    """Policy for measuring a client that never trained, with a method that keeps state on clients. skip: do not measure
-    it. average: the average of the others' entries. The next five start from the average and use no labels: reestimate
-    takes BatchNorm statistics of the client's training inputs; mixed(alpha=0.5) mixes both statistics; tent(steps=1,
-    lr=0.001) takes the client's statistics and minimizes the entropy of predictions over normalization's weight and
-    bias; sar(lr=0.001) does so for certain predictions only; atp(rounds=10) takes steps at rates that the others learn.
-    nearest: the model of the client that fits its training data best. nearest_statistics: the model of the client whose
-    statistics are nearest to those of its inputs. weighted: the others' entries weighted by such distances. finetune:
-    the average after a round of training on its data. finetune_bn: the shared layers unchanged, and BatchNorm alone
-    trained on its data. Methods with one global model measure the client on that model."""
+    """Policy for measuring a client that never trained, with a method that keeps state on clients (see `fedshift list
+    policies`), such as average, reestimate or tent(steps=3), or your own function, package.module:function; skip does
+    not measure it. Methods with one global model measure the client on that model."""
 
     evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
     """Rounds between evaluations; the last is always evaluated. By default about ten evaluations in all."""

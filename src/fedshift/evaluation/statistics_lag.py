@@ -31,7 +31,7 @@ from ..results.schema import REESTIMATED, Row
 from ..tasks.task import Task
 from ..utils.random_streams import stream
 from ..utils.state import State, pick
-from .input_adaptation import list_batch_norms, name_statistics, reestimate_statistics
+from .batch_norm import list_batch_norms, name_statistics, reestimate_statistics
 from .metrics import evaluate
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from ..data.pictures import to_pictures
 from ..engines.engine import Data, Diverged, Engine, EngineFactory
 from ..evaluation.communication import summarize_method
 from ..evaluation.metrics import record_clients
-from ..evaluation.policies import POLICIES
+from ..evaluation.policy import list_policies
 from ..models import ModelFactory
 from ..results.cases import measured_round, write_cases
 from ..results.checkpoint import load_checkpoint
@@ -50,7 +50,7 @@ from ..results.trial_records import (
 )
 from ..utils.allocator import keep_freed_memory
 from ..utils.checked_json import write_checked
-from ..utils.errors import FedshiftError, Ref, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError, join_choices
 from ..utils.profiling import timed_section
 from ..utils.state import pick
 from .client_store import check_segments
@@ -70,8 +70,6 @@ VOLUMES = 1
 MAX_NAMED = 5
 """Maximum number of clients that a notice lists."""
 NO_SCORE = (0, 0.0)
-MAKING = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
-"""The policies that give a client a model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -354,7 +352,7 @@ class Experiment:
         if trial.plan.personalizes and self.settings.unseen == "skip" and self._has_unmeasured:
             yield (
                 f"{trial.plan.method.name} keeps models on its clients, and not all take part in every round: one that "
-                f"never did has none and is not measured. --unseen {MAKING} gives it one"
+                f"never did has none and is not measured. --unseen {join_choices(list_policies())} gives it one"
             )
 
     def _notices_after(self, trial: Trial) -> Iterator[str]:
@@ -365,7 +363,7 @@ class Experiment:
             more = f" and {len(untrained) - MAX_NAMED} more" if len(untrained) > MAX_NAMED else ""
             which = f"{', '.join(untrained[:MAX_NAMED])}{more}"
             fate = (
-                f"are not counted (--unseen {MAKING} gives them a model)"
+                f"are not counted (--unseen {join_choices(list_policies())} gives them a model)"
                 if self.settings.unseen == "skip"
                 else f"are measured by the policy unseen={self.settings.unseen}"
                 + (" where their sites can follow it" if self.make_engine else "")

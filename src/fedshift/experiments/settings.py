@@ -20,7 +20,7 @@ from ..data.augmentation import Augmentation
 from ..data.federation import PLURALS, Federation
 from ..engines import ENGINES
 from ..engines.cost_model import choose_products, count_rows
-from ..evaluation.policies import SKIP, parse_policy
+from ..evaluation.policy import SKIP, parse_policy
 from ..models import ModelFactory, make_network
 from ..results.schema import METRIC_COUNTS, METRICS, MOMENTS, UNITS
 from ..tasks import CATALOG as TASKS

@@ -45,9 +45,9 @@ from ..engines.cost_model import count_operations, limit_threads
 from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..evaluation.communication import downlink_bytes, uplink_bytes
 from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
-from ..evaluation.policies import check_policy
+from ..evaluation.policy import check_policy, make_state
 from ..evaluation.statistics_lag import count_updates, evaluate_reestimated, may_lag, remaining_part
-from ..evaluation.unseen_clients import UnseenClientModels, make_personal_state
+from ..evaluation.unseen_clients import PolicyContext, make_personal_state
 from ..models import ModelFactory, make_network
 from ..nn.linear import list_products, set_products
 from ..results.checkpoint import refuse_other, save_checkpoint
@@ -148,7 +148,7 @@ class Trial:
         self.clients = ClientStore(
             self.train, lambda: init_client(self.plan), device, client_memory, self.plan.rule_names
         )
-        self._unseen_clients: UnseenClientModels | None = None
+        self._known: PolicyContext | None = None
 
     @property
     def engine_choice(self) -> EngineChoice:
@@ -394,7 +394,7 @@ class Trial:
             augment = self.settings.augment
             server = broadcast(self.server, client.name)
             return make_personal_state(self.plan, state, server, client.name, client.train, augment)
-        return self.unseen_clients.make_state(self.settings.unseen, client.name, client.train)
+        return self.make_unseen_state(self.settings.unseen, client.name, client.train)
 
     def _find_learning_data(self) -> dict[str, Samples]:
         """Return the validation data, or else the training data, of the clients that have trained."""
@@ -406,21 +406,23 @@ class Trial:
             if client.name in trained or (pooled and client.name not in newcomers)
         }
 
-    @property
-    def unseen_clients(self) -> UnseenClientModels:
-        """Models for clients that never trained."""
-        if self._unseen_clients is None or self._unseen_clients.server is not self.server:
-            samples = {name: len(self.train[name]) for name in self.clients.seen}
-            self._unseen_clients = UnseenClientModels(
-                self.plan,
-                self.server,
-                self.clients,
-                samples,
-                self.settings.augment,
-                (self.data.task, self.data.classes),
+    def make_unseen_state(self, policy: str, name: str, train: Samples, rounds: int = 1) -> State | None:
+        """Return the model by ``policy`` of client ``name``, which never trained (``evaluation.policy.make_state``).
+
+        ``rounds``: rounds of local work of policies that train.
+        """
+        if self._known is None or self._known.server is not self.server:
+            self._known = PolicyContext(
+                plan=self.plan,
+                server=self.server,
+                clients=self.clients,
+                samples={name: len(self.train[name]) for name in self.clients.seen},
+                task=self.data.task,
+                classes=self.data.classes,
+                augment=self.settings.augment,
                 learning=self._find_learning_data,
             )
-        return self._unseen_clients
+        return make_state(replace(self._known, client=name, rounds=rounds), policy, train)
 
     def make_network(self) -> nn.Module:
         """Return a network with the trial's architecture, after the method's surgery, with arbitrary weights."""

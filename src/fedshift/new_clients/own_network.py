@@ -19,7 +19,7 @@ from ..core.method import Method
 from ..data.federation import Federation
 from ..data.files.read_options import Progress
 from ..data.sources import load_source, normalize
-from ..evaluation.policies import explain_inapplicable, parse_policies
+from ..evaluation.policy import explain_inapplicable, parse_policies
 from ..experiments.factory import make_settings
 from ..experiments.settings import Settings
 from ..experiments.trial import Trial
@@ -106,7 +106,7 @@ def adapt_network(
         policies: reestimate, mixed, tent, sar, finetune, finetune_bn; None: those that apply. The unchanged network is
             always measured.
         class_names: The network's classes in the order of its scores, if the data have other names or fewer classes.
-        rounds: Rounds of local work with finetune and finetune_bn.
+        rounds: Rounds of local work of policies that train.
         epochs: Passes over a client's data in a round.
         lr: Learning rate of plain SGD.
         batch_size: Samples in a batch; None: all of a client's samples.

@@ -19,7 +19,7 @@ from ..data.files.read_options import Progress
 from ..data.samples import Samples
 from ..engines.engine import Diverged
 from ..evaluation.metrics import evaluate
-from ..evaluation.policies import Policy, check_policy, explain_inapplicable, parse_policy
+from ..evaluation.policy import Policy, check_policy, explain_inapplicable, parse_policy
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import count_rounds_done, iterate_trials, restore_trial
 from ..experiments.trial import Trial
@@ -67,14 +67,14 @@ def applicable_policies(plan: Plan, wanted: Iterable[str], task: Task) -> tuple[
     return (*(() if plan.personalizes else (UNCHANGED,)), *possible)
 
 
-def _find(policy: str) -> Policy:
+def find_policy(policy: str) -> Policy:
     """Return the policy ``policy``; a global model counts as its average."""
     return parse_policy("average" if policy == UNCHANGED else policy)
 
 
 def describe_needs(plan: Plan, policy: str) -> tuple[str, ...]:
     """Return the needs of ``policy`` beyond the server's entries: keys of :data:`NEEDS`."""
-    made = _find(policy)
+    made = find_policy(policy)
     # entries that are averaged over the clients
     lacking = [entry for entry in plan.entries if entry.name not in plan.sent and not made.replaces(entry)]
     needs = {"clients": made.learns, "entries": lacking or made.compares}
@@ -92,13 +92,13 @@ def make_models(
 ) -> Iterator[AdaptedModel]:
     """Make a model of ``trial`` for each client with ``training`` data by each applicable policy of ``wanted``.
 
-    ``rounds``: rounds of local work of ``finetune`` and ``finetune_bn``. ``inputs``: samples that policies without
+    ``rounds``: rounds of local work of policies that train. ``inputs``: samples that policies without
     labels use instead of the client's training data. ``notices``: receives a sentence for each model skipped because
     training diverges or a client has too few samples for a policy. The trial is not changed. Without ``notices``,
     raises :class:`UsageError` if a client has too few samples to fine-tune on.
     """
     plan, task = trial.plan, trial.data.task
-    policies = {name: _find(name) for name in applicable_policies(plan, wanted, task)}
+    policies = {name: find_policy(name) for name in applicable_policies(plan, wanted, task)}
     if trial.server.round == 0:
         raise FedshiftError(f"{plan.method.name}, seed {trial.seed}, has done no round: continue the run first")
     for policy in policies if notices is None else ():
@@ -115,7 +115,7 @@ def make_models(
             data = {policy: data[policy] for policy in data if policy not in few}
         for policy in data:
             try:
-                state = trial.unseen_clients.make_state(policies[policy].text, name, data[policy], rounds)
+                state = trial.make_unseen_state(policies[policy].text, name, data[policy], rounds)
             except Diverged as error:
                 if notices is not None:
                     where = f"{plan.method.name}, seed {trial.seed}"

@@ -300,7 +300,7 @@ def train_models(trial: Trial, clients: Sequence[str]) -> TrainedModels:
     """
     local = dict(train_further(trial, clients))
     client = trial.data.clients[0]  # its data are not used
-    server = trial.unseen_clients.make_state("average", client.name, client.train)
+    server = trial.make_unseen_state("average", client.name, client.train)
     assert server is not None  # in a finished run, at least one client has trained
     return TrainedModels(trial=trial, server=server, local=local)
 

@@ -36,9 +36,9 @@ from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
 from ...evaluation.communication import list_disclosures
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
-from ...evaluation.policies import SKIP, parse_policy
+from ...evaluation.policy import SKIP, make_lone_state, parse_policy
 from ...evaluation.statistics_lag import evaluate_reestimated
-from ...evaluation.unseen_clients import make_lone_state, make_personal_state
+from ...evaluation.unseen_clients import make_personal_state
 from ...experiments.client_store import to_client, to_tensors
 from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
 from ...experiments.initial_weights import as_initial_weights

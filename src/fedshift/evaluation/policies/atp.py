@@ -19,19 +19,23 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.plan import Plan, compute_outputs
-from ..core.work import Work
-from ..data.samples import Samples
-from ..engines.engine import Diverged
-from ..utils.random_streams import stream
-from ..utils.state import State
-from .input_adaptation import Moments, list_batch_norms, name_statistics
+from ...core.plan import Plan, compute_outputs
+from ...core.work import Work
+from ...data.samples import Samples
+from ...engines.engine import Diverged
+from ...utils.random_streams import stream
+from ...utils.state import State
+from ..batch_norm import Moments, iterate_inputs, list_batch_norms, name_statistics
+from ..metrics import BATCH
+from ..policy import Count, Rate, policy
+from ..policy_requirements import require_entropy, require_torch_statistics
+from ..unseen_clients import PolicyContext
 
 Entropy = Callable[[Tensor], Tensor]
 Rates = Mapping[str, float]
 
 
-def list_adapted(plan: Plan) -> tuple[str, ...]:
+def _list_adapted(plan: Plan) -> tuple[str, ...]:
     """Return the entries that have a rate: trained parameters, and BatchNorm's means and variances."""
     statistics = [name for layer in list_batch_norms(plan) for name in name_statistics(layer)]
     return tuple(sorted({*plan.trained, *statistics}))
@@ -67,14 +71,14 @@ def _differentiate_statistics(plan: Plan, found: dict[str, Moments]) -> Iterator
 
 def _compute_gradients(plan: Plan, state: State, x: Tensor, loss: Entropy, found: dict[str, Moments]) -> State:
     """Return the gradients of ``loss`` of the outputs with respect to the entries that have a rate."""
-    leaves = {name: state[name].detach().requires_grad_() for name in list_adapted(plan)}
+    leaves = {name: state[name].detach().requires_grad_() for name in _list_adapted(plan)}
     with _differentiate_statistics(plan, found), torch.enable_grad():
         total = loss(compute_outputs(plan, {**state, **leaves}, x))
     grads = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
     return dict(zip(leaves, grads, strict=True))
 
 
-def find_directions(plan: Plan, state: State, batches: Iterable[Tensor], entropy: Entropy) -> State:
+def _find_directions(plan: Plan, state: State, batches: Iterable[Tensor], entropy: Entropy) -> State:
     """Return the direction of each entry that has a rate, over all inputs ``[B, ...]`` of ``batches`` together."""
     found: dict[str, Moments] = {}
     count, directions = 0, dict[str, Tensor]()
@@ -88,19 +92,17 @@ def find_directions(plan: Plan, state: State, batches: Iterable[Tensor], entropy
     return directions
 
 
-def adapt_by(plan: Plan, state: State, directions: State, rates: Rates) -> State:
+def _adapt_by(plan: Plan, state: State, directions: State, rates: Rates) -> State:
     """Return ``state`` after a step of each entry's rate along ``directions``."""
     moved = {name: state[name] - rates[name] * direction for name, direction in directions.items()}
     variances = [variance for _, variance in map(name_statistics, list_batch_norms(plan))]
     return {**state, **moved, **{name: moved[name].clamp(min=0) for name in variances}}
 
 
-def learn_rates(
-    plan: Plan, state: State, clients: Mapping[str, Samples], entropy: Entropy, *, rounds: int, lr: float,
-    batch_size: int,
-) -> Rates:  # fmt: skip
-    """Return the rates that ``clients`` learn together from ``state`` on their labeled data."""
-    names = list_adapted(plan)
+def _learn_rates(context: PolicyContext, rounds: int, lr: float, batch_size: int) -> Rates:
+    """Return the rates that the clients learn together from the average on their labeled data."""
+    plan, state, entropy, clients = context.plan, context.average, context.task.entropy, context.learning()
+    names = _list_adapted(plan)
     rates = dict.fromkeys(names, 0.0)
     for number in range(rounds):
         learned = []
@@ -114,8 +116,8 @@ def learn_rates(
             for start, stop in Work(batch_size=batch_size, epochs=1).batch_bounds(len(data), plan.smallest_batch):
                 at = order[start:stop]
                 x = data.inputs(at, plan.dtype)
-                directions = find_directions(plan, state, [x], entropy)
-                adapted = adapt_by(plan, state, directions, own)
+                directions = _find_directions(plan, state, [x], entropy)
+                adapted = _adapt_by(plan, state, directions, own)
                 grads = _compute_gradients(plan, adapted, x, partial(compute_loss, at=at), {})
                 for name in names:
                     size = grads[name].numel() ** 0.5
@@ -125,3 +127,17 @@ def learn_rates(
     if not all(torch.tensor(list(rates.values())).isfinite()):
         raise Diverged("the rates of atp diverged: try a smaller lr")
     return rates
+
+
+@policy(data="inputs", learns=True, requires=(require_entropy, require_torch_statistics))
+def atp(context: PolicyContext, train: Samples, *, rounds: Count = 10, lr: Rate = 0.1, batch_size: Count = 20) -> State:
+    """Adapt each entry of the average at a rate that the clients that trained have learned.
+
+    ``lr`` and ``batch_size`` are from the authors' code. ``rounds``: rounds in which the clients learn, on validation
+    data if they have some, as in that code, else on training data; the default is ours, for few clients (the code has
+    400 rounds of a quarter of 240 clients).
+    """
+    rates = context.once(_learn_rates, rounds, lr, batch_size)
+    batches = iterate_inputs(context.plan, train, BATCH, "atp")
+    directions = _find_directions(context.plan, context.average, batches, context.task.entropy)
+    return _adapt_by(context.plan, context.average, directions, rates)

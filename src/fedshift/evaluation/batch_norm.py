@@ -1,0 +1,108 @@
+"""BatchNorm layers and the statistics of their inputs on a client's data, without labels.
+
+Only BatchNorm layers are in training mode, so that dropout stays off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core.plan import Plan, compute_outputs, to_memory_format
+from ..core.rule import Hook
+from ..core.selection import batch_norm, norm_layers
+from ..core.work import Work
+from ..data.samples import Samples
+from ..utils.random_streams import stream
+from ..utils.state import State, clone
+from .metrics import BATCH
+
+
+class Moments:
+    """Mean and variance of each channel over all batches ``[B, C, ...]`` together (Chan et al. 1979)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, torch.zeros(()), torch.zeros(())
+
+    def __call__(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        """Accumulate a layer's inputs."""
+        x = given[0].detach().double()
+        count, together = x.numel() // x.shape[1], self.count + x.numel() // x.shape[1]
+        variance, mean = torch.var_mean(x, dim=[0, *range(2, x.ndim)], correction=0)
+        gap = mean - self.mean
+        self.squares = self.squares + variance * count + gap.square() * (self.count * count / together)
+        self.mean, self.count = self.mean + gap * (count / together), together
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased variance; 0 of a single value."""
+        return self.squares / max(1, self.count - 1)
+
+
+def list_batch_norms(plan: Plan) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers that have statistics, by name."""
+    layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, _BatchNorm)}
+    return {name: layer for name, layer in layers.items() if layer.running_mean is not None}
+
+
+def name_statistics(layer: str) -> tuple[str, str]:
+    """Return the entries of mean and variance of the BatchNorm layer called ``layer``."""
+    return f"{layer}.running_mean".lstrip("."), f"{layer}.running_var".lstrip(".")
+
+
+def list_batch_norm_parameters(plan: Plan) -> frozenset[str]:
+    """Return the trained parameters of BatchNorm layers in ``plan``."""
+    return frozenset(entry.name for entry in plan.entries if batch_norm(entry)) & plan.trained
+
+
+def list_norm_parameters(plan: Plan) -> frozenset[str]:
+    """Return the trained parameters of all normalization layers in ``plan``."""
+    return frozenset(entry.name for entry in plan.entries if norm_layers(entry)) & plan.trained
+
+
+@contextmanager
+def observe_inputs(plan: Plan, hooks: dict[str, list[Hook]], *, training: bool) -> Iterator[None]:
+    """Call ``hooks`` with the inputs of each BatchNorm layer in this block; ``training``: these layers' mode."""
+    plan.module.eval()
+    layers = list_batch_norms(plan)
+    for layer in layers.values():
+        layer.training = training  # not that of a dropout or an activation which the layer may hold
+    handles = [layers[name].register_forward_pre_hook(hook) for name, each in hooks.items() for hook in each]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def iterate_inputs(plan: Plan, data: Samples, batch_size: int, purpose: str) -> Iterator[Tensor]:
+    """Yield all inputs in batches, in a random order keyed by ``purpose``."""
+    order = torch.from_numpy(stream(plan.seed, purpose).permutation(len(data))).to(data.y.device)
+    for start, stop in Work(batch_size=batch_size, epochs=1).batch_bounds(len(data), plan.smallest_batch):
+        yield data.inputs(order[start:stop], plan.dtype)
+
+
+@torch.no_grad()
+def reestimate_statistics(plan: Plan, state: State, data: Samples, batches: int | None = None) -> State:
+    """Return ``state`` with BatchNorm statistics replaced by mean and variance of each layer's inputs over ``data``.
+
+    Labels are not used. Layers normalize by batches of 250 samples in a keyed order, so that with more samples the
+    inputs of a second BatchNorm layer depend on the batches. With too few samples to train the model, ``state`` is
+    returned unchanged. ``batches``: most batches to use; None: all.
+    """
+    state, scratch = dict(state), clone(state)  # layers in training mode update their buffers
+    found = {name: Moments() for name in list_batch_norms(plan)}
+    if len(data) < plan.smallest_batch or not found:
+        return state
+    with observe_inputs(plan, {name: [moments] for name, moments in found.items()}, training=True):
+        for x in islice(iterate_inputs(plan, data, BATCH, "reestimate"), batches):
+            compute_outputs(plan, scratch, to_memory_format(x, plan.image_format))
+    for layer, moments in found.items():
+        mean, variance = name_statistics(layer)
+        state[mean], state[variance] = moments.mean.to(state[mean]), moments.variance.to(state[variance])
+    return state
