@@ -27,7 +27,7 @@ import pyarrow.parquet
 from PIL import Image
 
 import fedshift.data.files.images
-import fedshift.data.files.tables  # noqa: F401 - every process has the same bare imports
+import fedshift.data.readers.tables  # noqa: F401 - every process has the same bare imports
 from fedshift.data.federation import Federation
 from fedshift.data.files.folder import read_directory
 from fedshift.data.files.read_options import ReadOptions

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,18 @@ from ..utils.random_streams import stream
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
 from .partition import split_stratified
-from .readers import arrays
+from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
 from .scan import LEFT_OUT, SPLITS, UNSAID, Loaded, Part, Reader, Scan, Sides
 
 LISTED = 5
+
+
+def read_source(source: object, reading: ReadOptions) -> Federation:
+    """Return the federation in ``source``, a path or an object, read by the reader of its kind."""
+    reader = find_reader(source)
+    refuse_unused(reader, reading, source if isinstance(source, Path) else f"data of type {type(source).__name__}")
+    return assemble(reader, reader.scan(source, reading), reading)
 
 
 def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
@@ -99,7 +108,20 @@ def assign_splits(part: Part, left_out: Collection[str], *, task: Task, reading:
             y = np.zeros(len(drawn), np.int64) if strata is None else strata.numpy()
             tested = split_stratified(y, reading.test_fraction, rng)[1]
         side[drawn[tested]] = SPLITS.index("test")
+    if len(part.group):
+        _refuse_cut_groups(part, side)
     return side
+
+
+def _refuse_cut_groups(part: Part, side: Sides) -> None:
+    """Raise :class:`UsageError` naming a group whose samples have several splits."""
+    pairs = sorted({(group, one) for group, one in zip(part.group.tolist(), side.tolist(), strict=True) if one >= 0})
+    for (group, one), (other, another) in pairwise(pairs):
+        if group == other:
+            raise UsageError(
+                f"group {group!r} of client {part.client!r} is on two sides, {SPLITS[one]} and {SPLITS[another]}: a "
+                "group must be on one side; correct the split, or name no groups"
+            )
 
 
 def draw_groups(group: NDArray[np.generic], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:

@@ -16,13 +16,14 @@ from ..config.spec import DataSpec
 from ..tasks import Task, as_task
 from ..utils.csv_cells import escape_table
 from ..utils.errors import Ref, UsageError, unknown_name
+from .assembly import assemble
 from .assignment import describe_assignment, saved
 from .federation import Federation, encode_targets
 from .files.folder import read_directory
 from .files.images import SizesDiffer
 from .files.read_options import Progress, ReadOptions
-from .objects import read_objects
 from .partition import CHANGES, Change, match_names
+from .readers import find_reader
 from .readers._objects import holds_hub_datasets, holds_tables
 from .samples import HALF, IMAGENET, UNIT
 
@@ -52,7 +53,7 @@ def load_source(
 
     Args:
         data: Name of an embedded federation or a benchmark, a path to user files, or an object with clients
-            (:data:`~fedshift.data.objects.FORMS`).
+            (:data:`~fedshift.data.readers.FORMS`).
         spec: Settings of the data.
         progress: Callback for progress.
         differing: Side in pixels to which images of different sizes are resized; None: refuse such images.
@@ -102,7 +103,8 @@ def _read_object(
     if not holds_tables(data):
         used = {"test_fraction", *(("target", "client_column") if holds_hub_datasets(data) else ())}
         _refuse(spec, set(READ) - used, f"data of type {type(data).__name__}")
-    return read_objects(data, _read_options(spec, progress, like, task))
+    reader, reading = find_reader(data), _read_options(spec, progress, like, task)
+    return assemble(reader, reader.scan(data, reading), reading)
 
 
 def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:

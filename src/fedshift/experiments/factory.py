@@ -38,7 +38,7 @@ class GivenObjects:
     """Objects that a program gives in place of settings of the same names; None: use the setting.
 
     Attributes:
-        data: Any of :data:`fedshift.data.objects.FORMS`.
+        data: Any of :data:`fedshift.data.readers.FORMS`.
         newcomers: Exact names, not patterns.
 
     """

@@ -24,7 +24,7 @@ from ..core.method import Method
 from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay, as_optimizer
 from ..data.augmentation import as_augmentation, write_augmentation
 from ..data.federation import Federation
-from ..data.objects import FORMS
+from ..data.readers import FORMS
 from ..data.sources import load_source, prepare_clients
 from ..models import find_expression
 from ..tasks import Task, as_task, write_task

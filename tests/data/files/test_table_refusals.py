@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fedshift.data.assembly import read_source
 from fedshift.data.files import table_schema
 from fedshift.data.files.read_options import ReadOptions
-from fedshift.data.files.tables import read_tables
 from fedshift.utils import files
 from fedshift.utils.errors import UsageError
 
@@ -55,9 +55,9 @@ def patients() -> pd.DataFrame:
         (lines(*ROWS, "x,trial,1,1"), "{file}, data row 5: 'trial' in column 'part', which says what rows are for"),
         (lines(*ROWS, "x,train,-inf,1"), "{file}, data row 5: an infinite value in column 'a' (or one beyond float32)"),
         (lines(*ROWS, "x,train,1e39,1"), "{file}, data row 5: an infinite value in column 'a' (or one beyond float32)"),
-        (lines(*ROWS, "y,train,1,1"), "client 'y' has 1 row, and needs one for training and one for testing"),
-        (lines(*ROWS, *["y,train,1,1"] * 2), "client 'y' has no row for test among its 2: column 'part' must give it"),
-        (lines(*ROWS, *["y,val,1,1"] * 2), "client 'y' has no row for train among its 2"),
+        (lines(*ROWS, "y,train,1,1"), "client 'y' has no sample for test among its 1"),
+        (lines(*ROWS, *["y,train,1,1"] * 2), "client 'y' has no sample for test among its 2: its parts must give it"),
+        (lines(*ROWS, *["y,val,1,1"] * 2), "client 'y' has no sample for train among its 2"),
         (lines(*ROWS, "x,test,1,0.5"), "target 'ill' is 0.5 in some rows, not a whole number, and no class"),
         (lines(*ROWS, "x,test,1,inf"), "target 'ill' is inf in some rows, not a whole number, and no class"),
         (lines(*(f"x,test,1,{n}" for n in range(101))), "target 'ill' has more than 100 different values (such as 0,"),
@@ -83,7 +83,7 @@ def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said)
     file = tmp_path / "t.csv"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError) as refused:
-        read_tables(file, READING)
+        read_source(file, READING)
     assert said.format(file=file) in str(refused.value)
 
 
@@ -106,27 +106,27 @@ def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said)
 def test_a_choice_that_does_not_fit_the_table_is_refused(tmp_path, changed, said):
     patients().to_csv(tmp_path / "t.csv", index=False)
     with pytest.raises(UsageError) as refused:
-        read_tables(tmp_path / "t.csv", replace(READING, **changed))
+        read_source(tmp_path / "t.csv", replace(READING, **changed))
     assert said in str(refused.value)
 
 
 def test_a_likely_target_is_suggested_and_never_assumed(tmp_path):
     patients().rename(columns={"ill": "Label"}).to_csv(tmp_path / "t.csv", index=False)
     with pytest.raises(UsageError, match=r"say which column holds the label \(target\); perhaps 'Label'; columns"):
-        read_tables(tmp_path / "t.csv", replace(READING, target=None))
+        read_source(tmp_path / "t.csv", replace(READING, target=None))
 
 
 def test_clients_of_one_group_or_of_single_rows_of_classes_cannot_be_split(tmp_path):
     patients().assign(person="p").to_csv(tmp_path / "t.csv", index=False)
     with pytest.raises(
-        UsageError, match=r"client 'bonn' has no row for test among its 30: its rows are all of one gro"
+        UsageError, match=r"client 'bonn' has no sample for test among its 30: its samples are all of one gro"
     ):
-        read_tables(tmp_path / "t.csv", replace(READING, split_column=None, group_column="person"))
+        read_source(tmp_path / "t.csv", replace(READING, split_column=None, group_column="person"))
     patients()[:6].to_csv(tmp_path / "t.csv", index=False)
     with pytest.raises(
-        UsageError, match=r"client 'bonn' has no row for test among its 3: it has one row of each class"
+        UsageError, match=r"client 'bonn' has no sample for test among its 3: it has one sample of each class"
     ):
-        read_tables(tmp_path / "t.csv", replace(READING, split_column=None))
+        read_source(tmp_path / "t.csv", replace(READING, split_column=None))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_types_of_parquet_that_are_no_features_are_refused(tmp_path, column, sai
     table = pa.Table.from_pandas(patients(), preserve_index=False).append_column("extra", column)
     pq.write_table(table, tmp_path / "t.parquet")
     with pytest.raises(UsageError) as refused:
-        read_tables(tmp_path / "t.parquet", READING)
+        read_source(tmp_path / "t.parquet", READING)
     assert said in str(refused.value)
 
 
@@ -150,24 +150,24 @@ def test_rows_are_counted_within_their_file(tmp_path):
     (tmp_path / "2.csv").write_text(lines(ROWS[0], "x,train,1,", ROWS[1], "x,test,2,"))
     (tmp_path / "3.csv").write_text(lines("x,train,1,"))
     with pytest.raises(UsageError, match=r"2.csv, data rows 2, 4: no value in column 'ill'"):
-        read_tables(tmp_path, READING)
+        read_source(tmp_path, READING)
 
 
 def test_lists_as_labels_are_refused(tmp_path):
     table = pa.table({"site": ["x"] * 4, "part": ["train", "test"] * 2, "a": [1, 2, 3, 4], "ill": [[0], [1]] * 2})
     pq.write_table(table, tmp_path / "t.parquet")
     with pytest.raises(UsageError, match=r"t.parquet: column 'ill' holds list<.*: give it one value a row"):
-        read_tables(tmp_path / "t.parquet", READING)
+        read_source(tmp_path / "t.parquet", READING)
 
 
 def test_an_index_of_pandas_and_a_damaged_file_are_refused_in_parquet(tmp_path):
     file = tmp_path / "t.parquet"
     patients().set_index(np.arange(60) ** 2).to_parquet(file)
     with pytest.raises(UsageError, match=r"column 6 has no name \('__index_level_0__'\)"):
-        read_tables(file, READING)
+        read_source(file, READING)
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UsageError, match=r"t.parquet cannot be read as a table"):
-        read_tables(file, READING)
+        read_source(file, READING)
 
 
 def test_a_small_file_with_more_rows_than_data_have_is_refused_before_they_are_read(tmp_path, monkeypatch):
@@ -178,11 +178,11 @@ def test_a_small_file_with_more_rows_than_data_have_is_refused_before_they_are_r
     monkeypatch.setattr(files, "UNSUSPECTED", 2**20)
     monkeypatch.setattr(table_schema.TableFile, "pieces", None)
     with pytest.raises(UsageError, match=r"t.parquet would unpack to 0.0 GB, \d+ times its size: no data do"):
-        read_tables(file, READING)
+        read_source(file, READING)
     monkeypatch.setattr(files, "UNSUSPECTED", 2**30)
     monkeypatch.setattr(files, "available_memory", lambda: 1e6)
     with pytest.raises(UsageError, match=r"t.parquet holds 0.0 GB, and 0.0 GB of memory are free"):
-        read_tables(file, READING)
+        read_source(file, READING)
 
 
 def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
@@ -192,10 +192,10 @@ def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
 
     def refusal() -> str:
         with pytest.raises(UsageError) as refused:
-            read_tables(tmp_path, reading)
+            read_source(tmp_path, reading)
         return str(refused.value)
 
-    assert refusal() == f"{tmp_path} is no table and no directory with one: give files of .csv, .tsv, .parquet"
+    assert f"{tmp_path} holds no data" in refusal()
     frame.to_csv(a, index=False)
     assert f"{a} is a single table: say which column holds the client" in refusal()
     frame.drop(columns="pain").to_parquet(b)
@@ -220,11 +220,11 @@ def test_text_among_numbers_is_found_by_its_row_in_the_file(tmp_path, monkeypatc
     frame.to_parquet(tmp_path / "t.parquet", index=False)
     for domains, row in ((None, 41), (("bonn",), 54)):
         with pytest.raises(UsageError) as refused:
-            read_tables(tmp_path / "t.parquet", replace(READING, domains=domains))
+            read_source(tmp_path / "t.parquet", replace(READING, domains=domains))
         assert str(refused.value).startswith(f"{tmp_path / 't.parquet'}, data row {row}: column 'age' holds text")
 
 
 def test_column_names_in_another_encoding_are_refused_by_name_of_the_file(tmp_path):
     (tmp_path / "a.csv").write_bytes("größe,y\n1,0\n2,1\n".encode("latin-1"))
     with pytest.raises(UsageError, match=r"a\.csv"):
-        read_tables(tmp_path, ReadOptions(target="y"))
+        read_source(tmp_path, ReadOptions(target="y"))

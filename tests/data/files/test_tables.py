@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 
+from fedshift.data.assembly import draw_groups, read_source
 from fedshift.data.federation import Federation
 from fedshift.data.files import table_schema
 from fedshift.data.files.read_options import ReadOptions
-from fedshift.data.files.tables import draw_groups, holds_tables, read_tables
+from fedshift.data.readers.tables import can_read
 from fedshift.utils.errors import UsageError
 
 READING = ReadOptions(client_column="site", target="ill", split_column="part")
@@ -53,7 +54,7 @@ def read(tmp_path):
     """Read a frame written as a file; keyword arguments change ``RAW`` reading."""
 
     def through(frame: pd.DataFrame, name: str = "table.csv", **changed) -> Federation:
-        return read_tables(write(frame, tmp_path / name), replace(RAW, **changed))
+        return read_source(write(frame, tmp_path / name), replace(RAW, **changed))
 
     return through
 
@@ -203,7 +204,7 @@ def test_all_formats_and_layouts_give_bitwise_the_same_federation(tmp_path):
     )
     read = {}
     for ending in ("csv", "tsv", "parquet"):
-        read[ending] = read_tables(write(frame, tmp_path / f"table.{ending}"), READING)
+        read[ending] = read_source(write(frame, tmp_path / f"table.{ending}"), READING)
         folder = tmp_path / ending
         folder.mkdir()
         for place, (site, rows) in enumerate(frame.groupby("site")):
@@ -213,12 +214,12 @@ def test_all_formats_and_layouts_give_bitwise_the_same_federation(tmp_path):
             write(rows[[name for name in order if name != "site"]], folder / f"{site}.{ending}")
         (folder / ".hidden.csv").write_text("nothing")
         (folder / "notes.txt").write_text("nothing")
-        read[f"folder {ending}"] = read_tables(folder, replace(READING, client_column=None))
+        read[f"folder {ending}"] = read_source(folder, replace(READING, client_column=None))
         parts = tmp_path / f"parts {ending}"
         parts.mkdir()
         write(frame[:40], parts / f"1.{ending}")
         write(frame[40:], parts / f"2.{ending}")
-        read[f"parts {ending}"] = read_tables(parts, READING)
+        read[f"parts {ending}"] = read_source(parts, READING)
     assert {data.names for data in read.values()} == {("bonn", "kyiv", "oslo")}
     assert len({data.notices for data in read.values()}) == 1
     assert {data.sample_shape for data in read.values()} == {(9,)}
@@ -243,7 +244,7 @@ def test_a_byte_order_mark_quotes_and_line_breaks_inside_them_are_read(tmp_path)
         *(f'x,{n},"well",1' for n in range(4)),
     ]
     (tmp_path / "t.csv").write_text("\n".join(lines), encoding="utf-8-sig")
-    data = read_tables(tmp_path / "t.csv", ReadOptions(client_column="site", target="y", scaling="none"))
+    data = read_source(tmp_path / "t.csv", ReadOptions(client_column="site", target="y", scaling="none"))
     assert data.sample_shape == (3,)
     pooled = torch.cat([split.x for split in data.clients[0].splits.values()])
     assert pooled.sum(0).tolist() == [28 + 6, 8, 4]
@@ -274,16 +275,16 @@ def test_progress_counts_values(read):
 
 
 def test_whether_a_path_holds_tables_is_seen_from_names(tmp_path):
-    assert not holds_tables(tmp_path)
-    assert not holds_tables(tmp_path / "absent.csv")
+    assert not can_read(tmp_path)
+    assert not can_read(tmp_path / "absent.csv")
     (tmp_path / "images.csv").mkdir()
     (tmp_path / "notes.txt").touch()
     (tmp_path / ".a.csv").touch()
-    assert not holds_tables(tmp_path)
+    assert not can_read(tmp_path)
     (tmp_path / "A.CSV").touch()
-    assert holds_tables(tmp_path)
-    assert holds_tables(tmp_path / "A.CSV")
-    assert not holds_tables(tmp_path / "notes.txt")
+    assert can_read(tmp_path)
+    assert can_read(tmp_path / "A.CSV")
+    assert not can_read(tmp_path / "notes.txt")
 
 
 # Clients and labels
@@ -307,7 +308,7 @@ def test_columns_come_in_the_order_of_the_first_client_that_is_chosen(tmp_path):
     write(frame, tmp_path / "bonn.csv")
     write(frame[["ill", "pain", "part", "chol", "smokes", "age"]], tmp_path / "oslo.csv")
     for domains in (None, ("bonn", "oslo"), ("oslo", "bonn")):
-        data = read_tables(tmp_path, replace(RAW, client_column=None, domains=domains))
+        data = read_source(tmp_path, replace(RAW, client_column=None, domains=domains))
         names = ["age", "chol", "smokes", "pain"] if data.names[0] == "bonn" else ["pain", "chol", "smokes", "age"]
         assert [column.name for column in data.columns] == names  # as across machines
 
@@ -317,9 +318,9 @@ def test_files_that_are_not_chosen_need_not_be_readable(tmp_path):
         write(rows.drop(columns="site"), tmp_path / f"{site}.csv")
     (tmp_path / "bonn.csv").write_text("")
     reading = replace(RAW, client_column=None, domains=("oslo", "kyiv"))
-    assert read_tables(tmp_path, reading).names == ("oslo", "kyiv")
+    assert read_source(tmp_path, reading).names == ("oslo", "kyiv")
     with pytest.raises(UsageError, match="unknown domain 'rome'"):
-        read_tables(tmp_path, replace(reading, domains=("rome",)))
+        read_source(tmp_path, replace(reading, domains=("rome",)))
 
 
 @pytest.mark.parametrize("name", ["table.csv", "table.parquet"])
@@ -388,7 +389,7 @@ def test_groups_are_drawn_whole(read):
     assert data.sample_shape == (6,)
     for client in data.clients:
         assert not set(client.train.x[:, 0].tolist()) & set(client.test.x[:, 0].tolist())
-        assert len(client.test) == pytest.approx(40, abs=3)
+        assert len(client.test) == pytest.approx(40, abs=5)  # less than a group
     assert data.client("oslo").test.x[:, 0].unique().tolist() != data.client("bonn").test.x[:, 0].unique().tolist()
 
 
@@ -414,7 +415,7 @@ def test_a_group_may_be_of_any_type_and_is_refused_on_two_sides(read):
     assert read(frame, group_column="patient").fingerprint == read(frame.drop(columns="patient"), "b.csv").fingerprint
     bonn = frame.index[frame["site"] == "bonn"]
     frame.loc[[bonn[0], bonn[-1]], "patient"] = 7
-    with pytest.raises(UsageError, match=r"group '7.0' of client 'bonn' is on two sides of column 'part'"):
+    with pytest.raises(UsageError, match=r"group '7.0' of client 'bonn' is on two sides, train and test: a group must"):
         read(frame, group_column="patient")
     oslo = frame.index[frame["site"] == "oslo"]
     frame.loc[[bonn[-1], oslo[0]], "patient"] = 5, 7
@@ -435,7 +436,7 @@ if HEART.is_file():
                 frames.append(frame.assign(hospital=site, disease=packed[f"y_{site}"] > 0))
         table = pd.concat(frames)
         table["chol"] = table["chol"].mask(table["chol"] == 0)  # as SOURCES.md says
-        data = read_tables(
+        data = read_source(
             write(table, tmp_path / "heart.csv"), ReadOptions(client_column="hospital", target="disease")
         ).check()
         sizes = {client.name: len(client.train) + len(client.test) for client in data.clients}
@@ -454,6 +455,6 @@ def test_labels_mean_the_same_whichever_clients_are_chosen(tmp_path):
     rows = [f"{site},{k},{grade}" for site, own in grades.items() for k in range(10) for grade in own]
     file = tmp_path / "all.csv"
     file.write_text("\n".join(["site,age,grade", *rows]))
-    made = read_tables(file, ReadOptions(client_column="site", target="grade", domains=("b", "c")))
+    made = read_source(file, ReadOptions(client_column="site", target="grade", domains=("b", "c")))
     assert (made.classes, made.class_names) == (3, ("G1", "G2", "G3"))
     assert {int(label) for client in made.clients for label in client.train.y} == {1, 2}

@@ -98,7 +98,7 @@ def heart_disease(
         order = np.concatenate(sides)
         train = len(sides[0])
         x = np.concatenate(list(map(_encode, raw[order].T, codes)), axis=1, dtype=np.float32)
-        filled, empty, scaling = prepare_rows(x, train, columns)
+        filled, empty, scaling = prepare_rows(x, slice(train), columns)
         if filled:
             notices.append(f"client {client!r}: {filled} missing values filled from its own training rows")
         if empty:

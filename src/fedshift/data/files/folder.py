@@ -10,12 +10,11 @@ from ...tasks import Classification, Segmentation
 from ...utils.errors import Ref, UsageError
 from ..assembly import assemble
 from ..federation import Federation
-from ..readers import npy, npz
+from ..readers import npy, npz, tables
 from .image_decoding import SUFFIXES
 from .images import holds_images, read_images
 from .masks import holds_masks, read_masked_images
 from .read_options import CLASS_FOLDERS, MASKS, NPY, NPZ, TABLES, VOLUMES, ReadOptions
-from .tables import holds_tables, read_tables
 from .volumes import holds_volumes, read_masked_volumes
 
 
@@ -48,19 +47,16 @@ def read_directory(path: Path, reading: ReadOptions) -> Federation:
     found = {
         ".npz files": npz.can_read(path) and (path.is_dir() or reading.like is not None),
         ".npy files": npy.can_read(path),
-        "tables": holds_tables(path),
+        "tables": tables.can_read(path),
         "images": path.is_dir() and any(file.suffix.lower() in SUFFIXES for file in path.glob("*/*/*")),
     }
     kinds = [kind for kind, there in found.items() if there]
     if len(kinds) > 1:
         raise UsageError(f"{path} holds {' and '.join(kinds)}: put each kind into its own directory")
-    for reader, kind, name in ((npz, ".npz files", NPZ), (npy, ".npy files", NPY)):
+    for reader, kind, name in ((npz, ".npz files", NPZ), (npy, ".npy files", NPY), (tables, "tables", TABLES)):
         if found[kind]:
             reading.refuse_unused(name, path)
             return assemble(reader, reader.scan(path, reading), reading)
-    if found["tables"]:
-        reading.refuse_unused(TABLES, path)
-        return read_tables(path, reading)
     if path.is_dir() and holds_images(path):
         masked = holds_masks(path)
         if reading.task and not isinstance(reading.task, Segmentation if masked else Classification):

@@ -51,6 +51,7 @@ _DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2
 Floats = NDArray[np.float32]
 Floats64 = NDArray[np.float64]
 Ints = NDArray[np.int32]
+Rows = slice | NDArray[np.intp]
 
 
 def find_tables(path: Path) -> list[Path]:
@@ -389,7 +390,7 @@ def match_column(column: Column, seen: ColumnContents, other: str) -> Column:
 
 
 def prepare_rows(
-    x: Floats, train: int, columns: Sequence[Column], *, scaled: bool = True
+    x: Floats, train: Rows, columns: Sequence[Column], *, scaled: bool = True
 ) -> tuple[int, list[str], FeatureScaling]:
     """:func:`impute` and (if ``scaled``) :func:`scale` one client's ``x`` ``[N, D]`` in place.
 
@@ -403,15 +404,15 @@ def prepare_rows(
     return filled, empty, FeatureScaling(fill=fill, mean=mean, std=std)
 
 
-def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[str], Floats64]:
+def impute(x: Floats, train: Rows, columns: Sequence[Column]) -> tuple[int, list[str], Floats64]:
     """Fill a client's missing values in place, from its training rows.
 
     A number becomes the median of the training rows; a text becomes their most frequent category (the first in a tie).
     A column without values in the training rows becomes 0 in all rows.
 
     Args:
-        x: Features ``[N, D]``, with NaN for missing values; the first ``train`` rows are for training.
-        train: Number of training rows.
+        x: Features ``[N, D]``, with NaN for missing values.
+        train: Indices of the training rows.
         columns: Encodings of the columns, which have D features in total.
 
     Returns:
@@ -422,7 +423,7 @@ def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[
     for column, features in feature_slices(columns):
         part = x[:, features]
         absent = np.isnan(part[:, 0])
-        known = part[:train][~absent[:train]]
+        known = part[train][~absent[train]]
         if len(known) == 0:
             part[:] = 0
             empty.append(column.name)
@@ -437,10 +438,10 @@ def impute(x: Floats, train: int, columns: Sequence[Column]) -> tuple[int, list[
     return filled, empty, fill
 
 
-def scale(x: Floats, train: int, columns: Sequence[Column], skip: Sequence[str] = ()) -> tuple[Floats64, Floats64]:
+def scale(x: Floats, train: Rows, columns: Sequence[Column], skip: Sequence[str] = ()) -> tuple[Floats64, Floats64]:
     """Standardize the numbers of one client's ``x`` ``[N, D]`` in place, except for the columns named in ``skip``.
 
-    Mean and standard deviation are computed on the first ``train`` rows (divided by N, as in scikit-learn's
+    Mean and standard deviation are computed on the rows ``train`` (divided by N, as in scikit-learn's
     StandardScaler; a standard deviation of 0 is replaced by 1). Returns both, ``[D]``; 0 and 1 for unchanged features.
     """
     center, deviation = np.zeros(x.shape[1]), np.ones(x.shape[1])
@@ -448,7 +449,7 @@ def scale(x: Floats, train: int, columns: Sequence[Column], skip: Sequence[str] 
         if column.categories is None and column.name not in skip:
             at, values = features.start, x[:, features.start].astype(np.float64)
             first = values[0]  # differences from it are exactly 0 if all are equal
-            center[at] = first + (values[:train] - first).mean()
-            deviation[at] = (values[:train] - first).std() or 1
+            center[at] = first + (values[train] - first).mean()
+            deviation[at] = (values[train] - first).std() or 1
             x[:, at] = (values - center[at]) / deviation[at]
     return center, deviation

@@ -23,7 +23,7 @@ from ...data.agreement import KINDS, refuse_other_labels, refuse_other_scales
 from ...data.federation import PLURALS, ClientData, Federation
 from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, Column, Holds, feature_offsets
-from ...data.files.tables import format_list, number_classes
+from ...data.readers.tables import format_list, number_classes
 from ...data.samples import Samples
 from ...experiments.factory import make_settings
 from ...experiments.settings import Settings

@@ -1,6 +1,7 @@
-"""Federations from objects in memory: dictionaries of arrays and datasets, pandas frames, HuggingFace datasets.
+"""Tables in memory: pandas frames and HuggingFace datasets of single values, read like table files.
 
-Objects of pandas and HuggingFace are recognized by their attributes; neither library is imported here.
+One frame has all clients, in a column; or each client has one, or one for each split. Objects are recognized by their
+attributes; neither library is imported here.
 """
 
 from __future__ import annotations
@@ -14,25 +15,21 @@ from typing import Any
 import pyarrow as pa
 from typing_extensions import override
 
-from ..utils.errors import UsageError
-from .agreement import refuse_other_class_names
-from .arrays import is_hub_dataset, list_class_names
-from .assembly import assemble
-from .federation import Federation
-from .files.read_options import ReadOptions
-from .files.table_schema import BATCH_CELLS, TableFile
-from .files.tables import SPLITS, read_opened_tables
-from .readers import arrays, hub
-from .readers._objects import NAME, is_table, is_whole, refuse_column, require_column, require_names
-from .scan import choose_clients
+from ...utils.errors import UsageError
+from ..agreement import refuse_other_class_names
+from ..arrays import is_hub_dataset, list_class_names
+from ..files.read_options import ReadOptions
+from ..files.table_schema import BATCH_CELLS, TableFile
+from ..scan import SPLITS, Scan, choose_clients
+from . import tables
+from ._objects import NAME, holds_tables, is_table, is_whole, refuse_column, require_column, require_names
+
+holds = "tables in memory"
+options = tables.options
+load = tables.load
 
 SPLIT = "split"
 """Name of the column that is added to tables given in parts."""
-FORMS = (
-    "a name, a directory, a Federation, {client: (x_train, y_train, x_test, y_test)}, {client: (train, test)} with "
-    "torch or HuggingFace datasets or pandas frames, or one frame or HuggingFace dataset with client_column"
-)
-"""Supported kinds of data objects."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,29 +48,28 @@ class _TableInMemory(TableFile):
                 row += batch.num_rows
 
 
-def read_objects(data: object, reading: ReadOptions) -> Federation:
-    """Return the federation of the clients in ``data``, which has one of the :data:`FORMS`.
+def can_read(source: object) -> bool:
+    """Return whether ``source`` is a frame or a dataset of single values, or contains some by client or split."""
+    return (isinstance(source, Mapping) or is_table(source)) and holds_tables(source)
 
-    Frames are read like table files, see :func:`fedshift.data.files.tables.read_tables`.
-    """
-    for reader in (arrays, hub):
-        if reader.can_read(data):
-            return assemble(reader, reader.scan(data, reading), reading)
-    if is_whole(data):
-        require_column(data, reading)
-        _refuse_other_classes({"data": data}, reading)
-        table = _open_table("data", data, reading)
-        if reading.like is not None and reading.client_column not in table.types:
-            reading = replace(reading, client_column=None)
-        return _read_tables([table], reading)
-    if not isinstance(data, Mapping):
-        raise UsageError(f"data of type {type(data).__name__}: give {FORMS}")
-    refuse_column(reading)
-    require_names(data)
-    clients = {name: data[name] for name in choose_clients(data, reading)}
-    _refuse_other_classes(clients, reading)
-    tables = [_open_table(name, given, reading) for name, given in clients.items()]
-    return _read_tables(tables, replace(reading, client_column=None))
+
+def scan(source: Any, reading: ReadOptions) -> Scan:
+    """Return the clients in ``source``."""
+    if is_whole(source):
+        require_column(source, reading)
+        frames = {"data": source}
+    else:
+        refuse_column(reading)
+        require_names(source)
+        frames = {name: source[name] for name in choose_clients(source, reading)}
+        reading = replace(reading, client_column=None)
+    _refuse_other_classes(frames, reading)
+    opened = [_open_table(name, given, reading) for name, given in frames.items()]
+    if any(table.in_parts for table in opened):
+        reading = replace(reading, split_column=SPLIT)
+    if reading.like is not None and reading.client_column not in opened[0].types:
+        reading = replace(reading, client_column=None)
+    return tables.scan_tables(opened, NAME, reading)
 
 
 def _refuse_other_classes(tables: Mapping[str, Any], reading: ReadOptions) -> None:
@@ -112,11 +108,6 @@ def _open_table(name: str, given: Any, reading: ReadOptions) -> _TableInMemory:
             raise UsageError(f"client {name!r}: its parts cannot be put together: {error}") from error
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     return _TableInMemory(path=Path(f"{name}.DataFrame"), types=types, table=table, in_parts=not is_table(given))
-
-
-def _read_tables(tables: Sequence[_TableInMemory], reading: ReadOptions) -> Federation:
-    in_parts = any(table.in_parts for table in tables)
-    return read_opened_tables(tables, NAME, replace(reading, split_column=SPLIT) if in_parts else reading)
 
 
 def _to_arrow(name: str, given: Any) -> pa.Table:

@@ -4,8 +4,16 @@ Files are read twice, in batches of rows. The first pass finds each row's client
 every text column; the second writes the features into float32 arrays of their final size. Little more than the result
 is ever in memory.
 
-Without a split column, test rows are drawn within each client: the same fraction of each class, or whole groups (for
-example, all samples of one patient), so that no group is on both sides.
+Columns are matched by name. All columns without a role are features: a number or Boolean is one feature, text (at
+most 50 distinct values) is one feature per category. The list of categories is the sorted union over the clients
+read. Missing values (cells that are empty, NaN, NA, N/A, null or ?) are filled, and numbers scaled, based on each
+client's training rows. Integer labels 0..K-1 keep their value; all others are numbered in order.
+
+``target`` is the label column or, if ``task`` is not classification, the columns of labels or numbers, separated by
+commas. Clients are the values of ``client_column`` or, without it, the files of a directory. The split is given by
+``split_column`` (or by a column ``split`` whose values are all in :data:`SIDES`). Clients that join others (``like``)
+are read with their columns and categories; a single table may then be one client, and files without the client
+column are one client each.
 """
 
 from __future__ import annotations
@@ -13,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +32,20 @@ from torch import Tensor
 
 from ...tasks import CLASSIFICATION, Classification, Task
 from ...utils.errors import Ref, UsageError, unknown_name
-from ...utils.random_streams import stream
 from ..agreement import refuse_other_labels
-from ..federation import ClientData, Federation
-from ..partition import split_stratified
-from ..samples import FeatureScaling, Normalization, Samples
-from . import table_schema as schema
-from .read_options import Progress, ReadOptions
-from .table_schema import Column, ColumnContents, Floats, Ints, TableFile
+from ..files import table_schema as schema
+from ..files.read_options import Progress, ReadOptions
+from ..files.table_schema import Column, ColumnContents, Floats, Ints, TableFile
+from ..samples import FeatureScaling, Normalization
+from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides
 
 TARGETS = ("target", "label", "y", "class", "outcome")
 CLIENTS = ("client", "site", "hospital", "center", "institution")
+holds = "tables"
+options = frozenset({"test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling"})
+
 SIDES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
-"""Values of a split column (case-insensitive), and the index in :data:`SPLITS` of each."""
-SPLITS = ("train", "validation", "test")
+"""Values of a split column (case-insensitive), and the index in :data:`~fedshift.data.scan.SPLITS` of each."""
 MOST_CLASSES = 100
 
 Labels = NDArray[np.int64]
@@ -72,6 +79,15 @@ class TableRows:
         return f"{table.path}, data row{'s' * (len(here) > 1)} {format_list(here)}"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Contents:
+    """All rows, the encodings of the columns, and what is known of each."""
+
+    rows: TableRows
+    columns: Sequence[Column]
+    seen: Mapping[str, ColumnContents]
+
+
 class _Codes:
     """Distinct values of a column over all files, numbered by first occurrence, and the code of each row."""
 
@@ -89,47 +105,27 @@ class _Codes:
         self.parts.append(np.array([*numbers, -1], dtype=np.int32)[encoded.indices.fill_null(-1).to_numpy()])
 
 
-def holds_tables(path: Path) -> bool:
-    """Return whether ``path`` is a ``.csv``, ``.tsv`` or ``.parquet`` file or a directory with one; opens no file."""
-    return any(schema.is_table(file) for file in (path.iterdir() if path.is_dir() else [path]))
+def can_read(source: object) -> bool:
+    """Return whether ``source`` is a ``.csv``, ``.tsv`` or ``.parquet`` file or a directory with one."""
+    return isinstance(source, Path) and bool(schema.find_tables(source))
 
 
-def read_tables(path: Path, reading: ReadOptions) -> Federation:
-    """Return the federation of the table at ``path``, or of the tables in that directory.
+def scan(source: Path, reading: ReadOptions) -> Scan:
+    """Return the clients of the table at ``source``, or of the tables in that directory.
 
-    Columns are matched by name. All columns without a role are features: a number or Boolean is one feature, text (at
-    most 50 distinct values) is one feature per category. The list of categories is the sorted union over the clients
-    read. Missing values (cells that are empty, NaN, NA, N/A, null or ?) are filled, and numbers scaled, based on each
-    client's training rows. Integer labels 0..K-1 keep their value; all others are numbered in order.
-
-    Args:
-        path: A ``.csv``, ``.tsv`` or ``.parquet`` file, or a directory of them.
-        reading: ``target`` is the label column or, if ``task`` is not classification, the columns of labels or numbers,
-            separated by commas. Clients are the values of ``client_column`` or, without it, the files of a directory.
-            The split is given by ``split_column`` (or by a column ``split`` whose values are all in :data:`SIDES`);
-            otherwise ``test_fraction`` of each client's rows are drawn for testing, the same rows in every run,
-            stratified by class or in whole groups of ``group_column``. Clients that join the federation ``like`` are
-            read with its columns and categories; a single table may then be one client, and files without the client
-            column are one client each.
-
-    Returns:
-        The federation, with samples float32 ``[N, D]``.
-
-    Raises:
-        UsageError: The data cannot be used, for example because of infinite values, dates, or labels that are missing
-            or continuous. The message names file, column, client or rows.
-
+    Raises :class:`UsageError` if the data cannot be used, for example because of infinite values, dates, or labels that
+    are missing or continuous. The message names file, column, client or rows.
     """
-    files = schema.find_tables(path)
+    files = schema.find_tables(source)
     column = reading.client_column
     if reading.like is not None and column is not None and files and column not in schema.open_table(files[0]).types:
         reading = replace(reading, client_column=None)
-    tables = _open_tables(path, files, reading)
-    return read_opened_tables(tables, path.resolve().name if path.is_dir() else path.resolve().stem, reading)
+    tables = _open_tables(source, files, reading)
+    return scan_tables(tables, source.resolve().name if source.is_dir() else source.resolve().stem, reading)
 
 
-def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOptions) -> Federation:
-    """Return the federation ``name`` of ``tables`` as :func:`read_tables` does; refuse tables with other columns."""
+def scan_tables(tables: Sequence[TableFile], name: str, reading: ReadOptions) -> Scan:
+    """Return the clients of ``tables`` as the data ``name``; refuse tables with other columns."""
     for table in tables:
         for one, other in ((table, tables[0]), (tables[0], table)):
             lacking = [name for name in other.types if name not in one.types]
@@ -154,48 +150,57 @@ def read_opened_tables(tables: Sequence[TableFile], name: str, reading: ReadOpti
         columns, remarks = [column for column, _ in inferred], [notice for _, notice in inferred if notice]
     task = reading.task or CLASSIFICATION
     y, classes, class_names = _read_targets(rows, task, reading)
-    strata = task.strata(y)
-    label = np.zeros(len(y), np.int64) if strata is None else strata.numpy()
-    order, place, bounds = _arrange_rows(rows, label, reading)
-    y = y[torch.from_numpy(order)]
-    x = np.empty((len(y), schema.feature_offsets(columns)[-1]), dtype=np.float32)
+    parts = [_make_part(rows, y, client, reading) for client in range(len(rows.names))]
+    note = f"{{samples}} rows of {{clients}} clients, {len(columns)} columns"
+    return Scan(
+        name=name, parts=tuple(parts), task=task, classes=classes, class_names=class_names, note=note,
+        notices=(*notices, *remarks), source=_Contents(rows=rows, columns=columns, seen=seen),
+    )  # fmt: skip
+
+
+def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
+    """Return the features of each client's rows, float32 ``[N, D]``, filled and scaled by its training rows."""
+    rows, columns, seen = scan.source.rows, scan.source.columns, scan.source.seen
+    order = np.concatenate([part.source for part in scan.parts])
+    place = np.full(len(rows.client), -1, dtype=np.int32)
+    place[order] = np.arange(len(order))
+    x = np.empty((len(order), schema.feature_offsets(columns)[-1]), dtype=np.float32)
     _fill_features(x, place, rows, columns, reading.progress)
     columns = [
         _describe_numbers(column, x[:, span], seen[column.name], rows, order)
         for column, span in schema.feature_slices(columns)
     ]
-    notices += remarks
     same = np.fmin.reduce(x) == np.fmax.reduce(x)
     constant = [repr(column.name) for column, features in schema.feature_slices(columns) if same[features].all()]
+    notices = []
     if constant:
         notices.append(f"the same in all rows, so nothing can be learned from it: {format_list(constant)}")
-    remarks, scalings = _impute_and_scale(x, bounds, columns, reading)
-    notices += remarks
-    clients = []
-    for (client, edges), scaling in zip(bounds.items(), scalings, strict=True):
-        made = Normalization(features=scaling)
-        parts = {
-            split: Samples(x=torch.from_numpy(x[first:last]), y=y[first:last], normalization=made)
-            for split, (first, last) in zip(SPLITS, pairwise(edges), strict=True)
-            if last > first
-        }
-        clients.append(ClientData.from_splits(client, parts))
-    return Federation(
-        name=name,
-        clients=tuple(clients),
-        classes=classes,
-        note=f"{len(y)} rows of {len(clients)} clients, {len(columns)} columns",
-        class_names=class_names,
-        notices=tuple(notices),
+    stores = np.split(x, np.cumsum([len(part.rows) for part in scan.parts])[:-1])
+    train = [np.flatnonzero(assign(part, ()) == SPLITS.index("train")) for part in scan.parts]
+    clients = {part.client: (store, rows) for part, store, rows in zip(scan.parts, stores, train, strict=True)}
+    remarks, scalings = _impute_and_scale(clients, columns, reading)
+    return Loaded(
+        stores=[torch.from_numpy(store) for store in stores],
+        normalizations=[Normalization(features=scaling) for scaling in scalings],
         columns=tuple(columns),
-        task=task,
+        notices=(*notices, *remarks),
     )
+
+
+def _make_part(rows: TableRows, y: Tensor, client: int, reading: ReadOptions) -> Part:
+    """Return the rows of one client."""
+    here, name = np.flatnonzero(rows.client == client), rows.names[client]
+    group = np.empty(0, np.str_)
+    if reading.group_column:
+        group = np.array(rows.values[reading.group_column])[rows.codes[reading.group_column][here]]
+    return Part(
+        client=name, where=f"client {name!r}", y=y[torch.from_numpy(here)], side=_read_sides(rows, here, reading),
+        rows=np.arange(len(here)), group=group, source=here,
+    )  # fmt: skip
 
 
 def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> list[TableFile]:
     """Return the opened ``files``, in the order of the requested clients if each client has a file."""
-    if not files:
-        raise UsageError(f"{path} is no table and no directory with one: give files of {', '.join(schema.SUFFIXES)}")
     if reading.client_column is None:
         if len(files) == 1 and reading.like is None:
             names = list(schema.open_table(files[0]).types)
@@ -418,85 +423,19 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
     return classes, [distinct.index(value) for value in meaning], (*map(str, distinct), *unseen)
 
 
-def _arrange_rows(
-    rows: TableRows, label: Labels, reading: ReadOptions
-) -> tuple[NDArray[np.intp], Ints, dict[str, list[int]]]:
-    """Sort the rows of the requested clients by client and split.
-
-    Returns the sorted row numbers, the position of each of the N rows among them (-1 if it is not read), and by client
-    the positions where its splits begin, followed by the end of the last.
-    """
-    side, order = np.zeros(len(rows.client), dtype=np.int8), np.argsort(rows.client, kind="stable")
-    for here in np.split(order, np.searchsorted(rows.client, range(len(rows.names)), sorter=order))[1:]:
-        side[here] = _assign_splits(rows, here, label[here], reading)
-    order = np.lexsort((side, rows.client))[np.count_nonzero(rows.client < 0) :]
-    place = np.full(len(rows.client), -1, dtype=np.int32)
-    place[order] = np.arange(len(order))
-    parts = len(SPLITS)
-    begin = np.searchsorted(rows.client[order] * parts + side[order], range(parts * len(rows.names) + 1)).tolist()
-    return order, place, {name: begin[parts * k :][: parts + 1] for k, name in enumerate(rows.names)}
-
-
-def _assign_splits(rows: TableRows, here: NDArray[np.intp], y: Labels, reading: ReadOptions) -> NDArray[np.int8]:
-    """Return the index in :data:`SPLITS` of each row of one client (``here``: its rows, ``y``: their labels).
-
-    Raises :class:`UsageError`, naming the client, if training or test would be empty or would share a group.
-    """
-    name, grouped, split_column = rows.names[rows.client[here[0]]], reading.group_column, reading.split_column
-    if len(here) < 2:
-        raise UsageError(f"client {name!r} has 1 row, and needs one for training and one for testing: leave it out")
-    group = rows.codes[grouped][here] if grouped else None
-    if split_column is None:
-        side = np.zeros(len(here), dtype=np.int8)
-        rng = stream(0, "test", name)
-        if group is None:
-            side[split_stratified(y, reading.test_fraction, rng)[1]] = SIDES["test"]
-        else:
-            side[draw_groups(group, reading.test_fraction, rng)] = SIDES["test"]
-        fix = "its rows are all of one group" if grouped else "it has one row of each class"
-    else:
-        values, codes = rows.values[split_column], rows.codes[split_column][here]
-        side = np.array([SIDES.get(value.lower(), -1) for value in values], dtype=np.int8)[codes]
-        if (side < 0).any():
-            raise UsageError(
-                f"{rows.describe_location(here[side < 0])}: {values[codes[side < 0][0]]!r} in column {split_column!r}, "
-                f"which says what rows are for; allowed are {', '.join(SIDES)}"
-            )
-        fix = f"column {split_column!r} must give it some"
-    for split in ("train", "test"):
-        if not (side == SIDES[split]).any():
-            raise UsageError(f"client {name!r} has no row for {split} among its {len(here)}: {fix}, or leave it out")
-    if group is not None and split_column and grouped:
-        pairs = np.unique(np.stack([group, side.astype(np.int32)]), axis=1)
-        both = pairs[0, 1:][pairs[0, 1:] == pairs[0, :-1]]
-        if len(both):
-            raise UsageError(
-                f"group {rows.values[grouped][both[0]]!r} of client {name!r} is on two sides of column "
-                f"{split_column!r}: a group must be on one side; correct the column, or name no group column"
-            )
+def _read_sides(rows: TableRows, here: NDArray[np.intp], reading: ReadOptions) -> Sides:
+    """Return the split of the rows ``here`` that the split column says."""
+    column = reading.split_column
+    if column is None:
+        return np.full(len(here), UNSAID, dtype=np.int8)
+    values, codes = rows.values[column], rows.codes[column][here]
+    side = np.array([SIDES.get(value.lower(), -1) for value in values], dtype=np.int8)[codes]
+    if (side < 0).any():
+        raise UsageError(
+            f"{rows.describe_location(here[side < 0])}: {values[codes[side < 0][0]]!r} in column {column!r}, "
+            f"which says what rows are for; allowed are {', '.join(SIDES)}"
+        )
     return side
-
-
-def draw_groups(group: NDArray[np.int32], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Draw whole groups for testing, about ``fraction`` of the rows in total; return a mask of their rows ``[N]``.
-
-    In random order, each group that brings the number of rows closer to ``fraction * N`` is drawn; if none does, the
-    smallest group is drawn. At least one group remains, so a single group is never drawn. ``group`` contains the number
-    of each row's group ``[N]``. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
-    """
-    if not 0 < fraction < 1:
-        raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
-    names, sizes = np.unique(group, return_counts=True)
-    order = rng.permutation(len(names))
-    taken: list[int] = []
-    count, wanted = 0, fraction * len(group)
-    for place in order:
-        more = count + sizes[place]
-        if abs(more - wanted) < abs(count - wanted) and more < len(group):
-            taken, count = [*taken, place], more
-    if not taken and len(names) > 1:
-        taken = [order[sizes[order].argmin()]]
-    return np.isin(group, names[taken])
 
 
 def _fill_features(
@@ -551,17 +490,16 @@ def _describe_numbers(
 
 
 def _impute_and_scale(
-    x: Floats, bounds: Mapping[str, Sequence[int]], columns: Sequence[Column], reading: ReadOptions
+    clients: Mapping[str, tuple[Floats, NDArray[np.intp]]], columns: Sequence[Column], reading: ReadOptions
 ) -> tuple[list[str], list[FeatureScaling]]:
-    """Impute and scale each client's rows in place, based on its training rows.
+    """Impute and scale each client's rows in place, based on its training rows, whose places follow them.
 
     Returns notices about imputed values, and how each client's rows were prepared.
     """
     filled: list[str] = []
     empty: dict[str, list[str]] = {}
     scalings = []
-    for name, (first, end, *_, last) in bounds.items():
-        part, count = x[first:last], end - first
+    for name, (part, train) in clients.items():
         for column, features in schema.feature_slices(columns) if reading.missing == "refuse" else ():
             missing = int(np.isnan(part[:, features.start]).sum())
             if missing:
@@ -570,7 +508,7 @@ def _impute_and_scale(
                     "leave the column out, or have them imputed from the client's training rows ({})",
                     Ref(missing="impute"),
                 )
-        imputed, without, scaling = schema.prepare_rows(part, count, columns, scaled=reading.scaling == "client")
+        imputed, without, scaling = schema.prepare_rows(part, train, columns, scaled=reading.scaling == "client")
         scalings.append(scaling)
         filled += [f"{name} {imputed}"] if imputed else []
         for lacking in without:
