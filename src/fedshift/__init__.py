@@ -22,7 +22,9 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         load_data as load_data,
         read_run as read_run,
     )
-    from .core.aggregation import Uploads as Uploads
+    from .core.aggregation import Aggregated as Aggregated
+    from .core.aggregation import Aggregation as Aggregation
+    from .core.aggregation import Received as Received
     from .core.declarations import Send as Send
     from .core.method import (
         Freeze as Freeze,
@@ -122,7 +124,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
 _HOME = {
     "api": ("Comparison", "advise", "compare", "leak", "load_data", "read_run"),
     "utils.errors": ("FedshiftError", "UsageError"),
-    "core.aggregation": ("Uploads",),
+    "core.aggregation": ("Aggregated", "Aggregation", "Received"),
     "core.declarations": ("Send",),
     "core.method": ("Freeze", "Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW", "Cosine", "Exponential", "StepDecay"),

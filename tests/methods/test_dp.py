@@ -10,7 +10,6 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
-from fedshift.core.aggregation import Uploads
 from fedshift.core.declarations import Send
 from fedshift.core.loss import CrossEntropy
 from fedshift.core.optimizer import SGD
@@ -28,6 +27,7 @@ from fedshift.methods.median import median
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
+from tests.methods.received import aggregate, receive
 
 INF = float("inf")
 BEFORE = {
@@ -37,11 +37,7 @@ BEFORE = {
 
 
 def fold(method, states, before=BEFORE, **known):
-    share = [1 / len(states)] * len(states)
-    names = frozenset(before)
-    known = {"steps": [1] * len(states), "trained": names, "loaded": names} | known
-    uploads = Uploads(states=states, weights=share, sizes=share, previous=before, **known)
-    return method.aggregate(uploads)
+    return aggregate(method.aggregate, receive(states), before, **known).entries
 
 
 def moved(w=0.0, mean=0.0, var=0.0, count=0):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.aggregation import Uploads
 from fedshift.core.kernel import Update, client_final, client_init, client_step, init_client, init_server
 from fedshift.core.optimizer import AdamW
 from fedshift.core.preparation import apply_surgery, prepare
@@ -29,6 +28,7 @@ from fedshift.methods.multi_krum import multi_krum
 from fedshift.methods.nonorm import nonorm
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
 from fedshift.utils.errors import UsageError
+from tests.methods.received import aggregate, receive
 
 KEY = torch.tensor(0)
 
@@ -62,26 +62,18 @@ def trial(method, *layers):
 )
 def test_a_minority_by_weight_drags_the_geometric_median_nowhere(values, weights, highest):
     states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in values]
-    names = frozenset("w")
-    uploads = Uploads(
-        states=states, weights=weights, sizes=weights, steps=[1] * len(values), previous=states[0], trained=names,
-        loaded=names,
-    )  # fmt: skip
-    assert -1e-3 <= geometric_median().aggregate(uploads)["w"].item() <= highest + 1e-3
+    found = aggregate(geometric_median().aggregate, receive(states, weights), states[0]).entries["w"].item()
+    assert -1e-3 <= found <= highest + 1e-3
 
 
 def test_multi_krum_takes_all_but_the_faulty_and_two():
     values = (0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 99.0)
     states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in values]
-    names = frozenset("w")
-    uploads = Uploads(
-        states=states, weights=[1 / 7] * 7, sizes=[1] * 7, steps=[1] * 7, previous=states[0], trained=names,
-        loaded=names,
-    )  # fmt: skip
     for faulty in (0, 1, 2):  # scores and the 7 - f - 2 that win them, written out
         near = {a: sum(sorted((a - b) ** 2 for b in values)[1 : 7 - faulty - 1]) for a in values}
         best = sorted(values, key=near.__getitem__)[: 5 - faulty]
-        found = multi_krum(num_malicious=faulty).aggregate(uploads)["w"].item()
+        method = multi_krum(num_malicious=faulty)
+        found = aggregate(method.aggregate, receive(states), states[0]).entries["w"].item()
         assert found == pytest.approx(sum(best) / (5 - faulty), abs=1e-12)
 
 
@@ -152,12 +144,8 @@ def test_group_norm_over_single_values_is_refused_in_words():
 
 def test_what_clients_send_but_do_not_load_is_averaged_by_fednova():
     states = [{"shared": torch.ones(1), "head": torch.full((1,), value)} for value in (1.0, 3.0)]
-    uploads = Uploads(
-        states=states, weights=[0.5, 0.5], sizes=[8, 8], steps=[10, 1],
-        previous={"shared": torch.zeros(1), "head": torch.zeros(1)},
-        trained=frozenset({"shared", "head"}), loaded=frozenset({"shared"}),
-    )  # fmt: skip
-    folded = NormalizedAveraging()(uploads)
+    before = {"shared": torch.zeros(1), "head": torch.zeros(1)}
+    folded = aggregate(NormalizedAveraging(), receive(states, steps=[10, 1]), before, {"shared"}).entries
     assert folded["head"].item() == 2.0
     assert folded["shared"].item() == pytest.approx(5.5 * (0.5 / 10 + 0.5 / 1))  # tau = 5.5
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.aggregation import Uploads
-from fedshift.core.kernel import broadcast, client_init
+from fedshift.core.kernel import broadcast, client_init, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.methods.fedap import fedap
@@ -19,6 +18,7 @@ from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal, pick
 from tests.methods import plain
 from tests.methods.plain import copied, largest_difference, loaded_with, train
+from tests.methods.received import receive
 
 OWN, MU = 0.3, 0.5
 SIZES = {"a": 12, "b": 7, "c": 9, "d": 6}
@@ -103,7 +103,8 @@ def test_the_server_keeps_the_uploads_of_one_round_and_a_row_of_weights_for_each
     mixes = running.server.mixes
     assert len(mixes.uploads) == 2
     assert mixes.weights.keys() == set(SIZES)
-    assert all(abs(float(row.sum()) - 1) < 1e-12 and len(row) == 2 for row in mixes.weights.values())
+    assert all(row.keys() == {""} for row in mixes.weights.values())
+    assert all(abs(float(row[""].sum()) - 1) < 1e-12 and len(row[""]) == 2 for row in mixes.weights.values())
     assert all(upload.keys() == running.plan.loaded for upload in mixes.uploads)
 
 
@@ -123,14 +124,9 @@ def test_clients_with_equal_statistics_share_the_weight():
     aggregate = running.plan.method.aggregate
     states = [dict(running.plan.initial) for _ in range(3)]
     states[2] = states[2] | {"1.running_mean": torch.ones(3, dtype=torch.float64)}
-    weights = aggregate.mix(
-        Uploads(
-            states=states, weights=[1 / 3] * 3, sizes=[1] * 3, steps=[1] * 3, previous={}, trained=frozenset(),
-            loaded=frozenset(), clients=["a", "b", "c"],
-        )
-    )  # fmt: skip
-    assert weights["a"].tolist() == pytest.approx([0, 1, 0])
-    assert weights["c"].tolist() == pytest.approx([0.5, 0.5, 0])
+    weights = aggregate(running.plan, init_server(running.plan), receive(states)).mixes
+    assert weights["a"][""].tolist() == pytest.approx([0, 1, 0])
+    assert weights["c"][""].tolist() == pytest.approx([0.5, 0.5, 0])
 
 
 @pytest.mark.parametrize("self_weight", [-0.1, 1.5])

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.aggregation import Uploads
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.methods.feddg_ga import AdjustedMean, feddg_ga
+from fedshift.methods.feddg_ga import AdjustedMean, GeneralizationGap, feddg_ga
 from fedshift.utils.errors import UsageError
 from tests.methods.plain import SIZES, batches, copied, largest_difference, loaded_with, mean, train, trial
+from tests.methods.received import aggregate, receive
 
 STEP = 0.9
 
@@ -54,23 +54,23 @@ def test_it_equals_a_plain_loop(base, participation, rounds):
     found = running.server.shared
     assert largest_difference(found, {name: server[name] for name in found}) <= 1e-9
     for client in SIZES:
-        assert abs(float(running.server.optimizer[f"aggregation/{client}"]) - weights[client]) <= 1e-9
+        assert abs(float(running.server.kept[client]) - weights[client]) <= 1e-9
 
 
 def test_weights_stay_between_0_and_1_and_keep_their_sum():
     fold = AdjustedMean(step_size=1.0, rounds=None)
     kept = {}
     for _ in range(8):
-        uploads = Uploads(
-            states=[{"w": torch.tensor([float(k)])} for k in range(3)], weights=[1 / 3] * 3, sizes=[1.0] * 3,
-            steps=[1] * 3, previous={"w": torch.zeros(1)}, trained=frozenset("w"), loaded=frozenset("w"),
-            memory=[({"gap": torch.tensor(gap)},) for gap in (1.0, -2.0, 0.5)], clients=["a", "b", "c"], kept=kept,
+        received = receive(
+            [{"w": torch.tensor([float(k)])} for k in range(3)], kinds=(GeneralizationGap,),
+            memory=[({"gap": torch.tensor(gap)},) for gap in (1.0, -2.0, 0.5)],
         )  # fmt: skip
-        kept = fold.remember(uploads)
+        made = aggregate(fold, received, {"w": torch.zeros(1)}, kept=kept)
+        kept = made.kept
         values = [float(kept[client]) for client in "abc"]
         assert all(0 <= value <= 1 for value in values)
         assert sum(values) == pytest.approx(1)
-        assert float(fold(uploads)["w"]) == pytest.approx(values[1] + 2 * values[2], abs=1e-6)
+        assert float(made.entries["w"]) == pytest.approx(values[1] + 2 * values[2], abs=1e-6)
     assert values[1] == 0
     assert values[0] > values[2] > 0
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.core.aggregation import Uploads
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedgma import MaskedMean, fedgma
 from fedshift.utils.errors import UsageError
 from tests.methods.plain import SHARES, SIZES, copied, largest_difference, loaded_with, mean, train, trial
+from tests.methods.received import aggregate, receive
 
 
 @pytest.mark.parametrize("soft", [True, False])
@@ -37,12 +37,8 @@ def test_uploads_of_five_clients_are_masked_by_the_share_that_agrees(threshold, 
     before, changes, weights = rng.normal(size=7), rng.normal(size=(5, 7)).round(1), np.array([0.1, 0.2, 0.3, 0.3, 0.1])
     agreement = abs((changes > 0).sum(axis=0) - (changes < 0).sum(axis=0)) / 5
     mask = np.where(agreement >= threshold, 1, agreement if soft else 0)
-    uploads = Uploads(
-        states=[{"w": torch.from_numpy(before + change)} for change in changes],
-        weights=weights.tolist(), sizes=[1.0] * 5, steps=[1] * 5, previous={"w": torch.from_numpy(before)},
-        trained=frozenset("w"), loaded=frozenset("w"),
-    )  # fmt: skip
-    found = MaskedMean(threshold, soft)(uploads)["w"].numpy()
+    received = receive([{"w": torch.from_numpy(before + change)} for change in changes], weights.tolist())
+    found = aggregate(MaskedMean(threshold, soft), received, {"w": torch.from_numpy(before)}).entries["w"].numpy()
     assert np.abs(found - (before + mask * (weights @ changes))).max() <= 1e-12
     assert len(set(agreement)) > 2
 

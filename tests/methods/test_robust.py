@@ -9,7 +9,6 @@ import torch
 from scipy.optimize import minimize
 from torch import nn
 
-from fedshift.core.aggregation import Uploads
 from fedshift.core.optimizer import SGD
 from fedshift.core.server_round import server_round
 from fedshift.core.work import Work
@@ -24,6 +23,7 @@ from fedshift.methods.multi_krum import multi_krum
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.trimmed_mean import trimmed_mean
 from fedshift.utils.errors import UsageError
+from tests.methods.received import aggregate, receive
 
 ROBUST = [
     median(),
@@ -50,14 +50,7 @@ def states(clients=7, seed=0):
 
 
 def fold(method, uploads, weights=None):
-    weights = weights or [1 / len(uploads)] * len(uploads)
-    names = frozenset({"w", "b"} & uploads[0].keys())
-    return method.aggregate(
-        Uploads(
-            states=uploads, weights=weights, sizes=weights, steps=[1] * len(uploads), previous=uploads[0],
-            trained=names, loaded=names,
-        )
-    )  # fmt: skip
+    return aggregate(method.aggregate, receive(uploads, weights), uploads[0], {"w", "b"} & uploads[0].keys()).entries
 
 
 def columns(uploads, name):

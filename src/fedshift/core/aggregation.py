@@ -6,60 +6,217 @@ accumulated in float64 in the order given and cast back, so a result does not de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ..utils.state import State, clone, drop_equal
+from ..utils.errors import UsageError
+from ..utils.state import State, clone, drop_equal, entries_under, join_states, split_state
 from .requirements import Requirements
+
+if TYPE_CHECKING:
+    from .kernel import ServerState, Update
+    from .plan import Plan
+    from .rule import Rule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Uploads:
-    """Input of an aggregation: the clients' entries in client order, and facts about each client's round.
+class Received:
+    """One client's round as the server has it; a sequence of these is in the order of the clients' names.
 
-    ``weights``: sum to one, by the method's weighting. ``sizes``: training samples that each client has; equal where
-    the method weighs clients equally. ``steps``: local steps of each client. ``previous``: the server's entries before
-    the round. ``trained``: names of the entries that were trained; the others are buffers and frozen parameters.
-    ``loaded``: names of those from which clients started. ``fixed``: names of those that local work could not change.
-    ``memory``: what each client's rules uploaded, one state for each rule. ``clients``: the clients' names. ``kept``:
-    what the aggregation kept from the round before. ``seed``, ``method`` (its text) and ``round`` (from 0): what an
-    aggregation that draws uses to key its streams.
+    Args:
+        client: Its name.
+        update: Its upload.
+        weight: Its weight among those that took part, by the method's weighting; they sum to one.
+        size: Its training samples; 1 where clients count equally.
+        share: Its part of the sizes of all clients that train; less than one in all where some sat the round out.
+        kinds: Types of the method's rules, in order.
+
     """
 
-    states: Sequence[State]
-    weights: Sequence[float]
-    sizes: Sequence[float]
-    steps: Sequence[int]
-    previous: State
-    trained: frozenset[str]
-    loaded: frozenset[str]
-    fixed: frozenset[str] = frozenset()
-    memory: Sequence[tuple[State, ...]] = ()
-    clients: Sequence[str] = ()
+    client: str
+    update: Update
+    weight: float
+    size: float
+    share: float
+    kinds: tuple[type[Rule], ...] = ()
+
+    @property
+    def entries(self) -> State:
+        """The entries of the model that the client sent."""
+        return self.update.shared
+
+    def of(self, rule: type[Rule]) -> State:
+        """Return what the client sent for the method's rule of that type."""
+        return self.update.memory[self.kinds.index(rule)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Aggregated:
+    """Result of an aggregation.
+
+    Args:
+        entries: The server's entries after the round, each in its own dtype.
+        kept: What the aggregation keeps on the server: ``server.kept`` in the next round.
+        mixes: Weights of the round's uploads by client and entry (:class:`Mixes`), of clients that load a mix.
+
+    """
+
+    entries: State
     kept: State = field(default_factory=dict)
-    seed: int = 0
-    method: str = ""
-    round: int = 0
+    mixes: Mapping[str, State] = field(default_factory=dict)
 
 
-class Aggregation(Protocol):
-    """A function of :class:`Uploads`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mixes:
+    """Mixes of a round's uploads, one for each client that ``weights`` names; all others load the server's entries.
 
-    One with a method ``bind(plan)`` is replaced, before anything starts, by what that returns. One with an attribute
-    ``requires`` (:class:`~fedshift.core.requirements.Requirements`) is refused where these are not met. What a method
-    ``remember(uploads)`` returns is ``uploads.kept`` in the next round; it stays on the server. One with a method
-    ``mix(uploads)`` sends clients mixes of the round's uploads: it returns by client name the weights of the uploads,
-    float64 ``[uploads]``, which sum to one, for clients that sat the round out, too. Clients that it does not name load
-    the server's entries. One with ``passes_on = False`` makes of all uploads whatever clients load; without that, sites
-    are told that others may receive entries as one client sent them.
+    The server keeps the uploads of one round and a client's weights, not a model for each client: a mix is made when it
+    is sent.
+
+    Args:
+        uploads: The entries that clients load, in the order of the clients that took part.
+        weights: By client and entry, ``""`` for all entries that are not named: float64 ``[uploads]``, or
+            ``[uploads, *entry.shape]`` for a weight of each value. They sum to one over the uploads. An entry without
+            weights is the server's.
+
     """
 
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round, each in its own dtype."""
+    uploads: tuple[State, ...]
+    weights: Mapping[str, State]
+
+    def mix(self, client: str) -> State:
+        """Return the entries that ``client`` loads in place of the server's."""
+        rows, mixed = self.weights.get(client, {}), {}
+        for name in self.uploads[0] if rows else ():
+            row = rows.get(name, rows.get(""))
+            if row is None:
+                continue
+            values = [upload[name] for upload in self.uploads]
+            if row.ndim == 1:
+                mixed[name] = weighted_mean([{name: value} for value in values], row.tolist())[name]
+            else:
+                first = values[0].double()
+                parts = (w * (value.double() - first) for w, value in zip(row.to(first.device), values, strict=True))
+                mixed[name] = cast_to(first + sum(parts), values[0].dtype)
+        return mixed
+
+    def check(self, what: str) -> None:
+        """Raise :class:`UsageError`, beginning with ``what``, where weights do not fit the uploads."""
+        count = len(self.uploads)
+        for client, rows in self.weights.items():
+            for name, row in rows.items():
+                where = f"{what} mixes entry {name!r} of client {client!r}"
+                if name and name not in self.uploads[0]:
+                    raise UsageError(f"{where}, which clients do not load: name entries that they do, or '' for all")
+                whole = (count, *self.uploads[0][name].shape) if name else (count,)
+                if row.shape not in ((count,), whole):
+                    raise UsageError(f"{where} by weights of shape {tuple(row.shape)}: give {(count,)} or {whole}")
+                if not torch.allclose(row.double().sum(dim=0), row.new_ones((), dtype=torch.float64), atol=1e-6):
+                    raise UsageError(f"{where} by weights that do not sum to one over the {count} uploads: divide them")
+
+    def flatten(self) -> State:
+        """Return all tensors in one state."""
+        numbers = (f"uploads/{number}" for number in range(len(self.uploads)))
+        weights = join_states((f"weights/{client}" for client in self.weights), self.weights.values())
+        return weights | join_states(numbers, self.uploads)
+
+    @staticmethod
+    def unflatten(state: State) -> Mixes | None:
+        """Return the inverse of :meth:`flatten`; None for no tensors."""
+        weights: dict[str, State] = {}
+        for name, row in entries_under("weights", state).items():
+            client, _, entry = name.rpartition("/")
+            weights.setdefault(client, {})[entry] = row
+        count = max((len(row) for rows in weights.values() for row in rows.values()), default=0)
+        uploads = split_state([f"uploads/{number}" for number in range(count)], state)
+        return Mixes(uploads=uploads, weights=weights) if weights else None
+
+
+AggregationFunction: TypeAlias = "Callable[[Plan, ServerState, Sequence[Received]], Aggregated | State]"
+"""A plain function in an :class:`Aggregation`'s place: it may return the entries alone."""
+
+
+class Aggregation(ABC):
+    """Combines a round's uploads into the server's entries; a function of plan, server and what was received.
+
+    :meth:`fedshift.core.method.Method.with_aggregation` makes one of a plain function.
+
+    Attributes:
+        requires: What the rest of the method must be like; checked before anything starts.
+        sums: The entries are the uploads' weighted mean, so that the server holds a sum in place of uploads.
+        keeps: Something about clients stays on the server between rounds (``Aggregated.kept``).
+        mixes: Clients load mixes of the round's uploads (``Aggregated.mixes``).
+        passes_on: Others may receive entries as one client sent them, of which sites are told.
+
+    """
+
+    requires: Requirements = Requirements()
+    sums: ClassVar[bool] = False
+    keeps: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False
+    passes_on: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    @property
+    def min_clients(self) -> int:
+        """Clients that must take part in a round."""
+        return 1
+
+    @property
+    def source_method(self) -> str:
+        """Name of the method that brings the aggregation, used in messages: its module."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def bind(self, plan: Plan) -> Self:
+        """Return the aggregation for ``plan``; :class:`UsageError` to refuse it."""
+        return self
+
+    @abstractmethod
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        """Return what the server holds after the round. Pure.
+
+        ``server``: as it was before the round; ``received``: of the clients that took part, at least one.
+        """
+
+
+@dataclass(frozen=True)
+class Mean(Aggregation):
+    """The mean of the uploads: FedAvg's aggregation, which need not keep a round's uploads."""
+
+    sums = True
+    passes_on = False
+
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        return Aggregated(entries=average(received))
+
+
+@dataclass(frozen=True, repr=False)
+class FunctionAggregation(Aggregation):
+    """An aggregation by a plain function."""
+
+    function: AggregationFunction
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+    @property
+    @override
+    def source_method(self) -> str:
+        return repr(self)
+
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        made = self.function(plan, server, received)
+        return made if isinstance(made, Aggregated) else Aggregated(entries=made)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,9 +329,9 @@ def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
     return mean.result()
 
 
-def average_uploads(uploads: Uploads) -> State:
-    """Return the :func:`weighted_mean` of the uploads: FedAvg's aggregation, which need not keep a round's uploads."""
-    return weighted_mean(uploads.states, uploads.weights)
+def average(received: Sequence[Received]) -> State:
+    """Return the :func:`weighted_mean` of the uploads, by the clients' weights."""
+    return weighted_mean([each.entries for each in received], [each.weight for each in received])
 
 
 def cast_to(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,34 +344,27 @@ def stack_entry(states: Sequence[State], name: str) -> Tensor:
     return torch.stack([state[name].double() for state in states])
 
 
-def compute_trimmed_mean(uploads: Uploads, trim: int) -> State:
+def compute_trimmed_mean(states: Sequence[State], trim: int) -> State:
     """Return the mean of each coordinate without its ``trim`` largest and smallest values; clients count equally."""
-    inner = slice(trim, len(uploads.states) - trim)
+    inner = slice(trim, len(states) - trim)
     return {
-        name: cast_to(stack_entry(uploads.states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
-        for name, first in uploads.states[0].items()
+        name: cast_to(stack_entry(states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
+        for name, first in states[0].items()
     }
 
 
-def squared_distances(uploads: Uploads) -> Tensor:
-    """Return the squared distance of each two clients over all trained entries, float64 ``[clients, clients]``."""
-    total = torch.zeros(len(uploads.states), len(uploads.states), dtype=torch.float64)
-    for name in sorted(uploads.trained):
-        points = stack_entry(uploads.states, name).flatten(start_dim=1).cpu()
+def squared_distances(states: Sequence[State], names: Iterable[str]) -> Tensor:
+    """Return the squared distance of each two clients over the entries ``names``, float64 ``[clients, clients]``."""
+    total = torch.zeros(len(states), len(states), dtype=torch.float64)
+    for name in sorted(names):
+        points = stack_entry(states, name).flatten(start_dim=1).cpu()
         total += torch.stack([(points - point).square().sum(dim=1) for point in points])
     return total
 
 
-class RobustAggregation:
+class RobustAggregation(Aggregation):
     """An aggregation that tolerates clients whose uploads are arbitrary, if at least ``min_clients`` take part."""
 
-    @property
-    def min_clients(self) -> int:
-        """Clients that must take part in a round."""
-        return 1
-
-    @property
-    def requires(self) -> Requirements:
-        """Needs of a robust aggregation."""
-        robust = "robust aggregation protects, so that one faulty client could move the rest at will"
-        return Requirements(entries_only=robust, min_clients=self.min_clients)
+    requires = Requirements(
+        entries_only="robust aggregation protects, so that one faulty client could move the rest at will"
+    )

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..tasks import Classification, Task
 from ..utils.errors import UsageError
-from .aggregation import Aggregation, average_uploads
+from .aggregation import Aggregation
 from .loss import CrossEntropy
 from .method import Method
 from .optimizer import SGD
@@ -42,7 +42,7 @@ def check_compatibility(plan: Plan) -> None:
             "without a personal method"
         )
     nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
-    if nothing_to_aggregate and (method.server is not None or method.aggregate is not average_uploads):
+    if nothing_to_aggregate and (method.server is not None or not method.aggregate.sums):
         raise UsageError(
             f"{name} replaces the aggregation, but there is nothing to aggregate: "
             f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
@@ -53,7 +53,7 @@ def check_compatibility(plan: Plan) -> None:
             f"{name}: {method.aggregate!r} sends each client a mix of uploads, along which a server optimizer cannot "
             "step: remove one of the two"
         )
-    _check_needs(plan, requirements_of(method.aggregate))
+    _check_needs(plan, method.aggregate.requires)
 
 
 def check_task(method: Method, task: Task) -> None:
@@ -68,17 +68,12 @@ def check_task(method: Method, task: Task) -> None:
 
 def check_client_count(aggregate: Aggregation, clients: int) -> None:
     """Raise :class:`UsageError` where ``clients`` a round are too few for the aggregation."""
-    least = requirements_of(aggregate).min_clients
+    least = aggregate.min_clients
     if clients < least:
         raise UsageError(
             f"{aggregate!r} needs at least {least} clients in a round, but {clients} take part: let more take part, or "
             "tolerate fewer that are faulty"
         )
-
-
-def requirements_of(aggregate: Aggregation) -> Requirements:
-    """Return what an aggregation declares; a plain function needs nothing."""
-    return getattr(aggregate, "requires", Requirements())
 
 
 def _check_needs(plan: Plan, needs: Requirements) -> None:
@@ -116,7 +111,7 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
                 f"{name}: {needs.trains_everything}, but {rule.source_method} leaves some untrained: remove one of "
                 "the two"
             )
-    if needs.averages and method.aggregate is not average_uploads:
+    if needs.averages and not method.aggregate.sums:
         raise UsageError(f"{name}: {needs.averages}, but {method.aggregate!r} does not average: remove one of the two")
     for entry in plan.entries if needs.no_constant_buffers else ():
         sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()

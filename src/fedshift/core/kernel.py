@@ -24,8 +24,8 @@ from torch import Tensor
 from ..nn.dropout import draw_bits, dropout_key
 from ..nn.linear import use_torch_func
 from ..utils.profiling import timed_section
-from ..utils.state import State, add_prefix, clone, entries_under, join_states, nbytes, pick, split_state
-from .aggregation import weighted_mean
+from ..utils.state import State, clone, nbytes, pick
+from .aggregation import Mixes
 from .disclosure import check_sends
 from .plan import Plan, compute_features, compute_outputs, forward, to_memory_format
 from .rule import ForwardPass, Hook, Rule, RuleContext
@@ -55,43 +55,18 @@ class ClientState:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Mixes:
-    """Mixes of a round's uploads, one for each client that ``weights`` names.
-
-    The server keeps the uploads of one round and a row of weights for each client, not a model for each client: a mix
-    is made when it is sent. ``uploads``: the entries that clients load, in the order of the clients that took part.
-    ``weights``: those of ``uploads``, float64 ``[uploads]``, which sum to one.
-    """
-
-    uploads: tuple[State, ...]
-    weights: State
-
-    def flatten(self) -> State:
-        """Return all tensors in one state."""
-        numbers = (f"uploads/{number}" for number in range(len(self.uploads)))
-        return add_prefix("weights", self.weights) | join_states(numbers, self.uploads)
-
-    @staticmethod
-    def unflatten(state: State) -> Mixes | None:
-        """Return the inverse of :meth:`flatten`; None for no tensors."""
-        weights = entries_under("weights", state)
-        count = max((len(row) for row in weights.values()), default=0)
-        uploads = split_state([f"uploads/{number}" for number in range(count)], state)
-        return Mixes(uploads=uploads, weights=weights) if weights else None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ServerState:
-    """State of the server: ``shared`` entries and the rules' ``memory`` are broadcast, ``optimizer`` stays there.
+    """State of the server: ``shared`` entries and the rules' ``memory`` are broadcast, ``optimizer`` and ``kept`` stay.
 
-    ``round``: rounds done. ``optimizer``: the server optimizer's state, and what the aggregation keeps. ``mixes``: what
-    :func:`broadcast` sends to some clients in place of ``shared``, where the aggregation makes mixes.
+    ``round``: rounds done. ``optimizer``: the server optimizer's state. ``kept``: what the aggregation keeps.
+    ``mixes``: what :func:`broadcast` sends to some clients in place of ``shared``, where the aggregation makes mixes.
     """
 
     round: int
     shared: State
     memory: tuple[State, ...] = ()
     optimizer: State = field(default_factory=dict)
+    kept: State = field(default_factory=dict)
     mixes: Mixes | None = None
 
 
@@ -166,9 +141,7 @@ def broadcast(server: ServerState, name: str) -> ServerState:
     """Return the server as client ``name`` sees it: with its mix, where there is one, in place of shared entries."""
     if server.mixes is None:
         return server
-    weights = server.mixes.weights.get(name)
-    mix = {} if weights is None else weighted_mean(server.mixes.uploads, weights.tolist())
-    return replace(server, shared=server.shared | mix, mixes=None)
+    return replace(server, shared=server.shared | server.mixes.mix(name), mixes=None)
 
 
 def init_client(plan: Plan) -> ClientState:

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, cast, g
 from torch import nn
 
 from ..utils.errors import UsageError, unknown_name
-from .aggregation import Aggregation, average_uploads
+from .aggregation import Aggregation, AggregationFunction, FunctionAggregation, Mean
 from .rule import Rule
 from .selection import Scope, Select, nothing
 from .server_optimizer import ServerOptimizer
@@ -77,7 +77,7 @@ class Method:
     scope: Scope = field(default_factory=Scope)
     rules: tuple[Rule, ...] = ()
     freeze: Freeze | None = None
-    aggregate: Aggregation = average_uploads
+    aggregate: Aggregation = field(default_factory=Mean)
     weighting: Weighting = "auto"
     server: ServerOptimizer | None = None
     pooled: Literal[False, "same", "scaled"] = False
@@ -92,15 +92,17 @@ class Method:
             "surgery": self.surgery, "rules": self.rules, "freeze": self.freeze, "server": self.server,
             "pooled": self.pooled, "work": dict(self.work), "optimizer": dict(self.optimizer),
         }  # fmt: skip
-        aggregate = getattr(self.aggregate, "__qualname__", self.aggregate)
         return (
-            f"{self.name}: load {self.scope.load}, send {self.scope.send}, aggregate {aggregate} by {self.weighting}"
+            f"{self.name}: load {self.scope.load}, send {self.scope.send}, "
+            f"aggregate {self.aggregate} by {self.weighting}"
             + "".join(f", {name} {value}" for name, value in parts.items() if value)
         )
 
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:
             raise unknown_name("weighting", str(self.weighting), WEIGHTINGS)
+        if not isinstance(self.aggregate, Aggregation):
+            raise UsageError(f"aggregate={self.aggregate!r} is no Aggregation: give a function to with_aggregation")
 
     def resolve_weighting(self, work: Work) -> Self:
         """Return the method with its weighting under ``work`` in place of ``auto``."""
@@ -127,11 +129,16 @@ class Method:
         """Return the method with ``surgery`` after its own."""
         return replace(self, surgery=(*self.surgery, *surgery))
 
-    def with_aggregation(self, aggregate: Aggregation) -> Self:
-        """Return the method with another aggregation; raises :class:`UsageError` where it has one already."""
-        if self.aggregate is not average_uploads:
+    def with_aggregation(self, aggregate: Aggregation | AggregationFunction) -> Self:
+        """Return the method with another aggregation; raises :class:`UsageError` where it has one already.
+
+        ``aggregate``: an :class:`~fedshift.core.aggregation.Aggregation`, or a function of plan, server and what was
+        received (:class:`~fedshift.core.aggregation.Received`) that returns the server's entries.
+        """
+        if not self.aggregate.sums:
             raise UsageError(f"{self.name} already replaces the aggregation; choose one of the two")
-        return replace(self, aggregate=aggregate)
+        made = aggregate if isinstance(aggregate, Aggregation) else FunctionAggregation(aggregate)
+        return replace(self, aggregate=made)
 
     def with_server(self, server: ServerOptimizer) -> Self:
         """Return the method with a server optimizer; raises :class:`UsageError` where it has one already."""

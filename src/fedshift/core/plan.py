@@ -88,7 +88,7 @@ class Plan:
     @property
     def mixes(self) -> bool:
         """Return whether the aggregation makes for each client a mix of uploads, which it loads."""
-        return hasattr(self.method.aggregate, "mix")
+        return self.method.aggregate.mixes
 
     @property
     def personalizes(self) -> bool:

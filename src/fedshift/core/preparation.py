@@ -125,8 +125,7 @@ def prepare(
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
     _check_sends(plan)
-    if bind := getattr(method.aggregate, "bind", None):
-        plan = replace(plan, method=replace(plan.method, aggregate=bind(plan)))
+    plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
         _check_groups(plan, sample)
         plan = replace(plan, smallest_batch=_smallest_batch(plan, sample, model))

@@ -35,7 +35,6 @@ class Requirements:
             targets, observes the model, or sends what reveals more than the update. Begins the refusal: what the part
             does.
         classes: Each sample has one class. Begins the refusal: what the part does with classes.
-        min_clients: Clients that must take part in a round.
 
     """
 
@@ -54,4 +53,3 @@ class Requirements:
     step_budget: bool = False
     separate_samples: str = ""
     classes: str = ""
-    min_clients: int = 1

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..utils.state import State, add_prefix, entries_under, pick
-from .aggregation import StreamingMean, SummedUploads, Uploads, average_uploads
-from .kernel import Mixes, ServerState, Update
+from ..utils.errors import UsageError
+from ..utils.state import State, pick
+from .aggregation import Aggregated, Mixes, Received, StreamingMean, SummedUploads
+from .kernel import ServerState, Update
 from .plan import Plan
-
-KEPT = "aggregation"
-"""Prefix of what an aggregation keeps beside the server optimizer's state."""
 
 
 def sums_suffice(plan: Plan) -> bool:
     """Return whether the server needs of the clients' entries only their weighted sum."""
-    return plan.method.aggregate is average_uploads and bool(plan.sent)
+    return plan.method.aggregate.sums and bool(plan.sent)
 
 
 class StreamingAggregator:
@@ -60,53 +58,60 @@ class StreamingAggregator:
         """Return the server after the round, from the uploads that arrived."""
         for name in sorted(self._arrived):  # those behind one that did not come
             self._aggregate(name)
-        plan, server, ordered = self._plan, self._server, [update for _, update in self._folded]
-        raw = [self._weigh(name, update) for name, update in self._folded]
-        by_size = {name: plan.method.weigh(samples=size, used=size) for name, size in self._sizes.items()}
-        sizes = [by_size[name] for name, _ in self._folded]
-        everyone = sum(by_size.values())
-        shares = [size / everyone for size in sizes]
+        plan, server, received = self._plan, self._server, self._receive()
+        shares = [each.share for each in received]
+        uploads = [[each.update.memory[index] for each in received] for index in range(len(plan.method.rules))]
         memory = tuple(
-            rule.aggregate_memory(server.memory[index], [update.memory[index] for update in ordered], shares)
-            for index, rule in enumerate(plan.method.rules)
+            rule.aggregate_memory(known, sent, shares)
+            for rule, known, sent in zip(plan.method.rules, server.memory, uploads, strict=True)
         )
         made: State = {}
-        for index, rule in enumerate(plan.method.rules):
-            made |= rule.aggregate_entries(server.shared, [update.memory[index] for update in ordered])
-        optimizer, kept, mixes = server.optimizer, State(), None
+        for rule, sent in zip(plan.method.rules, uploads, strict=True):
+            made |= rule.aggregate_entries(server.shared, sent)
         if self._mean:
-            shared = self._mean.result()
+            aggregated = Aggregated(entries=self._mean.result())
         else:
-            uploaded = Uploads(
-                states=[update.shared for update in ordered],
-                weights=[weight / sum(raw) for weight in raw],
-                sizes=sizes,
-                steps=[update.steps for update in ordered],
-                previous=server.shared,
-                trained=plan.trained & plan.sent,
-                loaded=plan.loaded,
-                fixed=plan.entries_fixed_in(server.round),
-                memory=[update.memory for update in ordered],
-                clients=[name for name, _ in self._folded],
-                kept=entries_under(KEPT, server.optimizer),
-                seed=plan.seed,
-                method=plan.method.text,
-                round=server.round,
-            )
-            shared = plan.method.aggregate(uploaded)
-            if remember := getattr(plan.method.aggregate, "remember", None):
-                kept = add_prefix(KEPT, remember(uploaded))
-            if mix := getattr(plan.method.aggregate, "mix", None):
-                states = tuple(pick(state, plan.loaded - made.keys()) for state in uploaded.states)
-                mixes = Mixes(uploads=states, weights=mix(uploaded))
-        shared |= made
+            aggregated = _check_declared(plan, plan.method.aggregate(plan, server, received))
+        shared, optimizer, mixes = aggregated.entries | made, server.optimizer, None
+        if aggregated.mixes:
+            loaded = plan.loaded - made.keys()
+            mixes = Mixes(uploads=tuple(pick(each.entries, loaded) for each in received), weights=aggregated.mixes)
+            mixes.check(f"method {plan.method.name!r}: {plan.method.aggregate.source_method}")
         if plan.method.server:
             before = pick(server.shared, plan.trained & plan.loaded)
             delta = {name: shared[name] - tensor for name, tensor in before.items()}
             stepped, optimizer = plan.method.server.step(before, delta, optimizer, sum(shares))
             shared |= stepped
-        optimizer = optimizer | kept
-        return ServerState(round=server.round + 1, shared=shared, memory=memory, optimizer=optimizer, mixes=mixes)
+        return ServerState(
+            round=server.round + 1, shared=shared, memory=memory, optimizer=optimizer, kept=aggregated.kept, mixes=mixes
+        )
+
+    def _receive(self) -> list[Received]:
+        """Return what was received, in the order of the clients' names."""
+        method = self._plan.method
+        total = sum(self._weigh(name, update) for name, update in self._folded)
+        sizes = {name: method.weigh(samples=size, used=size) for name, size in self._sizes.items()}
+        everyone, kinds = sum(sizes.values()), tuple(map(type, method.rules))
+        return [
+            Received(
+                client=name, update=update, weight=self._weigh(name, update) / total, size=sizes[name],
+                share=sizes[name] / everyone, kinds=kinds,
+            )
+            for name, update in self._folded
+        ]  # fmt: skip
+
+
+def _check_declared(plan: Plan, made: Aggregated) -> Aggregated:
+    """Return ``made``; :class:`UsageError` unless the aggregation declares what it keeps, and whether it mixes."""
+    aggregate = plan.method.aggregate
+    for field, what, held in (("kept", "keeps", made.kept), ("mixes", "mixes", made.mixes)):
+        declared = getattr(aggregate, what)
+        if held and not declared:
+            raise UsageError(
+                f"method {plan.method.name!r}: {aggregate.source_method} returns Aggregated({field}=...), of which "
+                f"sites are not told: declare {what} = True in an Aggregation"
+            )
+    return made
 
 
 def server_round(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.aggregation import StreamingMean, SummedUploads, average_uploads
+from ..core.aggregation import StreamingMean, SummedUploads
 from ..core.kernel import (
     ClientState,
     LocalTrainingState,
@@ -50,7 +50,7 @@ class Identity(Engine):
             return f"is for one step of each client a round, not {work}"
         if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
             return f"is for SGD that starts anew each round, not {plan.optimizer}"
-        if method.rules or method.aggregate is not average_uploads or plan.personal or plan.initial.keys() != plan.sent:
+        if method.rules or not method.aggregate.sums or plan.personal or plan.initial.keys() != plan.sent:
             return f"is for methods that only average whole models, which {method.name} does not"
         return _find_batch_dependence(plan, data)
 

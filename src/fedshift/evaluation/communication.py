@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.aggregation import average_uploads
 from ..core.declarations import Reveals, Send
 from ..core.kernel import ServerState, Update, init_client, init_server
 from ..core.method import Method
@@ -80,8 +79,7 @@ def list_disclosures(plan: Plan) -> tuple[Disclosure, ...]:
 
 
 def _list_entries(plan: Plan) -> Iterator[Disclosure]:
-    aggregate = plan.method.aggregate
-    passed_on = getattr(aggregate, "passes_on", aggregate is not average_uploads)
+    passed_on = plan.method.aggregate.passes_on
     made = frozenset(name for rule in plan.method.rules for name in rule.requires.from_server)
     for entry in plan.entries:
         if entry.name in plan.sent:
@@ -119,8 +117,8 @@ def describe_kept(plan: Plan) -> str:
     """Return what the server keeps of single clients from round to round, in words."""
     kept = ["the uploads of the last round, one by one"] if plan.mixes else []
     aggregate = plan.method.aggregate
-    if hasattr(aggregate, "remember"):
-        kept.append(f"what {type(aggregate).__module__.rpartition('.')[2]} remembers of each client that took part")
+    if aggregate.keeps:
+        kept.append(f"what {aggregate.source_method} remembers of each client that took part")
     return "; ".join(kept) or "nothing of single clients"
 
 

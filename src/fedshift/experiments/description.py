@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..core.aggregation import average_uploads
 from ..core.method import Method
 from ..core.optimizer import Optimizer
 from ..core.plan import Plan
@@ -92,9 +91,9 @@ def describe_weighting(method: Method) -> str:
         return "none, since all data are in one place"
     said = {"samples": "its training samples", "used": "the samples that it used in the round", "uniform": "1"}
     aggregate = method.aggregate
-    if aggregate is average_uploads:
+    if aggregate.sums:
         return said[method.weighting]
-    name = getattr(aggregate, "__name__", type(aggregate).__name__)
+    name = repr(aggregate).partition("(")[0]
     return f"{said[method.weighting]}, where {name} weighs clients"
 
 

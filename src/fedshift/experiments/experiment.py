@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
-from ..core.compatibility import requirements_of
 from ..core.method import Method
 from ..core.plan import Plan
 from ..data.federation import Federation, find_majority_classes
@@ -332,7 +331,7 @@ class Experiment:
             sizes = {name: len(split) for name, split in trial.train.items()}
             yield from (f"{trial.plan.method.name}: {text}" for text in describe_delta(mechanism, sizes))
         if trial.plan.work.is_one_step(map(len, trial.train.values()), trial.plan.smallest_batch):
-            for needs in (*(rule.requires for rule in plan.method.rules), requirements_of(plan.method.aggregate)):
+            for needs in (*(rule.requires for rule in plan.method.rules), plan.method.aggregate.requires):
                 if needs.several_steps:
                     yield f"{plan.method.name}: {needs.several_steps}; a round is one step here"
         merged = trial.find_merged_batches()

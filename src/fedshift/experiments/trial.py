@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from ..analysis.privacy import SampleUses
+from ..core.aggregation import Mixes
 from ..core.architecture import architecture
 from ..core.compatibility import check_client_count
 from ..core.kernel import (
     ClientState,
-    Mixes,
     ServerState,
     broadcast,
     global_state,
@@ -61,7 +61,7 @@ from .client_store import MEMORY, ClientStore, remove_unused_segments
 from .private_training import refuse_uncovered
 from .settings import Settings, check_sizes, make_plan
 
-SERVER_PARTS = ("shared", "memory", "optimizer", "mixes")
+SERVER_PARTS = ("shared", "memory", "optimizer", "kept", "mixes")
 BEGUN = "as the run was begun"
 """Reason given for the engine of a trial that continues."""
 
@@ -455,7 +455,8 @@ class Trial:
     def _server_tensors(self) -> State:
         server = self.server
         mixes = server.mixes.flatten() if server.mixes else {}
-        parts = server.shared, join_states(self.plan.rule_names, server.memory), server.optimizer, mixes
+        memory = join_states(self.plan.rule_names, server.memory)
+        parts = server.shared, memory, server.optimizer, server.kept, mixes
         return join_states([f"server/{part}" for part in SERVER_PARTS], parts)
 
     def check_compatible(self, facts: Mapping[str, Any], seed: int) -> None:
@@ -482,7 +483,7 @@ class Trial:
         if self._engine:
             self._engine.restore(facts)
         device = torch.device(self.settings.device)
-        shared, memory, optimizer, mixes = (
+        shared, memory, optimizer, kept, mixes = (
             {name: tensor.to(device) for name, tensor in entries_under(f"server/{part}", tensors).items()}
             for part in SERVER_PARTS
         )
@@ -491,6 +492,7 @@ class Trial:
             shared=shared,
             memory=split_state(self.plan.rule_names, memory),
             optimizer=optimizer,
+            kept=kept,
             mixes=Mixes.unflatten(mixes),
         )
 

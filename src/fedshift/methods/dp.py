@@ -10,14 +10,18 @@ The promise holds for noise that nobody can draw again (``secret=True``). Otherw
 round and entry, all of which a run directory holds: that is for experiments that can be repeated, and hides nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ..core.aggregation import StreamingMean, Uploads, cast_to
+from ..core.aggregation import Aggregated, Aggregation, Received, StreamingMean, cast_to
+from ..core.kernel import ServerState
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal, stream
@@ -25,7 +29,7 @@ from ..utils.state import State, clone
 
 
 @dataclass(frozen=True)
-class PrivateMean:
+class PrivateMean(Aggregation):
     """The mean of changes clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
 
     ``delta``: the delta for which epsilon is accounted. ``secret``: noise by the operating system in place of noise
@@ -53,31 +57,31 @@ class PrivateMean:
                 "clipping_norm=inf bounds nothing, so that no noise hides it: give a clip, or noise_multiplier=0"
             )
 
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round."""
-        before = uploads.previous
-        taken = sorted(name for name, at in before.items() if at.is_floating_point() and name not in uploads.fixed)
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        before, fixed = server.shared, plan.entries_fixed_in(server.round)
+        taken = sorted(name for name, at in before.items() if at.is_floating_point() and name not in fixed)
         mean = StreamingMean()
-        for state in uploads.states:
-            change = {name: state[name].double() - before[name].double() for name in taken}
+        for each in received:
+            change = {name: each.entries[name].double() - before[name].double() for name in taken}
             mean.add(_clip_change(change, self.clipping_norm), 1.0)
         after_round = clone(before)
-        scale = self.noise_multiplier * self.clipping_norm / len(uploads.states) if self.noise_multiplier else 0.0
+        scale = self.noise_multiplier * self.clipping_norm / len(received) if self.noise_multiplier else 0.0
         for name, moved in mean.result().items():
             after = before[name].double() + moved
             if scale:
-                after += scale * self._draw_noise(uploads, name).to(after.device)
+                after += scale * self._draw_noise(plan, server, name).to(after.device)
             if name.endswith("running_var"):  # as torch calls it wherever statistics are kept
                 after = torch.where(after < 0, before[name].double(), after)
             after_round[name] = cast_to(after, before[name].dtype)
-        return after_round
+        return Aggregated(entries=after_round)
 
-    def _draw_noise(self, uploads: Uploads, name: str) -> Tensor:
+    def _draw_noise(self, plan: Plan, server: ServerState, name: str) -> Tensor:
         """Return standard normal draws for entry ``name``, float64."""
-        shape = uploads.previous[name].shape
+        shape = server.shared[name].shape
         if self.secret:
             return draw_secret_normal(shape.numel()).reshape(shape)
-        draws = stream(uploads.seed, "dp", uploads.method, uploads.round, name)
+        draws = stream(plan.seed, "dp", plan.method.text, server.round, name)
         return torch.from_numpy(draws.standard_normal(shape.numel())).reshape(shape)
 
 

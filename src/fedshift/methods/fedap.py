@@ -12,14 +12,15 @@ that sits a round out is known by the statistics that it sent last; its mix has 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
 
-from ..core.aggregation import Uploads, average_uploads
+from ..core.aggregation import Aggregated, Aggregation, Received, average
+from ..core.kernel import ServerState
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.selection import SELECTIONS, batch_norm
@@ -31,58 +32,52 @@ SMALLEST = 1e-14
 
 
 @dataclass(frozen=True)
-class StatisticsMix:
-    """Mixes by the distances of BatchNorm's statistics; ``layers``: names of the running means and variances."""
+class StatisticsMix(Aggregation):
+    """Mixes by the distances of BatchNorm's statistics; it keeps those that each client sent last."""
 
     self_weight: float
-    layers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    keeps = True
+    mixes = True
 
-    def bind(self, plan: Plan) -> Self:
-        """Return the aggregation for the layers of ``plan``."""
-        owners = {entry.name: entry.owner for entry in plan.entries if isinstance(entry.owner, _BatchNorm)}
-        means = [name for name in owners if name in plan.sent and name.endswith("running_mean")]
-        return replace(self, layers=tuple((name, name.removesuffix("mean") + "var") for name in means))
-
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the mean of the uploads, which clients load that have never taken part."""
-        return average_uploads(uploads)
-
-    def remember(self, uploads: Uploads) -> State:
-        """Return each client's last statistics."""
-        entries = frozenset(name for layer in self.layers for name in layer)
-        return uploads.kept | {
-            f"{client}/{name}": tensor
-            for client, state in zip(uploads.clients, uploads.states, strict=True)
-            for name, tensor in pick(state, entries).items()
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        layers = _find_layers(plan)
+        entries = frozenset(name for layer in layers for name in layer)
+        known = server.kept | {
+            f"{each.client}/{name}": tensor for each in received for name, tensor in pick(each.entries, entries).items()
         }
+        mixes = self._weigh(known, layers, [each.client for each in received])
+        return Aggregated(entries=average(received), kept=known, mixes=mixes)  # clients load the mean until they mix
 
-    def mix(self, uploads: Uploads) -> State:
-        """Return the weights of the round's uploads, float64 ``[uploads]``, for every client that has taken part."""
-        known = self.remember(uploads)
+    def _weigh(self, known: State, layers: Sequence[tuple[str, str]], others: Sequence[str]) -> dict[str, State]:
+        """Return the weights of the uploads of ``others`` for every client that has taken part."""
         clients = sorted({name.rpartition("/")[0] for name in known})
-        own_NK = torch.tensor([[client == other for other in uploads.clients] for client in clients])
-        distances_NK = torch.stack(
-            [self._measure(known, layer, clients, uploads.clients) for layer in self.layers]
-        ).sum(0)
+        own_NK = torch.tensor([[client == other for other in others] for client in clients])
+        distances_NK = torch.stack([_measure(known, layer, clients, others) for layer in layers]).sum(0)
         near_NK = torch.where(own_NK, 0.0, 1 / distances_NK.clamp(min=SMALLEST))
         total_N1 = near_NK.sum(dim=1, keepdim=True)
         shares_NK = near_NK / total_N1.clamp(min=torch.finfo(torch.float64).tiny)
         parts_NK = torch.where(total_N1 > 0, own_NK.double() * self.self_weight, own_NK.double())
         weights_NK = parts_NK + (1 - parts_NK.sum(dim=1, keepdim=True)) * shares_NK
-        return {client: weights.clone() for client, weights in zip(clients, weights_NK, strict=True)}
+        return {client: {"": weights.clone()} for client, weights in zip(clients, weights_NK, strict=True)}
 
-    @staticmethod
-    def _measure(known: State, layer: tuple[str, str], clients: Sequence[str], others: Sequence[str]) -> Tensor:
-        """Return the distances in one layer, float64 ``[clients, others]``."""
 
-        def describe(names: Sequence[str]) -> Tensor:
-            """Return means and standard deviations, ``[clients, 2 channels]``."""
-            mean, variance = (
-                torch.stack([known[f"{name}/{entry}"].double().cpu() for name in names]) for entry in layer
-            )
-            return torch.cat([mean, variance.sqrt()], dim=1)
+def _find_layers(plan: Plan) -> list[tuple[str, str]]:
+    """Return the names of the running mean and variance of each BatchNorm layer whose statistics clients send."""
+    owners = {entry.name: entry.owner for entry in plan.entries if isinstance(entry.owner, _BatchNorm)}
+    means = [name for name in owners if name in plan.sent and name.endswith("running_mean")]
+    return [(name, name.removesuffix("mean") + "var") for name in means]
 
-        return torch.cdist(describe(clients), describe(others), compute_mode="donot_use_mm_for_euclid_dist")
+
+def _measure(known: State, layer: tuple[str, str], clients: Sequence[str], others: Sequence[str]) -> Tensor:
+    """Return the distances in one layer, float64 ``[clients, others]``."""
+
+    def describe(names: Sequence[str]) -> Tensor:
+        """Return means and standard deviations, ``[clients, 2 channels]``."""
+        mean, variance = (torch.stack([known[f"{name}/{entry}"].double().cpu() for name in names]) for entry in layer)
+        return torch.cat([mean, variance.sqrt()], dim=1)
+
+    return torch.cdist(describe(clients), describe(others), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 @method

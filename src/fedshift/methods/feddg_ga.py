@@ -10,16 +10,16 @@ round's work goes on, so that nothing but a number is sent; the authors measure 
 Each batch runs three models for that. A client that has never trained has no gap.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.aggregation import Uploads, weighted_mean
+from ..core.aggregation import Aggregated, Aggregation, Received, weighted_mean
 from ..core.declarations import PlannedEntries, Send
+from ..core.kernel import ServerState
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -65,33 +65,30 @@ class GeneralizationGap(Rule):
 
 
 @dataclass(frozen=True)
-class AdjustedMean:
-    """The server's part: weights that follow the gaps; ``rule``: the position of the clients' part."""
+class AdjustedMean(Aggregation):
+    """The server's part: weights that follow the gaps; it keeps the weight of each client."""
 
     step_size: float
     rounds: int | None
-    rule: int = field(default=0, repr=False)
+    keeps = True
 
-    def bind(self, plan: Plan) -> Self:
-        """Return the aggregation for the rules of ``plan``."""
-        return replace(self, rule=[type(rule) for rule in plan.method.rules].index(GeneralizationGap))
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        weights = self._weigh(server, received)
+        kept = {
+            each.client: torch.tensor(weight, dtype=torch.float64)
+            for each, weight in zip(received, weights, strict=True)
+        }
+        entries = weighted_mean([each.entries for each in received], weights)
+        return Aggregated(entries=entries, kept=server.kept | kept)
 
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round."""
-        return weighted_mean(uploads.states, self._weigh(uploads))
-
-    def remember(self, uploads: Uploads) -> State:
-        """Return each client's weight, also of those that sat the round out."""
-        weights = zip(uploads.clients, self._weigh(uploads), strict=True)
-        return uploads.kept | {name: torch.tensor(weight, dtype=torch.float64) for name, weight in weights}
-
-    def _weigh(self, uploads: Uploads) -> list[float]:
+    def _weigh(self, server: ServerState, received: Sequence[Received]) -> list[float]:
         """Return the weights of the round's clients, which sum to one."""
-        clients, gaps = len(uploads.clients), [float(memory[self.rule]["gap"]) for memory in uploads.memory]
+        clients, gaps = len(received), [float(each.of(GeneralizationGap)["gap"]) for each in received]
         largest = max(map(abs, gaps))
-        left = max(0.0, 1 - uploads.round / self.rounds) if self.rounds else 1.0
+        left = max(0.0, 1 - server.round / self.rounds) if self.rounds else 1.0
         step = self.step_size * left / clients / largest if largest else 0.0
-        before = [float(uploads.kept.get(client, 1 / clients)) for client in uploads.clients]
+        before = [float(server.kept.get(each.client, 1 / clients)) for each in received]
         moved = [min(max(weight + step * gap, 0.0), 1.0) for weight, gap in zip(before, gaps, strict=True)]
         return [weight / sum(moved) for weight in moved] if sum(moved) else [1 / clients] * clients
 

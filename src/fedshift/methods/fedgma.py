@@ -8,33 +8,36 @@ paper (declearn's ``GradientMaskedAveraging``); the mean is weighted, the agreem
 that clients do not train, or do not load, are averaged.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
-from ..core.aggregation import Uploads, average_uploads, cast_to, stack_entry
+from ..core.aggregation import Aggregated, Aggregation, Received, average, cast_to, stack_entry
+from ..core.kernel import ServerState
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..utils.errors import UsageError
-from ..utils.state import State
 
 
 @dataclass(frozen=True)
-class MaskedMean:
+class MaskedMean(Aggregation):
     """The mean of the uploads, short of what fewer clients agree on than ``threshold`` says."""
 
     threshold: float
     soft: bool
     passes_on = False
 
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round."""
-        folded = average_uploads(uploads)
-        for name in sorted(uploads.trained & uploads.loaded):
-            before, mean = uploads.previous[name].double(), folded[name].double()
-            agreement = (stack_entry(uploads.states, name) - before).sign().mean(dim=0).abs()
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        folded, states = average(received), [each.entries for each in received]
+        for name in sorted(plan.trained & plan.loaded):
+            before, mean = server.shared[name].double(), folded[name].double()
+            agreement = (stack_entry(states, name) - before).sign().mean(dim=0).abs()
             rest = before + agreement * (mean - before) if self.soft else before
             folded[name] = cast_to(torch.where(agreement >= self.threshold, mean, rest), folded[name].dtype)
-        return folded
+        return Aggregated(entries=folded)
 
 
 @method

@@ -9,16 +9,16 @@ weight; the server remembers weights and steps of each client. Entries that clie
 averaged by the same weights.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.aggregation import Uploads, cast_to, stack_entry, weighted_mean
+from ..core.aggregation import Aggregated, Aggregation, Received, cast_to, stack_entry, weighted_mean
 from ..core.declarations import PlannedEntries, Send
+from ..core.kernel import ServerState
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -66,55 +66,49 @@ class Consistency(Rule):
 
 
 @dataclass(frozen=True)
-class FairMean:
-    """The server's part: weights that grow with the clients' distances; ``rule``: the position of the clients' part."""
+class FairMean(Aggregation):
+    """The server's part: weights that grow with the clients' distances; it keeps each client's weight and last step."""
 
     beta: float
-    rule: int = field(default=0, repr=False)
+    keeps = True
 
-    def bind(self, plan: Plan) -> Self:
-        """Return the aggregation for the rules of ``plan``."""
-        kinds = [type(rule) for rule in plan.method.rules]
-        return replace(self, rule=kinds.index(Consistency))
-
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round."""
-        weights, _ = self._weigh(uploads)
-        total = sum(weights.values())
-        shares = [weights[client] / total for client in uploads.clients]
-        folded, shares_K = weighted_mean(uploads.states, shares), torch.tensor(shares, dtype=torch.float64)
-        for name in uploads.trained & uploads.loaded:
-            before, counts_K = uploads.previous[name].double(), self._stack_counts(uploads, name)
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        weights, steps = self._weigh(plan, server, received)
+        total, states = sum(weights.values()), [each.entries for each in received]
+        shares = [weights[each.client] / total for each in received]
+        folded, shares_K = weighted_mean(states, shares), torch.tensor(shares, dtype=torch.float64)
+        for name in plan.trained & plan.loaded:
+            before, counts_K = server.shared[name].double(), _stack_counts(received, name)
             weights_K = shares_K.to(before.device).reshape(-1, *[1] * before.ndim) * counts_K
-            change = (weights_K * (stack_entry(uploads.states, name) - before)).sum(dim=0)
+            change = (weights_K * (stack_entry(states, name) - before)).sum(dim=0)
             folded[name] = cast_to(before + change / weights_K.sum(dim=0).clamp(min=1e-300), folded[name].dtype)
-        return folded
-
-    def remember(self, uploads: Uploads) -> State:
-        """Return each client's weight and its last step, also of those that sat the round out."""
-        weights, steps = self._weigh(uploads)
         found = {f"weight/{client}": weight for client, weight in weights.items()}
         found |= {f"step/{client}": step for client, step in steps.items()}
-        return uploads.kept | {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+        kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+        return Aggregated(entries=folded, kept=server.kept | kept)
 
-    def _stack_counts(self, uploads: Uploads, name: str) -> Tensor:
-        """Return which changes of an entry count, float64 ``[clients, ...]``."""
-        return torch.stack([memory[self.rule][name] for memory in uploads.memory]).double()
-
-    def _weigh(self, uploads: Uploads) -> tuple[dict[str, float], dict[str, float]]:
+    def _weigh(
+        self, plan: Plan, server: ServerState, received: Sequence[Received]
+    ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the weights of the round's clients, which do not sum to one, and the steps that led to them."""
-        clients = len(uploads.clients)
+        clients, states = len(received), [each.entries for each in received]
         distances_K = torch.zeros(clients, dtype=torch.float64)
-        for name in sorted(uploads.trained & uploads.loaded):
-            left = stack_entry(uploads.states, name) - uploads.previous[name].double()
-            distances_K += (left * self._stack_counts(uploads, name)).flatten(start_dim=1).norm(dim=1).cpu()
+        for name in sorted(plan.trained & plan.loaded):
+            left = stack_entry(states, name) - server.shared[name].double()
+            distances_K += (left * _stack_counts(received, name)).flatten(start_dim=1).norm(dim=1).cpu()
         parts = (distances_K / distances_K.sum().clamp(min=1e-300)).tolist()
         weights, steps = {}, {}
-        for client, part in zip(uploads.clients, parts, strict=True):
-            last, before = uploads.kept.get(f"step/{client}"), uploads.kept.get(f"weight/{client}")
-            steps[client] = (1 - self.beta) * (0.0 if last is None else float(last)) + self.beta * part
-            weights[client] = (1 / clients if before is None else float(before)) + steps[client]
+        for each, part in zip(received, parts, strict=True):
+            last = float(server.kept.get(f"step/{each.client}", 0.0))
+            steps[each.client] = (1 - self.beta) * last + self.beta * part
+            weights[each.client] = float(server.kept.get(f"weight/{each.client}", 1 / clients)) + steps[each.client]
         return weights, steps
+
+
+def _stack_counts(received: Sequence[Received], name: str) -> Tensor:
+    """Return which changes of an entry count, float64 ``[clients, ...]``."""
+    return torch.stack([each.of(Consistency)[name] for each in received]).double()
 
 
 @method

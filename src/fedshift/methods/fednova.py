@@ -7,26 +7,27 @@ tau_eff = sum_i p_i |a_i|_1, where p_i is the client's share of the training sam
 proximal term mu (section 4). Entries that clients do not train, or do not load, are averaged.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self, cast
 
-from ..core.aggregation import Uploads, average_uploads, cast_to, stack_entry
+from typing_extensions import override
+
+from ..core.aggregation import Aggregated, Aggregation, Received, average, cast_to, stack_entry
+from ..core.kernel import ServerState
 from ..core.method import Method, method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..utils.errors import UsageError
-from ..utils.state import State
 from .fedprox import Proximal
 
 
 @dataclass(frozen=True)
-class NormalizedAveraging:
-    """The aggregation of FedNova, for steps of ``optimizer`` under a proximal term of strength ``mu``."""
+class NormalizedAveraging(Aggregation):
+    """The aggregation of FedNova, for steps of SGD, with or without FedProx's proximal term."""
 
-    optimizer: SGD = field(default_factory=lambda: SGD(lr=0.0), repr=False)
-    mu: float = field(default=0.0, repr=False)
     requires = Requirements(
         plain_steps="FedNova's normalization by the number of steps",
         momentum=True,
@@ -34,35 +35,38 @@ class NormalizedAveraging:
     )
     passes_on = False
 
+    @override
     def bind(self, plan: Plan) -> Self:
-        """Return the aggregation for the local steps of ``plan``.
-
-        Refuses local work whose change is not a known sum of gradients.
-        """
-        optimizer = cast("SGD", plan.optimizer)
-        mu = sum(rule.mu for rule in plan.method.rules if isinstance(rule, Proximal))
-        if optimizer.lr * mu >= 1:
+        lr, mu = plan.optimizer.lr, _find_strength(plan)
+        if lr * mu >= 1:
             raise UsageError(
                 f"method {plan.method.name!r}: FedNova's normalization holds where no step overshoots the proximal "
-                f"term, lr * mu < 1, not for lr={optimizer.lr:g} and mu={mu:g}: lower one of the two"
+                f"term, lr * mu < 1, not for lr={lr:g} and mu={mu:g}: lower one of the two"
             )
-        return replace(self, optimizer=optimizer, mu=mu)
+        return self
 
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round."""
-        folded = average_uploads(uploads)
-        shares = [size / sum(uploads.sizes) for size in uploads.sizes]
-        sgd, pull = self.optimizer, self.optimizer.lr_in_round(uploads.round) * self.mu
-        lengths = [path_length(steps, sgd.momentum, sgd.nesterov, pull) for steps in uploads.steps]
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        folded, states = average(received), [each.entries for each in received]
+        total = sum(each.size for each in received)
+        shares = [each.size / total for each in received]
+        sgd = cast("SGD", plan.optimizer)
+        pull = sgd.lr_in_round(server.round) * _find_strength(plan)
+        lengths = [path_length(each.update.steps, sgd.momentum, sgd.nesterov, pull) for each in received]
         effective = sum(share * length for share, length in zip(shares, lengths, strict=True))
-        for name in sorted(uploads.trained & uploads.loaded):
-            before = uploads.previous[name].double()
-            parts = zip(shares, lengths, stack_entry(uploads.states, name), strict=True)
+        for name in sorted(plan.trained & plan.loaded):
+            before = server.shared[name].double()
+            parts = zip(shares, lengths, stack_entry(states, name), strict=True)
             folded[name] = cast_to(
                 before + effective * sum(share / length * (after - before) for share, length, after in parts),
-                uploads.previous[name].dtype,
+                server.shared[name].dtype,
             )
-        return folded
+        return Aggregated(entries=folded)
+
+
+def _find_strength(plan: Plan) -> float:
+    """Return the strength of FedProx's term in the local steps of ``plan``; 0 without it."""
+    return sum(rule.mu for rule in plan.method.rules if isinstance(rule, Proximal))
 
 
 @lru_cache(maxsize=4096)

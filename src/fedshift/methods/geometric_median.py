@@ -6,14 +6,24 @@ rests: from the mean, a few steps would still be far off where an upload is. Dis
 others are averaged under the same beta.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
-from ..core.aggregation import RobustAggregation, Uploads, squared_distances, stack_entry, weighted_mean
+from ..core.aggregation import (
+    Aggregated,
+    Received,
+    RobustAggregation,
+    squared_distances,
+    stack_entry,
+    weighted_mean,
+)
+from ..core.kernel import ServerState
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..utils.errors import UsageError
-from ..utils.state import State
 
 TOLERANCE = 1e-12
 """Change of the largest share of an upload below which the iteration rests."""
@@ -30,16 +40,17 @@ class GeometricMedian(RobustAggregation):
         if self.steps < 1 or not self.nu > 0:
             raise UsageError(f"steps={self.steps}, nu={self.nu:g}: give 1 or more, and above 0")
 
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round."""
-        weights = torch.tensor(uploads.weights, dtype=torch.float64)
-        away = squared_distances(uploads).sqrt()
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        states, names = [each.entries for each in received], plan.trained & plan.sent
+        weights = torch.tensor([each.weight for each in received], dtype=torch.float64)
+        away = squared_distances(states, names).sqrt()
         center = int((away @ weights).argmin())
         share = torch.zeros_like(weights)
         share[center] = 1.0
         gram = torch.zeros_like(away)  # of the uploads about the center; z is a mixture of them, so distances follow
-        for name in sorted(uploads.trained):
-            points = stack_entry(uploads.states, name).flatten(start_dim=1).cpu()
+        for name in sorted(names):
+            points = stack_entry(states, name).flatten(start_dim=1).cpu()
             points = points - points[center]
             gram += points @ points.T
         smallest = self.nu * float(away.median()) or self.nu
@@ -52,7 +63,7 @@ class GeometricMedian(RobustAggregation):
             if moved < TOLERANCE:
                 break
         order = sorted(range(len(share)), key=lambda client: client != center)  # sums of deviations from a sane upload
-        return weighted_mean([uploads.states[client] for client in order], share[order].tolist())
+        return Aggregated(entries=weighted_mean([states[client] for client in order], share[order].tolist()))
 
 
 @method

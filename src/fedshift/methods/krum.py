@@ -4,14 +4,17 @@ Blanchard et al. 2017, arXiv:1703.02757, section 4: client i scores the sum of i
 nearest others, f of n clients being faulty; the smallest score wins. Distances are over trained entries.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
 
-from ..core.aggregation import RobustAggregation, Uploads, squared_distances, weighted_mean
+from ..core.aggregation import Aggregated, Received, RobustAggregation, squared_distances, weighted_mean
+from ..core.kernel import ServerState
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..utils.errors import UsageError
-from ..utils.state import State, clone
+from ..utils.state import clone
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,16 @@ class Krum(RobustAggregation):
     def min_clients(self) -> int:
         return max(2 * self.num_malicious + 3, (self.num_selected or 1) + self.num_malicious + 2)
 
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round."""
-        clients = len(uploads.states)
-        ordered = squared_distances(uploads).sort(dim=1).values  # the first of each is the distance to itself
-        near = ordered[:, 1 : clients - self.num_malicious - 1]
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        clients, states = len(received), [each.entries for each in received]
+        distances = squared_distances(states, plan.trained & plan.sent)
+        near = distances.sort(dim=1).values[:, 1 : clients - self.num_malicious - 1]  # without that to itself
         chosen = self.num_selected or clients - self.num_malicious - 2
         best = sorted(near.sum(dim=1).argsort(stable=True)[:chosen].tolist())
-        states = [uploads.states[index] for index in best]
-        return clone(states[0]) if len(states) == 1 else weighted_mean(states, [1 / len(states)] * len(states))
+        near_most = [states[index] for index in best]
+        alone = len(best) == 1
+        return Aggregated(entries=clone(near_most[0]) if alone else weighted_mean(near_most, [1 / chosen] * chosen))
 
 
 @method

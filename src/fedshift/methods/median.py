@@ -4,20 +4,25 @@ Yin et al. 2018, arXiv:1803.01498, option I. Clients count equally. The median o
 middle two.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core.aggregation import RobustAggregation, Uploads, compute_trimmed_mean
+from typing_extensions import override
+
+from ..core.aggregation import Aggregated, Received, RobustAggregation, compute_trimmed_mean
+from ..core.kernel import ServerState
 from ..core.method import Method, method
-from ..utils.state import State
+from ..core.plan import Plan
 
 
 @dataclass(frozen=True)
 class Median(RobustAggregation):
     """The coordinate-wise median."""
 
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round."""
-        return compute_trimmed_mean(uploads, (len(uploads.states) - 1) // 2)
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        trim = (len(received) - 1) // 2
+        return Aggregated(entries=compute_trimmed_mean([each.entries for each in received], trim))
 
 
 @method

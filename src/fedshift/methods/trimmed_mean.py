@@ -3,14 +3,16 @@
 Yin et al. 2018, arXiv:1803.01498, option II. Clients count equally.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
 
-from ..core.aggregation import RobustAggregation, Uploads, compute_trimmed_mean
+from ..core.aggregation import Aggregated, Received, RobustAggregation, compute_trimmed_mean
+from ..core.kernel import ServerState
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..utils.errors import UsageError
-from ..utils.state import State
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class TrimmedMean(RobustAggregation):
     def min_clients(self) -> int:
         return 2 * self.trim + 1
 
-    def __call__(self, uploads: Uploads) -> State:
-        """Return the server's entries after the round."""
-        return compute_trimmed_mean(uploads, self.trim)
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        return Aggregated(entries=compute_trimmed_mean([each.entries for each in received], self.trim))
 
 
 @method

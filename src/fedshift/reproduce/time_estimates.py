@@ -23,7 +23,6 @@ from typing import Any, Self
 import torch
 
 from ..config.spec import DataSpec, RunSpec
-from ..core.aggregation import average_uploads
 from ..core.kernel import client_final, client_init, client_step_, init_client, init_server
 from ..core.method import Method
 from ..core.plan import Plan, forward
@@ -203,7 +202,7 @@ class TimeEstimates:
         passed = [work.average_round(size) for size in members.values()]
         count, samples = (sum(found) / len(members) for found in zip(*passed, strict=True))
         taking_part = len(settings.draw_participants(spec.first_seed, 1, tuple(members)))
-        plain = not method.rules and method.aggregate is average_uploads and method.scope == Scope()
+        plain = not method.rules and method.aggregate.sums and method.scope == Scope()
         steps, visits = self._costs_of(spec, method, settings, sizes)
         together = plain and steps.apart and count == 1  # the engine identity combines all clients' steps
         training = (1 if together else taking_part * count) * steps.step + taking_part * samples * steps.sample

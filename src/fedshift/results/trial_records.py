@@ -23,7 +23,7 @@ CROSSED = {"loaded": "cross_site.json", "trained": "cross_site-trained.json"}
 """Files of a trial with measurements of each client's model on every client's test data, by moment, if requested."""
 LAG = "statistics.json"
 """File of a trial with measurements at the reported round with BatchNorm statistics estimated anew, if they may lag."""
-FORMAT = 5
+FORMAT = 6
 """Format of checkpoints."""
 ENTRY = "fedshift"
 """Name of the only entry of a checkpoint's header, JSON with format, checksums and facts."""

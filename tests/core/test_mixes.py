@@ -1,0 +1,187 @@
+"""Mixes of uploads by entry and by value, of a method that is not fedshift's, on every engine and across machines."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedshift.core.aggregation import Aggregated, Aggregation, Mixes, average
+from fedshift.core.kernel import broadcast
+from fedshift.core.method import Method
+from fedshift.engines.process_pool import dismiss
+from fedshift.methods.fedbn import fedbn
+from fedshift.methods.scaffold import scaffold
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import is_equal
+from tests.flower.conftest import machine  # noqa: F401 - a fixture
+from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
+from tests.laws.course import make_trial
+from tests.methods import plain
+from tests.methods.others import layer_mixes
+from tests.methods.received import receive
+
+LAYERS = "tests.methods.others:layer_mixes"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def path(monkeypatch):
+    """Where other processes find the method, which begin here and end with the test."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    dismiss()
+    yield
+    dismiss()
+
+
+def draw(shape, seed):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def test_an_entry_is_mixed_by_its_own_weights_by_one_for_each_value_or_by_those_of_all_others():
+    uploads = tuple({name: draw((2, 3), 10 * k + i) for i, name in enumerate("abcd")} for k in range(4))
+    row, whole = draw(4, 100).softmax(0), draw((4, 2, 3), 101).softmax(0)
+    mixed = Mixes(uploads=uploads, weights={"me": {"a": row, "b": whole, "": torch.eye(4)[2].double()}}).mix("me")
+    stacked = {name: np.stack([upload[name].numpy() for upload in uploads]) for name in "abcd"}
+    assert np.abs(mixed["a"].numpy() - np.einsum("k,kij->ij", row.numpy(), stacked["a"])).max() <= 1e-15
+    assert np.abs(mixed["b"].numpy() - np.einsum("kij,kij->ij", whole.numpy(), stacked["b"])).max() <= 1e-15
+    for name in "cd":
+        assert (mixed[name] - uploads[2][name]).abs().max() <= 1e-15
+
+
+def test_entries_without_weights_and_clients_without_a_mix_load_the_servers():
+    mixes = Mixes(uploads=({"a": torch.ones(2), "b": torch.ones(2)},), weights={"me": {"a": torch.ones(1)}})
+    assert mixes.mix("me").keys() == {"a"}
+    assert mixes.mix("you") == {}
+
+
+def test_counters_are_rounded_and_equal_values_stay_what_they_are():
+    third = torch.full((2, 3), 1 / 3, dtype=torch.float32)
+    uploads = tuple({"n": torch.tensor([k, 2 * k]), "w": third} for k in range(3))
+    weights = {"n": torch.full((3, 2), 1 / 3, dtype=torch.float64), "w": draw((3, 2, 3), 0).softmax(0)}
+    mixed = Mixes(uploads=uploads, weights={"me": weights}).mix("me")
+    assert mixed["n"].tolist() == [1, 2]
+    assert mixed["n"].dtype == torch.int64
+    assert torch.equal(mixed["w"], third)
+
+
+def test_mixes_are_kept_and_restored_whole():
+    uploads = tuple({"a": draw((2,), k), "b": draw((), k)} for k in range(2))
+    weights = {"x/1": {"": draw(2, 5)}, "y": {"a": draw((2, 2), 6), "b": draw(2, 7)}}
+    again = Mixes.unflatten(Mixes(uploads=uploads, weights=weights).flatten())
+    assert all(map(is_equal, again.uploads, uploads))
+    assert again.weights.keys() == weights.keys()
+    assert all(is_equal(again.weights[client], rows) for client, rows in weights.items())
+
+
+@pytest.mark.parametrize("base", [Method(), fedbn(), scaffold()], ids=lambda base: base.name)
+@pytest.mark.parametrize("engine", ["stacked", "pool"])
+def test_every_engine_trains_from_the_same_mixes(base, engine, path):
+    states = []
+    for chosen in ("sequential", engine):
+        running = make_trial(layer_mixes(base), chosen)
+        for _ in range(3):
+            running.advance()
+        running.close()
+        states.append(running.to_tensors()[0])
+    assert states[0].keys() == states[1].keys()
+    assert (
+        max(float((states[0][name].double() - tensor.double()).abs().max()) for name, tensor in states[1].items())
+        <= 1e-9
+    )
+
+
+def test_each_client_starts_each_layer_from_its_own_mix_of_the_uploads():
+    running = plain.trial(layer_mixes())
+    running.advance()
+    uploads = running.server.mixes.uploads
+    for me, client in enumerate(plain.SIZES):
+        loaded = broadcast(running.server, client).shared
+        for name, tensor in loaded.items():
+            values = np.stack([upload[name].double().numpy().ravel() for upload in uploads])
+            near = np.exp(-np.linalg.norm(values - values[me], axis=1))
+            weights = near / near.sum() if name in running.plan.trained else list(plain.SHARES.values())
+            assert np.abs(np.average(values, axis=0, weights=weights) - tensor.numpy().ravel()).max() <= (
+                1e-12 if tensor.is_floating_point() else 0.5
+            ), name
+
+
+def test_the_identity_engine_refuses_mixes():
+    with pytest.raises(UsageError, match="is for methods that only average whole models, which layer_mixes does not"):
+        make_trial(layer_mixes(), "identity", work=plain.Work(batches=1, batch_size=8)).advance()
+
+
+@pytest.mark.usefixtures("machine")
+def test_sites_are_sent_their_mixes_and_compute_what_one_process_does(tmp_path):
+    spec = spec_for(LAYERS, samples=16, moments="loaded,trained", evaluate_every=2)
+    grid = SiteGrid(sites_of(spec, tmp_path, code=frozenset({LAYERS})))
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    (trial,) = same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
+    assert len(trial.server.mixes.weights) == 3
+
+
+class Wrong(Aggregation):
+    mixes = True
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __call__(self, plan, server, received):
+        return Aggregated(entries=average(received), mixes={"a": self.weights})
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ({"head": torch.ones(2) / 2}, "mixes entry 'head' of client 'a', which clients do not load: name entries"),
+        ({"": torch.ones(3) / 3}, r"mixes entry '' of client 'a' by weights of shape \(3,\): give \(2,\) or \(2,\)"),
+        ({"1.bias": torch.ones(2, 2) / 2}, r"by weights of shape \(2, 2\): give \(2,\) or \(2, 3\)"),
+        ({"": torch.ones(2)}, "by weights that do not sum to one over the 2 uploads: divide them"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_entry_and_client(weights, why):
+    with pytest.raises(UsageError, match=rf"method 'fedavg': test_mixes .*{why}"):
+        plain.trial(Method().with_aggregation(Wrong(weights))).advance()
+
+
+def undeclared(plan, server, received):
+    return Aggregated(entries=average(received), kept={"seen": torch.ones(1)})
+
+
+def test_what_is_kept_or_mixed_without_a_declaration_is_refused():
+    why = r"undeclared returns Aggregated\(kept=...\), of which sites are not told: declare keeps = True"
+    with pytest.raises(UsageError, match=why):
+        plain.trial(Method().with_aggregation(undeclared)).advance()
+    Wrong.mixes = False
+    try:
+        with pytest.raises(UsageError, match=r"returns Aggregated\(mixes=...\), .* declare mixes = True"):
+            plain.trial(Method().with_aggregation(Wrong({"": torch.ones(2) / 2}))).advance()
+    finally:
+        Wrong.mixes = True
+
+
+def halved(plan, server, received):
+    return {name: (tensor / 2).to(tensor.dtype) for name, tensor in average(received).items()}
+
+
+def test_a_plain_function_of_plan_server_and_what_was_received_aggregates():
+    method = Method().with_aggregation(halved)
+    assert "aggregate halved by" in method.text
+    half, mean = plain.trial(method), plain.trial(Method())
+    half.advance()
+    mean.advance()
+    for name, tensor in mean.server.shared.items():
+        assert (half.server.shared[name] - (tensor / 2).to(tensor.dtype)).abs().max() <= 1e-12
+
+
+def test_a_function_in_a_methods_field_is_refused_with_what_to_do():
+    with pytest.raises(UsageError, match="is no Aggregation: give a function to with_aggregation"):
+        Method(aggregate=halved)
+
+
+def test_a_client_is_known_by_name_weight_and_what_it_sent_for_a_rule():
+    first, second = receive([{}, {}], weights=[0.25, 0.75], kinds=(int, str), memory=[({}, {"s": torch.ones(1)})] * 2)
+    assert (first.client, second.client, second.weight) == ("a", "b", 0.75)
+    assert second.of(str).keys() == {"s"}
