@@ -19,7 +19,8 @@ import torch
 import fedshift
 from fedshift.data.federation import Federation
 from fedshift.data.partition import dirichlet, domain_mix, iid, labels, quantity
-from fedshift.data.samples import Samples, resize
+from fedshift.data.resizing import resize
+from fedshift.data.samples import Samples
 from fedshift.utils.errors import FedshiftError
 
 SAMPLES, TESTED, SIZE, BATCH = 100, 150, 16, 16

@@ -83,17 +83,17 @@ def test_every_command_refuses_two_scales(tmp_path, cli):
 def test_a_new_client_of_another_scale_is_refused():
     run = federation({"a": (ARRAYS["unit"], Y, ARRAYS["unit"], Y)}, name="run")
     new = {"b": (ARRAYS["unit"], Y, ARRAYS["levels"], Y)}
-    with pytest.raises(UsageError, match=r"the run's client 'a', train data: floats from 0 to 1, but own data, client"):
-        load_site({"b": new["b"][2:] * 2}, RunSpec(), run)
+    with pytest.raises(UsageError, match=r"the run's data: floats from 0 to 1, but own data, client"):
+        load_site({"b": new["b"][2:] * 2}, RunSpec(), run.schema)
     with pytest.raises(UsageError, match="whole numbers up to 255 as floats; their scales differ"):
-        load_site(new, RunSpec(), run)
+        load_site(new, RunSpec(), run.schema)
 
 
 def test_vectors_of_integers_become_floats_where_a_run_has_floats():
     rows = np.random.default_rng(1).normal(size=(8, 5))
     run = federation({"a": (rows, Y, rows, Y)}, name="run")
     whole = np.rint(10 * rows).astype(np.int64)
-    made = load_site({"b": (whole, Y, whole, Y)}, RunSpec(), run)
+    made = load_site({"b": (whole, Y, whole, Y)}, RunSpec(), run.schema)
     assert np.array_equal(made.client("b").train.inputs(slice(None)).numpy(), whole)
 
 
@@ -155,10 +155,10 @@ def test_a_client_that_joins_is_held_to_the_meaning_of_its_column(tmp_path):
     run = load_source(write_tables(tmp_path / "one", {"a": Y > 0, "b": Y > 0}), spec)
     other = write_tables(tmp_path / "two", {"c": Y * 2})
     with pytest.raises(UsageError, match=r"column 'flag' holds True or False .*but 2 elsewhere"):
-        load_site(other, spec, run)
+        load_site(other, spec, run.schema)
     run = load_source(write_tables(tmp_path / "two", {"c": Y * 2, "d": Y * 3}), spec)
     with pytest.raises(UsageError, match="holds True or False, but numbers other than 0 and 1 in 'two'"):
-        load_site(write_tables(tmp_path / "one", {"a": Y > 0}), spec, run)
+        load_site(write_tables(tmp_path / "one", {"a": Y > 0}), spec, run.schema)
     sites = {name: load_source(str(tmp_path / name), spec).columns for name in ("one", "two")}
     with pytest.raises(FedshiftError, match=r"'flag' holds True and False at 'one', but numbers .* at 'two'"):
         merge_columns(sites)

@@ -10,7 +10,7 @@ from PIL import Image
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import federation
 from fedshift.data.files.read_options import CLASS_FOLDERS, MASKS, NPY, NPZ, OPTIONS, TABLES, VOLUMES
-from fedshift.data.samples import IMAGENET
+from fedshift.data.preparation import IMAGENET
 from fedshift.data.sources import READ, apply_splits, load_federation, normalize, parse_changes
 from fedshift.utils.errors import UsageError
 

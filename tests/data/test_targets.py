@@ -175,12 +175,12 @@ def test_a_new_client_is_scaled_as_those_of_the_run(tmp_path):
     spec = RunSpec(data=path, target="price", task="regression", method="fedavg", model=f"{__name__}:linear")
     run = make_experiment(spec).data
     other = write_tables(tmp_path / "new", "c", price=7 + 2 * NUMBERS[:, 0])
-    new = load_site(other, spec, run)
+    new = load_site(other, spec, run.schema)
     mean, deviation = run.task.scales[0]
     both = np.concatenate([new.client("c").train.y, new.client("c").test.y])
     np.testing.assert_allclose(np.sort(both[:, 0]), np.sort((7 + 2 * NUMBERS[:, 0] - mean) / deviation), rtol=1e-5)
     with pytest.raises(UsageError, match=r"is for classification, and the run's data, .* for regression"):
-        load_site(federation(clients(X[:, :2], LABELS[:, 0])), spec, run)
+        load_site(federation(clients(X[:, :2], LABELS[:, 0])), spec, run.schema)
 
 
 def test_npz_files_take_any_task_and_data_by_name_one_of_their_kind(tmp_path):

@@ -14,10 +14,10 @@ from PIL import Image
 from scipy.stats import binomtest
 
 from fedshift.data.assembly import federation
+from fedshift.data.columns import Column
 from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation
 from fedshift.data.files.folder import read_folder
-from fedshift.data.files.table_schema import Column
 from fedshift.data.partition import iid
 from fedshift.data.samples import Samples
 from fedshift.diagnosis.faults import SampleLocation, find_duplicates

@@ -13,11 +13,11 @@ from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.federation import Federation
 from fedshift.data.pictures import to_pictures
-from fedshift.data.samples import UNIT, Normalization, Samples
+from fedshift.data.preparation import UNIT, Normalization
+from fedshift.data.samples import Samples
 from fedshift.diagnosis.overview import make_overview
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
-from fedshift.export.inputs import InputFormat, Scaling
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.models import make_network
@@ -134,10 +134,11 @@ def test_lazy_layers_behind_tokens_get_their_shapes():
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_an_exported_model_scales_samples_as_the_run_did(kind):
-    train = draw_clients(kind).normalize(UNIT).clients[0].train
+    data = draw_clients(kind).normalize(UNIT)
     if kind != "tokens":
-        train = draw_clients(kind).clients[0].normalize().train
-    scaled = Scaling(InputFormat.of(train), torch.float32)(train.x)
+        data = draw_clients(kind).normalize_clients()
+    train = data.clients[0].train
+    scaled = data.describe_client(data.clients[0]).preparation.scale(train.copy_rows(slice(None)))
     assert scaled.dtype == (torch.int64 if kind == "tokens" else torch.float32)
     assert torch.equal(scaled, train.inputs(slice(None)))
 

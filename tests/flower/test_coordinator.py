@@ -7,8 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedshift.config.expressions import trust_only
+from fedshift.data.columns import Column
 from fedshift.data.federation import count_labels
-from fedshift.data.files.table_schema import Column
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
 from fedshift.flower.site.local_data import relabel
 from fedshift.results.summary import read_summary

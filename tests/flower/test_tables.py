@@ -2,12 +2,13 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
-from fedshift.data.files.table_schema import Column
+from fedshift.data.columns import Column
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
-from fedshift.flower.site.local_data import load_local
+from fedshift.flower.site.local_data import ALL_SITES, load_local
 from fedshift.flower.site.site import Site
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.utils.errors import FedshiftError, UsageError
@@ -166,11 +167,11 @@ def test_a_site_that_comes_later_fits_the_columns_or_is_not_admitted(tmp_path, m
 
 def test_a_table_that_has_changed_since_is_refused(tmp_path, machine):
     path = write(tmp_path / "all", "north")
-    agreed = (Column(name="age"), Column(name="ward", categories=("A",)), Column(name="dose"))
+    columns = (Column(name="age"), Column(name="ward", categories=("A",)), Column(name="dose"))
     with pytest.raises(UsageError, match="column 'ward' holds 'B', but its categories in 'all sites'"):
-        load_local(str(path), "north", tables(tmp_path), tmp_path / "site", agreed)
-    with pytest.raises(UsageError, match="digits does not have the columns and categories of all sites"):
-        load_local("digits", "pen", spec_for(), tmp_path / "site", agreed)
+        load_local(str(path), "north", tables(tmp_path), tmp_path / "site", replace(ALL_SITES, columns=columns))
+    with pytest.raises(UsageError, match="digits lacks the columns and categories of all sites in their order"):
+        load_local("digits", "pen", spec_for(), tmp_path / "site", replace(ALL_SITES, columns=columns))
 
 
 def described(name, *columns, **changes):

@@ -69,7 +69,7 @@ def shot(folder):
 
 def test_the_models_are_those_of_a_run_with_the_client_as_newcomer_bit_for_bit(make, run, tiny_folder, tmp_path):
     spec, experiment = load_experiment(run)
-    new = load_site(str(tiny_folder), spec, experiment.data, "cid").client("cid")
+    new = load_site(str(tiny_folder), spec, experiment.data.schema, "cid").client("cid")
     trial = restore_trial(experiment, run, "fedbn", 0)
     found = {model.policy: model for model in make_models(trial, {"cid": new.train}, POLICIES)}
     for policy in POLICIES:
@@ -216,7 +216,7 @@ def test_a_client_of_one_sample_lacks_what_needs_several_and_the_others_have_it(
 def test_more_rounds_of_finetuning_and_each_seed(cli, make, tiny_folder, tmp_path):
     make(methods="fedbn", seeds=2, first_seed=3, **LEFT).run(tmp_path / "run")
     spec, experiment = load_experiment(tmp_path / "run")
-    new = load_site(str(tiny_folder), spec, experiment.data, "cid").client("cid")
+    new = load_site(str(tiny_folder), spec, experiment.data.schema, "cid").client("cid")
     assert experiment.seeds == (3, 4)
     trial = restore_trial(experiment, tmp_path / "run", "fedbn", 4)
     one, two = (next(make_models(trial, {"cid": new.train}, ["finetune"], rounds=rounds)) for rounds in (1, 2))

@@ -14,9 +14,11 @@ from fedshift.config.spec import RunSpec
 from fedshift.data.assembly import federation
 from fedshift.data.federation import ClientData, Federation
 from fedshift.data.files.folder import read_folder
-from fedshift.data.samples import HALF, IMAGENET, UNIT, Samples
+from fedshift.data.joining import join_schema
+from fedshift.data.preparation import HALF, IMAGENET, UNIT
+from fedshift.data.samples import Samples
 from fedshift.data.sources import load_federation
-from fedshift.new_clients.site_data import load_site, load_unlabeled, prepare_clients
+from fedshift.new_clients.site_data import load_site, load_unlabeled
 from fedshift.tasks import Multilabel, Regression, Segmentation
 from fedshift.utils.errors import UsageError
 
@@ -45,15 +47,15 @@ def pictures(folder, sizes, shade=0, mode="RGB", **options):
 def test_a_site_is_brought_to_the_runs_size_channels_scale_and_classes(tiny, tmp_path):
     run = replace(tiny, class_names=("cat", "dog", "owl"), classes=3).normalize(IMAGENET)
     pictures(tmp_path / "new" / "north", {"dog": 5, "owl": 5}, mode="L", size=(16, 16))
-    new = load_site(str(tmp_path / "new"), RunSpec(data="elsewhere", samples=3, domains="ann"), run)
+    new = load_site(str(tmp_path / "new"), RunSpec(data="elsewhere", samples=3, domains="ann"), run.schema)
     north = new.client("north")
     assert (new.sample_shape, new.classes, new.class_names) == ((3, 8, 8), 3, ("cat", "dog", "owl"))
     assert sorted(set(north.train.y.tolist())) == [1, 2]
     assert north.train.normalization == IMAGENET
     assert torch.equal(north.train.x[:, 0], north.train.x[:, 2])
-    own = load_site(str(tmp_path / "new"), RunSpec(normalize="unit"), run.normalize(UNIT)).client("north")
+    own = load_site(str(tmp_path / "new"), RunSpec(normalize="unit"), run.normalize(UNIT).schema).client("north")
     assert own.train.normalization == UNIT
-    alone = load_site(str(tmp_path / "new"), RunSpec(normalize="client"), run).client("north").train
+    alone = load_site(str(tmp_path / "new"), RunSpec(), run.normalize_clients().schema).client("north").train
     assert alone.inputs(slice(None)).mean((0, 2, 3)).abs().max() < 1e-5
 
 
@@ -70,7 +72,7 @@ def test_a_site_is_brought_to_the_runs_size_channels_scale_and_classes(tiny, tmp
 def test_classes_that_the_run_has_not_are_refused_naming_both(tiny, tmp_path, changed, said):
     pictures(tmp_path / "new" / "north", {"dog": 5, "yak": 5})
     with pytest.raises(UsageError, match=re.escape(said)):
-        load_site(str(tmp_path / "new"), RunSpec(), replace(tiny, **changed))
+        load_site(str(tmp_path / "new"), RunSpec(), replace(tiny, **changed).schema)
 
 
 def test_samples_of_another_shape_are_refused_naming_both(tiny, tmp_path):
@@ -82,9 +84,9 @@ def test_samples_of_another_shape_are_refused_naming_both(tiny, tmp_path):
     np.savez(tmp_path / "new" / "north.npz", x_train=x, y_train=rows[1], x_test=x, y_test=rows[1])
     said = r"new, client 'north', train data: samples of shape \(5,\), but the run was trained on a table with samples"
     with pytest.raises(UsageError, match=said):
-        load_site(str(tmp_path / "new"), RunSpec(), run)
+        load_site(str(tmp_path / "new"), RunSpec(), run.schema)
     with pytest.raises(UsageError, match=r"shape \(5,\), .* on tiny with samples of shape \(3, 8, 8\)"):
-        load_site(str(tmp_path / "new"), RunSpec(), tiny)
+        load_site(str(tmp_path / "new"), RunSpec(), tiny.schema)
 
 
 # Tables
@@ -117,9 +119,9 @@ def arriving(tmp_path, frame, name="rome.csv"):
 def test_a_tables_columns_are_found_by_name_and_get_the_runs_places(hospitals, tmp_path):
     assert [column.name for column in hospitals.columns] == ["age", "chol", "pain", "grade"]
     frame = patients(7)
-    straight = load_site(arriving(tmp_path, frame), TABLES, hospitals)
+    straight = load_site(arriving(tmp_path, frame), TABLES, hospitals.schema)
     mixed = load_site(
-        arriving(tmp_path, frame[["grade", "ill", "pain", "chol", "age"]], "b/rome.csv"), TABLES, hospitals
+        arriving(tmp_path, frame[["grade", "ill", "pain", "chol", "age"]], "b/rome.csv"), TABLES, hospitals.schema
     )
     assert mixed.columns == straight.columns == hospitals.columns
     assert torch.equal(mixed.client("rome").train.x, straight.client("rome").train.x)
@@ -130,7 +132,7 @@ def test_a_tables_columns_are_found_by_name_and_get_the_runs_places(hospitals, t
 
 def test_categories_that_a_site_has_not_keep_their_places(hospitals, tmp_path):
     frame = patients(7).assign(grade=np.resize(["2", "1"], 60), pain=None)  # grade alone would be read as numbers
-    rome = load_site(arriving(tmp_path, frame), TABLES, hospitals).client("rome").train
+    rome = load_site(arriving(tmp_path, frame), TABLES, hospitals.schema).client("rome").train
     assert rome.shape == hospitals.sample_shape
     assert not rome.x[:, 2:5].any()
     assert (rome.x[:, 5] + rome.x[:, 6] == 1).all()
@@ -138,20 +140,20 @@ def test_categories_that_a_site_has_not_keep_their_places(hospitals, tmp_path):
 
 
 def test_one_table_is_one_client_as_a_file_and_alone_in_a_directory(hospitals, tmp_path):
-    one = load_site(arriving(tmp_path, patients(7)), TABLES, hospitals)
-    alone = load_site(str(Path(arriving(tmp_path, patients(7), "new/rome.csv")).parent), TABLES, hospitals)
+    one = load_site(arriving(tmp_path, patients(7)), TABLES, hospitals.schema)
+    alone = load_site(str(Path(arriving(tmp_path, patients(7), "new/rome.csv")).parent), TABLES, hospitals.schema)
     assert one.names == alone.names == ("rome",)
     assert one.fingerprint == alone.fingerprint
     by_column = replace(TABLES, client_column="hospital")  # of a run on one table of all hospitals
-    assert load_site(str(tmp_path / "rome.csv"), by_column, hospitals).fingerprint == one.fingerprint
+    assert load_site(str(tmp_path / "rome.csv"), by_column, hospitals.schema).fingerprint == one.fingerprint
     named = arriving(tmp_path, patients(7).assign(hospital=np.repeat(["a", "b"], 30)), "two.csv")
-    assert load_site(named, by_column, hospitals).names == ("a", "b")
+    assert load_site(named, by_column, hospitals.schema).names == ("a", "b")
     with pytest.raises(UsageError, match="is a single table: say which column holds the client"):
         load_federation(str(tmp_path / "rome.csv"), TABLES)
 
 
 def test_one_file_of_arrays_is_one_client(tiny, tiny_folder):
-    new = load_site(str(tiny_folder / "cid.npz"), RunSpec(), tiny)
+    new = load_site(str(tiny_folder / "cid.npz"), RunSpec(), tiny.schema)
     assert new.names == ("cid",)
     assert torch.equal(new.client("cid").train.x, tiny.client("cid").train.x)
     with pytest.raises(UsageError, match=r"cid\.npz holds no data"):
@@ -187,7 +189,7 @@ def test_tables_that_do_not_fit_the_runs_are_refused_by_column(hospitals, tmp_pa
     frame = patients(7).drop(columns=[name for name, value in changed.items() if value is None])
     path = arriving(tmp_path, frame.assign(**{name: value for name, value in changed.items() if value is not None}))
     with pytest.raises(UsageError, match=re.escape(said)):
-        load_site(path, TABLES, hospitals)
+        load_site(path, TABLES, hospitals.schema)
 
 
 def test_numbers_where_the_run_has_text_are_refused(hospitals, tmp_path):
@@ -195,7 +197,7 @@ def test_numbers_where_the_run_has_text_are_refused(hospitals, tmp_path):
     with pytest.raises(
         UsageError, match=r"column 'grade' holds numbers, but text in 'hospitals', .*give one of 1, 2, unk"
     ):
-        load_site(str(tmp_path / "rome.parquet"), TABLES, hospitals)
+        load_site(str(tmp_path / "rome.parquet"), TABLES, hospitals.schema)
 
 
 def test_labels_of_tables_count_by_value_where_no_class_has_a_name(tmp_path):
@@ -203,7 +205,7 @@ def test_labels_of_tables_count_by_value_where_no_class_has_a_name(tmp_path):
     for name in "ab":
         patients().assign(ill=np.resize([0, 1, 2], 60)).to_csv(tmp_path / "runs" / f"{name}.csv", index=False)
     run = load_federation(str(tmp_path / "runs"), TABLES)
-    new = load_site(arriving(tmp_path, patients(7).assign(ill=np.resize([2, 1], 60))), TABLES, run)
+    new = load_site(arriving(tmp_path, patients(7).assign(ill=np.resize([2, 1], 60))), TABLES, run.schema)
     assert (run.class_names, new.class_names, new.classes) == ((), (), 3)
     assert set(new.client("rome").train.y.tolist()) == {1, 2}
 
@@ -212,12 +214,15 @@ def test_tables_read_by_themselves_are_refused_where_their_columns_differ(hospit
     for name in "ab":
         arriving(tmp_path, patients(7)[["chol", "age", "pain", "grade", "ill"]], f"new/{name}.csv")
     choices = {"target": "ill", "scaling": TABLES.scaling}
-    with pytest.raises(UsageError, match=r"in their order: first 'chol' where the run has 'age'\. Read it by those of"):
-        prepare_clients(read_folder(tmp_path / "new", **choices), hospitals)
-    assert prepare_clients(read_folder(tmp_path / "new", like=hospitals, **choices), hospitals).names == ("a", "b")
+    with pytest.raises(UsageError, match=r"in their order: first 'chol' where 'age' belongs\. Read it by those"):
+        join_schema(read_folder(tmp_path / "new", **choices), hospitals.schema)
+    assert join_schema(read_folder(tmp_path / "new", schema=hospitals.schema, **choices), hospitals.schema).names == (
+        "a",
+        "b",
+    )
     shorter = replace(hospitals, columns=hospitals.columns[:2])
-    with pytest.raises(UsageError, match=r"first nothing where the run has 'pain' \(atypical, none, typical\)"):
-        prepare_clients(shorter, hospitals)
+    with pytest.raises(UsageError, match=r"first nothing where 'pain' \(atypical, none, typical\) belongs"):
+        join_schema(shorter, hospitals.schema)
 
 
 # Images of another range or size
@@ -237,17 +242,17 @@ def test_images_of_another_range_are_refused(ours, scale, theirs):
     run = images(ours, 0, 255 if ours == "uint8" else 1).normalize(scale)
     with pytest.raises(
         UsageError,
-        match=r"the run's client .a., train data: .*, but some, client .a., train data: .*pixels of 8 bits are scaled",
+        match=r"the run's data: .*, but some, client .a., train data: .*pixels of 8 bits are scaled",
     ):
-        prepare_clients(images("float32" if ours == "uint8" else "uint8", *theirs), run)
+        join_schema(images("float32" if ours == "uint8" else "uint8", *theirs), run.schema)
     if scale == HALF and ours == "uint8":
-        assert prepare_clients(images("float32", -1, 1), run).clients[0].train.x.min() < 0
+        assert join_schema(images("float32", -1, 1), run.schema).clients[0].train.x.min() < 0
 
 
 def test_images_of_several_sizes_are_brought_to_the_runs_and_that_is_said(tiny, tmp_path):
     pictures(tmp_path / "new" / "north", {"0": 4, "1": 4}, size=(9, 12))
     pictures(tmp_path / "new" / "south", {"0": 4, "1": 4}, size=(20, 11))
-    new = load_site(str(tmp_path / "new"), RunSpec(), tiny)
+    new = load_site(str(tmp_path / "new"), RunSpec(), tiny.schema)
     assert new.sample_shape == (3, 8, 8)
     assert new.notices[-1] == "images of several sizes are resized to the run's 8 x 8 pixels"
 
@@ -260,10 +265,10 @@ def test_a_flat_folder_is_read_as_class_folders_are(tiny, tmp_path, mode, size):
     pictures(tmp_path / "tree" / "north" / "train", {"0": 7}, mode=mode, size=size)
     pictures(tmp_path / "tree" / "north" / "test", {"0": 1}, mode=mode, size=size)
     pictures(tmp_path / "flat", {"": 7}, mode=mode, size=size)
-    with_labels = load_site(str(tmp_path / "tree"), RunSpec(), tiny).client("north").train
-    without = load_unlabeled(tmp_path / "flat", RunSpec(), tiny)
+    with_labels = load_site(str(tmp_path / "tree"), RunSpec(), tiny.schema).client("north").train
+    without = load_unlabeled(tmp_path / "flat", RunSpec(), tiny.schema)
     assert torch.equal(without.inputs(slice(None)), with_labels.inputs(slice(None)))
-    again = load_unlabeled(tmp_path / "flat", RunSpec(), tiny)  # from the cache
+    again = load_unlabeled(tmp_path / "flat", RunSpec(), tiny.schema)  # from the cache
     assert torch.equal(again.x, without.x)
 
 
@@ -271,16 +276,16 @@ def test_broken_images_of_a_flat_folder_are_refused_or_skipped(tiny, tmp_path):
     pictures(tmp_path / "flat", {"": 4})
     (tmp_path / "flat" / "2.png").write_bytes(b"no image")
     with pytest.raises(UsageError, match=r"1 of 4 images in .*flat cannot be read: 2\.png: is no image"):
-        load_unlabeled(tmp_path / "flat", RunSpec(), tiny)
+        load_unlabeled(tmp_path / "flat", RunSpec(), tiny.schema)
     said = []
-    assert len(load_unlabeled(tmp_path / "flat", RunSpec(on_data_error="warn"), tiny, notices=said)) == 3
+    assert len(load_unlabeled(tmp_path / "flat", RunSpec(on_data_error="warn"), tiny.schema, notices=said)) == 3
     assert said[0].endswith("; left out")
     assert "1 of 4 images" in said[0]
 
 
 def test_images_in_folders_of_the_folder_count_and_hidden_ones_do_not(tiny, tmp_path):
     pictures(tmp_path / "flat", {"": 2, "a/b": 3, "c": 1, ".trash": 4})
-    assert len(load_unlabeled(tmp_path / "flat", RunSpec(), tiny)) == 6
+    assert len(load_unlabeled(tmp_path / "flat", RunSpec(), tiny.schema)) == 6
 
 
 @pytest.mark.parametrize(
@@ -299,7 +304,7 @@ def test_unlabeled_data_that_cannot_be_used_are_refused(tiny, tmp_path, name, sa
     np.savez(tmp_path / "wide.npz", x=np.zeros((3, 5)))
     (tmp_path / "broken.npz").write_bytes(b"PK but no more")
     with pytest.raises(UsageError, match=re.escape(said)):
-        load_unlabeled(tmp_path / name, RunSpec(), tiny)
+        load_unlabeled(tmp_path / name, RunSpec(), tiny.schema)
 
 
 @pytest.mark.parametrize("task", [Segmentation(), Multilabel(), Regression(scales=((1.0, 2.0),) * 3)], ids=str)
@@ -310,6 +315,6 @@ def test_samples_without_targets_join_a_run_of_any_task(tmp_path, task):
     client = ClientData(name="a", train=samples, test=samples)
     np.savez(tmp_path / "new.npz", x=x)
     run = Federation(name="run", clients=(client,), classes=3, task=task)
-    found = load_unlabeled(tmp_path / "new.npz", RunSpec(), run)
+    found = load_unlabeled(tmp_path / "new.npz", RunSpec(), run.schema)
     assert torch.equal(found.x, torch.from_numpy(x).permute(0, 3, 1, 2))
     assert not found.y.any()

@@ -36,6 +36,7 @@ from ..config.settings_file import FILE
 from ..config.spec import CompareSpec, DataSpec, read_help
 from ..console.terminal import show_progress
 from ..data.federation import Federation
+from ..data.joining import join_schema
 from ..diagnosis.quality import check_data
 from ..engines.cost_model import limit_threads
 from ..evaluation.policy import parse_policies
@@ -55,7 +56,7 @@ from ..experiments.restoration import find_method, read_python_settings, restore
 from ..export.source import export_run
 from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
-from ..new_clients.site_data import find_overlap, load_site, prepare_clients
+from ..new_clients.site_data import find_overlap, load_site
 from ..report.claims import collect_claims, difference_table
 from ..report.figures import make_figures
 from ..report.formatting import TextTable, to_latex
@@ -275,11 +276,11 @@ class Comparison:
         if rounds < 1:
             raise UsageError(f"rounds={rounds}: must be at least 1")
         if isinstance(data, Federation):
-            new = prepare_clients(data, experiment.data)
+            new = join_schema(data, experiment.data.schema)
         else:
             reading = {each.name: experiment.config.get(each.name, each.default) for each in fields(DataSpec)}
             with note_user_code():
-                new = load_site(simplify("data", data), DataSpec(**reading), experiment.data)
+                new = load_site(simplify("data", data), DataSpec(**reading), experiment.data.schema)
         new = new.to(torch.device(experiment.settings.device))
         training = {client.name: client.train for client in new.clients}
         made = adapt_all(experiment, self.directory, training, wanted, data=new, rounds=rounds)

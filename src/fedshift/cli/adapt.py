@@ -140,8 +140,10 @@ def adapt(
         spec, experiment = load_experiment(run, progress, device, run_data, code or ())
         experiment = select_trials(experiment, methods, seeds)
         spec = replace(spec, on_data_error=on_data_error or spec.on_data_error)
-        new = load_site(data, spec, experiment.data, clients, progress).to(place) if data else None
-        inputs = unlabeled_in(unlabeled, spec, experiment.data, progress, notices).to(place) if unlabeled else None
+        new = load_site(data, spec, experiment.data.schema, clients, progress).to(place) if data else None
+        inputs = (
+            unlabeled_in(unlabeled, spec, experiment.data.schema, progress, notices).to(place) if unlabeled else None
+        )
     if new:
         training = {client.name: client.train for client in new.clients}
         notices += [*new.notices, *new.faults, *find_overlap(new, experiment)]

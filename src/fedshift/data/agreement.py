@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import FedshiftError, UsageError
-from .samples import CHUNK, HALF, Samples
+from .preparation import HALF, FeatureScaling
+from .samples import CHUNK, Samples
 
 PIXELS, BITS, WHOLE, TABLE = "8-bit pixels", "8-bit pixels of 0 and 1", "whole numbers", "columns of a table"
 FRACTIONS, SIGNED, LEVELS, FLOATS = (
@@ -29,7 +30,7 @@ IMAGE_LIKE = 16
 
 def name_values(split: Samples) -> str:
     """Return which of the :data:`KINDS` the array of ``split`` holds; of lazy samples, only some are read."""
-    if split.normalization.features is not None:
+    if isinstance(split.normalization, FeatureScaling):
         return TABLE
     if split.dtype == torch.uint8:
         return BITS if isinstance(split.store, Tensor) and _holds_bits(split.store) else PIXELS

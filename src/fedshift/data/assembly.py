@@ -29,6 +29,7 @@ from .partition import split_stratified
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
 from .scan import LEFT_OUT, SPLITS, UNSAID, Loaded, Part, Reader, Scan, Sides
+from .schema import Schema
 
 LISTED = 5
 
@@ -83,7 +84,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
 
 def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:
     """Raise :class:`UsageError` for a ``test_fraction`` of data that all say what is for testing."""
-    joins = reading.like is not None and reading.like.clients
+    joins = isinstance(reading.schema, Schema)
     if "test_fraction" in reading.changed and not joins and not any((p.side == UNSAID).any() for p in scan.parts):
         raise UsageError(
             f"{{}} draws test samples where the data name none, and {scan.name} "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,24 +22,21 @@ from ..tasks.classification import CLASSIFICATION, MOST_CLASSES
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream
-from .agreement import check_scales
+from .agreement import check_scales, name_scales
+from .columns import Column
+from .preparation import FeatureScaling, Normalization, Preparation
+from .resizing import resize, resize_masks
 from .samples import (
     SHOWN,
-    Normalization,
     Samples,
     describe_shape,
     digest_samples,
     is_whole,
     join_samples,
     map_store,
-    resize,
-    resize_masks,
 )
+from .schema import Schema
 from .stores import LazyStore
-
-if TYPE_CHECKING:
-    from .files.table_schema import Column
-
 
 LAZY = (
     "samples that are not in memory are read when a batch needs them, and not compared with each other before a run: "
@@ -92,18 +89,7 @@ class ClientData:
 
     def normalize(self) -> ClientData:
         """Return the client with images normalized by its training images' mean and standard deviation per channel."""
-        total, squares, count = torch.zeros(1), torch.zeros(1), 0
-        for piece in self.train.pieces():
-            x = self.train.copy_rows(piece).double() / 255
-            places = (0, *range(2, x.ndim))
-            total, squares = total + x.sum(places), squares + x.square().sum(places)
-            count += x[:, 0].numel()
-        mean = total / count
-        std = (squares / count - mean.square()).clamp(min=0).sqrt()
-        std = torch.where(std > 0, std, 1.0)
-        own = Normalization(
-            mean=tuple(mean.tolist()), std=tuple(std.tolist()), fitted=True, source="the client's own training images"
-        )
+        own = Normalization.fit(map(self.train.copy_rows, self.train.pieces()))
         return self.with_splits({k: split.with_samples(split.store, own) for k, split in self.splits.items()})
 
     def __repr__(self) -> str:
@@ -186,6 +172,34 @@ class Federation:
     def meanings(self) -> tuple[str, ...]:
         """Meaning of the labels 0, 1, ...; for a table without class names, the numbers themselves."""
         return self.class_names or (tuple(map(str, range(self.classes))) if self.columns else ())
+
+    @cached_property
+    def schema(self) -> Schema:
+        """What samples and targets mean, for data that join these.
+
+        The scaling is that of all clients or, where theirs differ, the first client's, as fitted to its own samples.
+        """
+        made, scalings = self.describe_client(self.clients[0]), {client.train.normalization for client in self.clients}
+        scaling = made.preparation.scaling
+        if len(scalings) == 1 or isinstance(scaling, FeatureScaling):
+            return made
+        return replace(made, preparation=replace(made.preparation, scaling=replace(scaling, fitted=True)))
+
+    def describe_client(self, client: ClientData) -> Schema:
+        """Return what samples and targets mean, with the scaling of ``client``."""
+        splits = {where: split for where, split in self.named_splits().items() if len(split)}
+        scaling = client.train.normalization
+        preparation = Preparation(
+            shape=client.train.shape,
+            dtype=str(client.train.dtype).removeprefix("torch."),
+            scaling=scaling,
+            columns=self.columns if isinstance(scaling, FeatureScaling) else (),
+            values=tuple(sorted(set(name_scales(splits).values()))),
+        )
+        return Schema(
+            name=self.name, task=self.task, classes=self.classes, class_names=self.class_names, columns=self.columns,
+            preparation=preparation,
+        )  # fmt: skip
 
     def client(self, name: str) -> ClientData:
         """Return the client with this name; raise :class:`UsageError`, which lists the names, if there is none."""
@@ -319,6 +333,10 @@ class Federation:
             )
         return self.map_splits(lambda split: split.with_samples(split.store, normalization))
 
+    def normalize_clients(self) -> Federation:
+        """Return the federation with each client's images scaled by its training images."""
+        return replace(self, clients=tuple(client.normalize() for client in self.clients))
+
     def pool(self) -> Federation:
         """Merge all clients into one named ``pooled`` (centralized training); shared splits count once."""
         parts: dict[str, list[Samples]] = {}
@@ -338,8 +356,7 @@ class Federation:
                 samples = id(split.store), id(split.rows), id(split.y)
                 if samples not in known:
                     known[samples] = digest_samples(split)
-                scale = split.normalization
-                whole.update(f"{client.name}/{name}{scale.mean}{scale.std}".encode() + known[samples])
+                whole.update(f"{client.name}/{name}{split.normalization.stamp}".encode() + known[samples])
         return whole.hexdigest()
 
     def check(self, *, allow_single_class: bool = False) -> Federation:

@@ -3,22 +3,18 @@
 Samples are rows of a store: a tensor in memory, or a store of :mod:`fedshift.data.stores` whose rows are read when a
 batch needs them. Only these two modules access the store directly; targets are in memory.
 
-Images are stored unscaled, uint8 ``[N, C, H, W]`` (volumes ``[N, C, D, H, W]``) from 0 to 255, and scaled to [-1, 1]
-when a batch is taken (as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1). Floating-point arrays
-are used unchanged; other integers, such as tokens, are passed to the network as integers.
+Samples are stored unscaled, and become a network's inputs when a batch is taken (:mod:`fedshift.data.preparation`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -26,50 +22,8 @@ from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, Ref, UsageError
+from .preparation import HALF, Augment, Scaling, scale_stored
 from .stores import FileStore, JoinedStore, Keys, LazyStore, channels_first, is_mapped, read_rows, to_tensor
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FeatureScaling:
-    """Preparation of a table's rows from one client's training rows; each field is float64 ``[D]``.
-
-    A missing value becomes ``fill``, then each feature becomes ``(x - mean) / std``; an infinite ``std`` makes it 0.
-    """
-
-    fill: NDArray[np.float64]
-    mean: NDArray[np.float64]
-    std: NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Normalization:
-    """Mean and standard deviation per channel (one number: for all) for pixels in [0, 1], and their ``source``.
-
-    ``features``: how a table's features were prepared; these are not scaled again when a batch is taken. ``fitted``:
-    whether the numbers come from the client's own training samples, as a table's do.
-    """
-
-    mean: tuple[float, ...] = (0.5,)
-    std: tuple[float, ...] = (0.5,)
-    source: str = field(default="FedBN, arXiv:2102.07623, section 5.1: pixels scaled to [-1, 1]", compare=False)
-    features: FeatureScaling | None = None
-    fitted: bool = field(default=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fitted", self.fitted or self.features is not None)
-
-    def __str__(self) -> str:
-        mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self.mean, self.std))
-        return f"pixels in [0, 1] minus {mean} over {std} ({self.source})"
-
-
-HALF = Normalization()
-UNIT = Normalization(mean=(0.0,), std=(1.0,), source="pixels scaled to [0, 1]")
-IMAGENET = Normalization(
-    mean=(0.485, 0.456, 0.406),
-    std=(0.229, 0.224, 0.225),
-    source="torchvision's for ImageNet; FLamby's for Fed-ISIC2019",
-)
 
 CHUNK = 1000
 """Number of samples to check, resize or hash at a time."""
@@ -78,9 +32,6 @@ PIECE = 2**26
 SHOWN = 20
 """Maximum number of clients, and of classes, to print one by one."""
 
-Augment = Callable[[Tensor], Tensor]
-"""Function that augments a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
-
 
 class Samples:
     """Samples ``x`` (uint8 images ``[N, C, ...]``, floats or int64 ``[N, ...]``) with targets ``y [N, ...]``.
@@ -88,11 +39,11 @@ class Samples:
     ``x`` is a tensor, or a store that reads samples on demand (``lazy``). Targets have the form of the federation's
     task: a class (int64 ``[N]``), a mask (uint8 ``[N, H, W]``), or numbers.
     ``rows`` (int64 ``[N]``): indices of these samples in ``x`` if splits share one array; None: all, in order.
-    ``normalization``: scaling of uint8 images when a batch is taken.
+    ``normalization``: scaling of uint8 images when a batch is taken, or how a table's rows were scaled.
     """
 
     def __init__(
-        self, *, x: Tensor | LazyStore, y: Tensor, rows: Tensor | None = None, normalization: Normalization = HALF
+        self, *, x: Tensor | LazyStore, y: Tensor, rows: Tensor | None = None, normalization: Scaling = HALF
     ) -> None:
         self.store, self.y, self.rows, self.normalization = x, y, rows, normalization
 
@@ -234,20 +185,7 @@ class Samples:
 
         With ``augment``, ``x`` must be a single batch.
         """
-        if is_whole(self.store):
-            return x
-        x = x.to(dtype)
-        if self.dtype != torch.uint8:  # a copy, so that an in-place layer of the network cannot change the data
-            return x if augment is None else augment(x.add_(1).div_(2)).mul(2).sub(1)
-        if augment is None and self.normalization == HALF:
-            return x.div_(127.5).sub_(1.0)
-        x = x.div_(255.0)
-        x = x if augment is None else augment(x)
-        mean, std = (
-            torch.tensor(values, dtype=dtype, device=x.device).reshape(-1, *(1 for _ in self.shape[1:]))
-            for values in (self.normalization.mean, self.normalization.std)
-        )
-        return (x - mean) / std
+        return scale_stored(x, self.normalization, len(self.shape) - 1, dtype, augment)
 
     def targets(self, index: Tensor | slice = slice(None)) -> Tensor:
         """Return the targets at ``index`` as losses expect them: masks as int64, with -100 for ignored pixels."""
@@ -261,7 +199,7 @@ class Samples:
         """Return the same samples with each label k replaced by ``labels[k]``."""
         return self.with_targets(labels.to(self.y.device)[self.y])
 
-    def with_samples(self, x: Tensor | LazyStore, normalization: Normalization | None = None) -> Samples:
+    def with_samples(self, x: Tensor | LazyStore, normalization: Scaling | None = None) -> Samples:
         """Return the same selection of samples from another array of the same length."""
         return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization or self.normalization)
 
@@ -383,7 +321,7 @@ def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | No
     Copies therefore stay rows of one store, by which they are known. None: there are none, and the order is that of
     ``parts``.
     """
-    groups: dict[tuple[int, Normalization], list[int]] = {}
+    groups: dict[tuple[int, Scaling], list[int]] = {}
     for number, part in enumerate(parts):
         groups.setdefault((id(part.store), part.normalization), []).append(number)
     once, places, start = [], [torch.empty(0)] * len(parts), 0
@@ -400,31 +338,10 @@ def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | No
     return (parts, None) if start == sum(map(len, parts)) else (once, torch.cat(places))
 
 
-def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Resize images ``[N, C, H, W]`` to ``size``, a few at a time because floats take four times the memory."""
-    if tuple(x.shape[2:]) == size:
-        return x
-    small = x.new_empty(*x.shape[:2], *size)
-    for start in range(0, len(x), CHUNK):
-        part = F.interpolate(
-            x[start : start + CHUNK].float(), size=size, mode="bilinear", antialias=True, align_corners=False
-        )
-        small[start : start + CHUNK] = part.round_().clamp_(0, 255) if x.dtype == torch.uint8 else part
-    return small
-
-
-def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Resize masks ``[N, H, W]`` to ``size``, using the nearest pixel."""
-    if tuple(y.shape[1:]) == size:
-        return y
-    parts = (F.interpolate(part[:, None].float(), size=size, mode="nearest-exact") for part in torch.split(y, CHUNK))
-    return torch.cat([part[:, 0].to(y.dtype) for part in parts])
-
-
 def digest_samples(split: Samples) -> bytes:
     """Return a 16-byte digest of the samples and their labels; for lazy samples, of all labels and some samples."""
     found = blake2b(digest_size=16)
-    found.update(f"{len(split)}{split.shape}{split.dtype}{split.normalization.mean}{split.normalization.std}".encode())
+    found.update(f"{len(split)}{split.shape}{split.dtype}{split.normalization.stamp}".encode())
     if split.lazy:
         found.update(b"" if split.rows is None else split.rows.cpu().numpy().data)
     some = split.probe() if split.repeats else iter(())

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..tasks.task import Task
 from ..utils.errors import unknown_name
+from .columns import Column
 from .files.read_options import ReadOptions
-from .files.table_schema import Column
-from .samples import HALF, Normalization
+from .preparation import HALF, Scaling
 from .stores import LazyStore
 
 SPLITS = ("train", "validation", "test")
@@ -107,13 +107,13 @@ class Loaded:
     """
 
     stores: Sequence[Tensor | LazyStore]
-    normalizations: Sequence[Normalization] = ()
+    normalizations: Sequence[Scaling] = ()
     broken: Mapping[str, str] = field(default_factory=dict)
     columns: tuple[Column, ...] = ()
     notices: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
-    def find_normalization(self, number: int) -> Normalization:
+    def find_normalization(self, number: int) -> Scaling:
         """Return the scaling of the part with this number."""
         return self.normalizations[number] if self.normalizations else HALF
 

@@ -23,9 +23,10 @@ from .files.folder import read_directory
 from .files.images import SizesDiffer
 from .files.read_options import Progress, ReadOptions
 from .partition import CHANGES, Change, match_names
+from .preparation import HALF, IMAGENET, UNIT
 from .readers import find_reader
 from .readers._objects import holds_hub_datasets, holds_tables
-from .samples import HALF, IMAGENET, UNIT
+from .schema import Layout, Schema
 
 SPLITS: Mapping[str, Callable[..., Change]] = {made.__name__: made for made in (*CHANGES, saved)}
 """Functions available for ``--split``."""
@@ -46,7 +47,7 @@ def load_source(
     spec: DataSpec,
     progress: Progress | None = None,
     differing: int | None = None,
-    like: Federation | None = None,
+    schema: Layout | None = None,
     task: Task | None = None,
 ) -> Federation:
     """Load the clients of ``data`` without splits or scaling.
@@ -57,26 +58,26 @@ def load_source(
         spec: Settings of the data.
         progress: Callback for progress.
         differing: Side in pixels to which images of different sizes are resized; None: refuse such images.
-        like: Federation that user files join, see :class:`~fedshift.data.files.read_options.ReadOptions`.
+        schema: Layout of the data that user files join, see :class:`~fedshift.data.files.read_options.ReadOptions`.
         task: The prediction task; None: the one in ``spec``, or else that of the data.
 
     """
     task = as_task(spec.task) if task is None and spec.task else task
     if not isinstance(data, str):
-        made = _read_object(data, spec, progress, like, task)
+        made = _read_object(data, spec, progress, schema, task)
     elif data in EMBEDDED:
         _refuse(spec, READ, data)
         made = _apply_task(resolve("data", EMBEDDED[data])(), task, data)
     elif Path(data).exists():
         try:
-            made = _read_directory(Path(data), spec, progress, differing, like, task)
+            made = _read_directory(Path(data), spec, progress, differing, schema, task)
         except UsageError as error:
             if data not in list_catalog("data.datasets"):
                 raise
             raise UsageError(f"{{}}. (./{data} was read, not the benchmark of that name: rename one)", error) from error
     else:
         made = _read_benchmark(data, spec, progress, task)
-    if spec.root is not None and not like and _leaves_root_unread(data, Path(spec.root)):
+    if spec.root is not None and not schema and _leaves_root_unread(data, Path(spec.root)):
         raise UsageError(
             f"{{}} is for benchmarks, which {data if isinstance(data, str) else 'the data'} is not: leave it out",
             Ref(root=spec.root),
@@ -95,7 +96,7 @@ def _leaves_root_unread(data: object, root: Path) -> bool:
 
 
 def _read_object(
-    data: object, spec: DataSpec, progress: Progress | None, like: Federation | None, task: Task | None
+    data: object, spec: DataSpec, progress: Progress | None, schema: Layout | None, task: Task | None
 ) -> Federation:
     if isinstance(data, Federation):
         _refuse(spec, READ, "a Federation")
@@ -103,7 +104,7 @@ def _read_object(
     if not holds_tables(data):
         used = {"test_fraction", *(("target", "client_column") if holds_hub_datasets(data) else ())}
         _refuse(spec, set(READ) - used, f"data of type {type(data).__name__}")
-    reader, reading = find_reader(data), _read_options(spec, progress, like, task)
+    reader, reading = find_reader(data), _read_options(spec, progress, schema, task)
     return assemble(reader, reader.scan(data, reading), reading)
 
 
@@ -130,20 +131,20 @@ def _exact_names(domains: str | None) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in domains.split(","))
 
 
-def _read_options(spec: DataSpec, progress: Progress | None, like: Federation | None, task: Task | None) -> ReadOptions:
-    task = like.task.forget() if like is not None and like.clients else task
+def _read_options(spec: DataSpec, progress: Progress | None, schema: Layout | None, task: Task | None) -> ReadOptions:
+    task = schema.task.forget() if isinstance(schema, Schema) else task
     own = {name: getattr(spec, name) for name in READ}
     return ReadOptions(
         domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
-        like=like, on_unreadable=spec.on_unreadable, task=task, **own,
+        schema=schema, on_unreadable=spec.on_unreadable, task=task, **own,
     )  # fmt: skip
 
 
 def _read_directory(
-    path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, like: Federation | None,
+    path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, schema: Layout | None,
     task: Task | None,
 ) -> Federation:  # fmt: skip
-    reading = _read_options(spec, progress, like, task)
+    reading = _read_options(spec, progress, schema, task)
     try:
         return read_directory(path, reading)
     except SizesDiffer:
@@ -204,7 +205,7 @@ def normalize(data: Federation, choice: str | None) -> Federation:
                 "leave it out"
             )
     if choice == "client":
-        return replace(data, clients=tuple(client.normalize() for client in data.clients))
+        return data.normalize_clients()
     return data.normalize(SCALES[choice])
 
 

@@ -13,6 +13,7 @@ from ..core.optimizer import Optimizer
 from ..core.plan import Plan
 from ..core.work import Work
 from ..data.federation import Federation
+from ..data.preparation import Normalization
 from ..models import ModelFactory, describe_factory
 from .settings import Settings
 
@@ -54,11 +55,12 @@ def count_parameters(plan: Plan) -> int:
 
 def describe_scaling(data: Federation) -> str:
     """Return a description of how the values of samples become a network's inputs."""
-    pixels = [client for client in data.clients if client.train.dtype == torch.uint8]
-    found = list(dict.fromkeys(str(client.train.normalization) for client in pixels))
+    scalings = [client.train.normalization for client in data.clients if client.train.dtype == torch.uint8]
+    pixels = [scaling for scaling in scalings if isinstance(scaling, Normalization)]
+    found = list(dict.fromkeys(map(str, pixels)))
     if not found:
         return "as given" if not data.columns else "by columns, see the settings missing and scaling"
-    return found[0] if len(found) == 1 else f"of each client: {pixels[0].train.normalization.source}"
+    return found[0] if len(found) == 1 else f"of each client: {pixels[0].source}"
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:

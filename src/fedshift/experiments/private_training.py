@@ -15,6 +15,7 @@ from ..analysis.privacy import find_mechanism
 from ..core.plan import Plan
 from ..data.augmentation import mixes_images
 from ..data.federation import Federation
+from ..data.preparation import FeatureScaling, Normalization
 from ..utils.errors import Ref, UsageError
 from .settings import Settings
 
@@ -29,7 +30,7 @@ def refuse_uncovered(plan: Plan, settings: Settings, data: Federation) -> None:
         return
     for client in data.clients:
         normalization = client.train.normalization
-        if normalization.fitted and normalization.features is None:
+        if normalization.fitted and isinstance(normalization, Normalization):
             raise UsageError(
                 f"method {name!r}: with {{}}, each image of client {client.name!r} changes the scale of "
                 "all its others, which noise on single samples does not hide: use {}, unit or imagenet",
@@ -61,7 +62,7 @@ def _iterate_uncovered(plan: Plan, settings: Settings, data: Federation, trials:
         yield "what clients keep and the models that they use"
     elif plan.finetune_rounds:
         yield "models that clients fine-tune for use"
-    if not of_clients and any(client.train.normalization.features is not None for client in data.clients):
+    if not of_clients and any(isinstance(client.train.normalization, FeatureScaling) for client in data.clients):
         yield "the scaling of each table by its own training rows"
     if data.task != data.task.forget():
         yield "the scaling of targets by those of all clients"

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from ..data.files.image_decoding import Unreadable, convert_image, decode_image
-from ..data.samples import resize
+from ..data.preparation import Preparation
 from ..tasks import CATALOG
 from ..utils.errors import FedshiftError, UsageError
-from .inputs import InputFormat
 
 FORMAT = 1
 DESCRIPTION, PROGRAM = "model.json", "program.pt2"
@@ -31,14 +27,14 @@ class ExportedModel:
         classes: Names of the classes, labels or targets, in the order of the outputs.
         task: Name of the task: ``classification``, ``segmentation``, ``multilabel``, ``regression``, or the name of a
             user task that derives from none of these.
-        inputs: Format of the program's inputs.
+        inputs: How samples become the program's inputs.
         facts: Facts about the model, as in ``model.json``.
 
     """
 
     def __init__(self, directory: Path, description: Mapping[str, Any], program: Callable[[Tensor], Tensor]) -> None:
         self.directory, self.classes = directory, tuple(description["classes"])
-        self.inputs, self.facts = InputFormat.from_json(description["input"]), description["model"]
+        self.inputs, self.facts = Preparation.from_json(description["input"]), description["model"]
         self.task = str(description.get("task", "classification"))
         self._outputs = str(description.get("outputs", f"{len(self.classes)} classes"))
         self._program = program
@@ -94,7 +90,7 @@ class ExportedModel:
 
     def _score(self, samples: Any) -> tuple[Tensor, bool]:
         """Return the program's outputs ``[N, ...]``, and whether there was a single sample."""
-        x, single = to_batch(samples, self.inputs)
+        x, single = self.inputs.store(samples)
         return self._program(x), single
 
 
@@ -129,70 +125,3 @@ def load(directory: str | Path) -> ExportedModel:
     if sha256(content).hexdigest() != description["files"][PROGRAM]:
         raise FedshiftError(f"{path / PROGRAM} is not the file that was exported: copy or export the model again")
     return ExportedModel(path, description, torch.export.load(path / PROGRAM).module())
-
-
-def to_batch(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
-    """Return raw ``samples`` as a batch in the model's format ``form``, and whether it was a single sample."""
-    if form.columns and not isinstance(samples, np.ndarray | Tensor):
-        return _encode_rows(samples, form)
-    if form.is_image and isinstance(samples, str | Path | Image.Image):
-        return _read_image(samples, form)[None], True
-    if isinstance(samples, list | tuple) and samples and form.is_image:
-        return torch.stack([one[0] for one, _ in (to_batch(each, form) for each in samples)]), False
-    return _arrange_array(samples, form)
-
-
-def _encode_rows(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
-    single = isinstance(samples, Mapping)
-    rows: Sequence[Any] = (
-        [samples] if single else samples.to_dict("records") if hasattr(samples, "to_dict") else samples
-    )
-    encoded = []
-    for row in rows:
-        if not isinstance(row, Mapping):
-            raise UsageError(f"a row is a {type(row).__name__}: give a mapping from columns to values")
-        lacking = [column.name for column in form.columns if column.name not in row]
-        if lacking:
-            raise UsageError(f"a row has no {', '.join(map(repr, lacking))}: give every column, None where missing")
-        encoded.append([number for column in form.columns for number in column.encode(row[column.name])])
-    return torch.tensor(encoded, dtype=form.torch_dtype).reshape(len(encoded), -1), single
-
-
-def _read_image(image: str | Path | Image.Image, form: InputFormat) -> Tensor:
-    """Return an image ``[C, H, W]``, read as in the run."""
-    if form.dtype != "uint8":
-        raise UsageError(f"the model takes {form.describe()}: give an array of them, not an image")
-    channels, height, width = form.shape
-    try:
-        if isinstance(image, Image.Image):
-            pixels = convert_image(image.copy(), kind="byte", channels=channels, height=height, width=width)[0]
-        else:
-            pixels = decode_image(Path(image), kind="byte", channels=channels, height=height, width=width)[0]
-    except (Unreadable, FileNotFoundError) as error:
-        raise UsageError(f"{image} {error}: give an image that can be read") from error
-    return torch.from_numpy(np.array(pixels, order="C"))
-
-
-def _arrange_array(samples: Any, form: InputFormat) -> tuple[Tensor, bool]:
-    """Return an array as ``[N, *shape]``: move channels to the front, repeat gray, and resize images."""
-    x = samples if isinstance(samples, Tensor) else torch.from_numpy(np.array(samples))
-    wanted = f"the model takes {form.describe()}"
-    if x.dtype != form.torch_dtype:
-        if form.dtype == "uint8" or not x.is_floating_point():
-            raise UsageError(f"samples are of {x.dtype}: {wanted}")
-        x = x.to(form.torch_dtype)
-    single = x.ndim < len(form.shape) + 1
-    if form.is_image:
-        channels = form.shape[0]
-        if x.ndim == 2 or (x.ndim == 3 and x.shape[0] not in (1, channels) and x.shape[2] not in (1, channels)):
-            x, single = (x[None, None], True) if x.ndim == 2 else (x[:, None], False)
-        x = x[None] if x.ndim == 3 else x
-        if x.ndim == 4 and x.shape[1] not in (1, channels) and x.shape[3] in (1, channels):
-            x = x.permute(0, 3, 1, 2)
-        if x.ndim == 4 and x.shape[1] in (1, channels):
-            x = resize(x.expand(-1, channels, -1, -1), form.shape[1:])
-    elif single:
-        x = x[None]
-    if tuple(x.shape[1:]) != form.shape:
-        raise UsageError(f"samples have shape {tuple(np.shape(samples))}: {wanted}")
-    return x.contiguous(), single

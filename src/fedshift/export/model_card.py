@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..analysis.statistics import wilson_interval
+from ..data.preparation import Preparation
 from ..report.formatting import format_bytes
 from ..results.schema import METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
-from .inputs import InputFormat
 
 LEVEL = 0.95
 LISTED = 50
@@ -130,13 +130,13 @@ def describe_output(facts: ModelFacts) -> str:
 
 
 def render_card(
-    facts: ModelFacts, form: InputFormat, classes: Sequence[str], files: Mapping[str, int], checks: Sequence[str]
+    facts: ModelFacts, preparation: Preparation, classes: Sequence[str], files: Mapping[str, int], checks: Sequence[str]
 ) -> str:
     """Return the model card in Markdown.
 
     Args:
         facts: Facts about the model.
-        form: Format of the program's inputs.
+        preparation: How samples become its inputs.
         classes: Names of the classes, labels or targets, in the order of the outputs.
         files: Size in bytes of each file in the directory.
         checks: Results of testing the files, in sentences.
@@ -144,7 +144,7 @@ def render_card(
     """
     parts = (
         [f"# {facts.title}", _introduce(facts, classes)],
-        ["## Use", *_describe_use(facts, form, files)],
+        ["## Use", *_describe_use(facts, preparation, files)],
         ["## Results", *_describe_results(facts), *(f"- {check}" for check in checks)],
         ["## How it was made", *_describe_making(facts)],
         ["## Intended use and limits", *(f"- {limit}" for limit in _list_limits(facts))],
@@ -173,9 +173,10 @@ def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
     )
 
 
-def _describe_use(facts: ModelFacts, form: InputFormat, files: Mapping[str, int]) -> Iterator[str]:
-    given = '"image.png"' if form.is_image and form.dtype == "uint8" else "row" if form.columns else "x"
-    yield f"Input: {form.describe()}. Scaling is part of the program; `model.json` describes it."
+def _describe_use(facts: ModelFacts, preparation: Preparation, files: Mapping[str, int]) -> Iterator[str]:
+    pixels = preparation.is_image and preparation.dtype == "uint8"
+    given = '"image.png"' if pixels else "row" if preparation.columns else "x"
+    yield f"Input: {preparation}. Scaling is part of the program; `model.json` describes it."
     yield f"Output: {describe_output(facts)}."
     if "program.pt2" in files:
         yield (
@@ -190,8 +191,8 @@ def _describe_use(facts: ModelFacts, form: InputFormat, files: Mapping[str, int]
         )
     if "model.onnx" in files:
         yield f"`model.onnx` takes the same `x` and gives `{facts.answer}`, in any ONNX runtime."
-    if form.is_image:
-        height, width = form.shape[1:]
+    if preparation.is_image:
+        height, width = preparation.shape[1:]
         yield (
             f"Images of another size are brought to {height} x {width} pixels before (bilinear, with antialiasing), as "
             "`fedshift.load` does."

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from ..core.plan import Plan
 from ..data.samples import Samples
+from ..data.schema import Schema
 from ..evaluation.metrics import BATCH
-from ..tasks import CATALOG, Task
+from ..tasks import CATALOG
 from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import Ref, UsageError
 from ..utils.files import disk_error, require_writable
 from ..utils.state import State
-from .inputs import InputFormat
 from .loading import DESCRIPTION, FORMAT, PROGRAM, ExportedModel
 from .model_card import ModelFacts, describe_output, render_card
 from .programs import Program, first_line, require_samplewise, save_onnx, save_program, trace
@@ -51,9 +51,7 @@ class TrainedModel:
         network: The network after surgery, with any weights.
         state: Its entries.
         plan: The plan with which it was trained and evaluated.
-        form: Format of its program's inputs.
-        task: Its prediction task.
-        classes: Names of the classes, labels or targets, in the order of the network's outputs.
+        schema: What its inputs and outputs mean, and how samples become its inputs.
         facts: Facts about it.
         tests: Test samples by client, used to test the files.
 
@@ -62,9 +60,7 @@ class TrainedModel:
     network: nn.Module
     state: State
     plan: Plan
-    form: InputFormat
-    task: Task
-    classes: tuple[str, ...]
+    schema: Schema
     facts: ModelFacts
     tests: Mapping[str, Samples]
 
@@ -144,11 +140,11 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     header = {**names, "round": str(model.facts.round)}
     (folder / WEIGHTS).write_bytes(save(entries, metadata=header))
     plan, low = model.plan, model.plan.precision == "bfloat16"
-    program = Program(network, model.form, plan.dtype, plan.image_format, low=low, task=model.task)
+    program = Program(network, model.schema.preparation, plan.dtype, plan.image_format, low=low, task=model.schema.task)
     notices: list[str] = []
     answers: dict[str, Callable[[Tensor], Tensor]] = {}
     try:
-        traced = trace(program, model.form)
+        traced = trace(program)
         save_program(traced, folder / PROGRAM)
         answers[PROGRAM] = torch.export.load(folder / PROGRAM).module()
         reason = save_onnx(traced, folder / ONNX, low=low, output=model.facts.answer) if onnx else ""
@@ -162,11 +158,11 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     files = {file.name: file for file in sorted(folder.iterdir())}
     description: dict[str, Any] = {
         "format": FORMAT,
-        "input": model.form.to_json(),
+        "input": model.schema.preparation.to_json(),
         "output": describe_output(model.facts),
         "task": model.facts.kind,
         "outputs": model.facts.outputs,
-        "classes": model.classes,
+        "classes": model.schema.names,
         "files": {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
         "model": model.facts.to_json(),
     }
@@ -175,7 +171,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     description["checks"] = checks
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    card = render_card(model.facts, model.form, model.classes, sizes, [*checks, *notices])
+    card = render_card(model.facts, model.schema.preparation, model.schema.names, sizes, [*checks, *notices])
     (folder / CARD).write_text(card, encoding="utf-8")
     return ExportReport(directory=directory, files=(*sizes, CARD), checks=tuple(checks), notices=tuple(notices))
 
@@ -198,8 +194,8 @@ def _open_onnx(path: Path) -> Callable[[Tensor], Tensor] | None:
 
 def _check(model: TrainedModel, name: str, loaded: ExportedModel) -> list[str]:
     """Report how many test samples the program gets right, and whether this agrees with the run's records."""
-    kind, known = model.facts.kind, model.form.normalization.features is None  # raw table rows are not kept
-    if not known or type(model.task) is not CATALOG.get(kind):  # a user task has its own counts
+    kind, known = model.facts.kind, model.schema.preparation.keeps_raw  # not table rows are not kept
+    if not known or type(model.schema.task) is not CATALOG.get(kind):  # a user task has its own counts
         return []
     recorded = {row["client"]: row for row in model.facts.measured if row["split"] == "test"}
     found, total, differing = 0.0, 0, []
@@ -244,7 +240,7 @@ def _count_answers(model: TrainedModel, loaded: ExportedModel, samples: Samples)
         total += len(y)
         if kind == "regression":
             numbers = torch.tensor(predicted, dtype=torch.float64).reshape(y.shape)
-            found += float((numbers - model.task.decode(y)).square().sum())
+            found += float((numbers - model.schema.task.decode(y)).square().sum())
         else:
             found += sum(map(eq, predicted, loaded.name_predictions(y)))
     return found, total

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.plan import to_memory_format
+from ..data.preparation import Preparation
 from ..tasks import CLASSIFICATION, Task
 from ..utils.errors import UsageError
-from .inputs import InputFormat, Scaling
 
 TRACED = 2
 """Number of samples used to trace a program; torch would treat a size of 1 as a constant."""
 
 
 class Program(nn.Module):
-    """``network`` for raw samples in format ``form``, with the computations of a run's evaluation.
+    """``network`` for samples as ``preparation`` stores them, with the computations of a run's evaluation.
 
     ``layout``: memory format of images; ``low``: layers compute in bfloat16 where torch's autocast allows it; ``task``:
     converts the network's outputs to the program's, with numbers in the unit of the data.
@@ -36,7 +36,7 @@ class Program(nn.Module):
     def __init__(
         self,
         network: nn.Module,
-        form: InputFormat,
+        preparation: Preparation,
         dtype: torch.dtype,
         layout: torch.memory_format,
         *,
@@ -45,12 +45,12 @@ class Program(nn.Module):
     ) -> None:
         super().__init__()
         self.task = task
-        self.scaling, self.network = Scaling(form, dtype), network
+        self.preparation, self.network = preparation, network
         self.dtype, self.layout, self.low = dtype, layout, low
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scores or numbers ``[N, outputs]`` for raw samples ``x [N, ...]``."""
-        x = to_memory_format(self.scaling(x), self.layout)
+        x = to_memory_format(self.preparation.scale(x, self.dtype), self.layout)
         with torch.autocast("cpu", torch.bfloat16) if self.low else nullcontext():
             scores: Tensor = self.network(x)
         return self.task.decode(scores.to(self.dtype) if self.low else scores)
@@ -66,9 +66,9 @@ def require_samplewise(network: nn.Module) -> None:
             )
 
 
-def trace(program: Program, form: InputFormat) -> torch.export.ExportedProgram:
+def trace(program: Program) -> torch.export.ExportedProgram:
     """Trace ``program`` for any number of samples; exceptions from torch are not caught."""
-    sample = torch.zeros(TRACED, *form.shape, dtype=form.torch_dtype)
+    sample = torch.zeros(TRACED, *program.preparation.shape, dtype=program.preparation.torch_dtype)
     with _quiet(), torch.no_grad():
         return torch.export.export(program.eval(), (sample,), dynamic_shapes=({0: torch.export.Dim("N")},))
 

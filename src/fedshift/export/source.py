@@ -17,6 +17,8 @@ from ..core.plan import Plan
 from ..data.datasets._card import get_card
 from ..data.federation import Federation
 from ..data.nuclei import nuclei
+from ..data.preparation import Scaling
+from ..data.schema import Schema
 from ..experiments.description import describe_weighting, describe_work
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import AT_SITE, restore_trial, select_trials
@@ -30,7 +32,6 @@ from ..results.summary import read_summary
 from ..results.trial_records import METRICS
 from ..tasks import CATALOG, Regression, describe_task, find_kind
 from ..utils.errors import Ref, UsageError
-from .inputs import InputFormat
 from .model_card import ModelFacts, SeedSpread
 from .package import ExportReport, TrainedModel, require_new, write_package
 
@@ -93,14 +94,12 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
             Ref("client"),
         )
     owner = data.client(client) if client else data.clients[0]
-    summary = read_summary(directory)
+    summary, schema = read_summary(directory), data.describe_client(owner)
     return TrainedModel(
         network=trial.make_network(),
         state=state,
         plan=plan,
-        form=InputFormat.of(owner.train, data.columns),
-        task=data.task,
-        classes=name_classes(data),
+        schema=schema,
         facts=ModelFacts(
             **describe_answers(data),
             method=plan.method.name,
@@ -117,17 +116,12 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
             clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
             measured=tuple(_find_rows(trial, directory, client, here)),
             spread=tuple(_spread_over_seeds(summary, plan.method.name, client)),
-            settings=describe_settings(plan, trial.settings, owner.train.normalization) | describe_targets(data),
+            settings=describe_settings(plan, trial.settings, schema.preparation.scaling) | describe_targets(schema),
             versions=list_versions(summary.environment),
             notices=summary.notices,
         ),
         tests={each.name: each.test for each in ([owner] if client else data.clients) if here},
     )
-
-
-def name_classes(data: Federation) -> tuple[str, ...]:
-    """Return the names of the classes, labels or targets, or their numbers if they have no names."""
-    return data.meanings or tuple(map(str, range(data.classes)))
 
 
 def describe_answers(data: Federation) -> dict[str, Any]:
@@ -138,10 +132,10 @@ def describe_answers(data: Federation) -> dict[str, Any]:
     return {"task": task.name, "kind": kind if inherited else own, "outputs": data.outputs, "metrics": task.metrics}
 
 
-def describe_targets(data: Federation) -> dict[str, str]:
+def describe_targets(schema: Schema) -> dict[str, str]:
     """Return how target numbers were scaled, which the program inverts, as an entry of settings."""
-    scales = data.task.scales if isinstance(data.task, Regression) else ()
-    pairs = zip(name_classes(data), scales, strict=bool(scales))
+    scales = schema.task.scales if isinstance(schema.task, Regression) else ()
+    pairs = zip(schema.names, scales, strict=bool(scales))
     told = ", ".join(f"{name} minus {mean:g} over {deviation:g}" for name, (mean, deviation) in pairs)
     return {"targets": f"learned as {told}; the program gives them in the unit of the data"} if told else {}
 
@@ -164,10 +158,9 @@ def describe_network(plan: Plan, model: ModelFactory) -> str:
     return f"Network {describe_factory(model)}{changed}, {parameters:,} parameters"
 
 
-def describe_settings(plan: Plan, settings: Settings, normalization: Any) -> dict[str, str]:
+def describe_settings(plan: Plan, settings: Settings, scaling: Scaling) -> dict[str, str]:
     """Return the resolved training settings by name."""
     share = settings.participation
-    images = plan.initial and normalization.features is None
     return {
         "local work in a round": describe_work(plan.work),
         "weight of a client": describe_weighting(plan.method),
@@ -177,7 +170,7 @@ def describe_settings(plan: Plan, settings: Settings, normalization: Any) -> dic
         "initial weights": settings.weights.source if settings.weights else "random, by the seed",
         "clients in a round": "all" if str(share) in ("None", "1.0") else str(share),
         "precision": plan.precision,
-        "scaling": str(normalization) if images else "each column by the client's own training rows",
+        "scaling": str(scaling),
     }
 
 

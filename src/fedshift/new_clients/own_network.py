@@ -18,6 +18,8 @@ from ..config.spec import DataSpec, RunSpec
 from ..core.method import Method
 from ..data.federation import Federation
 from ..data.files.read_options import Progress
+from ..data.joining import match_labels
+from ..data.schema import Layout
 from ..data.sources import load_source, normalize
 from ..evaluation.policy import explain_inapplicable, parse_policies
 from ..experiments.factory import make_settings
@@ -27,7 +29,6 @@ from ..models import ModelFactory
 from ..utils.errors import UsageError
 from .policies import Adaptation, adapt_trial
 from .policy_tables import mean_over_seeds, seed_table
-from .site_data import map_labels
 
 NAME = "own network"
 """Name of the method in tables and files."""
@@ -45,8 +46,8 @@ def load_clients(
     ``data``: as for ``--data`` of a run, or one client's folder or file. ``class_names``: empty if the data name no
     classes, or all of them. ``clients``: names or patterns; None: all.
     """
-    like = Federation(name="the network's data", clients=(), classes=0) if Path(data).exists() else None
-    made = load_source(data, replace(spec, domains=clients, split=None), progress, like=like)
+    layout = Layout(name="the network's data") if Path(data).exists() else None
+    made = load_source(data, replace(spec, domains=clients, split=None), progress, schema=layout)
     return prepare_clients(made, spec, class_names)
 
 
@@ -54,10 +55,10 @@ def prepare_clients(data: Federation, spec: DataSpec, class_names: Sequence[str]
     """Convert ``data`` to the image size, the scale and the classes of a network."""
     data = data.fit_images(spec.image_size)
     if class_names:
-        named = Federation(name="the network", clients=(), classes=len(class_names), class_names=tuple(class_names))
+        named = Layout(name="the network", classes=len(class_names), class_names=tuple(class_names))
         if not data.class_names and data.classes <= len(class_names):
             data = replace(data, classes=len(class_names), class_names=named.class_names)
-        data = map_labels(data, named, "the network,")
+        data = match_labels(data, named, "the network,")
     return normalize(data, spec.normalize).check(allow_single_class=True)
 
 

@@ -8,28 +8,25 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from hashlib import blake2b
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..config.spec import DataSpec
-from ..data.agreement import check_scales
-from ..data.federation import PLURALS, ClientData, Federation
+from ..data.federation import ClientData, Federation
 from ..data.files.image_decoding import SUFFIXES
 from ..data.files.image_store import ImageFile, cache_entry, decode_all, describe_headers, inspect_all, load_store
 from ..data.files.images import SizesDiffer
 from ..data.files.read_options import Progress
-from ..data.files.table_schema import Column
 from ..data.formats import open_arrays
+from ..data.joining import join_schema
 from ..data.readers._objects import holds_hub_datasets, holds_tables
-from ..data.samples import Samples, is_whole, map_store, to_samples
-from ..data.sources import READ, load_source, normalize
+from ..data.samples import Samples, to_samples
+from ..data.schema import Schema
+from ..data.sources import READ, load_source
 from ..experiments.experiment import Experiment
-from ..tasks import Classification
 from ..utils.errors import Ref, UsageError
 from ..utils.files import cache_directory
 
@@ -37,11 +34,11 @@ from ..utils.files import cache_directory
 def load_site(
     data: object,
     spec: DataSpec,
-    run: Federation,
+    schema: Schema,
     clients: str | None = None,
     progress: Progress | None = None,
 ) -> Federation:
-    """Load the clients of ``data``, given as for ``--data`` or as objects, as samples of the run's kind.
+    """Load the clients of ``data``, given as for ``--data`` or as objects, as samples of a run's ``schema``.
 
     ``spec``: the run's settings for reading files; its split, samples and validation apply to the run only.
     ``clients``: names or patterns; None: all. Raises :class:`UsageError` naming both if shapes or classes differ.
@@ -52,134 +49,35 @@ def load_site(
         own = {field.name: field.default for field in fields(DataSpec) if field.name in READ or field.name == "task"}
     asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
     try:
-        found = load_source(data, asked, progress, like=run)
+        found = load_source(data, asked, progress, schema=schema)
     except SizesDiffer:
-        if len(run.sample_shape) != 3:
+        if len(schema.preparation.shape) != 3:
             raise
-        size = run.sample_shape[-1]
-        found = load_source(data, replace(asked, image_size=size), progress, like=run)
+        size = schema.preparation.shape[-1]
+        found = load_source(data, replace(asked, image_size=size), progress, schema=schema)
         said = f"images of several sizes are resized to the run's {size} x {size} pixels"
         found = replace(found, notices=(*found.notices, said))
-    return prepare_clients(found, run, own_scale=spec.normalize == "client")
+    return join_schema(found, schema)
 
 
 def load_unlabeled(
-    path: Path, spec: DataSpec, run: Federation, progress: Progress | None = None, notices: list[str] | None = None
+    path: Path, spec: DataSpec, schema: Schema, progress: Progress | None = None, notices: list[str] | None = None
 ) -> Samples:
-    """Load samples without labels as samples of the run's kind, from a folder of images or array ``x`` of an .npz file.
+    """Load unlabeled samples, from a folder of images or array ``x`` of an .npz file, as those of a run's ``schema``.
 
     Images may be in subfolders. Every target of the result is 0 and has no meaning. ``notices`` receives a sentence if
     unreadable images are left out. Raises :class:`UsageError` as :func:`load_site` does.
     """
-    x = _read_array(path) if path.suffix == ".npz" else _read_images(path, spec, run, progress, notices)
-    x = x.with_targets(run.task.make_blank_targets(len(x), x.shape, run.classes))
+    x = _read_array(path) if path.suffix == ".npz" else _read_images(path, spec, schema, progress, notices)
+    x = x.with_targets(schema.task.make_blank_targets(len(x), x.shape, schema.classes))
     only = ClientData(name=client_name(path), train=x, test=x)
-    data = Federation(name=str(path), clients=(only,), classes=run.classes, task=run.task)
-    return prepare_clients(data, run, own_scale=spec.normalize == "client").clients[0].train
+    data = Federation(name=str(path), clients=(only,), classes=schema.classes, task=schema.task)
+    return join_schema(data, schema).clients[0].train
 
 
 def client_name(path: Path) -> str:
     """Return the name of the client whose unlabeled samples are in ``path``."""
     return path.stem if path.suffix == ".npz" else path.resolve().name
-
-
-def prepare_clients(data: Federation, run: Federation, *, own_scale: bool = False) -> Federation:
-    """Convert ``data`` to the shape, scale and labels of the ``run``'s data, and check them.
-
-    ``own_scale``: each client of the run was scaled by its own training images, and so are these. Raises
-    :class:`UsageError` naming both if shapes, classes or scales do not match.
-    """
-    _require_columns(data, run)
-    shape, square = run.sample_shape, run.sample_shape[1:2] == run.sample_shape[2:]
-    images = len(shape) == len(data.sample_shape) == 3
-    data = data.fit_images(shape[1] if images and square else None)
-    if (data.sample_shape[:1], shape[:1], len(shape)) == ((1,), (3,), 3):
-        data = data.map_splits(
-            lambda split: split.with_samples(map_store(split.store, lambda x: x.expand(-1, 3, -1, -1)))
-        )
-    for client in data.clients:
-        for name, split in client.splits.items():
-            if split.shape != shape:
-                raise UsageError(
-                    f"{data.name}, client {client.name!r}, {name} data: samples of shape {split.shape}, but the run "
-                    f"was trained on {run.name} with samples of shape {shape}: bring them to that shape"
-                )
-    data = map_labels(data, run, f"the run's data, {run.name},")
-    data = _match_scale(data, run)
-    if len(shape) == 3:
-        scales = {client.train.normalization for client in run.clients}
-        data = normalize(data, "client") if own_scale or len(scales) > 1 else data.normalize(scales.pop())
-    return data.check(allow_single_class=True)
-
-
-def _require_columns(data: Federation, run: Federation) -> None:
-    """Refuse tables with other columns or categories than the run's, or in another order."""
-    if data.columns and run.columns and data.columns != run.columns:
-        pairs = zip_longest(data.columns, run.columns)
-        ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
-        raise UsageError(
-            f"{data.name} lacks the columns and categories of the run's data, {run.name}, in their order: first "
-            f"{_describe_column(ours)} where the run has {_describe_column(theirs)}. Read it by those of the run: "
-            "read_folder(..., like=data of the run)"
-        )
-
-
-def _describe_column(column: Column | None) -> str:
-    """Describe a column in errors, with its categories."""
-    if column is None:
-        return "nothing"
-    return repr(column.name) if column.categories is None else f"{column.name!r} ({', '.join(column.categories)})"
-
-
-def _match_scale(data: Federation, run: Federation) -> Federation:
-    """Return ``data``, with integers as floats if the run's samples are; refuse samples of another scale."""
-    whole = is_whole(run.clients[0].train.store)
-    if not whole:
-        data = data.map_splits(
-            lambda split: split.with_samples(map_store(split.store, Tensor.float)) if is_whole(split.store) else split
-        )
-    theirs = {f"the run's {where}": split for where, split in run.named_splits().items() if len(split)}
-    ours = {f"{data.name}, {where}": split for where, split in data.named_splits().items()}
-    for where, split in ours.items():
-        if whole and not is_whole(split.store):
-            raise UsageError(f"{where}: {split.dtype} where the run has whole numbers, such as tokens: give those")
-    scales = [split.normalization for split in theirs.values()]
-    ours = {where: split.with_samples(split.store, scales[0]) for where, split in ours.items()}
-    check_scales(theirs | ours, run.sample_shape)
-    return data
-
-
-def map_labels(data: Federation, run: Federation, whose: str) -> Federation:
-    """Map the labels of ``data`` to the run's classes: by name if both have names, else as numbers.
-
-    ``whose``: the owner of the run's classes, for errors. Raises :class:`UsageError` for a class that it lacks.
-    """
-    ours, theirs = data.meanings, run.meanings
-    if data.task.name != run.task.name:
-        raise UsageError(f"{data.name} is for {data.task}, and {whose} for {run.task}: give targets of that kind")
-    if data.task != run.task:  # not yet as the networks learn them
-        data = replace(data.map_splits(lambda split: split.with_targets(run.task.encode(split.y))), task=run.task)
-    if not isinstance(run.task, Classification):
-        if (data.classes, ours) != (run.classes, theirs) and not (data.classes == run.classes and not ours):
-            raise UsageError(
-                f"{data.name} has {data.classes} {PLURALS[run.task.output]} {', '.join(ours)}, and {whose} "
-                f"{run.classes} {', '.join(theirs)}: give the same, in the same order"
-            )
-    elif ours and theirs:
-        for name in ours:
-            if name not in theirs:
-                raise UsageError(
-                    f"{data.name} has a class {name!r}, which is not among those of {whose} {', '.join(theirs)}: "
-                    "leave it out, or rename it"
-                )
-        number = torch.tensor([theirs.index(name) for name in ours])
-        data = data.map_splits(lambda split: split.relabel(number))
-    elif data.classes > run.classes:
-        raise UsageError(
-            f"{data.name} has labels up to {data.classes - 1}, but the classes of {whose} are {run.classes}: leave "
-            "the others out, or number them alike"
-        )
-    return replace(data, classes=run.classes, class_names=run.class_names)
 
 
 def _read_array(path: Path) -> Samples:
@@ -197,14 +95,16 @@ def _read_array(path: Path) -> Samples:
 
 
 def _read_images(
-    path: Path, spec: DataSpec, run: Federation, progress: Progress | None, notices: list[str] | None
+    path: Path, spec: DataSpec, schema: Schema, progress: Progress | None, notices: list[str] | None
 ) -> Samples:
     """Read the images in folder ``path`` and below it, decoded once as those of clients are."""
     wanted = "give a folder of images, or an .npz file with an array x"
     if not path.is_dir():
         raise UsageError(f"{path} is no folder: {wanted}")
-    if len(run.sample_shape) != 3:
-        raise UsageError(f"{path}: the run was trained on samples of shape {run.sample_shape}, not on images: {wanted}")
+    if len(schema.preparation.shape) != 3:
+        raise UsageError(
+            f"{path}: the run was trained on samples of shape {schema.preparation.shape}, not on images: {wanted}"
+        )
     below = {file.relative_to(path): file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES}
     found = {name: below[name] for name in sorted(below) if not any(part[0] == "." for part in name.parts)}
     if not found:
@@ -215,7 +115,9 @@ def _read_images(
     if len(kinds) > 1:
         raise UsageError(f"{path} has images of different depth, {kinds[0]} and {kinds[1]}: convert all to one")
     sizes = {(header.height, header.width) for header in headers.values()}
-    size = (spec.image_size,) * 2 if spec.image_size else sizes.pop() if len(sizes) == 1 else run.sample_shape[1:]
+    size = (
+        (spec.image_size,) * 2 if spec.image_size else sizes.pop() if len(sizes) == 1 else schema.preparation.shape[1:]
+    )
     entry = cache_entry(cache_directory(), path, files, "unlabeled", size)
     facts = describe_headers(headers, broken, *size)
 

@@ -115,7 +115,7 @@ class FinishedRuns:
         (method,), name = experiment.methods, str(cell.client)
         key = name, data, experiment.data.sample_shape
         if key not in self._newcomers:
-            self._newcomers[key] = load_site(data, spec, experiment.data, name).client(name)
+            self._newcomers[key] = load_site(data, spec, experiment.data.schema, name).client(name)
         newcomer = self._newcomers[key]
         rows = []
         for seed in experiment.seeds:

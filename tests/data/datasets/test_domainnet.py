@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from fedshift.data.datasets.image_domains import DOMAINNET, domainnet
-from fedshift.data.samples import UNIT
+from fedshift.data.preparation import UNIT
 from fedshift.utils.errors import UsageError
 
 CLIENTS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")

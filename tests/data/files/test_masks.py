@@ -180,7 +180,7 @@ def test_a_folder_of_one_client_joins_others(read, root):
     data = read()
     for mask in (root / "b" / "masks").iterdir():
         Image.fromarray(np.asarray(Image.open(mask)) % 2).save(mask)
-    joined = read(root / "b", like=data)
+    joined = read(root / "b", schema=data.schema)
     assert (joined.names, joined.classes) == (("b",), 3)
     assert joined.clients[0].train.y.max() == 1
 

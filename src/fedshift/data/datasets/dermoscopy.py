@@ -20,7 +20,8 @@ from ..federation import ClientData, Federation
 from ..files.read_options import Progress
 from ..formats import explain_errors, read_csv, read_npz
 from ..partition import split_stratified
-from ..samples import IMAGENET, Samples
+from ..preparation import IMAGENET
+from ..samples import Samples
 from ._card import make_card
 from ._file_lists import LISTED, DomainFolders, find_domains, list_from_folders, read_listed
 

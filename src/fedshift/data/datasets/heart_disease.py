@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
+from ..columns import Column
 from ..federation import ClientData, Federation
-from ..files.table_schema import Column, prepare_rows
+from ..files.table_schema import prepare_rows
 from ..formats import read_npz
 from ..partition import split_stratified
-from ..samples import Normalization, Samples
+from ..samples import Samples
 from ._card import make_card
 
 _CLIENTS = ("cleveland", "hungarian", "switzerland", "va")
@@ -107,7 +108,7 @@ def heart_disease(
             part: Samples(
                 x=torch.from_numpy(x[rows]),
                 y=torch.from_numpy(label[order[rows]]),
-                normalization=Normalization(features=scaling),
+                normalization=scaling,
             )
             for part, rows in (("train", slice(train)), ("test", slice(train, None)))
         }

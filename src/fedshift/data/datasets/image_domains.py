@@ -9,7 +9,7 @@ from ...utils.errors import UsageError, unknown_name
 from ..federation import Federation
 from ..files.images import list_categories
 from ..files.read_options import Progress
-from ..samples import UNIT
+from ..preparation import UNIT
 from . import _file_lists as listing
 from ._card import make_card
 from ._file_lists import DomainFolders, Lists, find_domains

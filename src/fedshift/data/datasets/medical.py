@@ -23,8 +23,9 @@ from ..federation import LAZY, ClientData, Federation
 from ..files.image_store import ImageFacts, cache_entry, decode_all, load_store
 from ..files.read_options import Progress, ReadOptions
 from ..files.volume_decoding import decode_mask, decode_volume, find_stem
-from ..files.volumes import VolumeStore, read_all, resize_mask, resize_volume
+from ..files.volumes import VolumeStore, read_all
 from ..formats import explain_errors, read_csv
+from ..resizing import resize_mask, resize_volume
 from ..stores import RecentArrays
 from ._card import make_card
 from ._file_lists import LISTED, DomainFolders, find_domains, read_listed, stat_files

@@ -45,7 +45,7 @@ def read_folder(
 def read_directory(path: Path, reading: ReadOptions) -> Federation:
     """Read a federation as :func:`read_folder` does, with all options in ``reading``."""
     found = {
-        ".npz files": npz.can_read(path) and (path.is_dir() or reading.like is not None),
+        ".npz files": npz.can_read(path) and (path.is_dir() or reading.schema is not None),
         ".npy files": npy.can_read(path),
         "tables": tables.can_read(path),
         "images": path.is_dir() and any(file.suffix.lower() in SUFFIXES for file in path.glob("*/*/*")),

@@ -60,7 +60,7 @@ def read_images(path: Path, reading: ReadOptions) -> Federation:
     selected or not.
 
     Args:
-        path: Directory of clients, or of the class folders or parts of one client that joins others (``like``).
+        path: Directory of clients, or of the class folders or parts of one client that joins others (``schema``).
         reading: ``domains``, ``classes``, ``image_size``, ``on_unreadable``, ``test_fraction``, ``cache`` and
             ``progress`` apply.
 
@@ -116,7 +116,7 @@ def choose_folders(path: Path, reading: ReadOptions) -> dict[str, Path]:
     """
     if reading.image_size is not None and reading.image_size < 1:
         raise UsageError(f"image_size={reading.image_size} pixels: must be at least 1")
-    alone = reading.like is not None and holds_one_client(path)
+    alone = reading.schema is not None and holds_one_client(path)
     folders = {path.resolve().name: path} if alone else find_clients(path)
     for name in reading.domains or ():
         if name not in folders:

@@ -55,7 +55,7 @@ def read_masked_images(path: Path, reading: ReadOptions) -> Federation:
     """Return the federation for segmentation in directory ``path``.
 
     Args:
-        path: Directory of clients, or of one client that joins others (``like``).
+        path: Directory of clients, or of one client that joins others (``schema``).
         reading: Options as for :func:`~fedshift.data.files.images.read_images`.
 
     Returns:
@@ -193,7 +193,7 @@ def number_classes(
 
     Raises :class:`UsageError` for values outside of the requested classes, and if the number of classes is ambiguous.
     """
-    asked = reading.like.classes if reading.classes is None and reading.like else reading.classes
+    asked = reading.classes or (reading.schema.classes if reading.schema else 0) or None
     values = np.flatnonzero(np.any([own.any(axis=0) for own in held.values()], axis=0))
     if set(values) == {0, IGNORED} and asked in (None, 2):
         return None

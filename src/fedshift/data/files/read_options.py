@@ -11,7 +11,7 @@ from ...tasks import Classification, Task
 from ...tasks.classification import MOST_CLASSES
 from ...utils.errors import Ref, UsageError
 from ...utils.files import cache_directory
-from ..federation import Federation
+from ..schema import Layout, Schema
 
 Progress = Callable[[str, int, int], None]
 """Callback that receives ``(what is read, done, total)``."""
@@ -49,8 +49,8 @@ class ReadOptions:
         group_column: Table column with groups (such as the samples of one patient) that must stay on one side.
         missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
         scaling: ``client`` standardizes numeric columns with the client's training rows.
-        like: Federation that these clients join, whose columns are used to read tables; a single file is then one
-            client, and so is a directory of class folders or parts.
+        schema: Layout of the data that these clients join, whose columns are used to read tables; a single file is then
+            one client, and so is a directory of class folders or parts.
         cache: Directory for decoded images; None: the user's cache directory.
         progress: Callback for progress.
 
@@ -68,7 +68,7 @@ class ReadOptions:
     group_column: str | None = None
     missing: Literal["impute", "refuse"] = "impute"
     scaling: Literal["client", "none"] = "client"
-    like: Federation | None = None
+    schema: Layout | None = None
     cache: Path | None = None
     progress: Progress | None = None
 
@@ -86,7 +86,7 @@ class ReadOptions:
 
         The options of data that clients join are those of a run, and may be for another kind of files.
         """
-        if self.like is not None and self.like.clients:
+        if isinstance(self.schema, Schema):
             return
         for each in fields(self):
             honoring = [kind for kind, names in OPTIONS.items() if each.name in names]

@@ -16,9 +16,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
 from ...utils.files import check_expansion, open_regular, require_regular
-from ..samples import FeatureScaling
+from ..columns import MISSING, Column
+from ..preparation import FeatureScaling
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*SEPARATORS, ".parquet")
@@ -39,12 +40,8 @@ FEATURE_BYTES = 4
 """Bytes per number of the table in memory."""
 BATCH_CELLS = 1 << 17
 """Cells in a batch of rows."""
-MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
-"""Texts that mark a missing value, after surrounding spaces are removed."""
 MOST_CATEGORIES = 50
 TRUTHS = pa.array(["true", "false"])
-Holds = Literal["numbers", "0 and 1", "True and False"]
-"""What a column of numbers holds: any numbers, only 0 and 1, or also True and False for them."""
 
 _DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2,4}([T ].*)?")
 
@@ -202,31 +199,15 @@ class ColumnContents:
         return replace(self, values=values, odd=odd, place=place, truth=truth)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """Encoding of a column: one feature per category of ``categories``, in this order; None for a number.
-
-    ``holds``: numbers that occur, as True and False are numbers only among 0 and 1.
-    """
-
-    name: str
-    categories: tuple[str, ...] | None = None
-    holds: Holds = field(default="numbers", compare=False)
-
-    @property
-    def width(self) -> int:
-        """Number of features."""
-        return 1 if self.categories is None else len(self.categories)
-
-    def fill(self, cells: pa.Array, out: Floats) -> None:
-        """Write ``cells`` ``[B]`` into ``out`` ``[B, width]``; all features of a missing value become NaN."""
-        if self.categories is None:
-            with np.errstate(over="ignore"):  # numbers beyond float32 become infinite and are refused as infinite
-                out[:, 0] = parse_numbers(cells)
-            return
-        place = pc.index_in(clean_texts(cells), value_set=pa.array(self.categories)).fill_null(-1).to_numpy()
-        out[:] = place[:, None] == np.arange(self.width)
-        out[place < 0] = np.nan
+def fill_cells(column: Column, cells: pa.Array, out: Floats) -> None:
+    """Write ``cells`` ``[B]`` of ``column`` into ``out`` ``[B, width]``; all features of a missing value become NaN."""
+    if column.categories is None:
+        with np.errstate(over="ignore"):  # numbers beyond float32 become infinite and are refused as infinite
+            out[:, 0] = parse_numbers(cells)
+        return
+    place = pc.index_in(clean_texts(cells), value_set=pa.array(column.categories)).fill_null(-1).to_numpy()
+    out[:] = place[:, None] == np.arange(column.width)
+    out[place < 0] = np.nan
 
 
 def feature_offsets(columns: Sequence[Column]) -> list[int]:

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -22,6 +21,7 @@ from typing_extensions import override
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import Ref, UsageError
 from ..federation import LAZY, Federation
+from ..resizing import resize_mask, resize_volume
 from ..stores import Keys, LazyStore, RecentArrays
 from . import images, masks
 from .image_decoding import Unreadable
@@ -98,21 +98,6 @@ class VolumeStore(LazyStore):
         return made
 
 
-def resize_volume(x: Tensor, size: Shape) -> Tensor:
-    """Return brightness ``x [C, ...]`` resized to ``size``, linear between voxels."""
-    if tuple(x.shape[1:]) == size:
-        return x
-    kind = "trilinear" if len(size) == 3 else "bilinear"
-    return F.interpolate(x[None], size=size, mode=kind, align_corners=False)[0]
-
-
-def resize_mask(y: Tensor, size: Shape) -> Tensor:
-    """Return classes ``y [...]`` resized to ``size``, from the nearest voxel."""
-    if tuple(y.shape) == size:
-        return y
-    return F.interpolate(y[None, None].float(), size=size, mode="nearest-exact")[0, 0].to(y.dtype)
-
-
 def holds_volumes(path: Path) -> bool:
     """Return whether a client in ``path``, or ``path`` itself, has medical images with masks."""
     return any(
@@ -128,9 +113,9 @@ def read_masked_volumes(path: Path, reading: ReadOptions) -> Federation:
     """Return the federation for segmentation of the medical images in directory ``path``.
 
     Args:
-        path: Directory of clients, or of one client that joins others (``like``).
+        path: Directory of clients, or of one client that joins others (``schema``).
         reading: ``domains``, ``classes``, ``image_size`` (voxels along each axis), ``on_unreadable``,
-            ``test_fraction``, ``task``, ``like`` and ``progress`` apply.
+            ``test_fraction``, ``task``, ``schema`` and ``progress`` apply.
 
     Returns:
         Images float32 from -1 to 1, and masks uint8 ``[N, D, H, W]``, or without D if files contain one slice.

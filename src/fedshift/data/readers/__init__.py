@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from ...utils.errors import Ref, UsageError
 from ..scan import Reader
+from ..schema import Schema
 
 if TYPE_CHECKING:
     from ..files.read_options import ReadOptions
@@ -52,7 +53,7 @@ def refuse_unused(reader: Reader, reading: ReadOptions, where: object) -> None:
 
     The options of data that clients join are those of a run, and may be for another kind of files.
     """
-    if reading.like is not None and reading.like.clients:
+    if isinstance(reading.schema, Schema):
         return
     for name in sorted(reading.changed):
         honoring = [each.holds for each in list_readers().values() if name in each.options]

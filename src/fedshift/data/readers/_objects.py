@@ -51,7 +51,7 @@ def is_whole(data: object) -> bool:
 
 def require_column(data: object, reading: ReadOptions) -> None:
     """Raise :class:`UsageError` if it is not said which column of ``data`` holds the client of each row."""
-    if reading.client_column is None and reading.like is None:
+    if reading.client_column is None and reading.schema is None:
         raise UsageError(
             f"data is one {type(data).__name__} of all clients: say which column holds the client of each row "
             "({}), or give a dictionary, {client: data}",
@@ -61,7 +61,7 @@ def require_column(data: object, reading: ReadOptions) -> None:
 
 def refuse_column(reading: ReadOptions) -> None:
     """Raise :class:`UsageError` if a column of clients is named for data that are a dictionary by client."""
-    if reading.client_column is not None and reading.like is None:
+    if reading.client_column is not None and reading.schema is None:
         raise UsageError(
             f"client_column={reading.client_column!r}: data is a dictionary by client already: leave it out"
         )

@@ -67,7 +67,7 @@ def scan(source: Any, reading: ReadOptions) -> Scan:
     opened = [_open_table(name, given, reading) for name, given in frames.items()]
     if any(table.in_parts for table in opened):
         reading = replace(reading, split_column=SPLIT)
-    if reading.like is not None and reading.client_column not in opened[0].types:
+    if reading.schema is not None and reading.client_column not in opened[0].types:
         reading = replace(reading, client_column=None)
     return tables.scan_tables(opened, NAME, reading)
 

@@ -30,7 +30,7 @@ def can_read(source: object) -> bool:
 
 def scan(source: Path, reading: ReadOptions) -> Scan:
     """Return the clients in ``source``, which is one itself if it joins others."""
-    if reading.like is not None and _is_client(source):
+    if reading.schema is not None and _is_client(source):
         found = {source.resolve().name: source}
     else:
         found = {file.parts[-3]: file.parents[1] for file in sorted(source.glob("*/train/x.npy"))}

@@ -34,7 +34,7 @@ def can_read(source: object) -> bool:
 
 def scan(source: Path, reading: ReadOptions) -> Scan:
     """Return the clients in the files of ``source``; a single file is a client that joins others."""
-    if not source.is_dir() and reading.like is None:
+    if not source.is_dir() and reading.schema is None:
         raise UsageError(f"{source} is one client: give a directory with a file for each client")
     found = {file.stem: file for file in _find(source)}
     names = choose_clients(found, reading)

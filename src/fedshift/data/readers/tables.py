@@ -11,7 +11,7 @@ client's training rows. Integer labels 0..K-1 keep their value; all others are n
 
 ``target`` is the label column or, if ``task`` is not classification, the columns of labels or numbers, separated by
 commas. Clients are the values of ``client_column`` or, without it, the files of a directory. The split is given by
-``split_column`` (or by a column ``split`` whose values are all in :data:`SIDES`). Clients that join others (``like``)
+``split_column`` (or by a column ``split`` whose values are all in :data:`SIDES`). Clients that join others (``schema``)
 are read with their columns and categories; a single table may then be one client, and files without the client
 column are one client each.
 """
@@ -33,10 +33,11 @@ from torch import Tensor
 from ...tasks import CLASSIFICATION, Classification, Task
 from ...utils.errors import Ref, UsageError, unknown_name
 from ..agreement import refuse_other_labels
+from ..columns import Column, Holds
 from ..files import table_schema as schema
 from ..files.read_options import Progress, ReadOptions
-from ..files.table_schema import Column, ColumnContents, Floats, Ints, TableFile
-from ..samples import FeatureScaling, Normalization
+from ..files.table_schema import ColumnContents, Floats, Ints, TableFile
+from ..preparation import FeatureScaling
 from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides
 
 TARGETS = ("target", "label", "y", "class", "outcome")
@@ -118,7 +119,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     """
     files = schema.find_tables(source)
     column = reading.client_column
-    if reading.like is not None and column is not None and files and column not in schema.open_table(files[0]).types:
+    if reading.schema is not None and column is not None and files and column not in schema.open_table(files[0]).types:
         reading = replace(reading, client_column=None)
     tables = _open_tables(source, files, reading)
     return scan_tables(tables, source.resolve().name if source.is_dir() else source.resolve().stem, reading)
@@ -138,12 +139,14 @@ def scan_tables(tables: Sequence[TableFile], name: str, reading: ReadOptions) ->
     features = [name for name in tables[0].types if name not in roles]
     if not features:
         raise UsageError(f"{tables[0].path} has no column beside {', '.join(roles)}: a table needs features")
-    if reading.like:
-        features = schema.match_features(tables[0], features, reading.like.columns, reading.like.name)
+    if reading.schema:
+        features = schema.match_features(tables[0], features, reading.schema.columns, reading.schema.name)
     declared = {name: schema.read_declared_types(name, tables) for name in features}
     rows, seen = _scan_rows(tables, reading, declared)
-    if reading.like and reading.like.columns:
-        columns = [schema.match_column(column, seen[column.name], reading.like.name) for column in reading.like.columns]
+    if reading.schema and reading.schema.columns:
+        columns = [
+            schema.match_column(column, seen[column.name], reading.schema.name) for column in reading.schema.columns
+        ]
         remarks = []
     else:
         inferred = [schema.infer_column(name, seen[name]) for name in features]
@@ -181,7 +184,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     remarks, scalings = _impute_and_scale(clients, columns, reading)
     return Loaded(
         stores=[torch.from_numpy(store) for store in stores],
-        normalizations=[Normalization(features=scaling) for scaling in scalings],
+        normalizations=scalings,
         columns=tuple(columns),
         notices=(*notices, *remarks),
     )
@@ -202,7 +205,7 @@ def _make_part(rows: TableRows, y: Tensor, client: int, reading: ReadOptions) ->
 def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> list[TableFile]:
     """Return the opened ``files``, in the order of the requested clients if each client has a file."""
     if reading.client_column is None:
-        if len(files) == 1 and reading.like is None:
+        if len(files) == 1 and reading.schema is None:
             names = list(schema.open_table(files[0]).types)
             raise UsageError(
                 f"{files[0]} is a single table: say which column holds the client of each row ({{}}), or "
@@ -230,10 +233,10 @@ def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[Rea
         )
     roles = reading.role_columns
     for name, count in Counter(roles).items():
-        if name not in names and reading.like:
+        if name not in names and reading.schema:
             raise UsageError(
-                f"{tables[0].path} has no column {name!r}, by which {reading.like.name!r}, the data that it joins, was "
-                f"read: call it so; columns are {', '.join(names)}"
+                f"{tables[0].path} has no column {name!r}, by which {reading.schema.name!r}, the data that it joins, "
+                f"was read: call it so; columns are {', '.join(names)}"
             )
         if name not in names:
             raise unknown_name("column", name, names)
@@ -450,7 +453,7 @@ def _fill_features(
             span = slice(begin[left], begin[left + batch.num_columns])
             block = np.empty((batch.num_rows, span.stop - span.start), dtype=np.float32)
             for k, cells in enumerate(batch.columns, start=left):
-                columns[k].fill(cells, block[:, begin[k] - span.start : begin[k + 1] - span.start])
+                schema.fill_cells(columns[k], cells, block[:, begin[k] - span.start : begin[k + 1] - span.start])
             here = place[top + first : top + first + batch.num_rows]
             infinite = np.argwhere(np.isinf(block) & (here[:, None] >= 0))
             if len(infinite):
@@ -485,7 +488,7 @@ def _describe_numbers(
             f"are 1 and 0, but {x[other[0], 0]:g} elsewhere ({rows.describe_location(row[None])}): give it one meaning "
             "at all clients, or leave it out"
         )
-    holds: schema.Holds = "numbers" if len(other) else "True and False" if seen.truth else "0 and 1"
+    holds: Holds = "numbers" if len(other) else "True and False" if seen.truth else "0 and 1"
     return replace(column, holds=holds)
 
 

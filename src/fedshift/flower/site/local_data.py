@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +10,14 @@ import torch
 from ...config.spec import DataSpec
 from ...data.federation import Federation
 from ...data.files.images import holds_images
-from ...data.files.table_schema import Column, find_tables, is_table
+from ...data.files.table_schema import find_tables, is_table
+from ...data.schema import Layout
 from ...data.sources import load_source
-from ...tasks import CLASSIFICATION
 from ...utils.errors import UsageError
 from ..server.registry import require_repeating
+
+ALL_SITES = Layout(name="all sites")
+"""Layout of the data of all sites before they have described themselves."""
 
 
 class DataRefused(UsageError):
@@ -23,7 +25,7 @@ class DataRefused(UsageError):
 
 
 def load_local(
-    data: str, name: str | None, spec: DataSpec, place: Path, columns: tuple[Column, ...] = (), *,
+    data: str, name: str | None, spec: DataSpec, place: Path, layout: Layout = ALL_SITES, *,
     test_alone: bool = False,
 ) -> Federation:  # fmt: skip
     """Return the client in ``data`` as a federation of one.
@@ -34,7 +36,7 @@ def load_local(
         name: the client's name; required if ``data`` is the name of a data set.
         spec: how to read the data.
         place: a working folder.
-        columns: the merged columns of all sites' tables, used to read a table; if empty, the table's own columns.
+        layout: the merged columns of all sites' tables, used to read a table; without columns, the table's own.
         test_alone: read a directory that has a ``test`` folder but no ``train`` folder, and use ``test`` for both.
 
     Raises:
@@ -48,8 +50,7 @@ def load_local(
         if name is None:
             raise UsageError(f"data {data!r} is no file or directory here; of data by name say which client (--name)")
         made = load_source(data, spec).select_clients([name]).fit_images(spec.image_size)
-        if columns and columns != made.columns:
-            raise UsageError(f"{data} does not have the columns and categories of all sites in the same order")
+        layout.require_columns(made, layout.name)
         return made
     alone = place / "data"
     alone.mkdir(parents=True, exist_ok=True)
@@ -62,10 +63,9 @@ def load_local(
     link.symlink_to(path.resolve())  # its directory contains only this client
     if not is_table(link):
         return load_source(str(alone), spec).select_clients([called]).fit_images(spec.image_size)
-    like = Federation(name="all sites", clients=(), classes=0, columns=columns)
     try:
-        made = load_source(str(alone), replace(spec, domains=called), like=like)
-        if not columns:
+        made = load_source(str(alone), replace(spec, domains=called), schema=layout)
+        if not layout.columns:
             require_repeating(made.columns, sum(map(len, made.clients[0].splits.values())))
     except UsageError as error:
         raise DataRefused("{}", error) from error
@@ -99,13 +99,3 @@ def _find_table(path: Path) -> Path:
         few = ", ".join(table.name for table in tables[:3])
         raise UsageError(f"{path} holds {len(tables)} tables ({few}), but a site is one client: give it one")
     return tables[0] if tables else path
-
-
-def relabel(data: Federation, classes: int, names: Sequence[str]) -> Federation:
-    """Return ``data`` with labels numbered as in ``names``, those of all sites; unchanged if there are no names."""
-    own = data.meanings
-    if not names or not own or data.task != CLASSIFICATION:
-        return replace(data, classes=classes)
-    place = torch.tensor([list(names).index(name) for name in own])
-    renumbered = data.map_splits(lambda split: split.relabel(place))
-    return replace(renumbered, classes=classes, class_names=tuple(names))

@@ -29,7 +29,8 @@ from ...core.plan import Plan
 from ...data.agreement import name_scales
 from ...data.copies import count_copies
 from ...data.federation import Federation, count_labels, encode_targets
-from ...data.files.table_schema import Column
+from ...data.joining import match_labels
+from ...data.schema import Layout
 from ...data.sources import SCALES, prepare_clients
 from ...diagnosis.quality import check_data
 from ...engines.engine import Diverged
@@ -60,7 +61,7 @@ from ..server.registry import COLUMNS
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
 from ..transport.exchange import Exchange
 from .ledger import TRAINS, VALIDATES, Ledger
-from .local_data import DataRefused, drop_training, holds_test_alone, load_local, relabel
+from .local_data import ALL_SITES, DataRefused, drop_training, holds_test_alone, load_local
 from .review import Confirmation, PastUploads, SitePolicy, TrialReview, compute_spent, count_uses, passes_of_round
 from .site_model import collect_site_model
 
@@ -408,8 +409,10 @@ class Site:
     def _make_trial(self, asked: Mapping[str, Any]) -> _Trial:
         spec = self._make_spec(asked["spec"])
         classes = int(asked["classes"])
-        columns = COLUMNS.validate_python(asked["columns"])
-        source = relabel(self._load_source(spec, columns), classes, asked["class_names"])
+        layout = replace(ALL_SITES, columns=COLUMNS.validate_python(asked["columns"]))
+        source = self._load_source(spec, layout)
+        named = replace(layout, task=source.task, classes=classes, class_names=tuple(asked["class_names"]))
+        source = match_labels(source, named, named.name)
         data = self._prepare(source, spec).to(torch.device(self.device))
         client, seed = data.clients[0], int(asked["seed"])
         with trust_only(self.code):
@@ -449,14 +452,14 @@ class Site:
             sites=int(asked["clients"]), copies=review.copies,
         )  # fmt: skip
 
-    def _load_source(self, spec: DataSpec, columns: tuple[Column, ...] = ()) -> Federation:
-        """Return the cached data; ``columns``: columns of all sites' tables (see :func:`.local_data.load_local`)."""
-        key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(columns)
+    def _load_source(self, spec: DataSpec, layout: Layout = ALL_SITES) -> Federation:
+        """Return the cached data; ``layout``: columns of all sites' tables (see :func:`.local_data.load_local`)."""
+        key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(layout.columns)
         if key not in self._sources:
             with trust_only(self.code):
                 as_task(spec.task or CLASSIFICATION)  # raises for a local class that was not allowed
             alone = self._test_alone
-            self._sources = {key: load_local(self.data, self.name, spec, self.folder, columns, test_alone=alone)}
+            self._sources = {key: load_local(self.data, self.name, spec, self.folder, layout, test_alone=alone)}
         return self._sources[key]
 
     def _prepare(self, source: Federation, spec: DataSpec) -> Federation:

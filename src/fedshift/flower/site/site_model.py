@@ -8,7 +8,6 @@ from ...core.plan import Plan
 from ...core.preparation import apply_surgery
 from ...data.federation import Federation
 from ...experiments.settings import Settings
-from ...export.inputs import InputFormat
 from ...export.model_card import ModelFacts
 from ...export.package import TrainedModel
 from ...export.source import (
@@ -19,7 +18,6 @@ from ...export.source import (
     find_licenses,
     find_sources,
     list_versions,
-    name_classes,
 )
 from ...models import ModelFactory, make_network
 from ...results.run_directory import describe_environment
@@ -52,13 +50,12 @@ def collect_site_model(
 
     """
     client = data.clients[0]
+    schema = data.describe_client(client)
     return TrainedModel(
         network=apply_surgery(plan.method, make_network(model, data.sample_shape, data.classes)),
         state=state,
         plan=plan,
-        form=InputFormat.of(client.train, data.columns),
-        task=data.task,
-        classes=name_classes(data),
+        schema=schema,
         facts=ModelFacts(
             **describe_answers(data),
             method=plan.method.name,
@@ -74,7 +71,7 @@ def collect_site_model(
             licenses=find_licenses(None, client.name),
             clients={client.name: {part: len(split) for part, split in client.splits.items()}},
             measured=tuple(row for row in rows if row["model"] == "personal"),
-            settings=describe_settings(plan, settings, client.train.normalization) | describe_targets(data),
+            settings=describe_settings(plan, settings, schema.preparation.scaling) | describe_targets(schema),
             versions=list_versions(describe_environment()),
         ),
         tests={client.name: client.test},

@@ -1,0 +1,50 @@
+"""Columns of a table: a number is one feature, text is one feature per category (one-hot)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..utils.errors import UsageError
+
+MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
+"""Texts that mark a missing value, after surrounding spaces are removed."""
+Holds = Literal["numbers", "0 and 1", "True and False"]
+"""What a column of numbers holds: any numbers, only 0 and 1, or also True and False for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """Encoding of a column: one feature per category of ``categories``, in this order; None for a number.
+
+    ``holds``: numbers that occur, as True and False are numbers only among 0 and 1.
+    """
+
+    name: str
+    categories: tuple[str, ...] | None = None
+    holds: Holds = field(default="numbers", compare=False)
+
+    def __str__(self) -> str:
+        return repr(self.name) if self.categories is None else f"{self.name!r} ({', '.join(self.categories)})"
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return 1 if self.categories is None else len(self.categories)
+
+    def encode(self, value: Any) -> list[float]:
+        """Return a cell's features, NaN if it is missing; raise :class:`UsageError` for an invalid value."""
+        text = str(value).strip()
+        if value is None or value != value or text in MISSING:
+            return [float("nan")] * self.width
+        if self.categories is None:
+            try:
+                return [float(value)]
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"column {self.name!r} holds numbers, not {value!r}: give a number or None") from error
+        if text not in self.categories:
+            raise UsageError(
+                f"column {self.name!r} holds one of {', '.join(self.categories)}, not {value!r}: give one of them, or "
+                "None where it is missing"
+            )
+        return [float(text == category) for category in self.categories]

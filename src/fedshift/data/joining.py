@@ -1,0 +1,94 @@
+"""Clients that join others: converted to the shape, scale and labels of the others' schema, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..tasks import Classification
+from ..utils.errors import UsageError
+from .agreement import name_scales, refuse_other_scales
+from .federation import PLURALS, Federation
+from .preparation import HALF, Normalization
+from .samples import is_whole, map_store
+from .schema import Layout, Schema
+
+
+def join_schema(data: Federation, schema: Schema) -> Federation:
+    """Convert ``data`` to the shape, scale and labels of ``schema``, that of a run, and check them.
+
+    Where the scaling of ``schema`` is fitted to each client, so it is here, to the training images. Raises
+    :class:`UsageError` naming both if shapes, columns, classes or scales do not match.
+    """
+    whose = f"the run's data, {schema.name},"
+    if data.columns:  # else arrays, prepared elsewhere
+        schema.require_columns(data, whose)
+    shape = schema.preparation.shape
+    images = len(shape) == len(data.sample_shape) == 3
+    data = data.fit_images(shape[1] if images and shape[1] == shape[2] else None)
+    if (data.sample_shape[:1], shape[:1], len(shape)) == ((1,), (3,), 3):
+        data = data.map_splits(
+            lambda split: split.with_samples(map_store(split.store, lambda x: x.expand(-1, 3, -1, -1)))
+        )
+    for where, split in data.named_splits().items():
+        if split.shape != shape:
+            raise UsageError(
+                f"{data.name}, {where}: samples of shape {split.shape}, but the run was trained on {schema.name} with "
+                f"samples of shape {shape}: bring them to that shape"
+            )
+    data = _match_scale(match_labels(data, schema, whose), schema)
+    scaling = schema.preparation.scaling
+    if isinstance(scaling, Normalization):
+        data = data.normalize_clients() if scaling.fitted else data.normalize(scaling)
+    return data.check(allow_single_class=True)
+
+
+def _match_scale(data: Federation, schema: Schema) -> Federation:
+    """Return ``data``, with integers as floats if those of ``schema`` are; refuse samples of another scale."""
+    preparation, ours = schema.preparation, {f"{data.name}, {where}": s for where, s in data.named_splits().items()}
+    for where, split in ours.items():
+        if preparation.is_whole and not is_whole(split.store):
+            raise UsageError(f"{where}: {split.dtype} where the run has whole numbers, such as tokens: give those")
+    if not preparation.is_whole:
+        data = data.map_splits(
+            lambda split: split.with_samples(map_store(split.store, Tensor.float)) if is_whole(split.store) else split
+        )
+        ours = {f"{data.name}, {where}": s for where, s in data.named_splits().items()}
+    theirs = {f"the run's {'other ' * at}data": kind for at, kind in enumerate(preparation.values)}
+    refuse_other_scales(theirs | name_scales(ours), preparation.shape, half=preparation.scaling == HALF)
+    return data
+
+
+def match_labels(data: Federation, layout: Layout, whose: str) -> Federation:
+    """Map the labels of ``data`` to the classes of ``layout``: by name if both have names, else as numbers.
+
+    ``whose``: the owner of those classes, for errors. Raises :class:`UsageError` for a class that it lacks.
+    """
+    ours, theirs, task = data.meanings, layout.meanings, layout.task
+    if data.task.name != task.name:
+        raise UsageError(f"{data.name} is for {data.task}, and {whose} for {task}: give targets of that kind")
+    if data.task != task:  # not yet as the networks learn them
+        data = replace(data.map_splits(lambda split: split.with_targets(task.encode(split.y))), task=task)
+    if not isinstance(task, Classification):
+        if (data.classes, ours) != (layout.classes, theirs) and not (data.classes == layout.classes and not ours):
+            raise UsageError(
+                f"{data.name} has {data.classes} {PLURALS[task.output]} {', '.join(ours)}, and {whose} "
+                f"{layout.classes} {', '.join(theirs)}: give the same, in the same order"
+            )
+    elif ours and theirs:
+        for name in ours:
+            if name not in theirs:
+                raise UsageError(
+                    f"{data.name} has a class {name!r}, which is not among those of {whose} {', '.join(theirs)}: "
+                    "leave it out, or rename it"
+                )
+        number = torch.tensor([theirs.index(name) for name in ours])
+        data = data.map_splits(lambda split: split.relabel(number))
+    elif data.classes > layout.classes:
+        raise UsageError(
+            f"{data.name} has labels up to {data.classes - 1}, but the classes of {whose} are {layout.classes}: leave "
+            "the others out, or number them alike"
+        )
+    return replace(data, classes=layout.classes, class_names=layout.class_names)

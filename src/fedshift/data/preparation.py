@@ -1,0 +1,327 @@
+"""How samples become the inputs of a network: one value for training, evaluation, exported programs and new clients.
+
+Images are stored unscaled, uint8 ``[N, C, H, W]`` (volumes ``[N, C, D, H, W]``) from 0 to 255, and scaled when a batch
+is taken, to [-1, 1] by default (as in FedBN's experiments, Li et al. 2021, arXiv:2102.07623, section 5.1). Table rows
+are filled and scaled once, by the client's own training rows. Floating-point arrays are used unchanged; other integers,
+such as tokens, are passed to the network as integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from ..utils.errors import UsageError
+from .columns import Column
+from .files.image_decoding import Unreadable, convert_image, decode_image
+from .resizing import resize
+
+Augment = Callable[[Tensor], Tensor]
+"""Function that augments a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FeatureScaling:
+    """Preparation of a table's rows from one client's training rows; each field is float64 ``[D]``.
+
+    A missing value becomes ``fill``, then each feature becomes ``(x - mean) / std``; an infinite ``std`` makes it 0.
+    """
+
+    fill: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+
+    stamp: ClassVar[str] = ""
+    """Part of a fingerprint: empty, since the rows themselves are scaled."""
+    fitted: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "each column by the client's own training rows"
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return rows ``x [N, D]``, with NaN for missing values, filled and scaled, in their type."""
+        fill, mean, std = (
+            torch.tensor(each.tolist(), dtype=torch.float64) for each in (self.fill, self.mean, self.std)
+        )
+        filled = torch.where(torch.isnan(x), fill.to(x.dtype), x)
+        return ((filled.to(torch.float64) - mean) / std).to(x.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the scaling as JSON values; ``unused``: features that become 0."""
+        unused = np.isinf(self.std)
+        std = np.where(unused, 1, self.std).tolist()
+        return {
+            "fill": self.fill.tolist(), "mean": self.mean.tolist(), "std": std,
+            "unused": np.flatnonzero(unused).tolist(),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> FeatureScaling:
+        """Return the scaling described by the result of :meth:`to_json`."""
+        std: NDArray[np.float64] = np.array(facts["std"], float)
+        std[facts["unused"]] = np.inf
+        return cls(fill=np.array(facts["fill"], float), mean=np.array(facts["mean"], float), std=std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalization:
+    """Mean and standard deviation per channel (one number: for all) for pixels in [0, 1], and their ``source``.
+
+    ``fitted``: whether the numbers come from the client's own training images.
+    """
+
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+    source: str = field(default="FedBN, arXiv:2102.07623, section 5.1: pixels scaled to [-1, 1]", compare=False)
+    fitted: bool = field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        mean, std = (", ".join(f"{value:.3g}" for value in values) for values in (self.mean, self.std))
+        return f"pixels in [0, 1] minus {mean} over {std} ({self.source})"
+
+    @property
+    def stamp(self) -> str:
+        """Part of a fingerprint: what tells two scalings apart."""
+        return f"{self.mean}{self.std}"
+
+    def apply(self, x: Tensor, places: int, augment: Augment | None = None) -> Tensor:
+        """Return floats ``x [..., C, *places]`` from 0 to 255, augmented and scaled, in place.
+
+        ``places``: number of axes after the channels.
+        """
+        if augment is None and self == HALF:
+            return x.div_(127.5).sub_(1.0)
+        x = x.div_(255.0)
+        x = x if augment is None else augment(x)
+        mean, std = (
+            torch.tensor(values, dtype=x.dtype, device=x.device).reshape(-1, *[1] * places)
+            for values in (self.mean, self.std)
+        )
+        return (x - mean) / std
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the scaling as JSON values."""
+        return {"divide_by": 255, "mean": self.mean, "std": self.std, "source": self.source, "fitted": self.fitted}
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Normalization:
+        """Return the scaling described by the result of :meth:`to_json`."""
+        mean, std = tuple(facts["mean"]), tuple(facts["std"])
+        return cls(mean=mean, std=std, source=str(facts["source"]), fitted=bool(facts["fitted"]))
+
+    @classmethod
+    def fit(cls, pieces: Iterable[Tensor]) -> Normalization:
+        """Return the mean and standard deviation per channel of images, given in ``pieces`` ``[N, C, ...]`` uint8."""
+        total, squares, count = torch.zeros(1), torch.zeros(1), 0
+        for piece in pieces:
+            x = piece.double() / 255
+            places = (0, *range(2, x.ndim))
+            total, squares = total + x.sum(places), squares + x.square().sum(places)
+            count += x[:, 0].numel()
+        mean = total / count
+        std = (squares / count - mean.square()).clamp(min=0).sqrt()
+        std = torch.where(std > 0, std, 1.0)
+        return cls(
+            mean=tuple(mean.tolist()), std=tuple(std.tolist()), fitted=True, source="the client's own training images"
+        )
+
+
+Scaling: TypeAlias = Normalization | FeatureScaling
+"""How pixels, or a table's rows, are scaled."""
+
+HALF = Normalization()
+UNIT = Normalization(mean=(0.0,), std=(1.0,), source="pixels scaled to [0, 1]")
+IMAGENET = Normalization(
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+    source="torchvision's for ImageNet; FLamby's for Fed-ISIC2019",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What is done to a sample between its source and a network.
+
+    Attributes:
+        shape: Shape of one stored sample, ``(C, H, W)`` for images.
+        dtype: Type of its numbers: uint8 (8-bit images), float32, ...
+        scaling: Scaling of stored pixels, or of a table's raw rows; without effect on other samples.
+        columns: Encodings of a table's columns in its raw rows; empty for other samples.
+        values: Kinds of values that samples hold (:data:`~fedshift.data.agreement.KINDS`).
+
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    scaling: Scaling = HALF
+    columns: tuple[Column, ...] = ()
+    values: tuple[str, ...] = ()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Torch type of stored numbers."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def is_image(self) -> bool:
+        """Return whether samples are images."""
+        return len(self.shape) == 3
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether samples are integers that are not scaled, such as tokens."""
+        return self.dtype != "uint8" and not self.torch_dtype.is_floating_point
+
+    @property
+    def is_fitted(self) -> bool:
+        """Return whether each client's samples are scaled by its own training samples."""
+        return self.scaling.fitted
+
+    @property
+    def keeps_raw(self) -> bool:
+        """Return whether samples are stored raw, as a program takes them; a table's rows are not."""
+        return not isinstance(self.scaling, FeatureScaling)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, ("N", *self.shape)))
+        if self.is_image:
+            kind = "pixels from 0 to 255" if self.dtype == "uint8" else "pixels as the run read them"
+            return f"{self.dtype} [{sizes}], images of {self.shape[0]} channels, height, width; {kind}"
+        if self.columns:
+            return f"{self.dtype} [{sizes}], a table's rows: a number each column, 1 or 0 each category, NaN if missing"
+        return f"{self.dtype} [{sizes}], numbers as the run read them"
+
+    def scale(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a network's inputs in its type ``dtype`` for stored samples, or a table's raw rows, ``x [N, ...]``."""
+        if isinstance(self.scaling, FeatureScaling):
+            return self.scaling.apply(x).to(dtype)
+        return scale_stored(x, self.scaling, len(self.shape) - 1, dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the preparation as JSON values."""
+        facts: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype, "description": str(self)}
+        if self.dtype == "uint8" or isinstance(self.scaling, FeatureScaling):
+            kind = "features" if isinstance(self.scaling, FeatureScaling) else "pixels"
+            facts[kind] = self.scaling.to_json()
+        if self.columns:
+            facts["columns"] = [{"name": column.name, "categories": column.categories} for column in self.columns]
+        return facts | {"values": list(self.values)}
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Preparation:
+        """Return the preparation described by the result of :meth:`to_json`."""
+        scaling: Scaling = HALF
+        if "features" in facts:
+            scaling = FeatureScaling.from_json(facts["features"])
+        elif "pixels" in facts:
+            scaling = Normalization.from_json(facts["pixels"])
+        columns = tuple(
+            Column(name=c["name"], categories=None if c["categories"] is None else tuple(c["categories"]))
+            for c in facts.get("columns", ())
+        )
+        return cls(
+            shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), scaling=scaling, columns=columns,
+            values=tuple(facts["values"]),
+        )  # fmt: skip
+
+    def store(self, samples: Any) -> tuple[Tensor, bool]:
+        """Return ``samples`` as stored samples, or a table's raw rows, ``[N, *shape]``; and whether there was only one.
+
+        Args:
+            samples: An image (file, PIL image or pixel array), a table row (a mapping from columns to values), or an
+                array; or several: a list of images or rows, a data frame, or an array with one more dimension.
+
+        Raises:
+            UsageError: The samples cannot be brought to this form.
+
+        """
+        if self.columns and not isinstance(samples, np.ndarray | Tensor):
+            return self._encode_rows(samples)
+        if self.is_image and isinstance(samples, str | Path | Image.Image):
+            return self._read_image(samples)[None], True
+        if isinstance(samples, list | tuple) and samples and self.is_image:
+            return torch.stack([one[0] for one, _ in map(self.store, samples)]), False
+        return self._arrange_array(samples)
+
+    def _encode_rows(self, samples: Any) -> tuple[Tensor, bool]:
+        single = isinstance(samples, Mapping)
+        rows: Sequence[Any] = (
+            [samples] if single else samples.to_dict("records") if hasattr(samples, "to_dict") else samples
+        )
+        encoded = []
+        for row in rows:
+            if not isinstance(row, Mapping):
+                raise UsageError(f"a row is a {type(row).__name__}: give a mapping from columns to values")
+            lacking = [column.name for column in self.columns if column.name not in row]
+            if lacking:
+                raise UsageError(f"a row has no {', '.join(map(repr, lacking))}: give every column, None where missing")
+            encoded.append([number for column in self.columns for number in column.encode(row[column.name])])
+        return torch.tensor(encoded, dtype=self.torch_dtype).reshape(len(encoded), -1), single
+
+    def _read_image(self, image: str | Path | Image.Image) -> Tensor:
+        """Return an image ``[C, H, W]``, read as in the run."""
+        if self.dtype != "uint8":
+            raise UsageError(f"the model takes {self}: give an array of them, not an image")
+        channels, height, width = self.shape
+        try:
+            if isinstance(image, Image.Image):
+                pixels = convert_image(image.copy(), kind="byte", channels=channels, height=height, width=width)[0]
+            else:
+                pixels = decode_image(Path(image), kind="byte", channels=channels, height=height, width=width)[0]
+        except (Unreadable, FileNotFoundError) as error:
+            raise UsageError(f"{image} {error}: give an image that can be read") from error
+        return torch.from_numpy(np.array(pixels, order="C"))
+
+    def _arrange_array(self, samples: Any) -> tuple[Tensor, bool]:
+        """Return an array as ``[N, *shape]``: move channels to the front, repeat gray, and resize images."""
+        x = samples if isinstance(samples, Tensor) else torch.from_numpy(np.array(samples))
+        wanted = f"the model takes {self}"
+        if x.dtype != self.torch_dtype:
+            if self.dtype == "uint8" or not x.is_floating_point():
+                raise UsageError(f"samples are of {x.dtype}: {wanted}")
+            x = x.to(self.torch_dtype)
+        single = x.ndim < len(self.shape) + 1
+        if self.is_image:
+            channels = self.shape[0]
+            if x.ndim == 2 or (x.ndim == 3 and x.shape[0] not in (1, channels) and x.shape[2] not in (1, channels)):
+                x, single = (x[None, None], True) if x.ndim == 2 else (x[:, None], False)
+            x = x[None] if x.ndim == 3 else x
+            if x.ndim == 4 and x.shape[1] not in (1, channels) and x.shape[3] in (1, channels):
+                x = x.permute(0, 3, 1, 2)
+            if x.ndim == 4 and x.shape[1] in (1, channels):
+                x = resize(x.expand(-1, channels, -1, -1), self.shape[1:])
+        elif single:
+            x = x[None]
+        if tuple(x.shape[1:]) != self.shape:
+            raise UsageError(f"samples have shape {tuple(np.shape(samples))}: {wanted}")
+        return x.contiguous(), single
+
+
+def scale_stored(
+    x: Tensor, scaling: Scaling, places: int, dtype: torch.dtype = torch.float32, augment: Augment | None = None
+) -> Tensor:
+    """Return copies ``x [..., C, *places]`` of stored samples as network inputs of type ``dtype``, possibly in place.
+
+    Args:
+        x: Samples, of which a table's rows were scaled when they were read.
+        scaling: Scaling of 8-bit pixels.
+        places: Number of axes after the channels.
+        dtype: Type of the network's numbers.
+        augment: Function for a single batch of images; floating-point images reach it as values from 0 to 1.
+
+    """
+    if x.dtype == torch.uint8:
+        assert isinstance(scaling, Normalization)
+        return scaling.apply(x.to(dtype), places, augment)
+    if not x.is_floating_point():
+        return x
+    x = x.to(dtype)
+    return x if augment is None else augment(x.add_(1).div_(2)).mul(2).sub(1)
