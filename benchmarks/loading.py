@@ -28,8 +28,8 @@ from PIL import Image
 
 import fedshift.data.files.images
 import fedshift.data.readers.tables  # noqa: F401 - every process has the same bare imports
+from fedshift.data.assembly import read_source
 from fedshift.data.federation import Federation
-from fedshift.data.files.folder import read_directory
 from fedshift.data.files.read_options import ReadOptions
 
 LIMIT = 2.0
@@ -133,7 +133,7 @@ def held(federation: Federation) -> int:
 
 def measure(folder: Path, cache: Path, choices: dict[str, str]) -> dict[str, int]:
     before = peak()
-    federation = read_directory(folder, ReadOptions(cache=cache, **choices))  # type: ignore[arg-type]
+    federation = read_source(folder, ReadOptions(cache=cache, **choices))  # type: ignore[arg-type]
     size = held(federation)
     return {"bytes": size, "peak": peak() - before}
 

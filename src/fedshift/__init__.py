@@ -60,9 +60,11 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .data.digits import digits as digits
     from .data.nuclei import nuclei as nuclei
     from .data.arrays import LazyDataset as LazyDataset
-    from .data.assembly import federation as federation
+    from .data.assembly import (
+        federation as federation,
+        read_folder as read_folder,
+    )
     from .data.federation import Federation as Federation
-    from .data.files.folder import read_folder as read_folder
     from .experiments.observer import Observer as Observer
     from .export.loading import load as load
     from .methods.agc import agc as agc
@@ -140,9 +142,8 @@ _HOME = {
     "data.nuclei": ("nuclei",),
     "experiments.observer": ("Observer",),
     "data.arrays": ("LazyDataset",),
-    "data.assembly": ("federation",),
+    "data.assembly": ("federation", "read_folder"),
     "data.federation": ("Federation",),
-    "data.files.folder": ("read_folder",),
     "export.loading": ("load",),
     "new_clients.own_network": ("adapt_network",),
     **{

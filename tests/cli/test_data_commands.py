@@ -195,7 +195,7 @@ def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, undr
 def test_images_of_several_sizes_are_diagnosed_and_the_command_gives_a_size(cli, photos):
     done = cli("diagnose", photos, "--on-data-error", "warn", "--permutations", 99)
     assert done.code == 0, done.err
-    assert "images of several sizes are looked at in 64 x 64 pixels" in done.out
+    assert "images of several sizes are resized to 64 x 64 pixels" in done.out
     spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift sweep"))
     assert f"--data {photos} --image-size 64 --on-data-error warn" in spoken
 

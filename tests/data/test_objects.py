@@ -10,8 +10,7 @@ from PIL import Image
 
 from fedshift.config.spec import DataSpec
 from fedshift.data.arrays import LazyDataset
-from fedshift.data.assembly import federation
-from fedshift.data.files.folder import read_folder
+from fedshift.data.assembly import federation, read_folder
 from fedshift.data.sources import load_source
 from fedshift.utils.errors import UsageError
 
@@ -264,7 +263,7 @@ HUB = HubDataset({"u": [1, 2], "v": [3, 4]}, u=Picture(), v=Picture())
         ({"a": {"x_train": X, "yy": Y}}, {}, "unknown key of client 'a' 'yy'"),
         ({"a": {"train": (X, Y), "tset": (X, Y)}}, {}, "unknown key of client 'a' 'tset': did you mean 'test'?"),
         ({"a": {"train": (X, Y)}}, {}, "client 'a' has no 'test', only train"),
-        ({"a": (X, Y, X, Y)}, {"target": "y"}, "target says how your own files are read: data of type dict takes no"),
+        ({"a": (X, Y, X, Y)}, {"target": "y"}, "target is for tables in memory, datasets of HuggingFace"),
         ({"a": (X, Y, X, Y)}, {"domains": "b"}, "unknown domain 'b': allowed are a"),
         (FRAME, {"target": "y"}, "data is one DataFrame of all clients: say which column holds the client"),
         (FRAME, {"client_column": "site"}, "data.DataFrame: say which column holds the label (target); perhaps 'y'"),

@@ -9,9 +9,8 @@ from PIL import Image
 
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import federation
-from fedshift.data.files.read_options import CLASS_FOLDERS, MASKS, NPY, NPZ, OPTIONS, TABLES, VOLUMES
 from fedshift.data.preparation import IMAGENET
-from fedshift.data.sources import READ, apply_splits, load_federation, normalize, parse_changes
+from fedshift.data.sources import apply_splits, load_federation, normalize, parse_changes
 from fedshift.utils.errors import UsageError
 
 
@@ -167,14 +166,6 @@ def test_settings_that_do_not_fit_the_data_are_refused_first(make):
     assert make("fedavg").settings.metric == "accuracy"
 
 
-def test_settings_for_files_of_ones_own_are_refused_where_they_do_nothing():
-    with pytest.raises(UsageError, match="says how your own files are read: digits takes no such") as refused:
-        load_federation("digits", spec(test_fraction=0.5))
-    assert refused.value.settings == ("test_fraction",)
-    with pytest.raises(UsageError, match="target says how your own files are read: gaussians takes no such"):
-        load_federation("gaussians", spec(target="outcome"))
-
-
 def test_names_with_blanks_and_classes_beyond_those_found(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
@@ -218,33 +209,6 @@ def test_best_by_auc_is_refused_where_it_would_never_be_defined(make):
         make(data="digits", split=split, select="best", metric="auc", allow_single_class=True)
     two = split.replace("per_client=1", "per_client=2")
     assert make(data="digits", split=two, select="best", metric="auc").settings.metric == "auc"
-
-
-GIVEN = {
-    "test_fraction": 0.4, "client_column": "site", "target": "y", "split_column": "part", "group_column": "patient",
-    "missing": "refuse", "scaling": "none", "image_size": 9,
-}  # fmt: skip
-FILES = {
-    TABLES: ("a.csv",), CLASS_FOLDERS: ("a/cat/1.png",), MASKS: ("a/images/1.png", "a/masks/1.png"),
-    VOLUMES: ("a/images/1.nii", "a/masks/1.nii"), NPZ: ("a.npz",), NPY: ("a/train/x.npy",),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("reader", OPTIONS)
-@pytest.mark.parametrize("option", GIVEN)
-def test_an_option_that_a_reader_does_not_honor_is_refused_with_those_that_do(option, reader, tmp_path):
-    for name in FILES[reader]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    with pytest.raises(UsageError) as refused:  # the files are empty
-        load_federation(str(tmp_path), spec(**{option: GIVEN[option]}))
-    honoring = [kind for kind, options in OPTIONS.items() if option in options]
-    said = f"{option} is for {', '.join(honoring)}, and {tmp_path} holds {reader}"
-    assert (said in str(refused.value)) == (reader not in honoring)
-
-
-def test_every_setting_for_files_is_declared_by_some_reader():
-    assert set(GIVEN) == set().union(*OPTIONS.values()) == {*READ, "image_size"}
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.assembly import federation
+from fedshift.data.assembly import federation, read_folder
 from fedshift.data.federation import Federation
-from fedshift.data.files.folder import read_folder
 from fedshift.data.partition import dirichlet
 from fedshift.data.samples import Samples, join_samples, to_samples
 from fedshift.data.stores import LazyStore

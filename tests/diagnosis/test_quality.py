@@ -13,11 +13,10 @@ import torch
 from PIL import Image
 from scipy.stats import binomtest
 
-from fedshift.data.assembly import federation
+from fedshift.data.assembly import federation, read_folder
 from fedshift.data.columns import Column
 from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation
-from fedshift.data.files.folder import read_folder
 from fedshift.data.partition import iid
 from fedshift.data.samples import Samples
 from fedshift.diagnosis.faults import SampleLocation, find_duplicates

@@ -211,7 +211,7 @@ def test_data_are_written_where_they_have_a_name(tiny, tiny_folder, monkeypatch)
 
 
 def test_settings_of_files_are_refused_for_what_is_no_file(tiny):
-    with pytest.raises(UsageError, match="client_column says how your own files are read: a Federation"):
+    with pytest.raises(UsageError, match=r"client_column is for .*tables.*, not for a Federation"):
         make_python_experiment({"methods": "fedavg", "data": tiny, "client_column": "site"})
     assert make_python_experiment({"methods": "fedavg", "data": tiny, "domains": "ann"}).data.names == ("ann",)
 

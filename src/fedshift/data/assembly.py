@@ -6,7 +6,7 @@ each class or, with groups (for example, all samples of one patient), whole grou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -29,7 +29,6 @@ from .partition import split_stratified
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
 from .scan import LEFT_OUT, SPLITS, UNSAID, Loaded, Part, Reader, Scan, Sides
-from .schema import Schema
 
 LISTED = 5
 
@@ -37,8 +36,31 @@ LISTED = 5
 def read_source(source: object, reading: ReadOptions) -> Federation:
     """Return the federation in ``source``, a path or an object, read by the reader of its kind."""
     reader = find_reader(source)
-    refuse_unused(reader, reading, source if isinstance(source, Path) else f"data of type {type(source).__name__}")
+    refuse_unused(reading, reader.options, f"{source if isinstance(source, Path) else 'data'}, {reader.holds}")
     return assemble(reader, reader.scan(source, reading), reading)
+
+
+def read_folder(
+    path: str | Path, domains: Iterable[str] | None = None, classes: int | None = None, **choices: Any
+) -> Federation:
+    """Read a federation from a directory or a table.
+
+    Args:
+        path: A directory with one of these layouts: ``client/class/*.png`` (jpg, tif, bmp), or
+            ``client/train/class/*.png`` with test and val beside train; images with masks in ``client/images/*`` and
+            ``client/masks/*`` (also NIfTI and DICOM), or with these folders in train, test and val; one ``.npz`` file
+            per client; ``client/train/x.npy`` and ``y.npy`` with test and optionally val beside train, whose inputs
+            stay on disk; one CSV or Parquet file per client. Or one table, with ``client_column``.
+        domains: Names of the clients to read, in this order; None: all.
+        classes: Number of classes; None: as found.
+        choices: Further fields of :class:`~fedshift.data.files.read_options.ReadOptions`.
+
+    Raises:
+        UsageError: A file cannot be read, or the directory contains none or several of these layouts.
+
+    """
+    chosen = None if domains is None else tuple(domains)
+    return read_source(Path(path), ReadOptions(domains=chosen, classes=classes, **choices))
 
 
 def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
@@ -52,8 +74,8 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     assign = partial(assign_splits, task=task, reading=reading)
     sides = [assign(part, ()) for part in scan.parts]
     loaded = reader.load(scan, reading, assign)
-    if loaded.broken:
-        sides = [assign(part, loaded.broken) for part in scan.parts]
+    if loaded.left_out:
+        sides = [assign(part, loaded.left_out) for part in scan.parts]
     clients: dict[str, dict[str, Samples]] = {}
     for number, (part, side) in enumerate(zip(scan.parts, sides, strict=True)):
         splits = clients.setdefault(part.client, {})
@@ -84,8 +106,11 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
 
 def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:
     """Raise :class:`UsageError` for a ``test_fraction`` of data that all say what is for testing."""
-    joins = isinstance(reading.schema, Schema)
-    if "test_fraction" in reading.changed and not joins and not any((p.side == UNSAID).any() for p in scan.parts):
+    if (
+        "test_fraction" in reading.changed
+        and reading.schema is None
+        and not any((p.side == UNSAID).any() for p in scan.parts)
+    ):
         raise UsageError(
             f"{{}} draws test samples where the data name none, and {scan.name} "
             "names some for every client: leave it out",
@@ -164,13 +189,18 @@ def _take_splits(part: Part, side: Sides, loaded: Loaded, number: int) -> dict[s
 def _require_both(scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise :class:`UsageError` naming a client without training or test samples, and the reason."""
     for name, splits in clients.items():
-        own = [(part, side) for part, side in zip(scan.parts, sides, strict=True) if part.client == name]
         for split in ("train", "test"):
             if split not in splits:
+                own = [(part, side) for part, side in zip(scan.parts, sides, strict=True) if part.client == name]
                 count = sum(len(side) for _, side in own)
-                drawn = any((part.side == UNSAID).any() for part, _ in own)
-                grouped = "its samples are all of one group" if any(len(part.group) for part, _ in own) else ""
-                fix = (grouped or "it has one sample of each class") if drawn else "its parts must give it some"
+                if all((side == LEFT_OUT).all() for _, side in own):
+                    fix = "none of them can be read"
+                elif not any((part.side == UNSAID).any() for part, _ in own):
+                    fix = "its parts must give it some"
+                elif any(len(part.group) for part, _ in own):
+                    fix = "its samples are all of one group"
+                else:
+                    fix = "it has one sample of each class"
                 raise UsageError(
                     f"client {name!r} has no sample for {split} among its {count}: {fix}, or leave it out ({{}})",
                     Ref("domains"),

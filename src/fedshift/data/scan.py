@@ -99,7 +99,7 @@ class Loaded:
     Attributes:
         stores: The store of each part.
         normalizations: The scaling of each part's samples; empty: pixels to [-1, 1].
-        broken: Reason why a file cannot be used, by its name.
+        left_out: Files that cannot be used.
         columns: Encodings of a table's columns; empty for other data.
         notices: Remarks on how the samples were read.
         faults: Remarks on files that are left out.
@@ -108,7 +108,7 @@ class Loaded:
 
     stores: Sequence[Tensor | LazyStore]
     normalizations: Sequence[Scaling] = ()
-    broken: Mapping[str, str] = field(default_factory=dict)
+    left_out: Collection[str] = ()
     columns: tuple[Column, ...] = ()
     notices: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()

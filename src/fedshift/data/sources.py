@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -16,16 +16,13 @@ from ..config.spec import DataSpec
 from ..tasks import Task, as_task
 from ..utils.csv_cells import escape_table
 from ..utils.errors import Ref, UsageError, unknown_name
-from .assembly import assemble
+from .assembly import read_source
 from .assignment import describe_assignment, saved
 from .federation import Federation, encode_targets
-from .files.folder import read_directory
-from .files.images import SizesDiffer
 from .files.read_options import Progress, ReadOptions
 from .partition import CHANGES, Change, match_names
 from .preparation import HALF, IMAGENET, UNIT
-from .readers import find_reader
-from .readers._objects import holds_hub_datasets, holds_tables
+from .readers import refuse_unused
 from .schema import Layout, Schema
 
 SPLITS: Mapping[str, Callable[..., Change]] = {made.__name__: made for made in (*CHANGES, saved)}
@@ -63,20 +60,24 @@ def load_source(
 
     """
     task = as_task(spec.task) if task is None and spec.task else task
-    if not isinstance(data, str):
-        made = _read_object(data, spec, progress, schema, task)
+    reading = _read_options(spec, progress, differing, schema, task)
+    if isinstance(data, Federation):
+        refuse_unused(reading, (), "a Federation")
+        made = _apply_task(data, task, "a Federation")
+    elif not isinstance(data, str):
+        made = read_source(data, reading)
     elif data in EMBEDDED:
-        _refuse(spec, READ, data)
+        refuse_unused(reading, ("image_size",), data)
         made = _apply_task(resolve("data", EMBEDDED[data])(), task, data)
     elif Path(data).exists():
         try:
-            made = _read_directory(Path(data), spec, progress, differing, schema, task)
+            made = read_source(Path(data), reading)
         except UsageError as error:
             if data not in list_catalog("data.datasets"):
                 raise
             raise UsageError(f"{{}}. (./{data} was read, not the benchmark of that name: rename one)", error) from error
     else:
-        made = _read_benchmark(data, spec, progress, task)
+        made = _read_benchmark(data, spec, reading)
     if spec.root is not None and not schema and _leaves_root_unread(data, Path(spec.root)):
         raise UsageError(
             f"{{}} is for benchmarks, which {data if isinstance(data, str) else 'the data'} is not: leave it out",
@@ -95,26 +96,6 @@ def _leaves_root_unread(data: object, root: Path) -> bool:
     return Path(data).exists() and not Path(data).resolve().is_relative_to(root.resolve())
 
 
-def _read_object(
-    data: object, spec: DataSpec, progress: Progress | None, schema: Layout | None, task: Task | None
-) -> Federation:
-    if isinstance(data, Federation):
-        _refuse(spec, READ, "a Federation")
-        return _apply_task(data, task, "a Federation")
-    if not holds_tables(data):
-        used = {"test_fraction", *(("target", "client_column") if holds_hub_datasets(data) else ())}
-        _refuse(spec, set(READ) - used, f"data of type {type(data).__name__}")
-    reader, reading = find_reader(data), _read_options(spec, progress, schema, task)
-    return assemble(reader, reader.scan(data, reading), reading)
-
-
-def _refuse(spec: DataSpec, names: Iterable[str], data: str) -> None:
-    """Raise :class:`UsageError` if one of the settings ``names`` was given, because ``data`` does not use them."""
-    for field in fields(spec):
-        if field.name in names and getattr(spec, field.name) != field.default:
-            raise UsageError(f"{{}} says how your own files are read: {data} takes no such", Ref(field.name))
-
-
 def _apply_task(data: Federation, task: Task | None, name: str) -> Federation:
     """Return data that define their own task with ``task`` instead, which must be of the same kind."""
     if task is None:
@@ -131,31 +112,18 @@ def _exact_names(domains: str | None) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in domains.split(","))
 
 
-def _read_options(spec: DataSpec, progress: Progress | None, schema: Layout | None, task: Task | None) -> ReadOptions:
+def _read_options(
+    spec: DataSpec, progress: Progress | None, differing: int | None, schema: Layout | None, task: Task | None
+) -> ReadOptions:
     task = schema.task.forget() if isinstance(schema, Schema) else task
     own = {name: getattr(spec, name) for name in READ}
     return ReadOptions(
-        domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, progress=progress,
-        schema=schema, on_unreadable=spec.on_unreadable, task=task, **own,
+        domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, differing=differing,
+        progress=progress, schema=schema, on_unreadable=spec.on_unreadable, task=task, **own,
     )  # fmt: skip
 
 
-def _read_directory(
-    path: Path, spec: DataSpec, progress: Progress | None, differing: int | None, schema: Layout | None,
-    task: Task | None,
-) -> Federation:  # fmt: skip
-    reading = _read_options(spec, progress, schema, task)
-    try:
-        return read_directory(path, reading)
-    except SizesDiffer:
-        if differing is None:
-            raise
-        made = read_directory(path, replace(reading, image_size=differing))
-        said = f"images of several sizes are looked at in {differing} x {differing} pixels; training needs --image-size"
-        return replace(made, notices=(*made.notices, said))
-
-
-def _read_benchmark(data: str, spec: DataSpec, progress: Progress | None, task: Task | None) -> Federation:
+def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federation:
     if "/" in data or "\\" in data or not data[:1].isalpha():
         raise UsageError(f"data {data!r}: there is no {Path(data).resolve()}; give a directory that exists, or a name")
 
@@ -166,9 +134,9 @@ def _read_benchmark(data: str, spec: DataSpec, progress: Progress | None, task: 
             near = unknown_name("data", written, [*EMBEDDED, *known])
             raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}")
         takes = signature(known[written]).parameters
-        _refuse(spec, set(READ) - set(takes), written)
-        given = {name: getattr(spec, name) for name in READ if getattr(spec, name) != getattr(DataSpec, name)}
-        given |= {"progress": progress, "size": spec.image_size, "domains": _exact_names(spec.domains)}
+        refuse_unused(reading, {"image_size", *takes}, written)
+        given = {name: getattr(spec, name) for name in READ if name in reading.changed}
+        given |= {"progress": reading.progress, "size": spec.image_size, "domains": reading.domains}
         given["sites"] = given["domains"]
         return partial(known[written], data_root(spec), **{k: v for k, v in given.items() if v and k in takes})
 
@@ -176,7 +144,7 @@ def _read_benchmark(data: str, spec: DataSpec, progress: Progress | None, task: 
     made = expressions("data", head.replace("-", "_") + bracket + arguments, lookup)
     if len(made) != 1:
         raise UsageError(f"data {data!r}: give one, not {len(made)}")
-    return _apply_task(made[0], task, head)
+    return _apply_task(made[0], reading.task, head)
 
 
 def parse_changes(spec: DataSpec) -> tuple[Change, ...]:

@@ -18,7 +18,6 @@ from ..config.spec import DataSpec
 from ..data.federation import ClientData, Federation
 from ..data.files.image_decoding import SUFFIXES
 from ..data.files.image_store import ImageFile, cache_entry, decode_all, describe_headers, inspect_all, load_store
-from ..data.files.images import SizesDiffer
 from ..data.files.read_options import Progress
 from ..data.formats import open_arrays
 from ..data.joining import join_schema
@@ -48,16 +47,9 @@ def load_site(
     if not read:  # settings for the run's files do not apply to data by name, nor to arrays
         own = {field.name: field.default for field in fields(DataSpec) if field.name in READ or field.name == "task"}
     asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
-    try:
-        found = load_source(data, asked, progress, schema=schema)
-    except SizesDiffer:
-        if len(schema.preparation.shape) != 3:
-            raise
-        size = schema.preparation.shape[-1]
-        found = load_source(data, replace(asked, image_size=size), progress, schema=schema)
-        said = f"images of several sizes are resized to the run's {size} x {size} pixels"
-        found = replace(found, notices=(*found.notices, said))
-    return join_schema(found, schema)
+    shape = schema.preparation.shape
+    side = shape[-1] if len(shape) == 3 else None
+    return join_schema(load_source(data, asked, progress, differing=side, schema=schema), schema)
 
 
 def load_unlabeled(

@@ -9,8 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.files.images import read_images
+from fedshift.data.assembly import assemble
+from fedshift.data.federation import Federation
 from fedshift.data.files.read_options import ReadOptions
+from fedshift.data.readers import images as reader
 
 SUFFIXES = ("png", "bmp", "tif", "TIFF", "PNG")
 
@@ -40,7 +42,12 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def read(tmp_path: Path, root: Path):
     """Read the directory, with a cache of this test's own."""
-    return lambda path=root, **choices: read_images(path, ReadOptions(**({"cache": tmp_path / "cache"} | choices)))
+
+    def through(path: Path = root, **choices) -> Federation:
+        reading = ReadOptions(**({"cache": tmp_path / "cache"} | choices))
+        return assemble(reader, reader.scan(path, reading), reading)
+
+    return through
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from PIL import Image
 
 import fedshift.data.files.image_decoding as image_decoding
 import fedshift.data.files.image_store as image_store
-from fedshift.data.files.images import read_images
+from fedshift.data.assembly import read_source
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.utils.errors import UsageError
 
@@ -127,7 +127,9 @@ def test_a_client_of_broken_files_alone_is_refused(read, root):
         text(file)
     for _ in range(2):  # decoded, and from the cache
         assert refused(read).startswith("10 of 22 files")
-        assert "client 'gray' has no training image that can be read" in refused(read, on_unreadable="skip")
+        assert "client 'gray' has no sample for train among its 10: none of them can be read" in refused(
+            read, on_unreadable="skip"
+        )
     assert read(domains=("color",)).note == "12 images of 1 clients"
 
 
@@ -248,14 +250,14 @@ def test_two_processes_that_decode_at_the_same_time_get_the_same(read, root, tmp
     cache = tmp_path / "shared"
     code = f"""
 import pathlib, time
-import fedshift.data.files.images as images
+from fedshift.data import assembly
 from fedshift.data.files.read_options import ReadOptions
 def meet(*told):
     pathlib.Path({str(tmp_path)!r}, "child").touch()
     while not pathlib.Path({str(tmp_path)!r}, "parent").exists():
         time.sleep(0.01)
 choices = ReadOptions(cache=pathlib.Path({str(cache)!r}), progress=meet)
-data = images.read_images(pathlib.Path({str(root)!r}), choices)
+data = assembly.read_source(pathlib.Path({str(root)!r}), choices)
 print(data.fingerprint, data.notices)
 """
     child = subprocess.Popen([sys.executable, "-W", "error", "-c", code], stdout=subprocess.PIPE, text=True)
@@ -350,8 +352,8 @@ def test_a_file_that_cannot_be_opened_now_is_no_broken_file_and_is_not_remembere
     with monkeypatch.context() as patched:
         patched.setattr(image_decoding, "open_regular", refused)
         with pytest.raises(UsageError, match=r"2\.png cannot be read now: Permission denied"):
-            read_images(tmp_path / "own", reading)
-    assert sum(len(split) for split in read_images(tmp_path / "own", reading).clients[0].splits.values()) == 8
+            read_source(tmp_path / "own", reading)
+    assert sum(len(split) for split in read_source(tmp_path / "own", reading).clients[0].splits.values()) == 8
 
 
 # How much the cache may hold
@@ -422,9 +424,9 @@ def test_an_entry_that_another_program_has_mapped_stays_readable_when_it_is_remo
     code = f"""
 import sys
 from pathlib import Path
-from fedshift.data.files.images import read_images
+from fedshift.data.assembly import read_source
 from fedshift.data.files.read_options import ReadOptions
-data = read_images(Path({str(root)!r}), ReadOptions(cache=Path({str(images.parent)!r})))
+data = read_source(Path({str(root)!r}), ReadOptions(cache=Path({str(images.parent)!r})))
 print("mapped", flush=True)
 sys.stdin.readline()
 print(data.fingerprint, flush=True)

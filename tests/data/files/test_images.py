@@ -181,8 +181,14 @@ def tree(tmp_path: Path, read):
         (["a/cat/0.png", "b/"], "client 'b' has no image (.bmp, .jpeg, .jpg, .png, .tif, .tiff) in"),
         (["a/cat/0.png", "b/cat/"], "client 'b' has no image"),
         ([".hidden/cat/0.png"], "tree holds no folder"),
-        (["a/cat/0.png", "a/dog/0.png"], "client 'a' has no test image, and no two training images of one class"),
-        (["a/train/cat/", "a/test/cat/0.png"], "client 'a' has no training image that can be read"),
+        (
+            ["a/cat/0.png", "a/dog/0.png"],
+            "client 'a' has no sample for test among its 2: it has one sample of each class",
+        ),
+        (
+            ["a/train/cat/", "a/test/cat/0.png"],
+            "client 'a' has no sample for train among its 1: its parts must give it some",
+        ),
     ],
 )
 def test_another_arrangement_is_refused_with_the_folder_and_the_way_out(tree, files, said):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.files.folder import read_folder
+from fedshift.data.assembly import read_folder
 from fedshift.tasks import Segmentation
 from fedshift.utils.errors import UsageError
 

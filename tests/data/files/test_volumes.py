@@ -11,7 +11,7 @@ from PIL import Image
 
 import fedshift
 from fedshift.config.spec import DataSpec
-from fedshift.data.files.folder import read_folder
+from fedshift.data.assembly import read_folder
 from fedshift.data.pictures import to_pictures
 from fedshift.data.sources import load_federation
 from fedshift.diagnosis.overview import make_overview

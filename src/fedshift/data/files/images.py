@@ -1,32 +1,18 @@
-"""Federations from directories of images, ``DIR/<client>/<class>/<image>`` or ``DIR/<client>/<part>/<class>/<image>``.
-
-Federations of domains are published in this form (Office-Caltech10, Office-Home, PACS, DomainNet). A part is train,
-validation or test. If a client has no parts, ``test_fraction`` of every class is used for testing; if it has no test
-folder, ``test_fraction`` of its train folder. Train, validation and test are rows of one array, which is decoded once
-and then mapped from the cache (:mod:`fedshift.data.files.image_store`).
-"""
+"""Directories of images: clients, their parts, and folders of classes or of images and masks."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ...utils.errors import Ref, UsageError, unknown_name
-from ...utils.random_streams import stream
-from ..agreement import refuse_other_labels
-from ..federation import ClientData, Federation
-from ..partition import split_stratified
-from ..stores import LazyStore
-from . import image_store
-from .image_decoding import SUFFIXES, Header
+from ...utils.errors import Ref, UsageError
+from .image_decoding import SUFFIXES
 from .image_store import ImageFacts, ImageFile, ImageStore
 from .read_options import ReadOptions
 from .volume_decoding import is_volume
@@ -42,6 +28,9 @@ LAYOUT = (
 UNREAD = frozenset({".avif", ".dcm", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".pgm", ".ppm", ".tga", ".webp"})
 """Suffixes of image formats that cannot be read; skipping such files loses data."""
 
+CLASSES, MASKS, VOLUMES = KINDS = ("classes", "masks", "volumes")
+"""Kinds of directories: folders of classes, images with masks, and medical images with masks."""
+
 _IGNORED = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 _DEEPEST = 4  # levels below DIR to search for images: client, part, class, and one level too deep
 _LISTED = 5
@@ -49,79 +38,15 @@ _LISTED = 5
 Rows = NDArray[np.int64]
 
 
-class SizesDiffer(UsageError):
-    """Images have different sizes, and no common size was given."""
-
-
-def read_images(path: Path, reading: ReadOptions) -> Federation:
-    """Return the federation in directory ``path``.
-
-    A client is gray (C = 1) unless one of its images is in color. Labels number the class folders of all clients,
-    selected or not.
-
-    Args:
-        path: Directory of clients, or of the class folders or parts of one client that joins others (``schema``).
-        reading: ``domains``, ``classes``, ``image_size``, ``on_unreadable``, ``test_fraction``, ``cache`` and
-            ``progress`` apply.
-
-    Returns:
-        Images uint8 ``[N, C, H, W]``; float32 in [-1, 1] for gray of more than 8 bits.
-
-    Raises:
-        UsageError: The directory has another layout, domains are unknown, files cannot be read (unless they are to be
-            skipped), sizes differ and ``image_size`` is not given, or a client mixes gray of 8 bits and of more.
-
-    """
-    folders = choose_folders(path, reading)
-    refuse_other_labels({name: list_categories([folder]) for name, folder in folders.items()})
-    labels = {name: label for label, name in enumerate(list_categories(folders.values()))}
-    classes = len(labels) if reading.classes is None else reading.classes
-    if classes < len(labels):
-        raise UsageError(
-            f"classes={classes}: {path} has {len(labels)} class folders ({format_few(labels)}); ask for as many"
-        )
-    notices: list[str] = []
-    faults: list[str] = []
-    files: dict[str, tuple[ImageFile, ...]] = {}
-    for name in folders if reading.domains is None else reading.domains:
-        files[name], remarks = list_files(path, folders[name])
-        notices += remarks
-    stores = load_stores(path, files, reading)
-    broken = {file: why for store in stores.values() for file, why in store.facts.broken.items()}
-    refuse_broken(path, broken, sum(map(len, files.values())), reading)
-    clients = []
-    for name, store in stores.items():
-        y = torch.tensor([labels[file.category] for file in files[name]])
-        x = torch.from_numpy(store.pixels)
-        clients.append(make_client(name, files[name], x, y, store.facts.broken, reading))
-        notices += list_notices(name, files[name], store.facts, reading)
-        faults += list_faults(folders[name], name, files[name], store.facts)
-    notices += list_unkept(stores.values(), reading)
-    count = sum(len(split) for client in clients for split in client.splits.values())
-    return Federation(
-        name=path.resolve().name,
-        clients=tuple(clients),
-        classes=classes,
-        note=f"{count} images of {len(clients)} clients",
-        class_names=tuple(labels),
-        notices=tuple(notices),
-        faults=tuple(faults),
-    )
-
-
 def choose_folders(path: Path, reading: ReadOptions) -> dict[str, Path]:
     """Return the client folders in ``path`` by name, or ``path`` itself if it is one client that joins others.
 
-    Raises :class:`UsageError` for an impossible image size and for unknown client names.
+    Raises :class:`UsageError` for an impossible image size.
     """
     if reading.image_size is not None and reading.image_size < 1:
         raise UsageError(f"image_size={reading.image_size} pixels: must be at least 1")
     alone = reading.schema is not None and holds_one_client(path)
-    folders = {path.resolve().name: path} if alone else find_clients(path)
-    for name in reading.domains or ():
-        if name not in folders:
-            raise unknown_name("domain", name, folders)
-    return folders
+    return {path.resolve().name: path} if alone else find_clients(path)
 
 
 def refuse_broken(path: Path, broken: Mapping[str, str], count: int, reading: ReadOptions) -> None:
@@ -139,6 +64,42 @@ def list_unkept(stores: Iterable[ImageStore], reading: ReadOptions) -> list[str]
     """Return notices that explain why decoded files are not in the cache."""
     reasons = {store.unkept for store in stores if store.unkept}
     return [f"{reading.cache_directory} cannot be written ({why}): images are kept in memory" for why in reasons]
+
+
+def find_kind(source: object) -> str:
+    """Return which kind of images directory ``source`` holds, one of :data:`KINDS`; empty if it holds none.
+
+    Images elsewhere than in folders of classes do not count beside tables or arrays.
+    """
+    if not isinstance(source, Path) or not source.is_dir() or not holds_images(source):
+        return ""
+    deep = any(file.suffix.lower() in SUFFIXES for file in source.glob("*/*/*"))
+    if not deep and any(file.suffix.lower() in (".npz", ".csv", ".tsv", ".parquet") for file in source.iterdir()):
+        return ""
+    places = find_places(source)
+    volumes = any(
+        is_volume(file.name)
+        for place in places
+        for folder in list_content(place)[1]
+        if folder.name.lower() == "images"
+        for file in list_content(Path(folder))[0]
+    )
+    return VOLUMES if volumes else MASKS if places else CLASSES
+
+
+def find_places(path: Path) -> list[Path]:
+    """Return the folders in ``path`` that contain folders of images and of masks: clients or their parts."""
+    clients = [path, *_list_folders(path)]
+    parts = [folder for client in clients for folder in _list_folders(client) if folder.name.lower() in PARTS]
+    return [
+        place
+        for place in clients + parts
+        if {"images", "masks"} <= {each.name.lower() for each in _list_folders(place)}
+    ]
+
+
+def _list_folders(path: Path) -> list[Path]:
+    return [Path(folder) for folder in list_content(path)[1]]
 
 
 def holds_images(path: Path) -> bool:
@@ -266,95 +227,6 @@ def _is_lost(file: os.DirEntry[str]) -> bool:
 
 def _is_image(file: os.DirEntry[str]) -> bool:
     return Path(file.name).suffix.lower() in SUFFIXES or is_volume(file.name)
-
-
-def load_stores(path: Path, files: Mapping[str, tuple[ImageFile, ...]], reading: ReadOptions) -> dict[str, ImageStore]:
-    """Return every client's array, from the cache or decoded; all headers are read before any image is decoded."""
-    entries: dict[str, Path] = {}
-    stores: dict[str, ImageStore] = {}
-    inspected: dict[str, tuple[dict[str, Header], dict[str, str]]] = {}
-    sizes: dict[tuple[int, int], str] = {}  # the first file of each (width, height)
-    for name, own in files.items():
-        fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
-        entries[name] = image_store.cache_entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
-        store = image_store.load_store(entries[name])
-        if store is None:
-            inspected[name] = headers, _ = image_store.inspect_all(path, own, f"headers of {name}", reading.progress)
-            example = {header.kind: file for file, header in reversed(headers.items())}  # the first of each kind
-            if len(example) > 1:
-                first, second = sorted(example)[:2]
-                raise UsageError(
-                    f"client {name!r} has images of different depth, {path / example[first]} ({first}) and "
-                    f"{path / example[second]} ({second}): convert all of a client's images to one"
-                )
-            for file, header in headers.items():
-                sizes.setdefault((header.width, header.height), file)
-        else:
-            stores[name] = store
-            for file in [file.path for file in own if file.path not in store.facts.broken][:1]:
-                sizes.setdefault((store.facts.width, store.facts.height), file)
-    width, height = (reading.image_size,) * 2 if reading.image_size else _find_common_size(path, sizes)
-    for name, (headers, broken) in inspected.items():
-        stores[name] = image_store.decode_all(
-            path,
-            files[name],
-            image_store.describe_headers(headers, broken, height, width),
-            entries[name],
-            partial(_split_rows, name, files[name], reading),
-            f"images of {name}",
-            reading.progress,
-        )
-    return {name: stores[name] for name in files}
-
-
-def _find_common_size(path: Path, sizes: dict[tuple[int, int], str]) -> tuple[int, int]:
-    """Return the common width and height of all images; 1 x 1 if none can be read."""
-    if len(sizes) > 1:
-        small, large = (pick(sizes, key=lambda size: (size[0] * size[1], size)) for pick in (min, max))
-        ranges = (f"{min(side)} to {max(side)}" for side in zip(*sizes, strict=True))
-        raise SizesDiffer(
-            f"images differ in size: {path / sizes[small]} has {small[0]} x {small[1]} pixels, "
-            f"{path / sizes[large]} has {large[0]} x {large[1]} (widths {next(ranges)}, heights {next(ranges)}): "
-            "give one size for all ({})",
-            Ref(image_size=64),
-        )
-    return next(iter(sizes), (1, 1))
-
-
-def _split_rows(
-    name: str, files: tuple[ImageFile, ...], reading: ReadOptions, broken: Collection[str]
-) -> dict[str, Rows]:
-    """Return the indices in ``files`` for training, validation and testing, without ``broken`` files."""
-    usable = np.array([row for row, file in enumerate(files) if file.path not in broken], dtype=np.int64)
-    part = np.array([files[row].part or "train" for row in usable], dtype=str)
-    rows = {one: usable[part == one] for one in ("train", "validation", "test")}
-    if not any(file.part == "test" for file in files):
-        category = np.unique([files[row].category for row in rows["train"]], return_inverse=True)[1]
-        rest, drawn = split_stratified(category, reading.test_fraction, stream(0, "test", name))
-        rows["train"], rows["test"] = rows["train"][rest], rows["train"][drawn]
-    return rows
-
-
-def make_client(
-    name: str, files: tuple[ImageFile, ...], x: torch.Tensor | LazyStore, y: torch.Tensor, broken: Collection[str],
-    reading: ReadOptions,
-) -> ClientData:  # fmt: skip
-    """Return a client with images ``x`` and their targets ``y [N, ...]``, without ``broken`` files.
-
-    Raises :class:`UsageError` if no image is left for training or testing.
-    """
-    rows = _split_rows(name, files, reading, broken)
-    if not len(rows["train"]):
-        raise UsageError(
-            f"client {name!r} has no training image that can be read: leave the client out ({{}})", Ref("domains")
-        )
-    if not len(rows["test"]):
-        raise UsageError(
-            f"client {name!r} has no test image, and no two training images of one class to draw one from: "
-            "add images, or leave the client out ({})",
-            Ref("domains"),
-        )
-    return ClientData.from_rows(name, x, y, rows, tuple(file.path for file in files))
 
 
 def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:

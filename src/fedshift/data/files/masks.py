@@ -1,26 +1,16 @@
-"""Federations for segmentation from directories, ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
-
-With parts, ``DIR/<client>/train/images/``, ``DIR/<client>/train/masks/`` and so on. An image and its mask have the same
-name except for the suffix, and the same size. Images are read like those in class folders
-(:mod:`fedshift.data.files.images`). A mask contains the class 0, 1, ... of each pixel, or 255 for ignored pixels. Masks
-that contain only 0 and 255 have two classes.
-"""
+"""Pairs of images and masks in directories, and the classes that the masks hold."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ...tasks.segmentation import IGNORED, Segmentation
+from ...tasks.segmentation import IGNORED
 from ...utils.errors import Ref, UsageError
-from ..federation import Federation
-from . import image_store, images
-from .image_store import ImageFile, ImageStore
+from .image_store import ImageFile
 from .images import format_few
 from .read_options import ReadOptions
 from .volume_decoding import find_stem
@@ -31,84 +21,9 @@ TWO_VALUES = "masks hold 0 and 255, which are read as the classes 0 and 1"
 Pair = tuple[ImageFile, ImageFile]
 
 
-def holds_masks(path: Path) -> bool:
-    """Return whether a client in ``path``, or ``path`` itself, has folders of images and of masks."""
-    return bool(find_places(path))
-
-
-def find_places(path: Path) -> list[Path]:
-    """Return the folders in ``path`` that contain folders of images and of masks: clients or their parts."""
-    clients = [path, *_list_folders(path)]
-    parts = [folder for client in clients for folder in _list_folders(client) if folder.name.lower() in images.PARTS]
-    return [
-        place
-        for place in clients + parts
-        if {IMAGES, MASKS} <= {folder.name.lower() for folder in _list_folders(place)}
-    ]
-
-
-def _list_folders(path: Path) -> list[Path]:
-    return [Path(folder) for folder in images.list_content(path)[1]]
-
-
-def read_masked_images(path: Path, reading: ReadOptions) -> Federation:
-    """Return the federation for segmentation in directory ``path``.
-
-    Args:
-        path: Directory of clients, or of one client that joins others (``schema``).
-        reading: Options as for :func:`~fedshift.data.files.images.read_images`.
-
-    Returns:
-        Images as in :func:`~fedshift.data.files.images.read_images`, and masks uint8 ``[N, H, W]``.
-
-    Raises:
-        UsageError: The directory has another layout, an image has no mask or one of another size, a mask has no image
-            or a value that is not a class, or files cannot be read.
-
-    """
-    folders = images.choose_folders(path, reading)
-    notices: list[str] = []
-    faults: list[str] = []
-    pairs: dict[str, tuple[Pair, ...]] = {}
-    for name in folders if reading.domains is None else reading.domains:
-        files, remarks = images.list_files(path, folders[name])
-        pairs[name] = pair_files(path, name, files)
-        notices += remarks
-    shown = {name: tuple(image for image, _ in own) for name, own in pairs.items()}
-    stores = images.load_stores(path, shown, reading)
-    masks = {name: _load_masks(path, name, pairs[name], stores[name], reading) for name in stores}
-    both = [*stores.values(), *masks.values()]
-    broken = {file: why for store in both for file, why in store.facts.broken.items()}
-    images.refuse_broken(path, broken, 2 * sum(map(len, pairs.values())), reading)
-    held = {name: find_values(masks[name].pixels) for name in masks}
-    classes = number_classes(path, pairs, held, reading)
-    clients = []
-    for name, store in stores.items():
-        facts = masks[name].facts
-        unusable = {image.path for image, mask in pairs[name] if mask.path in facts.broken} | store.facts.broken.keys()
-        y = torch.from_numpy(masks[name].pixels[:, 0])
-        if classes is None:
-            y = (y > 0).to(torch.uint8)
-        x = torch.from_numpy(store.pixels)
-        clients.append(images.make_client(name, shown[name], x, y, unusable, reading))
-        notices += images.list_notices(name, shown[name], store.facts, reading)
-        everything = replace(store.facts, broken=store.facts.broken | facts.broken)
-        faults += images.list_faults(
-            folders[name], name, tuple(file for pair in pairs[name] for file in pair), everything
-        )
-        notices += list_empty(name, pairs[name], held[name], unusable, classes)
-    if classes is None:
-        notices.append(TWO_VALUES)
-    notices += images.list_unkept(both, reading)
-    return Federation(
-        name=path.resolve().name,
-        clients=tuple(clients),
-        classes=classes or 2,
-        note=f"{sum(map(len, pairs.values()))} images with masks of {len(clients)} clients",
-        notices=tuple(notices),
-        faults=tuple(faults),
-        task=reading.task or Segmentation(),
-    )
+def list_left_out(pairs: Mapping[str, tuple[Pair, ...]], broken: Collection[str]) -> set[str]:
+    """Return the images of pairs that contain a ``broken`` file."""
+    return {image.path for own in pairs.values() for image, mask in own if image.path in broken or mask.path in broken}
 
 
 def list_empty(
@@ -153,32 +68,6 @@ def pair_files(path: Path, name: str, files: tuple[ImageFile, ...]) -> tuple[Pai
                 f"the first is {path / alone[0]}: add it, or take the file away"
             )
     return tuple((image, sides[MASKS][key]) for key, image in sides[IMAGES].items())
-
-
-def _load_masks(path: Path, name: str, pairs: tuple[Pair, ...], store: ImageStore, reading: ReadOptions) -> ImageStore:
-    """Return a client's masks, uint8 ``[N, 1, H, W]``, from the cache or decoded at the size of its images.
-
-    Raises :class:`UsageError` for a mask file whose size differs from its image's.
-    """
-    seen, masks = zip(*pairs, strict=True)
-    height, width = store.facts.height, store.facts.width
-    entry = image_store.cache_entry(reading.cache_directory, path, (*seen, *masks), MASKS, height, width)
-    found = image_store.load_store(entry)
-    if found is not None:
-        return found
-    theirs, _ = image_store.inspect_all(path, seen, f"headers of {name}", reading.progress)
-    headers, broken = image_store.inspect_all(path, masks, f"headers of masks of {name}", reading.progress)
-    for image, mask in pairs:
-        sizes = [(h.width, h.height) for h in (headers.get(mask.path), theirs.get(image.path)) if h]
-        if len(set(sizes)) > 1:
-            (across, down), (wide, high) = sizes
-            raise UsageError(
-                f"mask {path / mask.path} has {across} x {down} pixels, but its image {path / image.path} has "
-                f"{wide} x {high}: give both the same size"
-            )
-    facts = replace(image_store.describe_headers(headers, broken, height, width), kind="mask", channels=1, frames={})
-    what = f"masks of {name}"
-    return image_store.decode_all(path, masks, facts, entry, lambda _: {"train": ()}, what, reading.progress)
 
 
 def find_values(masks: NDArray[np.generic]) -> NDArray[np.bool_]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -11,25 +11,10 @@ from ...tasks import Classification, Task
 from ...tasks.classification import MOST_CLASSES
 from ...utils.errors import Ref, UsageError
 from ...utils.files import cache_directory
-from ..schema import Layout, Schema
+from ..schema import Layout
 
 Progress = Callable[[str, int, int], None]
 """Callback that receives ``(what is read, done, total)``."""
-
-TABLES, CLASS_FOLDERS, MASKS, VOLUMES, NPZ, NPY = (
-    "tables", "images in class folders", "images with masks", "medical images with masks", "arrays in .npz files",
-    "arrays in .npy files",
-)  # fmt: skip
-_COLUMNS = frozenset({"client_column", "target", "split_column", "group_column", "missing", "scaling"})
-OPTIONS: Mapping[str, frozenset[str]] = {
-    TABLES: _COLUMNS | {"test_fraction"},
-    CLASS_FOLDERS: frozenset({"test_fraction", "image_size"}),
-    MASKS: frozenset({"test_fraction", "image_size"}),
-    VOLUMES: frozenset({"test_fraction", "image_size"}),
-    NPZ: frozenset({"image_size"}),
-    NPY: frozenset({"image_size"}),
-}
-"""Options that each reader of files honors, beyond those that all honor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +25,7 @@ class ReadOptions:
         domains: Clients to read, in this order; None: all, by name.
         classes: Number of classes; None: as found.
         image_size: Height and width in pixels; None: unchanged, then all images must have the same size.
+        differing: Height and width of images of different sizes; None: as ``image_size``.
         on_unreadable: For a file that cannot be read, ``refuse`` raises an error and ``skip`` skips it.
         test_fraction: Fraction of a client's samples used for testing if the files define no split.
         client_column: Table column with the client.
@@ -59,6 +45,7 @@ class ReadOptions:
     domains: tuple[str, ...] | None = None
     classes: int | None = None
     image_size: int | None = None
+    differing: int | None = None
     on_unreadable: Literal["refuse", "skip"] = "refuse"
     test_fraction: float = 0.2
     client_column: str | None = None
@@ -80,21 +67,6 @@ class ReadOptions:
     def changed(self) -> frozenset[str]:
         """Names of the options that differ from their defaults."""
         return frozenset(each.name for each in fields(self) if getattr(self, each.name) != each.default)
-
-    def refuse_unused(self, reader: str, path: Path) -> None:
-        """Raise :class:`UsageError` for a changed option that ``reader`` does not honor, naming those that do.
-
-        The options of data that clients join are those of a run, and may be for another kind of files.
-        """
-        if isinstance(self.schema, Schema):
-            return
-        for each in fields(self):
-            honoring = [kind for kind, names in OPTIONS.items() if each.name in names]
-            if honoring and reader not in honoring and getattr(self, each.name) != each.default:
-                fix = "leave it out"
-                if each.name == "group_column" and "test_fraction" in OPTIONS[reader]:
-                    fix = "keep groups (patients) together yourself, in the folders train and test of each client"
-                raise UsageError(f"{{}} is for {', '.join(honoring)}, and {path} holds {reader}: {fix}", Ref(each.name))
 
     @property
     def targets(self) -> list[str]:

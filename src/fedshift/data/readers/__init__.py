@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -48,15 +48,14 @@ def find_reader(source: object) -> Reader:
     raise UsageError(f"data of type {type(source).__name__}: give {FORMS}")
 
 
-def refuse_unused(reader: Reader, reading: ReadOptions, where: object) -> None:
-    """Raise :class:`UsageError` for a changed option that other readers honor and ``reader`` does not, naming those.
+def refuse_unused(reading: ReadOptions, honored: Collection[str], data: str) -> None:
+    """Raise :class:`UsageError` for a changed option that readers honor and ``data`` do not, naming the readers' kinds.
 
-    The options of data that clients join are those of a run, and may be for another kind of files.
+    The options of data that clients join are those of a run, and may be for another kind of data.
     """
     if isinstance(reading.schema, Schema):
         return
     for name in sorted(reading.changed):
         honoring = [each.holds for each in list_readers().values() if name in each.options]
-        if honoring and name not in reader.options:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is for {', '.join(honoring)}, and {where} holds {reader.holds}: leave it out")
+        if honoring and name not in honored:
+            raise UsageError(f"{{}} is for {', '.join(honoring)}, not for {data}: leave it out", Ref(name))

@@ -21,7 +21,7 @@ from ..stores import DatasetStore
 from . import _objects
 
 holds = "arrays or datasets in memory"
-options = frozenset({"test_fraction"})
+options = frozenset({"test_fraction", "image_size"})
 
 SUFFIXES = {"train": "train", "validation": "val", "test": "test"}
 """Suffixes of array names by split, as in ``x_val``."""

@@ -19,7 +19,7 @@ from ..scan import SPLITS, UNSAID, Part, Scan, choose_clients
 from . import _objects, arrays
 
 holds = "datasets of HuggingFace"
-options = frozenset({"test_fraction", "client_column", "target"})
+options = frozenset({"test_fraction", "client_column", "target", "image_size"})
 
 
 def can_read(source: object) -> bool:

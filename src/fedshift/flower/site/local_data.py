@@ -46,6 +46,8 @@ def load_local(
     path = Path(data)
     if not (path.suffix == ".npz" or (path / "train" / "x.npy").exists()):
         spec = replace(spec, classes=None)  # of the classes with names, a site reports only those that it has
+    if path.suffix == ".npz" or (path / "test").is_dir():
+        spec = replace(spec, test_fraction=DataSpec.test_fraction)  # the run's is for sites without a test part
     if not path.exists():
         if name is None:
             raise UsageError(f"data {data!r} is no file or directory here; of data by name say which client (--name)")

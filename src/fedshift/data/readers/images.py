@@ -1,0 +1,229 @@
+"""Images in folders of classes, ``DIR/<client>/<class>/<image>`` or ``DIR/<client>/<part>/<class>/<image>``.
+
+Federations of domains are published in this form (Office-Caltech10, Office-Home, PACS, DomainNet). A part is train,
+validation or test. A client without a test folder has test samples drawn from its train folder, or from all. Train,
+validation and test are rows of one array, which is decoded once and then mapped from the cache
+(:mod:`fedshift.data.files.image_store`).
+
+Images are uint8 ``[N, C, H, W]``, or float32 in [-1, 1] for gray of more than 8 bits. A client is gray (C = 1) unless
+one of its images is in color. Labels number the class folders of all clients, selected or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...tasks import CLASSIFICATION, Classification
+from ...utils.errors import Ref, UsageError
+from ..agreement import refuse_other_labels
+from ..files import image_store
+from ..files import images as folders
+from ..files.image_decoding import SUFFIXES, Header
+from ..files.image_store import ImageFile, ImageStore
+from ..files.read_options import ReadOptions
+from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
+
+holds = "images in class folders"
+options = frozenset({"test_fraction", "image_size"})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+    """Files of all clients before they are decoded.
+
+    Attributes:
+        path: Directory of the clients.
+        clients: Files of each client, by its name.
+        entries: Place of each client's array in the cache.
+        cached: Arrays that are in the cache.
+        headers: Headers of the other clients' files, and the reason why each other file is broken.
+        size: Width and height of all images.
+        resized: Whether images of several sizes are resized without having been asked to be.
+
+    """
+
+    path: Path
+    clients: Mapping[str, tuple[ImageFile, ...]]
+    entries: Mapping[str, Path]
+    cached: Mapping[str, ImageStore]
+    headers: Mapping[str, tuple[dict[str, Header], dict[str, str]]]
+    size: tuple[int, int]
+    resized: bool = False
+
+    @property
+    def notices(self) -> list[str]:
+        """Remarks on the images' sizes."""
+        width, height = self.size
+        return [f"images of several sizes are resized to {width} x {height} pixels"] if self.resized else []
+
+
+def can_read(source: object) -> bool:
+    """Return whether ``source`` is a directory of images without masks."""
+    return folders.find_kind(source) == folders.CLASSES
+
+
+def scan(source: Path, reading: ReadOptions) -> Scan:
+    """Return the clients in directory ``source``, which is one itself if it joins others.
+
+    Raises :class:`UsageError` if the directory has another layout, sizes differ and no size is given, or a client mixes
+    gray of 8 bits and of more.
+    """
+    require_task(source, reading, Classification)
+    places = folders.choose_folders(source, reading)
+    refuse_other_labels({name: folders.list_categories([folder]) for name, folder in places.items()})
+    labels = {name: label for label, name in enumerate(folders.list_categories(places.values()))}
+    classes = len(labels) if reading.classes is None else reading.classes
+    if classes < len(labels):
+        raise UsageError(
+            f"classes={classes}: {source} has {len(labels)} class folders ({folders.format_few(labels)}); ask for as "
+            "many"
+        )
+    files, notices = list_clients(source, places, reading)
+    parts = [
+        make_part(name, own, torch.tensor([labels[file.category] for file in own]), places[name])
+        for name, own in files.items()
+    ]
+    images = inspect_images(source, files, reading)
+    return Scan(
+        name=source.resolve().name,
+        parts=tuple(parts),
+        task=reading.task or CLASSIFICATION,
+        classes=classes,
+        class_names=tuple(labels),
+        note="{samples} images of {clients} clients",
+        notices=(*notices, *images.notices),
+        source=images,
+    )
+
+
+def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
+    """Return each client's images; raise :class:`UsageError` for broken ones, unless they are to be left out."""
+    images: Images = scan.source
+    stores = decode_images(images, scan.parts, reading, assign)
+    broken = {file: why for store in stores for file, why in store.facts.broken.items()}
+    folders.refuse_broken(images.path, broken, sum(map(len, images.clients.values())), reading)
+    notices, faults = [], []
+    for part, store in zip(scan.parts, stores, strict=True):
+        files = images.clients[part.client]
+        notices += folders.list_notices(part.client, files, store.facts, reading)
+        faults += folders.list_faults(part.source, part.client, files, store.facts)
+    return Loaded(
+        stores=[torch.from_numpy(store.pixels) for store in stores],
+        left_out=broken.keys(),
+        notices=(*notices, *folders.list_unkept(stores, reading)),
+        faults=tuple(faults),
+    )
+
+
+def require_task(source: Path, reading: ReadOptions, kind: type[Any]) -> None:
+    """Raise :class:`UsageError` if the images in ``source`` are for another kind of task than the one asked for."""
+    if reading.task and not isinstance(reading.task, kind):
+        raise UsageError(f"{source} holds images for {kind.name}, not for {reading.task}: leave the task out")
+
+
+def list_clients(
+    source: Path, places: Mapping[str, Path], reading: ReadOptions, suffixes: Collection[str] = SUFFIXES
+) -> tuple[dict[str, tuple[ImageFile, ...]], list[str]]:
+    """Return the files of each requested client in its folder, and notices of ignored files."""
+    files, notices = {}, list[str]()
+    for name in choose_clients(places, reading):
+        files[name], remarks = folders.list_files(source, places[name], suffixes)
+        notices += remarks
+    return files, notices
+
+
+def make_part(client: str, files: Sequence[ImageFile], y: Tensor, source: Any) -> Part:
+    """Return a client's images with their targets; without a test folder, those for training are to be divided."""
+    names = tuple(file.path for file in files)
+    return Part(
+        client=client, where=f"client {client!r}", y=y, side=_find_sides(files), rows=np.arange(len(files)),
+        files=names, source=source,
+    )  # fmt: skip
+
+
+def _find_sides(files: Sequence[ImageFile]) -> Sides:
+    tested = any(file.part == "test" for file in files)
+    train = SPLITS.index("train") if tested else UNSAID
+    sides = {"": train, "train": train, **{split: SPLITS.index(split) for split in SPLITS[1:]}}
+    return np.array([sides[file.part] for file in files], np.int8)
+
+
+def inspect_images(path: Path, clients: Mapping[str, tuple[ImageFile, ...]], reading: ReadOptions) -> Images:
+    """Find every client's array in the cache, or read the headers of its files; all are read before any is decoded."""
+    entries: dict[str, Path] = {}
+    cached: dict[str, ImageStore] = {}
+    headers: dict[str, tuple[dict[str, Header], dict[str, str]]] = {}
+    sizes: dict[tuple[int, int], str] = {}  # the first file of each (width, height)
+    for name, own in clients.items():
+        fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
+        entries[name] = image_store.cache_entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
+        store = image_store.load_store(entries[name])
+        if store is None:
+            headers[name] = found, _ = image_store.inspect_all(path, own, f"headers of {name}", reading.progress)
+            _refuse_other_depths(path, name, found)
+            for file, header in found.items():
+                sizes.setdefault((header.width, header.height), file)
+        else:
+            cached[name] = store
+            for file in [file.path for file in own if file.path not in store.facts.broken][:1]:
+                sizes.setdefault((store.facts.width, store.facts.height), file)
+    if len(sizes) > 1 and not reading.image_size and reading.differing:
+        return replace(
+            inspect_images(path, clients, replace(reading, image_size=reading.differing)), resized=True
+        )  # the cache is asked again
+    size = (reading.image_size,) * 2 if reading.image_size else _find_common_size(path, sizes)
+    return Images(path=path, clients=clients, entries=entries, cached=cached, headers=headers, size=size)
+
+
+def _refuse_other_depths(path: Path, name: str, headers: dict[str, Header]) -> None:
+    """Raise :class:`UsageError` if images of one client are of 8 bits and of more."""
+    example = {header.kind: file for file, header in reversed(headers.items())}  # the first of each kind
+    if len(example) > 1:
+        first, second = sorted(example)[:2]
+        raise UsageError(
+            f"client {name!r} has images of different depth, {path / example[first]} ({first}) and "
+            f"{path / example[second]} ({second}): convert all of a client's images to one"
+        )
+
+
+def _find_common_size(path: Path, sizes: dict[tuple[int, int], str]) -> tuple[int, int]:
+    """Return the common width and height of all images; 1 x 1 if none can be read."""
+    if len(sizes) > 1:
+        small, large = (pick(sizes, key=lambda size: (size[0] * size[1], size)) for pick in (min, max))
+        ranges = (f"{min(side)} to {max(side)}" for side in zip(*sizes, strict=True))
+        raise UsageError(
+            f"images differ in size: {path / sizes[small]} has {small[0]} x {small[1]} pixels, "
+            f"{path / sizes[large]} has {large[0]} x {large[1]} (widths {next(ranges)}, heights {next(ranges)}): "
+            "give one size for all ({})",
+            Ref(image_size=64),
+        )
+    return next(iter(sizes), (1, 1))
+
+
+def decode_images(images: Images, parts: Sequence[Part], reading: ReadOptions, assign: Assign) -> list[ImageStore]:
+    """Return the array of each part, from the cache or decoded; training images decide how gray values are scaled."""
+    return [
+        images.cached.get(part.client)
+        or image_store.decode_all(
+            images.path,
+            images.clients[part.client],
+            image_store.describe_headers(*images.headers[part.client], *images.size[::-1]),
+            images.entries[part.client],
+            _find_training(part, assign),
+            f"images of {part.client}",
+            reading.progress,
+        )
+        for part in parts
+    ]
+
+
+def _find_training(part: Part, assign: Assign) -> Callable[[Collection[str]], Mapping[str, NDArray[np.intp]]]:
+    return lambda broken: {"train": np.flatnonzero(assign(part, broken) == SPLITS.index("train"))}

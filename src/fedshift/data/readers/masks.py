@@ -1,0 +1,130 @@
+"""Images with masks, for segmentation: ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
+
+With parts, ``DIR/<client>/train/images/``, ``DIR/<client>/train/masks/`` and so on. An image and its mask have the same
+name except for the suffix, and the same size. Images are read like those in class folders
+(:mod:`fedshift.data.readers.images`); masks are uint8 ``[N, H, W]``. A mask contains the class 0, 1, ... of each pixel,
+or 255 for ignored pixels. Masks that contain only 0 and 255 have two classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...tasks.segmentation import Segmentation
+from ...utils.errors import UsageError
+from ..files import image_store
+from ..files import images as folders
+from ..files import masks as pairing
+from ..files.image_store import ImageStore
+from ..files.masks import Pair
+from ..files.read_options import ReadOptions
+from ..scan import Assign, Loaded, Scan
+from .images import Images, decode_images, inspect_images, list_clients, make_part, require_task
+
+holds = "images with masks"
+options = frozenset({"test_fraction", "image_size"})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Masked:
+    """Images of all clients with their decoded masks, by client, and the values that each mask contains.
+
+    ``classes``: None for two classes that are written as 0 and 255.
+    """
+
+    images: Images
+    pairs: dict[str, tuple[Pair, ...]]
+    masks: dict[str, ImageStore]
+    held: dict[str, NDArray[np.bool_]]
+    classes: int | None
+
+
+def can_read(source: object) -> bool:
+    """Return whether ``source`` is a directory of images with masks."""
+    return folders.find_kind(source) == folders.MASKS
+
+
+def scan(source: Path, reading: ReadOptions) -> Scan:
+    """Return the clients in directory ``source``, which is one itself if it joins others.
+
+    Raises :class:`UsageError` as :func:`fedshift.data.readers.images.scan` does, and if an image has no mask or one of
+    another size, or a mask has no image or a value that is not a class.
+    """
+    require_task(source, reading, Segmentation)
+    places = folders.choose_folders(source, reading)
+    files, notices = list_clients(source, places, reading)
+    pairs = {name: pairing.pair_files(source, name, own) for name, own in files.items()}
+    images = inspect_images(source, {name: tuple(image for image, _ in own) for name, own in pairs.items()}, reading)
+    masks = {name: _load_masks(images, name, own, reading) for name, own in pairs.items()}
+    held = {name: pairing.find_values(store.pixels) for name, store in masks.items()}
+    classes = pairing.number_classes(source, pairs, held, reading)
+    parts = []
+    for name, store in masks.items():
+        y = torch.from_numpy(store.pixels[:, 0])
+        parts.append(make_part(name, images.clients[name], y if classes else (y > 0).to(torch.uint8), places[name]))
+    return Scan(
+        name=source.resolve().name,
+        parts=tuple(parts),
+        task=reading.task or Segmentation(),
+        classes=classes or 2,
+        note="{samples} images with masks of {clients} clients",
+        notices=(*notices, *images.notices),
+        source=_Masked(images=images, pairs=pairs, masks=masks, held=held, classes=classes),
+    )
+
+
+def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
+    """Return each client's images; raise :class:`UsageError` for broken files, unless they are to be left out."""
+    found: _Masked = scan.source
+    images = found.images
+    stores = decode_images(images, scan.parts, reading, assign)
+    both = [*stores, *found.masks.values()]
+    broken = {file: why for store in both for file, why in store.facts.broken.items()}
+    folders.refuse_broken(images.path, broken, 2 * sum(map(len, found.pairs.values())), reading)
+    left_out = pairing.list_left_out(found.pairs, broken)
+    notices, faults = [], []
+    for part, store in zip(scan.parts, stores, strict=True):
+        name, own = part.client, found.pairs[part.client]
+        notices += folders.list_notices(name, images.clients[name], store.facts, reading)
+        facts = replace(store.facts, broken=store.facts.broken | found.masks[name].facts.broken)
+        faults += folders.list_faults(part.source, name, tuple(file for pair in own for file in pair), facts)
+        notices += pairing.list_empty(name, own, found.held[name], left_out, found.classes)
+    if found.classes is None:
+        notices.append(pairing.TWO_VALUES)
+    return Loaded(
+        stores=[torch.from_numpy(store.pixels) for store in stores],
+        left_out=left_out,
+        notices=(*notices, *folders.list_unkept(both, reading)),
+        faults=tuple(faults),
+    )
+
+
+def _load_masks(images: Images, name: str, pairs: tuple[Pair, ...], reading: ReadOptions) -> ImageStore:
+    """Return a client's masks, uint8 ``[N, 1, H, W]``, from the cache or decoded at the size of its images.
+
+    Raises :class:`UsageError` for a mask file whose size differs from its image's.
+    """
+    path, (width, height) = images.path, images.size
+    seen, masks = zip(*pairs, strict=True)
+    entry = image_store.cache_entry(reading.cache_directory, path, (*seen, *masks), pairing.MASKS, height, width)
+    found = image_store.load_store(entry)
+    if found is not None:
+        return found
+    theirs, _ = image_store.inspect_all(path, seen, f"headers of {name}", reading.progress)
+    headers, broken = image_store.inspect_all(path, masks, f"headers of masks of {name}", reading.progress)
+    for image, mask in pairs:
+        sizes = [(h.width, h.height) for h in (headers.get(mask.path), theirs.get(image.path)) if h]
+        if len(set(sizes)) > 1:
+            (across, down), (wide, high) = sizes
+            raise UsageError(
+                f"mask {path / mask.path} has {across} x {down} pixels, but its image {path / image.path} has "
+                f"{wide} x {high}: give both the same size"
+            )
+    facts = replace(image_store.describe_headers(headers, broken, height, width), kind="mask", channels=1, frames={})
+    what = f"masks of {name}"
+    return image_store.decode_all(path, masks, facts, entry, lambda _: {"train": ()}, what, reading.progress)

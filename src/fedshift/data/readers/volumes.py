@@ -1,0 +1,141 @@
+"""NIfTI and DICOM files with masks, for segmentation: ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
+
+Folders, names and class numbers are as in :mod:`fedshift.data.readers.masks`; single files are read by
+:mod:`fedshift.data.files.volume_decoding`. Masks are kept in memory, uint8 ``[N, D, H, W]``, or without D if files
+contain one slice. Images, float32 from -1 to 1, are decoded when a batch needs them, and the most recently used
+:data:`~fedshift.data.files.volumes.KEPT` bytes over all clients are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...tasks.segmentation import Segmentation
+from ...utils.errors import UsageError
+from ..files import images as folders
+from ..files import masks as pairing
+from ..files.image_store import ImageFile
+from ..files.masks import Pair
+from ..files.read_options import Progress, ReadOptions
+from ..files.volume_decoding import READABLE, decode_mask, find_difference, is_volume, read_volume_header
+from ..files.volumes import KEPT, Shape, VolumeStore, choose_spacing, find_common_shape, read_all
+from ..resizing import resize_mask
+from ..scan import Assign, Loaded, Scan
+from ..stores import RecentArrays
+from .images import list_clients, make_part, require_task
+
+holds = "medical images with masks"
+options = frozenset({"test_fraction", "image_size"})
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Volumes:
+    """Files of all clients with what their headers and masks say; ``shape``: channels and voxels of all images."""
+
+    path: Path
+    pairs: dict[str, tuple[Pair, ...]]
+    shape: Shape
+    broken: dict[str, str]
+
+
+def can_read(source: object) -> bool:
+    """Return whether ``source`` is a directory of medical images with masks."""
+    return folders.find_kind(source) == folders.VOLUMES
+
+
+def scan(source: Path, reading: ReadOptions) -> Scan:
+    """Return the clients in directory ``source``, which is one itself if it joins others.
+
+    Raises :class:`UsageError` if the directory has another layout, files cannot be read, images differ in size, in
+    channels or from their masks, or the library for their format is missing.
+    """
+    require_task(source, reading, Segmentation)
+    places = folders.choose_folders(source, reading)
+    files, notices = list_clients(source, places, reading, READABLE)
+    pairs = {name: pairing.pair_files(source, name, own) for name, own in files.items()}
+    flat = [pair for own in pairs.values() for pair in own]
+    alien = next((image.path for image, _ in flat if not is_volume(image.path)), None)
+    if alien is not None:
+        raise UsageError(
+            f"{source / alien} is no NIfTI or DICOM file, and others are: put each kind into its own directory"
+        )
+    every = [file for pair in flat for file in pair]
+    headers, broken = _read_all(source, every, read_volume_header, "headers of volumes", reading.progress)
+    for image, mask in flat:
+        if image.path in headers and mask.path in headers:
+            differs = find_difference(headers[image.path], headers[mask.path])
+            if differs:
+                told = differs.replace("{image}", str(source / image.path))
+                raise UsageError(f"mask {source / mask.path} {told}: bring it to its image's grid")
+    shown = {image.path: headers[image.path] for image, _ in flat if image.path in headers}
+    shape = find_common_shape(source, shown, reading)
+    readable = [mask for _, mask in flat if mask.path in headers]
+    decoded, unread = _read_all(source, readable, lambda file: _fit_mask(file, shape[1:]), "masks", reading.progress)
+    broken |= unread
+    folders.refuse_broken(source, broken, len(every), reading)
+    blank = np.zeros(shape[1:], np.uint8)
+    y = {name: np.stack([decoded.get(mask.path, blank) for _, mask in own]) for name, own in pairs.items()}
+    held = {name: pairing.find_values(own) for name, own in y.items()}
+    classes = pairing.number_classes(source, pairs, held, reading)
+    left_out = pairing.list_left_out(pairs, broken)
+    parts = []
+    for name, own in pairs.items():
+        targets = torch.from_numpy(y[name] if classes else (y[name] > 0).astype(np.uint8))
+        parts.append(make_part(name, [image for image, _ in own], targets, places[name]))
+        notices += pairing.list_empty(name, own, held[name], left_out, classes)
+    task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
+    task, said = choose_spacing(task, list(shown.values()), shape[1:])
+    return Scan(
+        name=source.resolve().name,
+        parts=tuple(parts),
+        task=task,
+        classes=classes or 2,
+        note="{samples} medical images with masks of {clients} clients",
+        notices=(*notices, *([pairing.TWO_VALUES] if classes is None else []), *said),
+        faults=tuple(_list_faults(pairs, broken)),
+        source=_Volumes(path=source, pairs=pairs, shape=shape, broken=broken),
+    )
+
+
+def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
+    """Return stores that decode each client's images when a batch needs them."""
+    found: _Volumes = scan.source
+    recent = RecentArrays(KEPT)
+    return Loaded(
+        stores=[
+            VolumeStore([(found.path / file,) for file in part.files], found.shape, part.where, recent)
+            for part in scan.parts
+        ],
+        left_out=pairing.list_left_out(found.pairs, found.broken),
+    )
+
+
+def _list_faults(pairs: Mapping[str, tuple[Pair, ...]], broken: Mapping[str, str]) -> Iterable[str]:
+    """Yield a sentence for each client with files that are left out."""
+    for name, own in pairs.items():
+        lost = {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}
+        if lost:
+            why = folders.format_few(f"{file}: {reason}" for file, reason in lost.items())
+            yield f"client {name!r}: {len(lost)} of {2 * len(own)} files cannot be read, left out ({why})"
+
+
+def _fit_mask(file: Path, size: Shape) -> NDArray[np.uint8]:
+    return resize_mask(torch.from_numpy(decode_mask(file)), size).numpy()
+
+
+def _read_all(
+    root: Path, files: Iterable[ImageFile], read: Callable[[Path], Found], what: str, progress: Progress | None
+) -> tuple[dict[str, Found], dict[str, str]]:
+    """Return the results of :func:`read_all` by the files' paths below ``root``."""
+    paths = {root / file.path: file.path for file in files}
+    found, broken = read_all(list(paths), read, what, progress)
+    return {paths[file]: each for file, each in found.items()}, {paths[file]: why for file, why in broken.items()}
