@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fedshift.engines.process_pool import dismiss
 
 from fedshift.core.aggregation import Aggregated, Aggregation, Mixes, average
 from fedshift.core.kernel import broadcast
 from fedshift.core.method import Method
-from fedshift.engines.process_pool import dismiss
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError

@@ -156,7 +156,7 @@ def test_what_reading_found_is_said_in_the_run(make, tmp_path, Listener):
 
 def test_settings_that_do_not_fit_the_data_are_refused_first(make):
     with pytest.raises(UsageError, match="augment is for images"):
-        make("fedavg", data="gaussians", augment="flip()")._make_trial(make("fedavg").methods[0], 0)
+        make("fedavg", data="gaussians", augment="flip()").make_trial("fedavg", 0)
     with pytest.raises(UsageError, match="unknown loss"):
         make("fedavg", loss="hinge()")
     with pytest.raises(UsageError, match=r"unknown metric 'rmse'.*the data's task is classification"):

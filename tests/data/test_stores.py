@@ -191,7 +191,7 @@ def test_lazy_samples_train_alike_in_one_step_on_all_batches(tiny):
 
 
 def test_the_pool_engine_refuses_to_copy_more_samples_than_fit_into_memory(tiny, monkeypatch):
-    monkeypatch.setattr("fedshift.engines.process_pool.available_memory", lambda: 10_000.0)
+    monkeypatch.setattr("fedshift.engines.spread.available_memory", lambda: 10_000.0)
     with pytest.raises(UsageError, match=r"the pool engine copies the training samples, 0\.0 GB, into memory"):
         run(tiny, fedavg(), "pool")
     assert run(lazily(tiny), fedavg(), "pool")

@@ -80,13 +80,13 @@ def when(marker, place, act):
     return trouble
 
 
-def trial(engine, trouble=None, method=None, seed=3, **settings):
+def trial(engine, trouble=None, method=None, seed=3, executor=None, **settings):
     clients = tuple(ClientData(name=name, train=train, test=train) for name, train in DATA.items())
     optimizer = SGD(lr=0.05, momentum=0.9, keep=True)
     chosen = {"rounds": 6, "work": Work(batch_size=5, epochs=1), "optimizer": optimizer, "workers": 2}
     return Trial(
         method or fedbn(), lambda shape, classes: network(trouble), Federation(name="t", clients=clients, classes=3),
-        Settings(engine=engine, evaluate_every=6, **{**chosen, **settings}), seed,
+        Settings(engine=engine, evaluate_every=6, **{**chosen, **settings}), seed, executor=executor,
     )  # fmt: skip
 
 

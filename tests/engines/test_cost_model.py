@@ -13,13 +13,13 @@ from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.engines import cost_model
 from fedshift.engines.cost_model import PAIRS, choose_products, count_rows, time_products
-from fedshift.engines.shared_memory import pickle_without_tensors, unpickle_with_tensors
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.nn import linear
 from fedshift.nn.linear import ALONE, LANES, FastLinear, list_products
 from fedshift.results.checkpoint import load_checkpoint
+from fedshift.utils.execution.shared_memory import pickle_without_tensors, unpickle_with_tensors
 from fedshift.utils.state import is_equal
 
 INPUTS, WIDE = 192, 200

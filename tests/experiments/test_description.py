@@ -26,7 +26,7 @@ def test_nothing_that_was_left_to_fedshift_is_left_open(make, tmp_path):
     study = json.loads((tmp_path / "run" / "study.json").read_text())
     resolved = study["resolved"]
     assert resolved.pop("computed on") == f"cpu, float32, {torch.get_num_threads()} thread of torch"
-    networks = {method.name: experiment._make_trial(method, 0).plan for method in experiment.methods}
+    networks = {method.name: experiment.make_trial(method.name, 0).plan for method in experiment.methods}
     counts = [sum(plan.initial[name].numel() for name in plan.trained) for plan in networks.values()]
     assert resolved == {
         "data": "tiny: 3 clients, 76 training samples, 3 classes, samples of shape 3 x 8 x 8",

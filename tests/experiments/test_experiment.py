@@ -18,8 +18,6 @@ from fedshift.engines.engine import Diverged
 from fedshift.engines.sequential import client_step_
 from fedshift.experiments.experiment import Experiment, Observer
 from fedshift.experiments.observer import Observers
-from fedshift.experiments.trial import Trial
-from fedshift.methods.fedsmb import fedsmb
 from fedshift.report.tables import find_reported_rounds, seed_table
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.schema import COLUMNS, read_rows
@@ -254,7 +252,7 @@ def test_a_resumed_run_measures_after_local_work_as_an_uninterrupted_one(make, t
 
 def test_auto_takes_an_engine_that_knows_clients_apart_where_they_are_measured(make, tmp_path):
     one_step = {"method": "fedsmb", "batches": 1, "rounds": 1, "model": "fnn2"}
-    chosen = [make(**one_step, **more)._make_trial(fedsmb(), 0).engine_choice.engine for more in ({}, TRAINED)]
+    chosen = [make(**one_step, **more).make_trial("fedsmb", 0).engine_choice.engine for more in ({}, TRAINED)]
     assert chosen == ["identity", "sequential"]
     with pytest.raises(UsageError, match=r"moments='trained' measures .* the identity engine never computes: use the"):
         make(**one_step, **TRAINED, engine="identity").run(tmp_path / "run")
@@ -277,7 +275,7 @@ def test_methods_of_one_seed_start_from_the_same_weights_and_seeds_do_not(make):
     experiment = make(methods="fedavg,fedbn", seeds=2)
 
     def initial(method, seed):
-        return experiment._make_trial(experiment.methods[method], seed).plan.initial["conv1.weight"]
+        return experiment.make_trial(experiment.methods[method].name, seed).plan.initial["conv1.weight"]
 
     assert torch.equal(initial(0, 0), initial(1, 0))
     assert not torch.equal(initial(0, 0), initial(0, 1))
@@ -414,11 +412,12 @@ def test_only_a_run_is_read(tmp_path):
 def test_each_trial_is_made_once(make, tmp_path, monkeypatch):
     made = []
 
-    def count(self, method, seed):
-        made.append((method.name, seed))
-        return Trial(method, self.model, self.data, self.settings, seed)
+    def count(self, method, seed, executor=None):
+        made.append((method, seed))
+        return make_trial(self, method, seed, executor)
 
-    monkeypatch.setattr(Experiment, "_make_trial", count)
+    make_trial = Experiment.make_trial
+    monkeypatch.setattr(Experiment, "make_trial", count)
     both = [(method, seed) for seed in (0, 1) for method in ("fedavg", "fedbn")]
     make(methods="fedavg,fedbn", seeds=2, rounds=1).run(tmp_path / "run")
     assert made == both

@@ -19,13 +19,14 @@ from torch import nn
 from fedshift.core.selection import buffers, everything, norm_layers, nothing
 from fedshift.engines.auto import EngineChoice
 from fedshift.engines.engine import Diverged
-from fedshift.engines.shared_memory import SharedMemoryBuffer
 from fedshift.experiments import jobs, loggers
 from fedshift.experiments.jobs import choose_jobs
 from fedshift.experiments.observer import Observer, Observers
+from fedshift.experiments.trial_run import TrialRun
 from fedshift.results.summary import read_summary
 from fedshift.utils import processors
 from fedshift.utils.errors import FedshiftError, UsageError
+from fedshift.utils.execution.shared_memory import SharedMemoryBuffer
 from fedshift.utils.profiling import record_seconds
 
 ENGINES = {
@@ -33,13 +34,6 @@ ENGINES = {
     "fedbn": EngineChoice(engine="sequential", threads=1, reason=""),
     "scaffold": EngineChoice(engine="stacked", threads=1, reason=""),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dismissed():
-    """The workers, which the tests share, end with them."""
-    yield
-    jobs.dismiss()
 
 
 @pytest.fixture
@@ -214,7 +208,6 @@ def test_stopped_and_interrupted_trials_go_on_bit_for_bit(make, tmp_path, assert
     with pytest.raises(KeyboardInterrupt):
         experiment.run(tmp_path / "run", resume=True, observer=Observers(heard, Listener(interrupt)), jobs=2)
     assert any(kind == "recorded" for events in heard.heard.values() for kind, _ in events)
-    assert len(jobs._WORKERS) < 2  # the one that was in the middle of a round has ended
     assert experiment.run(tmp_path / "run", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "run")
 
@@ -231,8 +224,13 @@ def find(make, monkeypatch, tmp_path, chosen):
 
     def call(number="auto", **settings):
         experiment = make(**{"methods": "fedavg,fedbn,scaffold", "seeds": 2, **settings})
-        found, processes = choose_jobs(tmp_path / "run", experiment._make_first_trials(), experiment.seeds, number)
-        return [job.number for job in found], processes
+        each = [(seed, method.name) for seed in experiment.seeds for method in experiment.methods]
+        runs = [
+            TrialRun(number=number, method=method, seed=seed, folder=tmp_path / f"{method}-{seed}")
+            for number, (seed, method) in enumerate(each)
+        ]
+        found, processes = choose_jobs(runs, experiment._make_first_trials(), number)
+        return sorted(found), processes
 
     return call
 

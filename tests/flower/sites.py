@@ -137,8 +137,8 @@ def same_as_in_process(spec, directory, folder, reference):
     """
     experiment = in_process(spec, reference)
     return [
-        same_trial(experiment._make_trial(method, seed), trial_folder(directory, method.name, seed), folder, reference)
-        for method in experiment.methods
+        same_trial(experiment.make_trial(name, seed), trial_folder(directory, name, seed), folder, reference)
+        for name in (method.name for method in experiment.methods)
         for seed in experiment.seeds
     ]
 

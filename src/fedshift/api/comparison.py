@@ -38,12 +38,10 @@ from ..console.terminal import show_progress
 from ..data.federation import Federation
 from ..data.joining import join_schema
 from ..diagnosis.quality import check_data
-from ..engines.cost_model import limit_threads
 from ..evaluation.policy import parse_policies
 from ..experiments.compare_arguments import CompareArguments
 from ..experiments.cross_site import cross_validate
 from ..experiments.experiment import Experiment
-from ..experiments.jobs import dismiss
 from ..experiments.observer import Observer, Observers
 from ..experiments.python_settings import (
     load_python_data,
@@ -69,6 +67,7 @@ from ..results.schema import MOMENTS, RunSummary
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.files import ScratchDirectory, require_writable
+from ..utils.threads import limit_threads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -416,8 +415,6 @@ def compare(given: CompareArguments) -> Comparison:
             elif scratch:
                 scratch.close()
             raise
-        finally:
-            dismiss()  # the code may have changed before the next call
     if scratch:
         finalize(result, ScratchDirectory.close, scratch)
     return result

@@ -15,13 +15,13 @@ from ..config.spec import AUTO, AdviseSpec, CompareSpec
 from ..console.terminal import show_progress
 from ..diagnosis.search import BASELINE, begin_search, continue_search, hold_out, parse_rates, read_search
 from ..diagnosis.search_report import MethodAdvice, write_search
-from ..engines.cost_model import limit_threads
-from ..experiments.jobs import Jobs, dismiss
+from ..experiments.jobs import Jobs
 from ..experiments.python_settings import make_python_experiment, note_user_code, read_methods, refuse_unknown
 from ..representations.leakage import Leakage, LeakageSettings, measure_leakage
 from ..results.run_directory import RunDirectory
 from ..utils.errors import Ref, UsageError
 from ..utils.files import ScratchDirectory, require_writable
+from ..utils.threads import limit_threads
 
 
 def advise(
@@ -71,11 +71,8 @@ def advise(
                 dict(experiment.config) | {"methods": ",".join(search.reasons), "rates": str(rates), "budget": budget}
             )
             shown = show_progress(Console()) if progress else nullcontext(None)
-            try:
-                with limit_threads(settings.get("threads")), shown as observer:
-                    search = continue_search(experiment, search, path, named, observer=observer, jobs=jobs)
-            finally:
-                dismiss()
+            with limit_threads(settings.get("threads")), shown as observer:
+                search = continue_search(experiment, search, path, named, observer=observer, jobs=jobs)
         write_search(search, path)
     result = MethodAdvice(search, path)
     if scratch:

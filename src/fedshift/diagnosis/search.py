@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Event, Timer
 from typing import Any
@@ -40,6 +41,7 @@ from ..results.schema import LOWER_IS_BETTER, compute_metric, rows_to_frame
 from ..results.trial_records import read_lag, read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
+from ..utils.execution.workers import Workers
 from . import Diagnosis, diagnose
 from .budget import PER_METHOD, Cost, Rung, fit_budget, measure_cost, plan_rungs, predict_seconds
 from .rendering import interpret
@@ -390,7 +392,9 @@ def continue_search(
     timer.daemon = True
     timer.start()
     try:
-        search = _run_rungs(experiment, search, directory, methods, observer, stop, jobs)
+        with closing(Workers()) as workers:
+            run = partial(Experiment.run, observer=observer, stop=stop, jobs=jobs, workers=workers)
+            search = _run_rungs(experiment, search, directory, methods, run)
     finally:
         timer.cancel()
     overtime = late.is_set() and not search.ended
@@ -401,8 +405,9 @@ def continue_search(
 
 def _run_rungs(
     experiment: Experiment, search: Search, directory: Path, methods: Sequence[Method] | None,
-    observer: Observer | None, stop: Event, jobs: Jobs,
+    run: Callable[..., bool],
 ) -> Search:  # fmt: skip
+    """Run the rungs that are left, each by ``run``, given its experiment, its directory and whether it continues."""
     known = {each.name: each for each in methods} if methods is not None else {}
     save_search(search, directory)
     while not search.ended:
@@ -417,7 +422,7 @@ def _run_rungs(
         )
         path = directory / RUN
         try:
-            finished = part.run(path, resume=(path / "config.toml").exists(), observer=observer, stop=stop, jobs=jobs)
+            finished = run(part, path, resume=(path / "config.toml").exists())
         except Diverged:
             finished = True  # the others have ended, and it is not measured
         if not finished:

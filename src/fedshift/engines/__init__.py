@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from .engine import Engine
 from .identity import Identity
-from .process_pool import Pool
-from .ray import Ray
 from .sequential import Sequential
+from .spread import Pool, Ray
 from .stacked import Stacked
 
 ENGINES: Mapping[str, type[Engine]] = {

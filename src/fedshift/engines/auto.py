@@ -20,12 +20,13 @@ from ..data.augmentation import Augmentation
 from ..utils.files import cached_measurement
 from ..utils.processors import available_processors
 from ..utils.state import nbytes, pick
+from ..utils.threads import limit_threads
 from ..utils.version import find_newest_source
-from .cost_model import count_operations, limit_threads, time_in_turns
+from .cost_model import count_operations, time_in_turns
 from .deferral import choose_held
 from .engine import Data, Diverged, Engine
 from .identity import Identity
-from .process_pool import Pool
+from .spread import Pool
 from .stacked import (
     Stacked,
     count_lanes,

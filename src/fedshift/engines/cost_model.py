@@ -19,6 +19,7 @@ from ..core.plan import Plan, forward
 from ..nn.linear import ALONE, FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
 from ..utils.allocator import keep_freed_memory
 from ..utils.files import cached_measurement
+from ..utils.threads import limit_threads
 from .engine import Data
 
 FASTER = 1.1
@@ -67,20 +68,6 @@ def measure_activations(plan: Plan, data: Data) -> int:
         for hook in hooks:
             hook.remove()
     return counted
-
-
-@contextmanager
-def limit_threads(threads: int | None) -> Iterator[None]:
-    """Limit torch to this many threads inside the block (None: no change); a small step is faster on one."""
-    before = torch.get_num_threads()
-    if threads in (None, before):
-        yield
-        return
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def time_median(work: Callable[[], object], times: int) -> float:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -16,6 +17,7 @@ import torch
 from ..engines.engine import Diverged
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import Ref, Sentence
+from ..utils.execution.workers import Workers
 from ..utils.processors import available_processors
 from .experiment import Experiment
 from .jobs import Jobs
@@ -68,19 +70,22 @@ def run_pending(
     :meth:`~fedshift.experiments.experiment.Experiment.run`.
     """
     threads = min(torch.get_num_threads(), available_processors())
-    for number, part in enumerate(parts, 1):
-        if read_outcome(part.folder, part.settings) is not None:
-            continue
-        begin(number, part)
-        experiment, diverged, finished = part.experiment(), {}, True
-        torch.set_num_threads(experiment.config.get("threads") or threads)
-        try:
-            resume = (part.folder / "config.toml").exists()
-            finished = experiment.run(part.folder, resume=resume, observer=observer, stop=stop, jobs=jobs)
-        except Diverged as error:
-            diverged = {DIVERGED: str(error)}
-        end(part, finished)
-        if not finished:
-            return False
-        write_checked(part.folder / DONE, {**part.settings, **diverged})
+    with closing(Workers()) as workers:
+        for number, part in enumerate(parts, 1):
+            if read_outcome(part.folder, part.settings) is not None:
+                continue
+            begin(number, part)
+            experiment, diverged, finished = part.experiment(), {}, True
+            torch.set_num_threads(experiment.config.get("threads") or threads)
+            try:
+                resume = (part.folder / "config.toml").exists()
+                finished = experiment.run(
+                    part.folder, resume=resume, observer=observer, stop=stop, jobs=jobs, workers=workers
+                )
+            except Diverged as error:
+                diverged = {DIVERGED: str(error)}
+            end(part, finished)
+            if not finished:
+                return False
+            write_checked(part.folder / DONE, {**part.settings, **diverged})
     return True

@@ -41,8 +41,9 @@ from ..data.federation import ClientData, Federation, count_labels, pool_trainin
 from ..data.samples import Samples
 from ..engines import ENGINES
 from ..engines.auto import EngineChoice, choose_engine
-from ..engines.cost_model import count_operations, limit_threads
+from ..engines.cost_model import count_operations
 from ..engines.engine import ClientResult, Engine, EngineFactory
+from ..engines.spread import Pool
 from ..evaluation.communication import downlink_bytes, uplink_bytes
 from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.policy import check_policy, make_state
@@ -55,8 +56,10 @@ from ..results.schema import Row
 from ..results.trial_records import load_facts
 from ..tasks import describe_task
 from ..utils.errors import UsageError
+from ..utils.execution.executor import Executor
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
 from ..utils.state import State, entries_under, join_states, split_state
+from ..utils.threads import limit_threads
 from .client_store import MEMORY, ClientStore, remove_unused_segments
 from .private_training import refuse_uncovered
 from .settings import Settings, check_sizes, make_plan
@@ -82,7 +85,8 @@ class Trial:
     """One method with one seed on one federation; see the module's docstring.
 
     ``client_memory``: maximum bytes of clients' states in memory; the others are only in files (``client_store``).
-    ``make_engine``: makes the engine in place of the one in the settings.
+    ``make_engine``: makes the engine in place of the one in the settings. ``executor``: where the pool engine trains,
+    if not in processes of its own.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Trial:
         *,
         client_memory: int = MEMORY,
         make_engine: EngineFactory | None = None,
+        executor: Executor | None = None,
     ) -> None:
         settings = settings.for_task(data.task)
         self.data, self.settings, self.seed = data, settings, seed
@@ -139,7 +144,7 @@ class Trial:
             client.name: client.train for client in (trained_on.to(device).clients if method.pooled else measured)
         }
         self.choice = None if settings.engine == "auto" else EngineChoice(engine=settings.engine, reason="as asked for")
-        self._remote = make_engine is not None
+        self._remote, self._executor = make_engine is not None, executor
         if make_engine:
             self._engine: Engine | None = make_engine(self.plan, self.train, seed)
         else:
@@ -174,8 +179,9 @@ class Trial:
                 "moments='trained' measures clients' models after local work, which the identity engine never "
                 "computes: use the sequential engine, or auto"
             )
-        settings, apart = self.settings, "trained" in self.settings.moments
-        return ENGINES[choice.engine](self.plan, self.train, self.seed, settings.workers, settings.augment, apart)
+        kind, settings = ENGINES[choice.engine], self.settings
+        given = self.plan, self.train, self.seed, settings.workers, settings.augment, "trained" in settings.moments
+        return Pool(*given, self._executor) if kind is Pool else kind(*given)
 
     def _draw_participants(self, number: int) -> tuple[str, ...]:
         """Return the clients selected to take part in round ``number``."""

@@ -39,7 +39,6 @@ from ..core.plan import Plan, forward
 from ..data.federation import ClientData
 from ..data.files.read_options import Progress
 from ..data.partition import match_names
-from ..engines.cost_model import limit_threads
 from ..evaluation.metrics import BATCH
 from ..experiments.cross_site import train_further
 from ..experiments.experiment import Experiment
@@ -49,6 +48,7 @@ from ..results.schema import PICTURED
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
 from ..utils.state import State
+from ..utils.threads import limit_threads
 
 DISTANCES = ("mean_client_client", "variance_client_client", "mean_server_client", "variance_server_client")
 

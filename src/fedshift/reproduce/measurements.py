@@ -12,7 +12,6 @@ import pandas as pd
 from ..analysis.similarity import compute_discordance
 from ..config.spec import RunSpec
 from ..data.federation import ClientData
-from ..engines.cost_model import limit_threads
 from ..experiments.factory import make_experiment
 from ..experiments.restoration import restore_trial, select_trials
 from ..experiments.run_queue import read_outcome
@@ -25,6 +24,7 @@ from ..report.target_metric import find_best
 from ..representations import RepresentationComparison, collect_comparison
 from ..results.schema import RunSummary, compute_metric, rows_to_frame
 from ..results.summary import read_summary
+from ..utils.threads import limit_threads
 from .planning import ADAPTED, DISCORDANCE, FINAL, CellPlan
 from .published_tables import Table
 from .recipes import run_name

@@ -35,7 +35,6 @@ from ..data.federation import Federation, count_labels
 from ..data.files.read_options import Progress
 from ..data.samples import Samples
 from ..data.sources import data_root, load_source, prepare_clients
-from ..engines.cost_model import limit_threads
 from ..engines.identity import Identity
 from ..engines.sequential import Sequential
 from ..experiments.factory import make_methods, make_settings, resolve_model
@@ -46,6 +45,7 @@ from ..utils.errors import UsageError
 from ..utils.files import cached_measurement
 from ..utils.random_streams import torch_stream
 from ..utils.state import add_prefix
+from ..utils.threads import limit_threads
 from ..utils.version import __version__
 from .planning import make_plans
 from .published_tables import Table

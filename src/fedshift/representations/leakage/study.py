@@ -28,7 +28,6 @@ from ...core.method import Method
 from ...core.optimizer import SGD
 from ...data.federation import ClientData, Federation
 from ...data.files.read_options import Progress
-from ...engines.cost_model import limit_threads
 from ...experiments.experiment import Experiment
 from ...experiments.trial import Trial
 from ...results.checkpoint import load_checkpoint, refuse_other, save_checkpoint
@@ -36,6 +35,7 @@ from ...results.run_directory import to_file_name
 from ...utils.errors import Ref, UsageError
 from ...utils.random_streams import stream
 from ...utils.state import State
+from ...utils.threads import limit_threads
 from .attack import AttackSettings, Observation, Source, invert, upload
 
 MEAN, ANOTHER = "mean image", "another image"

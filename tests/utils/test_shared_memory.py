@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedshift.core.kernel import ClientState
-from fedshift.engines.shared_memory import SharedMemoryBuffer, copy_out, pickle_without_tensors
+from fedshift.utils.execution.shared_memory import SharedMemoryBuffer, pickle_without_tensors
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_both_ends_lay_and_take(shelves):
 def test_no_copy_is_made_until_one_is_asked_for(shelves):
     here, there = shelves
     client = ClientState(personal={"w": torch.zeros(3)}, memory=({"m": torch.zeros(2)},), steps=4)
-    seen = there.read(here.write(client))
-    own = copy_out(seen)
+    layout = here.write(client)
+    seen, own = there.read(layout), there.take(layout)
     here.write(ClientState(personal={"w": torch.ones(3)}, memory=({"m": torch.ones(2)},)))
     assert torch.equal(seen.personal["w"], torch.ones(3))
     assert torch.equal(own.personal["w"], torch.zeros(3))

@@ -1,31 +1,17 @@
-"""Which Ray cluster the engine works on, and what it refuses: no Ray is started here."""
+"""Which Ray cluster is used, and what is refused: no Ray is started here."""
 
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
-from fedshift.core.kernel import init_server
-from fedshift.core.optimizer import SGD
-from fedshift.core.preparation import prepare
-from fedshift.data.samples import Samples
-from fedshift.engines import ray
-from fedshift.engines.ray import OWN, Ray, _connect
-from fedshift.methods.fedavg import fedavg
 from fedshift.utils.errors import UsageError
-
-DATA = {"ann": Samples(x=torch.zeros(3, 2), y=torch.zeros(3, dtype=torch.int64))}
-
-
-def plan_of(loss=nn.functional.cross_entropy):
-    return prepare(fedavg(), nn.Linear(2, 2), optimizer=SGD(lr=0.1), loss=loss)
+from fedshift.utils.execution import ray_cluster
+from fedshift.utils.execution.ray_cluster import OWN, RayCluster, connect
 
 
 class Known:
@@ -73,7 +59,7 @@ QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 @pytest.mark.parametrize("address", [None, "", "local"])
 def test_without_an_address_a_cluster_with_as_many_processors_as_workers_is_started(known, address):
     module = known(address)
-    assert _connect(3) is module
+    assert connect(3) is module
     assert module.given == (("local",), {"num_cpus": 3, "include_dashboard": False, **QUIET})
     assert OWN.items() <= os.environ.items()
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
@@ -85,7 +71,7 @@ def test_the_cluster_of_the_address_is_joined_as_it_is(known):
         address = f"127.0.0.1:{server.getsockname()[1]}"
         for written in (address, f"ray://{address}", "auto"):
             module = known(written)
-            assert _connect(3) is module
+            assert connect(3) is module
             assert module.given == ((written,), QUIET)
             assert not OWN.keys() & os.environ.keys()
             assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
@@ -96,7 +82,7 @@ def test_an_address_at_which_nothing_answers_is_refused_at_once(known):
         address = f"127.0.0.1:{server.getsockname()[1]}"
     module = known(address)
     with pytest.raises(UsageError, match=f"Ray cannot be used at {address} .*refused.*: set RAY_ADDRESS to a cluster"):
-        _connect(None)
+        connect(None)
     assert module.given is None
 
 
@@ -104,25 +90,12 @@ def test_an_address_at_which_nothing_answers_is_refused_at_once(known):
 def test_what_ray_refuses_is_told_and_signals_stay(known, error):
     known("auto", error)
     with pytest.raises(UsageError, match=f"Ray cannot be used at auto .*{error.args[0]}") as caught:
-        _connect(None)
+        connect(None)
     assert caught.value.__cause__ is error
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_cluster_without_processors_is_refused(monkeypatch):
-    monkeypatch.setattr(ray, "_connect", lambda workers: Known())
+    monkeypatch.setattr(ray_cluster, "connect", lambda processors: Known())
     with pytest.raises(UsageError, match="has no processors: add a host to it by `ray start --address`"):
-        next(Ray(plan_of(), DATA, 0).train(init_server(plan_of()), {}))
-
-
-def test_what_cannot_be_sent_other_devices_and_a_missing_package_are_refused(monkeypatch):
-    held = threading.Lock()
-    assert "cannot send fedavg" in Ray.refusal(plan_of(loss=lambda outputs, y: outputs.sum() if held else None), DATA)
-    elsewhere = {"ann": Samples(x=torch.zeros(3, 2, device="meta"), y=torch.zeros(3, device="meta"))}
-    with pytest.raises(UsageError, match="the ray engine uses processors, but the device is meta: use the sequential"):
-        Ray(plan_of(), elsewhere, 0)
-    monkeypatch.setattr("fedshift.engines.ray.find_spec", lambda name: None)
-    with pytest.raises(
-        UsageError, match=r"the ray engine needs the package ray \(pip install 'fedshift\[ray\]'\): use"
-    ):
-        Ray(plan_of(), DATA, 0)
+        RayCluster()

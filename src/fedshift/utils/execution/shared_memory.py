@@ -20,8 +20,6 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from ..utils.state import clone
-
 ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes."""
 
@@ -47,9 +45,16 @@ class SharedMemoryBuffer:
         return pickle.dumps((starts, packed))
 
     def read(self, layout: bytes) -> Any:
-        """Return the value that :meth:`write` stored, its tensors still in the buffer: copy what must outlast it."""
+        """Return the value that :meth:`write` stored, its tensors still in the buffer: they change with its content."""
         starts, packed = pickle.loads(layout)
         return unpickle_with_tensors(packed, lambda number, dtype, shape: self._view(starts[number], dtype, shape))
+
+    def take(self, layout: bytes) -> Any:
+        """Return the value that :meth:`write` stored, in memory of this process: the buffer can be written again."""
+        starts, packed = pickle.loads(layout)
+        return unpickle_with_tensors(
+            packed, lambda number, dtype, shape: self._view(starts[number], dtype, shape).clone()
+        )
 
     def close(self) -> None:
         """Release the memory, which lasts as long as a tensor lies in it."""
@@ -70,17 +75,6 @@ def _open_unnamed_file() -> int:
         return os.memfd_create("fedshift")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def copy_out(value: Any) -> Any:
-    """Return the dataclass ``value`` with its states copied to this process's memory; the buffer can be reused."""
-
-    def copy_part(part: Any) -> Any:
-        if isinstance(part, tuple):
-            return tuple(map(copy_part, part))
-        return clone(part) if isinstance(part, dict) else part
-
-    return type(value)(**{name: copy_part(part) for name, part in vars(value).items()})
 
 
 def pickle_without_tensors(value: Any) -> tuple[list[Tensor], bytes]:

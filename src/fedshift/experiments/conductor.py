@@ -1,0 +1,106 @@
+"""The conductor of a run: begins its trials on an executor, reports what they return, and decides on each next round.
+
+Trials are trained by :class:`~fedshift.experiments.trial_run.TrialRun`, here or in worker processes; shared files, the
+display and the loggers stay here. While trials run side by side, clients' losses arrive at the end of their round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engines.engine import Diverged
+from ..utils.errors import FedshiftError, Ref
+from ..utils.execution.executor import Chain, Executor, LaneLost, run_all
+from .loggers import RecordLog
+from .session import Session
+from .trial_run import TrialRun
+
+
+@dataclass(kw_only=True, eq=False)
+class Conductor:
+    """Runs trials of ``rounds`` rounds for a run's session and log.
+
+    ``finished``: whether all trials so far reached their end; ``diverged``: the errors of those that diverged, by
+    number.
+    """
+
+    session: Session
+    log: RecordLog
+    rounds: int
+    finished: bool = True
+    diverged: dict[int, Diverged] = field(default_factory=dict)
+
+    def run(self, executor: Executor, trials: Iterable[TrialRun], at_once: int, *given: Any) -> None:
+        """Run ``trials`` in this order, at most ``at_once`` at a time, until one is stopped or fails.
+
+        ``given``: what :meth:`TrialRun.begin` takes. If a trial fails, the others finish their rounds before its error
+        is raised; one that diverges does not fail.
+        """
+        self._executor, self._given, self._several = executor, given, at_once > 1
+        self._failed: list[BaseException] = []
+        chains = ((trial.number, self._conduct(trial)) for trial in trials if self.finished and not self._failed)
+        for number, found in run_all(executor, chains, at_once):
+            if isinstance(found, Diverged):
+                self.diverged[number] = found
+            elif isinstance(found, BaseException):
+                self._failed.append(found)
+            else:
+                self.finished = self.finished and found
+        if self._failed:
+            raise self._failed[0]
+
+    def _conduct(self, trial: TrialRun) -> Chain:
+        """Yield a trial's calls one after another; return whether it reached its end, or the error if it diverged."""
+        session, observer, executor = self.session, self.session.observer, self._executor
+        run = executor.put(trial)
+        try:
+            begun = yield TrialRun.begin, run, *self._given
+            self._turn(trial, begins=True)
+            observer.trial(trial.method, trial.seed, begun.done)
+            if begun.evaluated:
+                observer.recorded(begun.evaluated)
+            for text in begun.notices:
+                session.say(text)
+            with self.log.trial(trial.method, trial.seed, trial.folder, self.rounds) as log_round:
+                if begun.choice:
+                    observer.engine(trial.method, begun.choice)
+                for _ in range(begun.done, self.rounds):
+                    if session.stop.is_set() or self._failed:
+                        return False
+                    if not session.recorded:
+                        yield TrialRun.train, run
+                        session.describe(trains=True)  # before the round is saved
+                    cost, outcome = yield TrialRun.round, run
+                    self._turn(trial)
+                    for row in outcome.rows if trial.progress is None else ():
+                        if row["split"] == "train":
+                            observer.client(row["client"], row["loss_sum"] / row["samples"])
+                    log_round(cost, outcome.rows)
+                    observer.round(outcome)
+                notices = yield TrialRun.end, run
+            self._turn(trial)
+            for text in notices:
+                session.say(text)
+        except Diverged as error:
+            self._turn(trial)
+            session.say_diverged(trial.method, trial.seed, error)
+            return error
+        except LaneLost as error:
+            raise FedshiftError(
+                f"the {executor.lane_name} that ran {trial.method}, seed {trial.seed}, {error}. What was saved before "
+                "is intact: continue with {}, or with fewer {}",
+                Ref(resume=True),
+                Ref("jobs"),
+            ) from error
+        finally:
+            trial.close()
+            executor.drop(run)
+        return True
+
+    def _turn(self, trial: TrialRun, *, begins: bool = False) -> None:
+        """Say that the next events are of ``trial``."""
+        self.session.number = trial.number
+        if self._several and not begins:
+            self.session.observer.turn(trial.method, trial.seed)

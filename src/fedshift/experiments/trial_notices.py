@@ -1,0 +1,92 @@
+"""Notices for the user about a trial: what its settings amount to before it starts, and what it came to at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
+from ..evaluation.policy import list_policies
+from ..utils.errors import join_choices
+from ..utils.state import pick
+from .private_training import list_uncovered
+from .trial import Trial
+
+if TYPE_CHECKING:
+    from .experiment import Experiment
+
+MAX_NAMED = 5
+"""Maximum number of clients that a notice lists."""
+
+
+def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
+    """Yield the notices about a trial of ``experiment`` that starts."""
+    plan = trial.plan
+    for rule in plan.method.rules:
+        yield from rule.notices(plan.method.name, plan.work.batch_size, pick(plan.initial, plan.trained))
+    if mechanism := find_mechanism(trial.plan.method.rules):
+        sizes = {name: len(split) for name, split in trial.train.items()}
+        yield from (f"{trial.plan.method.name}: {text}" for text in describe_delta(mechanism, sizes))
+    if trial.plan.work.is_one_step(map(len, trial.train.values()), trial.plan.smallest_batch):
+        for needs in (*(rule.requires for rule in plan.method.rules), plan.method.aggregate.requires):
+            if needs.several_steps:
+                yield f"{plan.method.name}: {needs.several_steps}; a round is one step here"
+    merged = trial.find_merged_batches()
+    for who in [f"client {name!r}" for name in merged] if len(merged) <= MAX_NAMED else [f"{len(merged)} clients"]:
+        yield (
+            f"{who}: the last batch would hold one sample, over which batch normalization has no variance; it "
+            "joins the batch before it"
+        )
+    asked = trial.plan.work.batches or 0
+    short = {name: count for name, count in trial.count_batches().items() if count < asked}
+    if short:
+        yield (
+            f"{trial.plan.method.name}: a pass has fewer than batches={asked} at {_list_batches(short)}, where a "
+            "round ends with the pass and takes fewer steps. --steps takes the same number at each client, over as "
+            "many passes as that needs"
+        )
+    if trial.plan.personalizes and trial.settings.unseen == "skip" and _may_lack_models(experiment):
+        yield (
+            f"{trial.plan.method.name} keeps models on its clients, and not all take part in every round: one that "
+            f"never did has none and is not measured. --unseen {join_choices(list_policies())} gives it one"
+        )
+
+
+def list_notices_after(experiment: Experiment, trial: Trial) -> Iterator[str]:
+    """Yield the notices about a trial of ``experiment`` that has ended."""
+    method, settings = trial.plan.method, trial.settings
+    untrained = [name for name in _needing(experiment, trial.data.names) if not trial.clients.has_trained(name)]
+    if untrained and trial.plan.personalizes:
+        more = f" and {len(untrained) - MAX_NAMED} more" if len(untrained) > MAX_NAMED else ""
+        which = f"{', '.join(untrained[:MAX_NAMED])}{more}"
+        fate = (
+            f"are not counted (--unseen {join_choices(list_policies())} gives them a model)"
+            if settings.unseen == "skip"
+            else f"are measured by the policy unseen={settings.unseen}"
+            + (" where their sites can follow it" if experiment.make_engine else "")
+        )
+        yield f"{method.name}, seed {trial.seed}: clients that never took part {fate}: {which}"
+    uncovered = list_uncovered(trial.plan, settings, trial.data, len(experiment.methods) * len(experiment.seeds))
+    if mechanism := find_mechanism((method.aggregate,)):
+        share = len(settings.draw_participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
+        yield f"{method.name}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
+    if mechanism := find_mechanism(method.rules):
+        yield f"{method.name}: {describe_sample_guarantee(mechanism, trial.count_uses(), uncovered)}"
+
+
+def _needing(experiment: Experiment, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of ``names`` whom the caller does not measure later."""
+    return tuple(name for name in names if name not in experiment.measured_later)
+
+
+def _may_lack_models(experiment: Experiment) -> bool:
+    """Return whether a client that would need a notice may have no model."""
+    settings = replace(experiment.settings, newcomers=_needing(experiment, experiment.settings.newcomers))
+    return settings.skips_clients(_needing(experiment, experiment.data.names))
+
+
+def _list_batches(batches: Mapping[str, int]) -> str:
+    """Return the clients in ``batches`` with their numbers of batches, all clients only if there are few."""
+    named = [f"{name!r} ({count})" for name, count in list(batches.items())[:MAX_NAMED]]
+    return ", ".join(named) + (f" and {len(batches) - MAX_NAMED} more clients" if len(batches) > MAX_NAMED else "")
