@@ -182,7 +182,7 @@ def half(path, content):
         ("experiments.trial.save_checkpoint", 2, lambda *given: None),
         ("experiments.client_store.write_atomically", 2, half),
         ("results.checkpoint.write_atomically", 2, half),
-        ("experiments.experiment.append_rows", 3, cut),
+        ("experiments.trial_run.append_rows", 3, cut),
     ],
 )
 def test_ended_in_the_middle_and_resumed_equals_uninterrupted(
