@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from threading import Event
 from typing import ClassVar
 
@@ -26,6 +27,7 @@ from fedshift.experiments.trial_run import TrialRun
 from fedshift.results.summary import read_summary
 from fedshift.utils import processors
 from fedshift.utils.errors import FedshiftError, UsageError
+from fedshift.utils.execution.executor import InProcess
 from fedshift.utils.execution.shared_memory import SharedMemoryBuffer
 from fedshift.utils.profiling import record_seconds
 
@@ -315,3 +317,12 @@ def test_workers_end_with_a_program_that_is_killed_and_the_run_goes_on(
     assert experiment.run(tmp_path / "run", resume=True)
     experiment.run(tmp_path / "whole")
     assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_trial_whose_first_seed_is_elsewhere_is_that_of_its_own_seed(make, tmp_path, monkeypatch):
+    experiment = make(methods="fedavg,fedbn", seeds=2, rounds=1)
+    experiment.run(tmp_path / "run")
+    for method in ("fedavg", "fedbn"):
+        rmtree(tmp_path / "run" / "trials" / f"{method}-seed0")
+    monkeypatch.setattr("fedshift.experiments.experiment.Workers", InProcess)
+    assert experiment.run(tmp_path / "run", resume=True, jobs=2)
