@@ -1,6 +1,5 @@
-"""FedWon's printed values (ICLR 2024, arXiv:2306.05879): whole, named as in fedshift, and agreeing with one another."""
+"""FedWon's printed values (ICLR 2024, arXiv:2306.05879) agree with one another, and runs with them."""
 
-import re
 import tomllib
 from pathlib import Path
 from statistics import mean
@@ -8,26 +7,11 @@ from statistics import mean
 import pytest
 
 from fedshift import reproduce
-from fedshift.config.expressions import expressions, resolve
-from fedshift.data.sources import SPLITS
 
 FILES = {path.stem: path for path in sorted((Path(reproduce.__file__).parent / "values" / "fedwon").glob("*.toml"))}
 READ = {name: tomllib.loads(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 BLOCKS = [(name, block) for name, made in READ.items() for block in made.get("values", ())]
-ROWS = [
-    pytest.param(name, block, row, id=f"{name}-{block.get('data', '')}{place}")
-    for name, block in BLOCKS
-    for place, row in enumerate(block["rows"])
-]
-
-HEAD = {"title": str, "where": str, "data": str, "model": str, "metric": str, "unit": str, "seeds": int, "note": str}
-BODY = {"values": list, "drawn": str, "claims": list}
-BLOCK = {"version": str, "page": int, "columns": list, "by": str, "rows": list}
-OWN = {"data": str, "model": str}
-ROW = {"method": str, "cells": list}
-AXES = {"paper_name": str, "lr": float, "batch_size": int, "epochs": int, "clients": int, "fraction": float}
-AXES |= {"split": str, "unseen": str, "wsconv": bool, "agc": bool, "seeds": int}
-CELL = re.compile(r"^-?\d+(\.\d+)?( \(\d+(\.\d+)?\))?$")
+ROWS = [(name, block, row) for name, block in BLOCKS for row in block["rows"]]
 
 CLIENTS = {
     "digits-five": ["mnist", "svhn", "usps", "synthdigits", "mnistm"],
@@ -37,11 +21,6 @@ CLIENTS = {
 }
 IN_ROUNDING = 0.1 + 1e-9  # half a digit of the mean's and half a digit of the average
 TEST_IMAGES = (192, 225, 32, 59)  # a fifth of each client of Office-Caltech10
-
-
-def typed(found, needed, allowed=()):
-    known = needed | dict(allowed)
-    return needed.keys() <= found.keys() <= known.keys() and all(type(found[key]) is known[key] for key in found)
 
 
 def numbers(row):
@@ -55,54 +34,15 @@ def cells(name, data="", **where):
     return [tuple(numbers(row)) for row in rows if where.items() <= row.items()]
 
 
-def test_the_tables_and_figures_that_can_be_reproduced_are_there():
-    tables = {f"table{n}" for n in (*range(1, 5), *range(11, 23))}
-    assert FILES.keys() == tables | {f"figure{n}" for n in (3, 4, 5, 6, 10, 11, 12, 13, 14)}
-    assert {name for name, made in READ.items() if "values" in made} == tables | {"figure5", "figure6"}
-    assert {name for name, made in READ.items() if "drawn" in made and made["claims"]} == FILES.keys() - tables
-
-
-@pytest.mark.parametrize("made", READ.values(), ids=READ)
-def test_a_file_has_its_keys_and_names_what_fedshift_has(made):
-    assert typed(made, HEAD, BODY)
-    assert all(made[key] for key in ("title", "where", "metric", "note"))
-    for block in made.get("values", [made]):
-        assert block is made or typed(block, BLOCK | ({} if made["data"] else OWN))
-        resolve("data.datasets", made["data"] or block["data"])
-        resolve("models", made["model"] or block["model"])
-
-
-@pytest.mark.parametrize(("name", "block"), BLOCKS)
-def test_columns_are_clients_in_their_order_or_splits(name, block):
-    columns = block["columns"]
-    if block["by"] == "client":
-        clients = CLIENTS[block.get("data") or READ[name]["data"]]
-        assert columns in (clients, [*clients, "average"])
-    elif block["by"] == "split":
-        assert all(expressions("split", column, SPLITS.__getitem__) for column in columns)
-    else:
-        assert (name, columns) in [("table15", ["accuracy"]), ("figure5", ["client-client", "server-client"])]
-
-
-@pytest.mark.parametrize(("name", "block", "row"), ROWS)
-def test_a_row_is_whole_and_names_a_method(name, block, row):
-    assert typed(row, ROW, AXES)
-    resolve("methods", row["method"])
-    assert len(row["cells"]) == len(block["columns"])
-    assert all(CELL.match(cell) for cell in row["cells"])
-    assert ("(" in row["cells"][0]) == (name in {"table3", "table21", "table22"})
-    if "split" in row:
-        expressions("split", row["split"], SPLITS.__getitem__)
-
-
-@pytest.mark.parametrize(("name", "block"), BLOCKS)
-def test_no_row_is_there_twice(name, block):
-    said = [tuple((key, row[key]) for key in sorted(row.keys() - {"cells", "paper_name"})) for row in block["rows"]]
-    assert len(set(said)) == len(said)
+def test_columns_are_clients_in_their_order_and_tables_of_several_seeds_have_spreads():
+    for name, block in BLOCKS:
+        clients = CLIENTS.get(block.get("data") or READ[name]["data"], [])
+        assert block["by"] != "client" or block["columns"] in (clients, [*clients, "average"])
+        assert ("(" in block["rows"][0]["cells"][0]) == (name in {"table3", "table21", "table22"})
 
 
 def test_averages_are_those_of_their_cells_but_for_two_rows():
-    averaged = [each.values for each in ROWS if "average" in each.values[1]["columns"]]
+    averaged = [each for each in ROWS if "average" in each[1]["columns"]]
     assert len(averaged) == 2 * 27 + 6 + 7 + 6 + 2 + 3 + 8 + 13
     found = [(block.get("data") or READ[name]["data"], row["method"], numbers(row)) for name, block, row in averaged]
     off = {
