@@ -64,8 +64,11 @@ TOGETHER = {
     "tests/engines/test_process_pool.py": "pool",
     "tests/experiments/test_jobs.py": "pool",
     "tests/engines/test_ray.py": "ray",
+    "tests/report/test_figures.py": "pages",
+    "tests/report/test_page.py": "pages",
+    "tests/report/test_page_browser.py": "pages",
 }
-"""Files whose tests share workers, or a cluster, that only one process should have."""
+"""Files whose tests share workers, a cluster, or pages that are drawn once."""
 
 
 def place_test(nodeid: str) -> str:

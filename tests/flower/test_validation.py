@@ -41,8 +41,10 @@ def read_sorted(directory):
 @pytest.mark.parametrize(
     ("method", "unseen"),
     [
-        ("fedavg", "skip"), ("scaffold+fedadam", "average"), ("ditto", "skip"), ("ditto", "average"),
-        ("ditto", "reestimate"), ("silobn", "reestimate"), ("silobn", "tent"), ("fedbn", "skip"),
+        ("fedavg", "skip"), ("scaffold+fedadam", "average"), ("ditto", "reestimate"), ("silobn", "tent"),
+        ("fedbn", "skip"),
+        *(pytest.param(*case, marks=pytest.mark.slow)
+          for case in (("ditto", "skip"), ("ditto", "average"), ("silobn", "reestimate"))),
     ],
 )  # fmt: skip
 def test_a_site_that_validates_only_is_measured_as_a_client_that_is_held_out(method, unseen, tmp_path, machine):
@@ -71,7 +73,7 @@ def test_a_site_that_was_never_drawn_is_measured_as_in_one_process(method, unsee
     assert rows.drop(columns="loss_sum").equals(reference.drop(columns="loss_sum"))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
+@pytest.mark.parametrize("method", [pytest.param("fedavg", marks=pytest.mark.slow), "fedbn"])
 def test_training_is_the_same_bits_with_and_without_it(method, tmp_path, machine):
     spec = spec_for(method, participation=0.67, loss="focal(weights='inverse_frequency')", rounds=3)
     kept, records = [], []

@@ -35,6 +35,9 @@ FEDERATED = [method for method in METHODS if not method.pooled]
 IN_PROCESSES = {"fedbn", "scaffold", "partialfed_adaptive", "centralized"}
 """The methods that processes of the pool and of Ray run, too, where tests are not to take minutes."""
 
+AGAIN_STACKED = ("test_the_order_of_clients_changes_nothing", "test_resumed_equals_uninterrupted[")
+"""Laws that run rounds anew which the stacked engine's other laws compare with the loop's."""
+
 Make = Callable[..., Trial]
 
 
@@ -46,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         methods = [value for value in given.values() if isinstance(value, Method)]
         engines = {value for value in given.values() if isinstance(value, str)}
         anew = item.name.startswith("test_without_memory_for_clients") or (
-            "stacked" in engines and item.name.startswith("test_the_order_of_clients_changes_nothing")
+            "stacked" in engines and item.name.startswith(AGAIN_STACKED)
         )
         if (anew or engines & {"pool", "ray"}) and any(method.name not in IN_PROCESSES for method in methods):
             item.add_marker(pytest.mark.slow)
