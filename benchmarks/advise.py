@@ -44,9 +44,9 @@ from fedshift.diagnosis.search import BASELINE, Candidate, Search, begin_search
 from fedshift.engines.engine import Diverged
 from fedshift.evaluation.metrics import evaluate_clients
 from fedshift.experiments.experiment import Experiment
-from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.python_settings import make_python_experiment
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import trial_folder
 from fedshift.results.trial_records import CHECKPOINT
@@ -107,7 +107,7 @@ class Trials:
         return value
 
     def _begin(self, candidate: Candidate) -> Trial:
-        (method,) = parse_methods(candidate.name)
+        (method,) = METHODS.parse_all(candidate.name)
         return Trial(method, self.experiment.model, self.experiment.data, self.experiment.settings, 0)
 
     def finish(self, candidate: Candidate) -> dict[str, Any]:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from plain import PlainLoop, batch_norm_entries
 
-from fedshift.config.expressions import expressions, list_catalog, resolve
+from fedshift.config.expressions import list_catalog
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery
 from fedshift.core.work import Work
@@ -42,6 +42,7 @@ from fedshift.data.samples import Samples
 from fedshift.engines.cost_model import count_operations, measure_peak
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS
 from fedshift.utils.allocator import keep_freed_memory
 
 LR = 0.01
@@ -136,7 +137,7 @@ def data_of(work: Measured) -> Federation:
 
 def trial_of(work: Measured, engine: str, precision: str) -> Trial:
     """The trial that an engine runs."""
-    (method,) = expressions("method", work.method, lambda name: resolve("methods", name))
+    method = METHODS.parse(work.method)
     settings = Settings(
         rounds=10**6, work=Work(**work.work), optimizer=SGD(lr=LR), engine=engine, precision=precision,
         evaluate_every=10**6,
@@ -146,7 +147,7 @@ def trial_of(work: Measured, engine: str, precision: str) -> Trial:
 
 def plain_of(work: Measured) -> PlainLoop:
     """The plain loop on the same number of batches of the same sizes, as tensors already."""
-    (method,) = expressions("method", work.method, lambda name: resolve("methods", name))
+    method = METHODS.parse(work.method)
     network = apply_surgery(method, list_catalog("models")[work.model](work.shape, work.classes))
     size = work.work.get("batch_size", 32)
     clients = []

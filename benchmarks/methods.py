@@ -38,9 +38,9 @@ from fedshift.config.expressions import list_catalog
 from fedshift.data.federation import Federation
 from fedshift.diagnosis.search import Candidate, tune
 from fedshift.engines.engine import Diverged
-from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.python_settings import make_python_experiment
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS
 from fedshift.utils.errors import UsageError
 
 RATES = (0.03, 0.1, 0.3, 1.0)
@@ -61,7 +61,7 @@ def list_candidates(data: Federation, rounds: int, rates: Sequence[float]) -> li
     experiment = make_python_experiment({"methods": "fedavg", "data": data, "rounds": rounds, **SETTINGS})
     found: list[Candidate] = []
     for name in list_catalog("methods").keys() - {*LEFT_OUT}:
-        (method,) = parse_methods(name)
+        (method,) = METHODS.parse_all(name)
         try:
             with closing(Trial(method, experiment.model, experiment.data, experiment.settings, 0)):
                 found += tune(method, rates)

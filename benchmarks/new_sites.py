@@ -28,7 +28,8 @@ from fedshift.evaluation.batch_norm import reestimate_statistics
 from fedshift.evaluation.metrics import evaluate
 from fedshift.evaluation.policies.sar import ReliableMinimizer
 from fedshift.evaluation.policies.tent import EntropyMinimizer
-from fedshift.evaluation.policy import list_policies, parse_policy
+from fedshift.evaluation.policy import POLICIES as CATALOG
+from fedshift.evaluation.policy import list_policies
 from fedshift.experiments.restoration import iterate_trials, load_experiment, restore_trial
 from fedshift.experiments.trial import Trial
 from fedshift.utils.random_streams import stream
@@ -36,7 +37,7 @@ from fedshift.utils.state import State
 
 Rows = list[tuple[str, str, float]]
 
-POLICIES = {name: parse_policy(name) for name in list_policies()}
+POLICIES = {name: CATALOG.parse(name) for name in list_policies()}
 WITHOUT_LABELS = [name for name, policy in POLICIES.items() if policy.data == "inputs" and not policy.learns]
 MINIMIZERS = {"tent": EntropyMinimizer, "sar": partial(ReliableMinimizer, margin=0.4, rho=0.05, reset=0.029)}
 STREAMS = {"stream": False, "stream by class": True}

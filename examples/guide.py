@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import fedshift
-from fedshift.experiments.factory import parse_methods
+from fedshift.methods import METHODS
 from fedshift.report.figures import make_figures, to_svg
 
 IMAGES = Path(__file__).parents[1] / "docs" / "methods" / "images"
@@ -30,7 +30,7 @@ UNEQUAL = {"pen": 256, "photo": 128, "print": 64, "faded": 32, "worn": 32}
 def draw(pages: Iterable[str], data: fedshift.Federation) -> None:
     """Run the methods of these pages and FedAvg on ``data``, each once, and write the figure of each page."""
     shown = {page: [name for name in SPOKEN if name in ("fedavg", page, *BESIDE.get(page, ()))] for page in pages}
-    run = {name: parse_methods(SPOKEN[name])[0] for name in SPOKEN if any(name in names for names in shown.values())}
+    run = {name: METHODS.parse(SPOKEN[name]) for name in SPOKEN if any(name in names for names in shown.values())}
     settings = {key: SETTINGS[key] for key in ("model", "batch_size", "rounds", "lr", "evaluate_every")}
     study = fedshift.compare([*run.values()], data=data, **settings).summary
     IMAGES.mkdir(parents=True, exist_ok=True)

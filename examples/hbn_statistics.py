@@ -19,9 +19,9 @@ from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, Cosine, Schedule
 from fedshift.core.work import Work
 from fedshift.evaluation.metrics import evaluate
-from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS as CATALOG
 from fedshift.models.digits import small_cnn
 from fedshift.utils.state import State
 
@@ -62,7 +62,7 @@ def main() -> None:
     """Print the table, with the differences' mean, the largest and the last."""
     torch.set_num_threads(GUIDE["threads"])
     data = fedshift.digits().limit_samples(GUIDE["samples"])
-    for method in parse_methods(METHODS):
+    for method in CATALOG.parse_all(METHODS):
         for name, schedule in SCHEDULES.items():
             pairs = compare(method, schedule, data)
             print(f"{method.name}, {name}".ljust(26) + "".join(f"{number:6}" for number in range(1, len(pairs) + 1)))

@@ -12,7 +12,7 @@ from torch import nn
 
 import fedshift
 from fedshift.core.preparation import apply_surgery
-from fedshift.experiments.factory import parse_methods
+from fedshift.methods import METHODS as CATALOG
 from fedshift.models.digits import digit_cnn_dropout
 
 METHODS = "fedavg, gn, nonorm, fedwon, fedwon(gain=1.71)"
@@ -46,7 +46,7 @@ def spread(x: torch.Tensor) -> float:
 def main() -> None:
     """Print the table."""
     print(f"{'':20}" + "".join(f"{name:>9}" for name in ("conv1", "conv2", "conv3", "fc1", "fc2", "fc3", "clipped")))
-    for method in parse_methods(METHODS):
+    for method in CATALOG.parse_all(METHODS):
         rows, clipped, units = [], 0, 0
         for client in fedshift.digits().clients:
             torch.manual_seed(0)

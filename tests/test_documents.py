@@ -19,7 +19,7 @@ from fedshift.analysis import statistics
 from fedshift.cli import deployment
 from fedshift.config.expressions import list_catalog
 from fedshift.config.spec import CompareSpec
-from fedshift.data.augmentation import CATALOG
+from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.data.digits import digits
 from fedshift.data.files import image_store, volume_decoding, volumes
 from fedshift.data.sources import SPLITS
@@ -29,12 +29,12 @@ from fedshift.engines import auto, cost_model, deferral, stacked
 from fedshift.evaluation import statistics_lag
 from fedshift.evaluation.policy import list_policies
 from fedshift.experiments import client_store, jobs
-from fedshift.experiments.factory import parse_methods
 from fedshift.flower.compat.strategy import MethodStrategy
 from fedshift.flower.server import history, serve
 from fedshift.flower.site import join
 from fedshift.flower.site.review import SitePolicy
 from fedshift.flower.transport import pki, programs
+from fedshift.methods import METHODS
 from fedshift.nn import deferred, linear
 from fedshift.report import tables as report_tables
 from fedshift.results import trial_records
@@ -168,7 +168,7 @@ def test_news_are_fragments_that_a_release_puts_into_the_changelog():
 
 def test_the_page_on_data_names_every_benchmark_split_and_augmentation():
     text = (ROOT / "docs" / "data.md").read_text()
-    for name in (*list_catalog("data.datasets"), *SPLITS, *CATALOG):
+    for name in (*list_catalog("data.datasets"), *SPLITS.entries, *AUGMENTATIONS.entries):
         assert re.search(rf"`{name}\b", text), name
 
 
@@ -198,7 +198,7 @@ def test_expressions_beside_other_libraries_are_methods():
     rows = [line.split("|")[-2] for line in text.splitlines() if line.startswith("| ")][1:]
     named = [each for row in rows for each in re.findall(r"`([^`]+)`", row) if each not in ("keep_local", "FedAvg")]
     assert len(named) >= 15
-    assert all(parse_methods(each) for each in named)
+    assert all(METHODS.parse_all(each) for each in named)
 
 
 def test_every_page_of_the_site_exists_and_every_page_is_on_it():

@@ -15,7 +15,7 @@ from fedshift.cli.app import app
 from fedshift.config.expressions import list_catalog
 from fedshift.evaluation.communication import Capabilities, find_capabilities
 from fedshift.evaluation.policy import SKIP, list_policies
-from fedshift.experiments.factory import parse_methods
+from fedshift.methods import METHODS as CATALOG
 from fedshift.report.style import shorten
 from fedshift.utils.errors import UsageError
 
@@ -34,7 +34,7 @@ every_page = pytest.mark.parametrize("name", PAGES)
 @cache
 def capable(text: str) -> tuple[Capabilities, ...]:
     """What the methods of a list need and do; raises where one makes no sense on a network with BatchNorm."""
-    made = parse_methods(text)
+    made = CATALOG.parse_all(text)
     assert len({method.name for method in made}) == len(made), text
     return tuple(map(find_capabilities, made))
 
@@ -94,7 +94,7 @@ def test_a_figure_is_small_and_of_the_method_as_the_page_says(name):
     figure = GUIDE / "images" / f"{name}.svg"
     shown = {text.text for text in ElementTree.parse(figure).iter("{http://www.w3.org/2000/svg}text")}
     assert figure.stat().st_size < 60_000
-    assert {"fedavg", shorten(parse_methods(DRAWN[name])[0].name, 44)} <= shown  # legends cut longer names
+    assert {"fedavg", shorten(CATALOG.parse_all(DRAWN[name])[0].name, 44)} <= shown  # legends cut longer names
     assert DRAWN[name] == name or f"`{DRAWN[name]}`" in PAGES[name]
 
 

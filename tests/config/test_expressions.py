@@ -5,13 +5,14 @@ import sys
 
 import pytest
 
-from fedshift.config.expressions import list_catalog, read_catalog, resolve
-from fedshift.experiments.factory import parse_methods
+from fedshift.config.expressions import list_catalog, read_catalog
+from fedshift.methods import METHODS
+from fedshift.models import MODELS
 from fedshift.utils.errors import UsageError
 
 
 def test_a_name_may_be_written_with_dashes_or_underscores_in_any_case():
-    assert resolve("models", "small-cnn") is resolve("models", "Small_CNN") is list_catalog("models")["small-cnn"]
+    assert MODELS.find("small-cnn") is MODELS.find("Small_CNN") is list_catalog("models")["small-cnn"]
 
 
 @pytest.mark.parametrize("package", ["methods", "models"])
@@ -39,13 +40,13 @@ def test_the_catalog_holds_the_public_functions_of_the_package_only(package):
     ],
 )
 def test_expressions_make_the_methods_they_name(written, name):
-    assert [method.name for method in parse_methods(written)] == name
+    assert [method.name for method in METHODS.parse_all(written)] == name
 
 
 def test_plus_composes_as_calls_do():
-    (plus,), (call,) = parse_methods("fedbn+fedprox(mu=0.3)"), parse_methods("fedbn(fedprox(mu=0.3))")
+    (plus,), (call,) = METHODS.parse_all("fedbn+fedprox(mu=0.3)"), METHODS.parse_all("fedbn(fedprox(mu=0.3))")
     assert plus.text == call.text
-    assert plus.text != parse_methods("fedbn+fedprox(mu=0.2)")[0].text
+    assert plus.text != METHODS.parse_all("fedbn+fedprox(mu=0.2)")[0].text
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_plus_composes_as_calls_do():
 )
 def test_a_bad_expression_is_refused_and_said_why(written, said):
     with pytest.raises(UsageError) as refused:
-        parse_methods(written)
+        METHODS.parse_all(written)
     assert said in str(refused.value)
 
 
@@ -97,7 +98,7 @@ def test_a_bad_expression_is_refused_and_said_why(written, said):
 )
 def test_nothing_written_is_executed(written, capsys):
     with pytest.raises(UsageError):
-        parse_methods(written)
+        METHODS.parse_all(written)
     assert "executed" not in capsys.readouterr().out
 
 
@@ -107,10 +108,10 @@ def test_a_plug_in_is_found_by_module_and_function(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "plug_in_for_names", raising=False)
-    assert parse_methods("plug_in_for_names:mine(strength=2)+fedprox")[0].name == "fedbn+fedprox"
-    assert resolve("models", "plug_in_for_names.mine").__name__ == "mine"
+    assert METHODS.parse_all("plug_in_for_names:mine(strength=2)+fedprox")[0].name == "fedbn+fedprox"
+    assert MODELS.find("plug_in_for_names.mine").__name__ == "mine"
     with pytest.raises(UsageError, match="number is not a function"):
-        resolve("methods", "plug_in_for_names:number")
+        METHODS.find("plug_in_for_names:number")
 
 
 @pytest.mark.parametrize("package", ["methods", "models", "data.datasets"])

@@ -9,7 +9,7 @@ from sklearn import metrics as sk
 from torch import nn
 
 from fedshift.core.loss import (
-    CATALOG,
+    LOSSES,
     AbsoluteError,
     BinaryCrossEntropy,
     BinaryFocal,
@@ -19,7 +19,6 @@ from fedshift.core.loss import (
     Focal,
     Huber,
     SquaredError,
-    parse_loss,
 )
 from fedshift.tasks.segmentation import LEFT_OUT
 from fedshift.utils.errors import UsageError
@@ -145,10 +144,10 @@ def test_losses_of_numbers_are_their_formulas():
     assert Huber(delta=0.7)(outputs, y).item() == pytest.approx(huber, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("name", LOSSES.entries)
 def test_every_loss_is_read_from_its_text(name):
-    loss = parse_loss(name)
-    assert (str(loss), parse_loss(str(loss))) == (name, loss)
+    loss = LOSSES.parse(name)
+    assert (str(loss), LOSSES.parse(str(loss))) == (name, loss)
     assert loss.tasks
 
 
@@ -164,4 +163,4 @@ def test_every_loss_is_read_from_its_text(name):
 )
 def test_wrong_arguments_are_refused(text, message):
     with pytest.raises(UsageError, match=message):
-        parse_loss(text)
+        LOSSES.parse(text)

@@ -11,7 +11,7 @@ from scipy.ndimage import affine_transform
 from scipy.ndimage import rotate as scipy_rotate
 
 from fedshift.data import augmentation
-from fedshift.data.augmentation import CATALOG, augment_masks, parse_augmentation
+from fedshift.data.augmentation import AUGMENTATIONS, augment_masks
 from fedshift.tasks.segmentation import LEFT_OUT
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
@@ -60,7 +60,7 @@ def test_shape_dtype_and_range_are_kept_and_the_batch_is_left_alone(text, shape,
     x = images(*shape, dtype=dtype)
     x[0, 0, 0, 0], x[-1] = 0, 1
     before = x.clone()
-    augment = parse_augmentation(text)
+    augment = AUGMENTATIONS.parse(text)
     for step in range(5):
         out = augment(x, key(step))
         assert out.shape == x.shape
@@ -72,14 +72,14 @@ def test_shape_dtype_and_range_are_kept_and_the_batch_is_left_alone(text, shape,
 
 @pytest.mark.parametrize("text", EVERY)
 def test_a_result_is_a_function_of_the_key(text):
-    x, augment = images(), parse_augmentation(text)
-    assert torch.equal(augment(x, key(3)), parse_augmentation(text)(x, key(3)))
+    x, augment = images(), AUGMENTATIONS.parse(text)
+    assert torch.equal(augment(x, key(3)), AUGMENTATIONS.parse(text)(x, key(3)))
     assert any(not torch.equal(augment(x, key(3)), augment(x, key(step))) for step in range(4, 9))
 
 
 @pytest.mark.parametrize("text", EVERY)
 def test_an_image_does_not_depend_on_the_others_and_gets_parameters_of_its_own(text):
-    x, augment = images(), parse_augmentation(text)
+    x, augment = images(), AUGMENTATIONS.parse(text)
     other = 1 - x
     other[2] = x[2]
     assert torch.equal(augment(x, key())[2], augment(other, key())[2])
@@ -89,7 +89,7 @@ def test_an_image_does_not_depend_on_the_others_and_gets_parameters_of_its_own(t
 
 @pytest.mark.parametrize("text", EVERY)
 def test_how_many_draws_are_made_depends_on_the_number_of_images_alone(text):
-    augment, after = parse_augmentation(text), []
+    augment, after = AUGMENTATIONS.parse(text), []
     for x in (images(), torch.zeros(6, 1, 9, 12), torch.ones(6, 3, 20, 20)):
         rng = key()
         augment(x, rng)
@@ -102,12 +102,12 @@ def test_how_many_draws_are_made_depends_on_the_number_of_images_alone(text):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_changes_bit_for_bit_where_the_strength_is_zero(text, channels, dtype):
     x = images(channels=channels, dtype=dtype)
-    assert torch.equal(parse_augmentation(text)(x, key()), x)
+    assert torch.equal(AUGMENTATIONS.parse(text)(x, key()), x)
 
 
 @pytest.mark.parametrize("text", EVERY)
 def test_work_is_done_where_the_images_are(text):
-    assert parse_augmentation(text)(torch.zeros(2, 3, 16, 16, device="meta"), key()).device.type == "meta"
+    assert AUGMENTATIONS.parse(text)(torch.zeros(2, 3, 16, 16, device="meta"), key()).device.type == "meta"
 
 
 # geometry
@@ -116,15 +116,15 @@ def test_work_is_done_where_the_images_are(text):
 def test_a_flip_is_torchs_for_each_image():
     x = images(200, 1, 4, 5)
     for p in (0.3, 1.0):
-        flipped = (parse_augmentation(f"flip(p={p})")(x, key()) == x.flip(3)).flatten(1).all(1)
-        kept = (parse_augmentation(f"flip(p={p})")(x, key()) == x).flatten(1).all(1)
+        flipped = (AUGMENTATIONS.parse(f"flip(p={p})")(x, key()) == x.flip(3)).flatten(1).all(1)
+        kept = (AUGMENTATIONS.parse(f"flip(p={p})")(x, key()) == x).flatten(1).all(1)
         assert torch.equal(flipped, ~kept)
         assert flipped.double().mean().item() == pytest.approx(p, abs=0.1)
 
 
 def test_a_flip_both_ways_takes_left_right_upside_down_and_both_equally_often():
     x = images(600, 1, 4, 5)
-    out = parse_augmentation("flip(p=0.6, vertical=True)")(x, key())
+    out = AUGMENTATIONS.parse("flip(p=0.6, vertical=True)")(x, key())
     ways = {"none": x, "left-right": x.flip(3), "upside down": x.flip(2), "both": x.flip(2, 3)}
     shares = {way: (out == expected).flatten(1).all(1).double().mean().item() for way, expected in ways.items()}
     assert sum(shares.values()) == pytest.approx(1)
@@ -136,20 +136,20 @@ def test_a_flip_both_ways_takes_left_right_upside_down_and_both_equally_often():
 @pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
 def test_a_quarter_turn_is_torchs(draw, quarters, fill):
     x = images()
-    turned = parse_augmentation(f"rotate(degrees=90, fill={fill!r})")(x, Fixed(draw))
+    turned = AUGMENTATIONS.parse(f"rotate(degrees=90, fill={fill!r})")(x, Fixed(draw))
     assert torch.allclose(turned, x.rot90(quarters, (2, 3)), atol=1e-12)
 
 
 def test_rotation_is_scipys():
     x = images(1, 1, 13, 13)
-    turned = parse_augmentation("rotate(degrees=40)")(x, Fixed(0.8))
+    turned = AUGMENTATIONS.parse("rotate(degrees=40)")(x, Fixed(0.8))
     expected = scipy_rotate(x[0, 0].numpy(), 40 * 0.6, reshape=False, order=1, mode="grid-constant")
     assert np.allclose(turned[0, 0], expected, atol=1e-12)
 
 
 def test_rotation_is_pillows_with_pixels_of_eight_bits():
     x = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 1, 15, 15)) / 255)
-    turned = parse_augmentation("rotate(degrees=30)")(x, Fixed(1))
+    turned = AUGMENTATIONS.parse("rotate(degrees=30)")(x, Fixed(1))
     picture = Image.fromarray((x[0, 0].numpy() * 255).round().astype(np.uint8))
     expected = np.asarray(picture.rotate(30, Image.Resampling.BILINEAR)) / 255
     inside = slice(4, 11)
@@ -175,18 +175,18 @@ def test_geometry_is_scipys_on_images_that_are_not_square(text, draw, into, fill
         into = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
     center = np.array([5, 8.5])
     expected = affine_transform(x[0, 0].numpy(), into, offset=center - into @ center, order=1, mode=mode)
-    assert np.allclose(parse_augmentation(text.format(fill))(x, Fixed(draw))[0, 0], expected, atol=1e-12)
+    assert np.allclose(AUGMENTATIONS.parse(text.format(fill))(x, Fixed(draw))[0, 0], expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("angle", [1, 15, 30])
 def test_angles_and_zooms_are_uniform_within_their_bounds(angle, monkeypatch):
     seen = {}
     monkeypatch.setattr(augmentation, "warp", lambda x, into, fill: seen.update(into=into) or x)
-    parse_augmentation(f"rotate(degrees={angle})")(torch.zeros(4000, 1, 2, 2), key())
+    AUGMENTATIONS.parse(f"rotate(degrees={angle})")(torch.zeros(4000, 1, 2, 2), key())
     angles = np.rad2deg(np.arctan2(seen["into"][:, 1, 0], seen["into"][:, 0, 0]))
     assert np.abs(angles).max() <= angle
     assert np.percentile(angles, [25, 50, 75]) == pytest.approx([-angle / 2, 0, angle / 2], abs=angle / 12)
-    parse_augmentation(f"scale(amount={angle / 100})")(torch.zeros(4000, 1, 2, 2), key())
+    AUGMENTATIONS.parse(f"scale(amount={angle / 100})")(torch.zeros(4000, 1, 2, 2), key())
     zooms = 1 / seen["into"][:, 0, 0] - 1
     assert np.percentile(zooms, [25, 50, 75]) == pytest.approx(np.array([-1, 0, 1]) * angle / 200, abs=angle / 1200)
 
@@ -194,14 +194,14 @@ def test_angles_and_zooms_are_uniform_within_their_bounds(angle, monkeypatch):
 def test_padding_is_at_most_the_side_less_one_pixel():
     x = images(4, 1, 5, 6)
     for fill in ("zeros", "border", "reflection"):
-        assert parse_augmentation(f"crop(padding=40, fill={fill!r})")(x, key()).shape == x.shape
+        assert AUGMENTATIONS.parse(f"crop(padding=40, fill={fill!r})")(x, key()).shape == x.shape
 
 
 @pytest.mark.parametrize(("fill", "mode"), [("zeros", "constant"), ("border", "edge"), ("reflection", "reflect")])
 @pytest.mark.parametrize(("padding", "pads"), [(3, (3, 3)), (0.25, (2, 3))])
 def test_a_crop_is_the_window_that_a_loop_cuts_from_the_padded_image(padding, pads, fill, mode):
     x = images(50, 3, 8, 12)
-    out = parse_augmentation(f"crop(padding={padding}, fill={fill!r})")(x, key())
+    out = AUGMENTATIONS.parse(f"crop(padding={padding}, fill={fill!r})")(x, key())
     rng = key()
     places = [(rng.random(50) * (2 * pad + 1)).astype(int) for pad in pads]
     for i, (top, left) in enumerate(zip(*places, strict=True)):
@@ -213,7 +213,7 @@ def test_a_crop_is_the_window_that_a_loop_cuts_from_the_padded_image(padding, pa
 def test_a_resized_crop_lies_in_the_image_with_the_area_and_ratio_asked_for(monkeypatch):
     seen = {}
     monkeypatch.setattr(augmentation, "warp", lambda x, into, fill: seen.update(into=into) or x)
-    parse_augmentation("resized_crop(scale=(0.1, 0.4))")(torch.zeros(2000, 1, 30, 40), key())
+    AUGMENTATIONS.parse("resized_crop(scale=(0.1, 0.4))")(torch.zeros(2000, 1, 30, 40), key())
     (width, height), place = seen["into"][:, [0, 1], [0, 1]].T * [[40], [30]], seen["into"][:, :, 2]
     area, ratio = width * height / 1200, width / height
     assert area.min() >= 0.1
@@ -229,7 +229,7 @@ def test_a_resized_crop_lies_in_the_image_with_the_area_and_ratio_asked_for(monk
 def test_a_window_longer_than_the_image_is_cut_to_its_side(monkeypatch):
     seen = {}
     monkeypatch.setattr(augmentation, "warp", lambda x, into, fill: seen.update(into=into) or x)
-    parse_augmentation("resized_crop(scale=(0.9, 1), ratio=(0.25, 4))")(torch.zeros(200, 1, 30, 40), key())
+    AUGMENTATIONS.parse("resized_crop(scale=(0.9, 1), ratio=(0.25, 4))")(torch.zeros(200, 1, 30, 40), key())
     shares = seen["into"][:, [0, 1], [0, 1]]
     assert (shares.max(axis=1) == 1).sum() > 100
     assert shares.max() == 1
@@ -238,12 +238,12 @@ def test_a_window_longer_than_the_image_is_cut_to_its_side(monkeypatch):
 def test_a_resized_crop_sees_nothing_beyond_the_image():
     for dtype in (torch.float32, torch.float64):
         x = torch.ones(200, 1, 9, 9, dtype=dtype)
-        assert torch.allclose(parse_augmentation("resized_crop")(x, key()), x, atol=1e-6)
+        assert torch.allclose(AUGMENTATIONS.parse("resized_crop")(x, key()), x, atol=1e-6)
 
 
 def test_a_resized_crop_is_pillows():
     x = images(1, 1, 16, 16)
-    out = parse_augmentation("resized_crop(scale=(0.25, 0.25), ratio=(1, 1))")(x, Fixed(0, 0, 0.75, 0.25))
+    out = AUGMENTATIONS.parse("resized_crop(scale=(0.25, 0.25), ratio=(1, 1))")(x, Fixed(0, 0, 0.75, 0.25))
     picture = Image.fromarray(
         x[0, 0].numpy().astype(np.float32)
     )  # a window of 8 x 8 at 6 from the left, 2 from the top
@@ -264,14 +264,14 @@ def test_brightness_contrast_and_saturation_are_pillows_with_pixels_of_eight_bit
     x = torch.from_numpy(pixels.transpose(2, 0, 1)[None] / 255)
     draws = [draw if name == other else 0.5 for other in ("brightness", "contrast", "saturation", "hue")]
     strengths = {other: 0.8 if name == other else 0 for other in ("brightness", "contrast", "saturation", "hue")}
-    out = parse_augmentation(f"color_jitter({', '.join(f'{k}={v}' for k, v in strengths.items())})")(x, Fixed(*draws))
+    out = AUGMENTATIONS.parse(f"color_jitter({', '.join(f'{k}={v}' for k, v in strengths.items())})")(x, Fixed(*draws))
     expected = np.asarray(enhance(Image.fromarray(pixels)).enhance(0.2 + 1.6 * draw)) / 255
     assert np.allclose(out[0].permute(1, 2, 0), expected, atol=2 / 255)
 
 
 def test_a_factor_is_never_negative():
     x = images(400)
-    out = parse_augmentation("color_jitter(brightness=2.0, contrast=0, saturation=0, hue=0)")(x, key())
+    out = AUGMENTATIONS.parse("color_jitter(brightness=2.0, contrast=0, saturation=0, hue=0)")(x, key())
     assert (out <= 3 * x + 1e-12).all()
     assert out.amax(dim=(1, 2, 3)).min() > 0
 
@@ -280,7 +280,7 @@ def test_a_factor_is_never_negative():
 def test_hue_is_colorsys_pixel_by_pixel(draw):
     x = images(1, 3, 6, 6)
     x[0, :, 0] = torch.tensor([[0, 1, 1, 0, 0.5, 1], [0, 1, 0, 0, 0.5, 0], [0, 1, 0, 1, 0.5, 1]], dtype=x.dtype)
-    out = parse_augmentation("color_jitter(brightness=0, contrast=0, saturation=0, hue=0.5)")(
+    out = AUGMENTATIONS.parse("color_jitter(brightness=0, contrast=0, saturation=0, hue=0.5)")(
         x, Fixed(0.5, 0.5, 0.5, draw)
     )
     for row in range(6):
@@ -294,9 +294,9 @@ def test_hue_is_colorsys_pixel_by_pixel(draw):
 def test_gray_images_have_contrast_but_no_saturation_and_no_hue():
     x = images(channels=1)
     assert torch.equal(
-        parse_augmentation("color_jitter(brightness=0, contrast=0, saturation=0.9, hue=0.5)")(x, key()), x
+        AUGMENTATIONS.parse("color_jitter(brightness=0, contrast=0, saturation=0.9, hue=0.5)")(x, key()), x
     )
-    out = parse_augmentation("color_jitter(brightness=0, contrast=0.5, saturation=0, hue=0)")(
+    out = AUGMENTATIONS.parse("color_jitter(brightness=0, contrast=0.5, saturation=0, hue=0)")(
         x, Fixed(0.5, 0.25, 0.5, 0.5)
     )
     mean = x.mean(dim=(2, 3), keepdim=True)
@@ -305,7 +305,7 @@ def test_gray_images_have_contrast_but_no_saturation_and_no_hue():
 
 def test_contrast_of_images_of_other_channels_is_about_the_mean_of_all():
     x = images(channels=2)
-    out = parse_augmentation("color_jitter(brightness=0, contrast=0.5, saturation=0.9, hue=0.5)")(
+    out = AUGMENTATIONS.parse("color_jitter(brightness=0, contrast=0.5, saturation=0.9, hue=0.5)")(
         x, Fixed(0.5, 0.25, 0.1, 0.9)
     )
     mean = x.mean(dim=(1, 2, 3), keepdim=True)
@@ -314,7 +314,7 @@ def test_contrast_of_images_of_other_channels_is_about_the_mean_of_all():
 
 def test_brightness_and_contrast_together_are_a_line():
     x = images()
-    out = parse_augmentation("brightness_contrast(brightness=0.3, contrast=0.4)")(x, Fixed(0.75, 0.1))
+    out = AUGMENTATIONS.parse("brightness_contrast(brightness=0.3, contrast=0.4)")(x, Fixed(0.75, 0.1))
     assert torch.allclose(out, (1.2 * x - 0.24).clamp(0, 1), atol=1e-12)
 
 
@@ -324,7 +324,7 @@ def test_brightness_and_contrast_together_are_a_line():
 @pytest.mark.parametrize(("size", "sides"), [(3, (3, 3)), (0.25, (3, 5)), (0.01, (1, 1)), (99, (12, 20))])
 def test_a_hole_is_a_black_rectangle_inside_the_image(size, sides):
     x = torch.ones(300, 3, 12, 20)
-    out = parse_augmentation(f"erase(patches=1, size={size})")(x, key())
+    out = AUGMENTATIONS.parse(f"erase(patches=1, size={size})")(x, key())
     for image in out:
         black = (image == 0).all(0).nonzero()
         assert len(black) == sides[0] * sides[1]
@@ -336,32 +336,32 @@ def test_a_hole_is_a_black_rectangle_inside_the_image(size, sides):
 
 def test_one_to_so_many_holes_are_cut_each_as_often():
     x = torch.ones(400, 1, 200, 200)
-    counts = (parse_augmentation("erase(patches=4, size=1)")(x, key()) == 0).flatten(1).sum(1)
+    counts = (AUGMENTATIONS.parse("erase(patches=4, size=1)")(x, key()) == 0).flatten(1).sum(1)
     assert counts.max() == 4
     assert (counts.bincount() / 400).tolist() == pytest.approx([0, 0.25, 0.25, 0.25, 0.25], abs=0.07)
 
 
 def test_sometimes_leaves_the_other_images_bit_for_bit():
     x = images(300, 1, 4, 4)
-    out = parse_augmentation("sometimes(brightness_contrast(brightness=0.5), p=0.3)")(x, key())
+    out = AUGMENTATIONS.parse("sometimes(brightness_contrast(brightness=0.5), p=0.3)")(x, key())
     assert (out == x).flatten(1).all(1).double().mean().item() == pytest.approx(0.7, abs=0.08)
 
 
 def test_a_sequence_is_done_in_the_order_written():
     x, rng = images(), key()
-    expected = parse_augmentation("crop(padding=2)")(parse_augmentation("flip")(x, rng), rng)
-    assert torch.equal(parse_augmentation("flip, crop(padding=2)")(x, key()), expected)
-    assert torch.equal(parse_augmentation("sequence(flip, crop(padding=2))")(x, key()), expected)
-    assert not torch.equal(parse_augmentation("crop(padding=2), flip")(x, key()), expected)
+    expected = AUGMENTATIONS.parse("crop(padding=2)")(AUGMENTATIONS.parse("flip")(x, rng), rng)
+    assert torch.equal(AUGMENTATIONS.parse("flip, crop(padding=2)")(x, key()), expected)
+    assert torch.equal(AUGMENTATIONS.parse("sequence(flip, crop(padding=2))")(x, key()), expected)
+    assert not torch.equal(AUGMENTATIONS.parse("crop(padding=2), flip")(x, key()), expected)
 
 
 # names
 
 
 def test_recipes_are_what_their_papers_do():
-    assert parse_augmentation("fedbn_office()") == parse_augmentation("flip(p=0.5), rotate(degrees=30.0)")
-    assert parse_augmentation("fedmmb_cifar()").options["parts"][0] == parse_augmentation("flip(p=0.5)")
-    isic = parse_augmentation("flamby_isic()").options["parts"]
+    assert AUGMENTATIONS.parse("fedbn_office()") == AUGMENTATIONS.parse("flip(p=0.5), rotate(degrees=30.0)")
+    assert AUGMENTATIONS.parse("fedmmb_cifar()").options["parts"][0] == AUGMENTATIONS.parse("flip(p=0.5)")
+    isic = AUGMENTATIONS.parse("flamby_isic()").options["parts"]
     assert [part.options.get("p", 1) for part in isic] == [0.5, 0.5, 0.5, 0.5, 0.5, 1, 0.5]
     kinds = [part.options.get("augmentation", part).operation.__name__ for part in isic]
     assert kinds == ["scale", "rotate", "brightness_contrast", "flip", "shear", "crop", "erase"]
@@ -370,18 +370,18 @@ def test_recipes_are_what_their_papers_do():
 
 
 def test_no_augmentation_is_none():
-    assert parse_augmentation("none") is parse_augmentation("") is None
+    assert AUGMENTATIONS.parse("none") is AUGMENTATIONS.parse("") is None
 
 
 def test_every_name_can_be_written_without_arguments():
-    for name in CATALOG:
-        if name != "sometimes":
-            assert parse_augmentation(name)(images(), key()).shape == images().shape
+    for name in AUGMENTATIONS.entries:
+        if name not in ("none", "sometimes"):
+            assert AUGMENTATIONS.parse(name)(images(), key()).shape == images().shape
 
 
 def test_an_augmentation_of_ones_own_is_found_in_its_module():
     x = images()
-    assert torch.equal(parse_augmentation("fedshift.data.augmentation:flip(p=1)")(x, key()), x.flip(3))
+    assert torch.equal(AUGMENTATIONS.parse("fedshift.data.augmentation:flip(p=1)")(x, key()), x.flip(3))
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_an_augmentation_of_ones_own_is_found_in_its_module():
 )
 def test_what_cannot_be_done_is_refused_and_said(text, said):
     with pytest.raises(UsageError) as refused:
-        parse_augmentation(text)
+        AUGMENTATIONS.parse(text)
     assert said in str(refused.value)
 
 
@@ -427,7 +427,7 @@ def blocks(count=6, side=32):
 
 @pytest.mark.parametrize("text", EVERY)
 def test_a_mask_takes_the_draws_of_its_image(text):
-    (x, y), augment = blocks(), parse_augmentation(text)
+    (x, y), augment = blocks(), AUGMENTATIONS.parse(text)
     of_images, of_masks = key(1), key(1)
     augment(x, of_images)
     augment_masks(augment, y, of_masks)
@@ -442,7 +442,7 @@ def test_a_mask_takes_the_draws_of_its_image(text):
      "sequence(erase(patches=1, size=1), rotate(degrees=40, {}), flip())"],
 )  # fmt: skip
 def test_a_mask_stays_on_its_image(text, fill):
-    augment, (x, y) = parse_augmentation(text.format(f"fill='{fill}'")), blocks()
+    augment, (x, y) = AUGMENTATIONS.parse(text.format(f"fill='{fill}'")), blocks()
     moved = augment_masks(augment, y, key(2))
     level = augment(x, key(2))[:, 0]  # the class again, from the image alone; 0 from outside
     assert not torch.equal(moved, y)
@@ -459,4 +459,4 @@ def test_a_mask_stays_on_its_image(text, fill):
 def test_colors_leave_masks(text):
     _, y = blocks()
     y[:, 3] = LEFT_OUT
-    assert torch.equal(augment_masks(parse_augmentation(text), y, key(0)), y)
+    assert torch.equal(augment_masks(AUGMENTATIONS.parse(text), y, key(0)), y)

@@ -16,7 +16,7 @@ from fedshift.data.federation import encode_targets
 from fedshift.data.sources import load_source, prepare_clients
 from fedshift.experiments.factory import GivenObjects, make_experiment
 from fedshift.new_clients.site_data import load_site
-from fedshift.tasks import CLASSIFICATION, Multilabel, Regression, Segmentation, as_task
+from fedshift.tasks import CLASSIFICATION, TASKS, Multilabel, Regression, Segmentation
 from fedshift.utils.errors import UsageError
 
 RNG = np.random.default_rng(0)
@@ -190,7 +190,7 @@ def test_npz_files_take_any_task_and_data_by_name_one_of_their_kind(tmp_path):
     with pytest.raises(UsageError, match="task 'multilabel': digits is for classification: leave the task out"):
         load_source("digits", DataSpec(task="multilabel"))
     assert load_source("nuclei", DataSpec(task="segmentation(surface=True)")).task == Segmentation(surface=True)
-    assert as_task("classification") == CLASSIFICATION
+    assert TASKS.parse("classification") == CLASSIFICATION
 
 
 ABSURD = (2_000_000_000, 2**62, np.uint64(2**63 + 5), 1e300, -(2**62), float("nan"), float("inf"), 0.5)

@@ -26,7 +26,7 @@ from fedshift.diagnosis.shift_tests import (
     quantity_skew,
 )
 from fedshift.diagnosis.targets import target_skew
-from fedshift.experiments.factory import parse_methods
+from fedshift.methods import METHODS
 from fedshift.models.digits import small_cnn
 from fedshift.models.mlp import abide_mlp
 
@@ -361,6 +361,6 @@ def test_whatever_is_found_the_recommended_methods_fit_the_model(model, shape):
                 found = findings(**dict.fromkeys(kinds, "strong"))
                 recommended |= set(names(advise(found, clients=clients, images=len(shape) == 3)))
     assert len(recommended) > 12
-    for method in parse_methods(",".join(recommended)):
+    for method in METHODS.parse_all(",".join(recommended)):
         plan = prepare(method, model(shape, 2), optimizer=SGD(lr=0.1), sample=torch.zeros(1, *shape))
         assert plan.trained

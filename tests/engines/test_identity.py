@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.loss import parse_loss
+from fedshift.core.loss import LOSSES
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
-from fedshift.data.augmentation import parse_augmentation
+from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.engines.identity import Identity
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
@@ -63,8 +63,8 @@ def trial(engine, method=None, model=plain, **changes):
         (fedavg(weighting="used"), {"work": Work(batch_size=8, steps=1)}),
         (fedavg(), {"optimizer": SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)}),
         (fedadam(), {}),
-        (fedavg(), {"participation": 2, "augment": parse_augmentation("flip(), rotate(degrees=30)")}),
-        (fedavg(), {"loss": parse_loss("cross_entropy(weights='balanced')")}),
+        (fedavg(), {"participation": 2, "augment": AUGMENTATIONS.parse("flip(), rotate(degrees=30)")}),
+        (fedavg(), {"loss": LOSSES.parse("cross_entropy(weights='balanced')")}),
     ],
     ids=[
         "groups",

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from fedshift.core.aggregation import StreamingMean, weighted_mean
-from fedshift.core.loss import parse_loss
+from fedshift.core.loss import LOSSES
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.rule import Rule
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
-from fedshift.data.augmentation import parse_augmentation
+from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.engines import stacked, stepper
 from fedshift.engines.cost_model import measure_activations
 from fedshift.engines.deferral import hold
@@ -85,8 +85,8 @@ def assert_equal_rounds(one, other, rounds=3):
         (partialfed_adaptive(), {"optimizer": AdamW(lr=0.01)}),
         (fedbn(), {"work": Work(batch_size=4, batches=3)}),
         (fedbn(), {"work": Work(batch_size=None, epochs=2)}),
-        (fedbn(), {"augment": parse_augmentation("flip(), rotate(degrees=40), crop(padding=1)")}),
-        (fedbn(), {"loss": parse_loss("focal(weights='balanced')")}),
+        (fedbn(), {"augment": AUGMENTATIONS.parse("flip(), rotate(degrees=40), crop(padding=1)")}),
+        (fedbn(), {"loss": LOSSES.parse("focal(weights='balanced')")}),
     ],
     ids=["nesterov", "momentum kept", "adamw kept", "agc", "scaffold sampled", "ditto", "partialfed", "groups",
          "full batch", "augmented", "focal"],
@@ -240,7 +240,7 @@ class Decay(Rule):
         (fedavg(), {**ONE, "optimizer": SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)}),
         (fedbn().with_rule(Decay()), ONE),
         (fedadam(), {**ONE, "participation": 3}),
-        (silobn(), {**ONE, "augment": parse_augmentation("flip(), crop(padding=1)")}),
+        (silobn(), {**ONE, "augment": AUGMENTATIONS.parse("flip(), crop(padding=1)")}),
     ],
     ids=[
         "fedavg",
@@ -365,7 +365,7 @@ def wide(*, middle=(), bias=True):
     [
         (fedavg(), wide(), {}, {"1.weight", "4.weight"}),
         (fedbn(), wide(bias=False), {"participation": 2}, {"1.weight", "4.weight"}),
-        (silobn(), wide(), {"augment": parse_augmentation("flip(), crop(padding=1)")}, {"1.weight", "4.weight"}),
+        (silobn(), wide(), {"augment": AUGMENTATIONS.parse("flip(), crop(padding=1)")}, {"1.weight", "4.weight"}),
         (fedadam(), wide(), {}, {"1.weight", "4.weight"}),
         (fedavg(), wide(), {"work": Work(batch_size=4, epochs=5)}, {"4.weight"}),  # 90 rows cost more than the first
         (fedavg(), wide(), {"sizes": (18, 13, 18)}, set()),

@@ -4,14 +4,14 @@ import pytest
 
 from fedshift.config.expressions import list_catalog
 from fedshift.evaluation.communication import find_capabilities
-from fedshift.experiments.factory import parse_methods
+from fedshift.methods import METHODS
 from fedshift.methods.agc import agc
 from fedshift.methods.fedbn import fedbn
 from fedshift.nn.surgery import ScaledStandardization
 
 
 def of(written):
-    return find_capabilities(parse_methods(written)[0])
+    return find_capabilities(METHODS.parse_all(written)[0])
 
 
 @pytest.mark.parametrize(

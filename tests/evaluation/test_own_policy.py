@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedshift.evaluation.policy import parse_policies, parse_policy
+from fedshift.evaluation.policy import POLICIES, parse_policies
 from fedshift.experiments.trial import Trial
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
@@ -45,15 +45,15 @@ def test_the_policy_of_the_page_is_the_average_at_one_end_and_fine_tuning_at_the
 
 def test_it_is_written_without_defaults_and_takes_what_its_types_allow(own):
     assert parse_policies(f"average, {own}(share=0.5), my_policies.wise_ft") == ("average", own)
-    assert parse_policy(f"{own}(share=0.3)").text == f"{own}(share=0.3)"
+    assert POLICIES.parse(f"{own}(share=0.3)").text == f"{own}(share=0.3)"
     with pytest.raises(UsageError, match=r"wise_ft: share=1.5 should be less than or equal to 1"):
-        parse_policy(f"{own}(share=1.5)")
+        POLICIES.parse(f"{own}(share=1.5)")
     with pytest.raises(UsageError, match=r"unknown argument 'part'; my_policies.wise_ft takes share"):
-        parse_policy(f"{own}(part=1)")
+        POLICIES.parse(f"{own}(part=1)")
     with pytest.raises(UsageError, match=r"'my_policies:bare' is a int: decorate the function with fedshift.policy"):
-        parse_policy("my_policies:bare")
+        POLICIES.parse("my_policies:bare")
     with pytest.raises(UsageError, match="module my_policies has no 'wise'"):
-        parse_policy("my_policies:wise")
+        POLICIES.parse("my_policies:wise")
 
 
 def test_it_is_measured_beside_others_and_its_settings_file_needs_leave(own, cli, tiny_folder, tmp_path, undrawn):
@@ -62,7 +62,7 @@ def test_it_is_measured_beside_others_and_its_settings_file_needs_leave(own, cli
     assert done.code == 0, done.err
     done = cli("adapt", "run", "--data", tiny_folder, "--clients", "cid", "--policies", f"average,{own}")
     assert done.code == 2
-    assert "policy 'my_policies.wise_ft' is a function of this machine that nobody allowed" in done.err
+    assert "'my_policies:wise_ft' is a function of this machine that nobody allowed" in done.err
     done = cli("adapt", "run", "--data", tiny_folder, "--clients", "cid", "--policies", f"average,{own}", "--code", own)
     assert done.code == 0, done.err
     assert f"fedbn: {own}" in done.out

@@ -11,10 +11,10 @@ from torch import nn
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
-from fedshift.evaluation.policy import explain_inapplicable, list_policies, parse_policies, parse_policy
-from fedshift.experiments.factory import parse_methods
+from fedshift.evaluation.policy import POLICIES, explain_inapplicable, list_policies, parse_policies
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS
 from fedshift.tasks import CLASSIFICATION, Multilabel, Regression, Segmentation
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
@@ -56,7 +56,7 @@ def trial(method, model=deep, unseen="average", rounds=3):
         rounds=rounds, work=Work(batch_size=8, epochs=1), optimizer=SGD(lr=0.1), newcomers=("new",), unseen=unseen,
         evaluate_every=rounds,
     )  # fmt: skip
-    made = Trial(parse_methods(method)[0], model, data(), settings, 5)
+    made = Trial(METHODS.parse_all(method)[0], model, data(), settings, 5)
     for _ in range(rounds):
         made.advance()
     return made
@@ -315,11 +315,11 @@ def test_a_client_that_never_trained_teaches_no_rate():
     made, other = trial("fedbn"), trial("fedbn")
     assert sorted(made._find_learning_data()) == ["a", "b"]
     assert is_equal(make(made, "atp(rounds=1)"), make(other, "atp(rounds=1)"))
-    held = Trial(parse_methods("centralized")[0], deep, data().hold_out(0.25), made.settings, 5)
+    held = Trial(METHODS.parse_all("centralized")[0], deep, data().hold_out(0.25), made.settings, 5)
     assert {name: len(split) for name, split in held._find_learning_data().items()} == {"a": 6, "b": 3}
 
 
-@pytest.mark.parametrize("policy", [name for name in list_policies() if parse_policy(name).data == "inputs"])
+@pytest.mark.parametrize("policy", [name for name in list_policies() if POLICIES.parse(name).data == "inputs"])
 def test_no_label_has_a_say(policy):
     made, (one, other) = trial("fedbn"), (data().client(name).train for name in "ab")
     state = make(made, policy, one)
@@ -387,8 +387,8 @@ def test_numbers_to_predict_have_no_entropy_to_lower():
     x = np.arange(24.0).reshape(12, 2)
     numbers = federation(dict.fromkeys("ab", (x, x[:, :1] / 9, x, x[:, :1])), task="regression")
     with pytest.raises(UsageError, match="unseen='tent': predictions of regression have no entropy under fedbn"):
-        Trial(parse_methods("fedbn")[0], model, numbers, Settings(newcomers=("b",), unseen="tent"), 0)
-    plan = Trial(parse_methods("fedbn")[0], model, numbers, Settings(newcomers=("b",), unseen="mixed"), 0).plan
+        Trial(METHODS.parse_all("fedbn")[0], model, numbers, Settings(newcomers=("b",), unseen="tent"), 0)
+    plan = Trial(METHODS.parse_all("fedbn")[0], model, numbers, Settings(newcomers=("b",), unseen="mixed"), 0).plan
     assert explain_inapplicable([plan], list_policies(), numbers.task) == [
         "atp and sar and tent: predictions of regression have no entropy under fedbn"
     ]

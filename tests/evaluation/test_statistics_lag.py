@@ -8,9 +8,9 @@ import fedshift
 from fedshift.config.expressions import read_catalog
 from fedshift.evaluation.batch_norm import list_batch_norms
 from fedshift.evaluation.statistics_lag import remaining_part
-from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS
 
 HOW = {"rounds": 2, "batch_size": 8, "lr": 0.05, "seeds": 1}
 
@@ -88,7 +88,7 @@ def test_statistics_that_had_time_are_not_measured_again_nor_frozen_ones_nor_hyb
         ("fedavg", 1, True), ("fedbn", 1, True), ("fedbn", 40, False), ("fixbn(switch=1)", 1, False),
         ("hbn", 1, False), ("fedwon", 1, False), ("fixbn(switch=3)", 1, True),
     ):  # fmt: skip
-        (method,) = parse_methods(text)
+        (method,) = METHODS.parse_all(text)
         trial = Trial(method, conv, tiny, Settings(rounds=4, work=fedshift.Work(batch_size=8, epochs=epochs)), 0)
         trial.advance()
         trial.advance()
@@ -98,7 +98,7 @@ def test_statistics_that_had_time_are_not_measured_again_nor_frozen_ones_nor_hyb
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*read_catalog("methods")} - {"dp_sgd"}))  # which refuses BatchNorm
 def test_every_method_can_be_measured_again_and_trains_as_before(name, tiny):
-    (method,) = parse_methods(name)
+    (method,) = METHODS.parse_all(name)
     settings = Settings(rounds=2, work=fedshift.Work(batch_size=8, epochs=1))
     one, other = (Trial(method, conv, tiny, settings, 0) for _ in "ab")
     for trial in (one, other):

@@ -15,9 +15,9 @@ from fedshift.data.samples import to_samples
 from fedshift.evaluation.batch_norm import reestimate_statistics
 from fedshift.evaluation.metrics import evaluate
 from fedshift.evaluation.policy import SKIP, list_policies
-from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
@@ -268,7 +268,7 @@ def test_finetune_draws_from_the_trials_own_streams():
      "silobn+fedadam", "centralized"],
 )  # fmt: skip
 def test_finetune_trains_the_whole_model_under_every_kind_of_method(text):
-    made, _ = trial(parse_methods(text)[0], "finetune")
+    made, _ = trial(METHODS.parse_all(text)[0], "finetune")
     new = data().client("new").train
     average, tuned = (made.make_unseen_state(policy, "new", new, 3) for policy in ("average", "finetune"))
     assert tuned.keys() == average.keys()
@@ -297,7 +297,7 @@ def without_dropout(shape, classes):
 )
 def test_finetune_bn_is_a_plain_loop_in_which_batch_norm_alone_requires_gradients(text, affine, body, rounds):
     optimizer = SGD(lr=0.1, momentum=0.9, weight_decay=0.01, schedule=Cosine(rounds=3))
-    made, _ = trial(parse_methods(text)[0], "finetune_bn", model=without_dropout, optimizer=optimizer)
+    made, _ = trial(METHODS.parse_all(text)[0], "finetune_bn", model=without_dropout, optimizer=optimizer)
     train = data().client("new").train
     net, x = without_dropout((4,), 2), train.x.double()
     head = made.make_unseen_state("average", "new", train) if body == "averaged" else made.server.shared

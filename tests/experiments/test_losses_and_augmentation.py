@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.loss import parse_loss
+from fedshift.core.loss import LOSSES
 from fedshift.core.optimizer import SGD
 from fedshift.core.plan import forward
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
-from fedshift.data.augmentation import as_augmentation, parse_augmentation
+from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.data.partition import iid
 from fedshift.experiments import settings
 from fedshift.experiments.settings import Settings
@@ -26,7 +26,7 @@ def test_augmentation_changes_training_and_never_what_is_measured(tiny):
     settings = Settings(rounds=1, work=Work(batch_size=8, epochs=1), optimizer=SGD(lr=0.0))
     plain, augmented = (
         Trial(fedavg(), small_cnn, tiny, replace(settings, augment=augment), 0)
-        for augment in (None, parse_augmentation("erase(patches=3, size=4)"))
+        for augment in (None, AUGMENTATIONS.parse("erase(patches=3, size=4)"))
     )
     before, after = (
         {
@@ -40,7 +40,7 @@ def test_augmentation_changes_training_and_never_what_is_measured(tiny):
 
 
 def test_weights_of_a_balanced_loss_are_of_all_clients_that_train(tiny):
-    settings = Settings(rounds=1, loss=parse_loss("cross_entropy(weights='balanced')"), newcomers=("cid",))
+    settings = Settings(rounds=1, loss=LOSSES.parse("cross_entropy(weights='balanced')"), newcomers=("cid",))
     trial = Trial(fedavg(), small_cnn, tiny, settings, 0)
     counts = torch.bincount(torch.cat([tiny.client(name).train.y for name in ("ann", "bob")])).double()
     weights = counts.sum() / (3 * counts)
@@ -84,7 +84,7 @@ def test_recorded_losses_are_cross_entropy_whatever_is_trained_on(tiny):
     rows = [
         [
             row["loss_sum"]
-            for row in Trial(fedavg(), small_cnn, tiny, replace(settings, loss=parse_loss(loss)), 0).evaluate()
+            for row in Trial(fedavg(), small_cnn, tiny, replace(settings, loss=LOSSES.parse(loss)), 0).evaluate()
         ]
         for loss in ("cross_entropy", "focal(gamma=3.0)")
     ]
@@ -104,7 +104,7 @@ def test_clients_that_share_test_data_are_measured_on_them_once(tiny, monkeypatc
 
 def test_images_of_floating_point_are_augmented_between_minus_one_and_one():
     x = torch.linspace(-1, 1, 4 * 64).reshape(4, 1, 8, 8)
-    settings = Settings(augment=parse_augmentation("flip(p=1.0)"))
+    settings = Settings(augment=AUGMENTATIONS.parse("flip(p=1.0)"))
     y = [0, 1, 2, 0]
     trial = Trial(fedavg(), small_cnn, federation({"one": (x, y, x, y)}), settings, 0)
     taken = trial.engine.load_batch("one", 0, torch.arange(4))[0]
@@ -124,7 +124,7 @@ def test_masks_move_with_their_images():
         settings = Settings(augment=augment, work=Work(batch_size=6, epochs=1))
         return Trial(fedavg(), lambda *_, **__: nn.Conv2d(1, 2, 1), data, settings, 0)
 
-    trial = make(parse_augmentation("flip(vertical=True), crop(padding=3), brightness_contrast(contrast=0)"))
+    trial = make(AUGMENTATIONS.parse("flip(vertical=True), crop(padding=3), brightness_contrast(contrast=0)"))
     for step in range(3):
         x, y = trial.engine.load_batch("one", step, torch.arange(6))
         assert (y == -100).any()
@@ -132,4 +132,4 @@ def test_masks_move_with_their_images():
         for image, mask in zip(x[:, 0], y, strict=True):
             assert image[mask == 1].min() > image[mask != 1].max()
     with pytest.raises(UsageError, match=r"is a function of images, and masks would not move with them: write it with"):
-        make(as_augmentation(lambda x, rng: x.flip(3)))
+        make(AUGMENTATIONS.parse(lambda x, rng: x.flip(3)))

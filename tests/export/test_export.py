@@ -22,7 +22,7 @@ from fedshift.export.loading import ExportedModel
 from fedshift.export.programs import save_onnx
 from fedshift.export.source import export_run, find_licenses
 from fedshift.results.schema import read_rows
-from fedshift.tasks import CATALOG
+from fedshift.tasks import TASKS
 from fedshift.utils.errors import FedshiftError, UsageError
 from tests.conftest import ARRAYS, write_npz
 
@@ -422,7 +422,7 @@ TARGETS = {
 def test_predictions_are_those_that_metrics_count_for_one_sample_and_for_several(name):
     """Scores are NumPy's, and so is what is right; as many are right as the task counts."""
     place, counted = TARGETS[name]
-    task = CATALOG["segmentation" if name == "volumes" else name]()
+    task = TASKS.entries["segmentation" if name == "volumes" else name]()
     random, classes = np.random.default_rng(0), ["a", "b", "c"]
     whole = name in ("classification", "segmentation", "volumes")
     scores = random.normal(size=(7, 3, *(place if whole else ()))).astype(np.float32)

@@ -3,7 +3,7 @@
 import pytest
 
 from fedshift.config.spec import CompareSpec
-from fedshift.experiments.factory import parse_methods
+from fedshift.methods import METHODS
 from tests.flower.processes import machines
 from tests.flower.sites import same_as_in_process
 from tests.flower.test_remote_engine import FEDERATED
@@ -11,7 +11,7 @@ from tests.flower.test_remote_engine import FEDERATED
 
 @pytest.mark.slow
 def test_every_method_is_what_it_is_in_one_process(tmp_path):
-    different = {parse_methods(text)[0].name: text for text in FEDERATED}  # `tuned` alone is FedAvg
+    different = {METHODS.parse_all(text)[0].name: text for text in FEDERATED}  # `tuned` alone is FedAvg
     spec = CompareSpec(
         methods=",".join(different.values()),
         domains="pen,photo,print,faded,worn",

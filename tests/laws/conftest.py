@@ -11,8 +11,8 @@ import pytest
 from fedshift.config.expressions import list_catalog
 from fedshift.core.method import Method
 from fedshift.engines import ENGINES
-from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
@@ -25,7 +25,7 @@ from tests.laws.course import Course, make_trial
 
 COMPOSED = [fedbn(fedprox(mu=0.1)), silobn(scaffold()), fedbn(fedavg(weighting="uniform")), scaffold(fedprox(mu=0.1))]
 COMPOSED += [ditto(scaffold(), epochs=2), fedrep(head_epochs=2, body_epochs=1)]
-GIVEN = parse_methods(os.environ["FEDSHIFT_LAWS"]) if os.environ.get("FEDSHIFT_LAWS") else ()
+GIVEN = METHODS.parse_all(os.environ["FEDSHIFT_LAWS"]) if os.environ.get("FEDSHIFT_LAWS") else ()
 WITHOUT_BATCH_NORM = {"dp_sgd": gn()}
 """Bases of methods that refuse the laws' network."""
 METHODS = [make(WITHOUT_BATCH_NORM.get(name)) for name, make in list_catalog("methods").items()]

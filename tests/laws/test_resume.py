@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from fedshift.core.loss import parse_loss
+from fedshift.core.loss import LOSSES
 from fedshift.core.optimizer import SGD, AdamW, Cosine
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
-from fedshift.data.augmentation import parse_augmentation
+from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
@@ -64,11 +64,11 @@ def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, cours
         {"work": Work(batch_size=None, epochs=2)},
         {"participation": 2},
         {
-            "augment": parse_augmentation("flip(), rotate(degrees=40), crop(padding=1), erase(patches=1, size=2)"),
+            "augment": AUGMENTATIONS.parse("flip(), rotate(degrees=40), crop(padding=1), erase(patches=1, size=2)"),
             "data": pixels(),
         },
-        {"augment": parse_augmentation("color_jitter(), scale(), shear()"), "data": pixels(), "participation": 2},
-        {"loss": parse_loss("focal(weights='balanced')")},
+        {"augment": AUGMENTATIONS.parse("color_jitter(), scale(), shear()"), "data": pixels(), "participation": 2},
+        {"loss": LOSSES.parse("focal(weights='balanced')")},
     ],
     ids=[
         "momentum kept",

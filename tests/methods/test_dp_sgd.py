@@ -22,21 +22,20 @@ from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
-from fedshift.data.augmentation import CATALOG as AUGMENTATIONS
-from fedshift.data.augmentation import mixes_images, parse_augmentation
+from fedshift.data.augmentation import AUGMENTATIONS, mixes_images
 from fedshift.data.federation import encode_targets
 from fedshift.data.partition import repeat
 from fedshift.data.samples import Samples
 from fedshift.engines.identity import Identity
 from fedshift.engines.stacked import Stacked
-from fedshift.evaluation.policy import check_policy, list_policies, make_state, parse_policy
+from fedshift.evaluation.policy import POLICIES, check_policy, list_policies, make_state
 from fedshift.evaluation.unseen_clients import PolicyContext
 from fedshift.experiments.experiment import Experiment
-from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.initial_weights import as_initial_weights
 from fedshift.experiments.private_training import list_uncovered
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS as CATALOG
 from fedshift.methods.agc import agc
 from fedshift.methods.dp_sgd import PrivateGradients, dp_sgd
 from fedshift.methods.fedavg import fedavg
@@ -527,7 +526,7 @@ def mixing():
 @pytest.mark.parametrize("name", [n for n in AUGMENTATIONS if n not in ("sequence", "sometimes")])
 def test_no_augmentation_of_the_catalog_mixes_images(name):
     x = torch.rand(4, 3, 32, 32)
-    assert not mixes_images(parse_augmentation(f"{name}()"), x)
+    assert not mixes_images(AUGMENTATIONS.parse(f"{name}()"), x)
     assert mixes_images(mix, x)
 
 
@@ -536,7 +535,7 @@ def test_no_augmentation_of_the_catalog_mixes_images(name):
 def test_policies_for_unseen_clients_take_only_what_noise_covers(private, base):
     """Each policy with poisoned clients: what it gives under ``dp`` must not depend on what clients keep."""
     try:
-        plan = plan_of(parse_methods(f"{private}+{base}")[0])
+        plan = plan_of(CATALOG.parse_all(f"{private}+{base}")[0])
     except UsageError:
         assert base not in ("gn", "fedavg") or private.startswith("dp_sgd")
         return
@@ -548,7 +547,7 @@ def test_policies_for_unseen_clients_take_only_what_noise_covers(private, base):
         return replace(client, personal={k: v + shift for k, v in client.personal.items()}, memory=memory)
 
     for policy in list_policies():
-        made = parse_policy(policy)
+        made = POLICIES.parse(policy)
         covered = made.excuse(plan, CLASSIFICATION)
         if covered:
             refused.append((policy, covered))

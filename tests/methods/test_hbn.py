@@ -11,7 +11,7 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
-from fedshift.data.augmentation import parse_augmentation
+from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.data.digits import digits
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
@@ -133,7 +133,7 @@ def test_what_is_measured_is_augmented_and_drops_alike_where_clients_are_stacked
 
     arrays = {client.name: (client.train.x.tanh(), client.train.y) for client in data().clients}
     pixels, made = federation({name: (x, y, x, y) for name, (x, y) in arrays.items()}), []
-    for engine, augment in product(("sequential", "stacked"), (None, parse_augmentation("crop(padding=1)"))):
+    for engine, augment in product(("sequential", "stacked"), (None, AUGMENTATIONS.parse("crop(padding=1)"))):
         settings = Settings(rounds=9, work=Work(batch_size=BATCH, epochs=1), optimizer=SGD(lr=LR, momentum=0.9),
                             evaluate_every=99, engine=engine, augment=augment)  # fmt: skip
         running = Trial(hbn(samples=SAMPLES), dropping, pixels, settings, SEED)

@@ -19,7 +19,7 @@ from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.models import describe_factory, find_expression, make_network, parse_model, take_output
+from fedshift.models import MODELS, describe_factory, make_network, take_output
 from fedshift.models.digits import small_cnn
 from fedshift.models.unet import unet_small
 from fedshift.utils.errors import UsageError
@@ -129,28 +129,28 @@ def test_the_message_about_several_outputs_is_one_that_works():
     ],
 )  # fmt: skip
 def test_factories_and_their_expressions(factory, text):
-    assert find_expression(factory) == describe_factory(factory) == text
-    assert find_expression(resolve_model(text, SHAPE)) == text
+    assert MODELS.write(factory) == describe_factory(factory) == text
+    assert MODELS.write(resolve_model(text, SHAPE)) == text
 
 
 def test_options_reach_the_factory_and_unknown_ones_are_named():
-    assert parse_model("unet_small( width=4 )")(SHAPE, 2).out.in_channels == 4
+    assert MODELS.parse("unet_small( width=4 )")(SHAPE, 2).out.in_channels == 4
     for text, said in (
         ("unet-small(wide=4)", "unknown argument 'wide'; unet_small takes .*width=8"),
         ("unet-small(4)", "is no name"),
         ("take_output(unet-small)", "argument.*output"),
         ("take_output(small-cn, output=0)", "small-cn.*small-cnn"),
-        ("small-cnn(), small-cnn()", "is 2 models: choose one"),
+        ("small-cnn(), small-cnn()", "give one, not 2"),
     ):
         with pytest.raises(UsageError, match=said):
-            parse_model(text)
+            MODELS.parse(text)
     for factory in (lambda shape, classes: None, partial(several, form=as_tuple), partial(lambda s, c: None)):
-        assert find_expression(factory) is None
+        assert MODELS.write(factory) is None
 
 
 def test_functions_in_expressions_from_elsewhere_must_be_allowed():
     text = f"take_output({__name__}:several, output='logits')"
     with trust_only([]), pytest.raises(UsageError, match="nobody allowed"):
-        parse_model(text)
+        MODELS.parse(text)
     with trust_only([f"{__name__}:several"]):
-        assert parse_model(text) == take_output(several, "logits")
+        assert MODELS.parse(text) == take_output(several, "logits")

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from fedshift.data.assembly import federation
 from fedshift.evaluation.policy import parse_policies
-from fedshift.experiments.factory import parse_methods
 from fedshift.experiments.restoration import load_experiment, restore_trial, select_trials
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS
 from fedshift.new_clients.policies import (
     UNCHANGED,
     adapt_all,
@@ -273,7 +273,7 @@ COMPARED = {"nearest_statistics": BOTH, "weighted": BOTH, "nearest": ENTRIES}
 def test_policies_that_make_sense_and_what_they_need(tiny, method, wants):
     from fedshift.models.digits import small_cnn
 
-    plan = Trial(parse_methods(method)[0], small_cnn, tiny, Settings(rounds=1), 0).plan
+    plan = Trial(METHODS.parse_all(method)[0], small_cnn, tiny, Settings(rounds=1), 0).plan
     policies = applicable_policies(plan, POLICIES, tiny.task)
     assert {policy: ", ".join(describe_needs(plan, policy)) for policy in policies} == wants
 
@@ -281,7 +281,7 @@ def test_policies_that_make_sense_and_what_they_need(tiny, method, wants):
 def test_what_a_policy_replaces_is_not_all_that_a_method_keeps(tiny):
     from fedshift.models.digits import small_cnn
 
-    plan = Trial(parse_methods("fedbn+fedper")[0], small_cnn, tiny, Settings(rounds=1), 0).plan
+    plan = Trial(METHODS.parse_all("fedbn+fedper")[0], small_cnn, tiny, Settings(rounds=1), 0).plan
     assert describe_needs(plan, "finetune_bn") == ("labels", "entries")
     assert describe_needs(plan, "atp(rounds=2)") == ("inputs", "clients", "entries")
 

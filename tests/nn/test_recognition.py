@@ -17,7 +17,7 @@ from fedshift.core.plan import compute_outputs
 from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.evaluation.batch_norm import reestimate_statistics
 from fedshift.evaluation.policies.atp import _find_directions
-from fedshift.evaluation.policy import parse_policy
+from fedshift.evaluation.policy import POLICIES
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedsr import fedsr
@@ -313,9 +313,9 @@ def test_freezing_and_statistics_of_layers_that_use_them_otherwise_are_refused()
         prepare(fixbn(), model, optimizer=SGD(lr=0.1), sample=sample)
     plan = prepare(fedbn(), model, optimizer=SGD(lr=0.1), sample=sample)
     for policy in ("reestimate", "mixed", "tent", "sar", "atp", "nearest_statistics", "weighted", "finetune_bn"):
-        assert "layer '1' is a Never" in parse_policy(policy).excuse(plan, CLASSIFICATION)
+        assert "layer '1' is a Never" in POLICIES.parse(policy).excuse(plan, CLASSIFICATION)
     for policy in ("average", "nearest", "finetune"):
-        assert not parse_policy(policy).excuse(plan, CLASSIFICATION)
+        assert not POLICIES.parse(policy).excuse(plan, CLASSIFICATION)
 
 
 def test_a_dropout_inside_a_normalization_stays_as_it_is_where_statistics_are_frozen():

@@ -10,7 +10,7 @@ from fedshift import leak
 from fedshift.core.kernel import client_final, client_init, client_step_, init_client, init_server, load_state
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.experiments.factory import parse_methods
+from fedshift.methods import METHODS as CATALOG
 from fedshift.models.digits import small_cnn
 from fedshift.representations.leakage import attack
 from fedshift.representations.leakage.attack import AttackSettings, Observation, invert, upload
@@ -26,7 +26,7 @@ BOUNDS = torch.full((3, 1, 1), -1.0, dtype=torch.float64), torch.full((3, 1, 1),
 def plan_of(method, network=None, lr=0.05):
     with torch_stream(0, "init"):
         network = (network or small_cnn(SHAPE, 4, dense_norm=False)).double()
-        return prepare(parse_methods(method)[0], network, optimizer=SGD(lr=lr))
+        return prepare(CATALOG.parse_all(method)[0], network, optimizer=SGD(lr=lr))
 
 
 def batch_of(count):

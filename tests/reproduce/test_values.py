@@ -9,8 +9,9 @@ import pytest
 
 from fedshift import reproduce
 from fedshift.cli.data import find_card
-from fedshift.config.expressions import expressions, resolve
-from fedshift.data.sources import SPLITS
+from fedshift.data.sources import DATASETS, SPLITS
+from fedshift.methods import METHODS
+from fedshift.models import MODELS
 
 VALUES = Path(reproduce.__file__).parent / "values"
 FILES = {f"{path.parent.name}/{path.stem}": path for path in sorted(VALUES.glob("*/*.toml"))}
@@ -94,8 +95,8 @@ def test_a_file_is_whole_and_names_what_fedshift_has(name):
         assert_typed(block, BLOCK, paper.block)
         check_block(paper, said, block)
     for part in (said, *said.get("values", ())):
-        for key, catalog in (("data", "data.datasets"), ("model", "models")):
-            assert part.get(key, "") in ("", "toy") or resolve(catalog, part[key])
+        for key, catalog in (("data", DATASETS), ("model", MODELS)):
+            assert part.get(key, "") in ("", "toy") or catalog.find(part[key])
 
 
 def check_block(paper, said, block):
@@ -108,15 +109,15 @@ def check_block(paper, said, block):
         clients = {"global", "local"} if data == "toy" else {*find_card(data).clients}
         assert {*columns} - {"average", "global", "local"} in (clients, set())
     elif block["by"] == "split":
-        assert all(expressions("split", column, SPLITS.__getitem__) for column in columns)
+        assert all(SPLITS.parse_all(column) for column in columns)
     for row in block["rows"]:
         assert_typed(row, {key: {**ROW, **paper.row}[key] for key in (*ROW, *paper.needed)}, paper.row)
-        assert resolve("methods", row["method"])
+        assert METHODS.find(row["method"])
         assert row.get("paper_name") != row["method"]
         assert len(row["cells"]) == len(columns)
         assert any(row["cells"])
         assert all(cell == "" or CELL.fullmatch(cell) for cell in row["cells"])
-        for key, catalog in (("data", "data.datasets"), ("model", "models")):
-            assert key not in row or resolve(catalog, row[key])
+        for key, catalog in (("data", DATASETS), ("model", MODELS)):
+            assert key not in row or catalog.find(row[key])
         if "split" in row:
-            expressions("split", row["split"], SPLITS.__getitem__)
+            SPLITS.parse_all(row["split"])

@@ -88,7 +88,7 @@ def adapt(
         save: New directory for the models of the first seed (safetensors) and the table.
 
     """
-    from ..evaluation.policy import parse_policies, parse_policy
+    from ..evaluation.policy import POLICIES, parse_policies
     from ..new_clients.policies import require_no_labels
 
     wanted = parse_policies(policies)
@@ -150,7 +150,7 @@ def adapt(
     else:
         assert unlabeled is not None and inputs is not None  # noqa: PT018
         training = {client_name(unlabeled): inputs}
-        wanted = tuple(name for name in wanted if parse_policy(name).data != "labels")
+        wanted = tuple(name for name in wanted if POLICIES.parse(name).data != "labels")
     with show_loading(console) as progress:
         made = adapt_all(
             experiment, run, training, wanted, data=new, rounds=rounds, inputs=inputs, save=save, progress=progress

@@ -41,12 +41,12 @@ data = App(name="data", help="List, fetch, check and show data, and the cache of
 @data.command(name="list")
 def data_list(*, root: Root = None) -> int:
     """List the embedded data and the papers' benchmarks: clients, classes, sizes, license, where to get them."""
-    from ..config.expressions import EMBEDDED, resolve
+    from ..config.expressions import EMBEDDED, find_user_function
     from ..data.sources import data_root
 
     console, place = make_console(), data_root(DataSpec(root=root))
     for name, function in EMBEDDED.items():
-        made: Federation = resolve("data", function)()
+        made: Federation = find_user_function("data", function)()
         facts = f" embedded: {len(made.clients)} clients, {made.outputs}. {made.note}\n"
         print_parts(console, [Text.assemble((name, "bold"), facts)])
     table = Table(title=f"benchmarks, with files under {place}", box=None, title_justify="left", padding=(0, 2, 1, 0))

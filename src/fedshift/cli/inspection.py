@@ -16,7 +16,8 @@ from ..data.federation import Federation, count_labels
 from ..diagnosis.overview import describe
 from ..evaluation.communication import find_capabilities, summarize_method
 from ..experiments.description import describe_weighting
-from ..experiments.factory import parse_methods, resolve_model
+from ..experiments.factory import resolve_model
+from ..methods import METHODS
 from ..models import make_network
 from ..results.disclosure import MODEL, group_disclosures
 from ..tasks import Segmentation
@@ -45,7 +46,7 @@ def describe_method(model: str, method: str, shape: tuple[int, ...], classes: in
     """Yield a table of every named entry of ``model`` with ``method``, and the bytes of one client in one round."""
     if classes < 1 or min(shape) < 1:
         raise UsageError(f"shape {shape} and classes {classes}: numbers of 1 or more")
-    chosen, *others = parse_methods(method)
+    chosen, *others = METHODS.parse_all(method)
     if others:
         raise UsageError(f"inspect takes one method, not {method!r}: join them with + to compose, or inspect each")
     factory = resolve_model(model, shape)

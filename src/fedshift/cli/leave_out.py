@@ -95,10 +95,11 @@ def run_without(
 def _tune(spec: CompareSpec, rates: str) -> CompareSpec:
     """Return ``spec`` with each method at each learning rate, except methods that already have one."""
     from ..diagnosis.search import parse_rates, tune
-    from ..experiments.factory import make_optimizer, parse_methods
+    from ..experiments.factory import make_optimizer
+    from ..methods import METHODS
 
     found = parse_rates(rates, make_optimizer(spec))
-    methods = [each.name for method in parse_methods(spec.methods) for each in tune(method, found)]
+    methods = [each.name for method in METHODS.parse_all(spec.methods) for each in tune(method, found)]
     return replace(spec, methods=",".join(methods))
 
 

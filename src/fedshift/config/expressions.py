@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..utils.errors import Ref, UsageError, unknown_name
+from ..utils.errors import Ref, UsageError
 from ..utils.user_code import describe_error
 
 EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits", "nuclei": "fedshift.data.nuclei:nuclei"}
@@ -41,7 +41,7 @@ def list_catalog(package: str) -> Mapping[str, Callable[..., Any]]:
         module = importlib.import_module(f"{root.__name__}.{module_info.name}")
         for name, function in vars(module).items():
             if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_"):
-                found[_spell(package, name)] = function
+                found[spell(package, name)] = function
     return found
 
 
@@ -62,7 +62,7 @@ def read_catalog(package: str) -> Mapping[str, CatalogEntry]:
     found: dict[str, CatalogEntry] = {}
     for path in sorted(Path(__file__).parents[1].joinpath(*package.split(".")).glob("[!_]*.py")):
         found |= {
-            _spell(package, name): entry for name, entry in read_functions(path, by_module=package in BY_MODULE).items()
+            spell(package, name): entry for name, entry in read_functions(path, by_module=package in BY_MODULE).items()
         }
     return found
 
@@ -96,7 +96,7 @@ def _list_defaults(function: ast.FunctionDef) -> Iterator[str]:
             yield f"{argument.arg}={value}"
 
 
-def _spell(package: str, name: str) -> str:
+def spell(package: str, name: str) -> str:
     """Return ``name`` in the package's spelling, models with dashes, methods with underscores; both are accepted."""
     return name.replace("-", "_").lower() if package in BY_MODULE else name.replace("_", "-").lower()
 
@@ -128,31 +128,25 @@ _Trust = tuple[frozenset[str], str]
 _TRUSTED: ContextVar[_Trust | None] = ContextVar("trusted", default=None)
 
 
-def resolve(package: str, name: str) -> Callable[..., Any]:
-    """Return the function called ``name``; raise :class:`UsageError` suggesting the nearest name if there is none."""
-    kind = {"losses": "loss", "policies": "policy"}.get(package, package.removesuffix("s"))
+def find_user_function(kind: str, name: str) -> Callable[..., Any]:
+    """Return the function ``package.module:function``; raise :class:`UsageError` about a ``kind`` if there is none."""
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
-    if not module_name:
-        own, written = list_catalog(package), _spell(package, name)
-        if written not in own:
-            raise unknown_name(kind, written, own)
-        return own[written]
+    written = f"{module_name}:{attribute}"
     trusted, source = _TRUSTED.get() or (None, "")
-    allowed = trusted is None or name in EMBEDDED.values() or f"{module_name}.{attribute}" in trusted
-    if not allowed:
+    if trusted is not None and written not in EMBEDDED.values() and f"{module_name}.{attribute}" not in trusted:
         told = f"{source}: " if source else ""
         raise UsageError(
-            f"{told}{kind} {name!r} is a function of this machine that nobody allowed: allow it ({{}})",
-            Ref(code=f"{module_name}:{attribute}"),
+            f"{told}{kind} {written!r} is a function of this machine that nobody allowed: allow it ({{}})",
+            Ref(code=written),
         )
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{kind} {name!r}: {error}; install it, or run where Python finds it") from error
+        raise UsageError(f"{kind} {written!r}: {error}; install it, or run where Python finds it") from error
     except AttributeError as error:
-        raise UsageError(f"{kind} {name!r}: module {module_name} has no {attribute!r}") from error
+        raise UsageError(f"{kind} {written!r}: module {module_name} has no {attribute!r}") from error
     if not callable(function):
-        raise UsageError(f"{kind} {name!r}: {attribute} is not a function")
+        raise UsageError(f"{kind} {written!r}: {attribute} is not a function")
     return function  # type: ignore[no-any-return]
 
 

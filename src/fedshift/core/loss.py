@@ -15,16 +15,16 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..config.expressions import expressions, resolve
+from ..config.catalog import Catalog
 from ..tasks.segmentation import LEFT_OUT
-from ..utils.errors import UsageError, unknown_name
-from ..utils.user_code import describe_error, describe_function, identify_function
+from ..utils.errors import Ref, UsageError
+from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 from .architecture import architecture
 
 Counted = Literal["balanced", "inverse_frequency"]
@@ -40,7 +40,7 @@ class Loss(ABC):
     """A training loss, called with a batch's outputs and targets; gives a number.
 
     For classes: logits ``[B, K]`` or ``[B, K, H, W]`` and labels ``[B]`` or ``[B, H, W]`` (int64). It works under
-    ``torch.func.grad`` and ``torch.vmap``. ``str`` gives the expression that :func:`parse_loss` reads. ``tasks``: names
+    ``torch.func.grad`` and ``torch.vmap``. ``str`` gives the expression that :data:`LOSSES` reads. ``tasks``: names
     of the tasks that it is for.
     """
 
@@ -359,46 +359,12 @@ class CustomLoss(Loss):
     __repr__ = __str__
 
 
-CATALOG: dict[str, Callable[..., Loss]] = {
-    kind.name: kind
-    for kind in (
-        CrossEntropy, Focal, Dice, DiceCrossEntropy, BinaryCrossEntropy, BinaryFocal, SquaredError, AbsoluteError,
-        Huber,
-    )
-}  # fmt: skip
-"""Losses that :func:`parse_loss` knows, by name."""
-
-
-def parse_loss(text: str) -> Loss:
-    """Return the loss that ``text`` names, for example ``focal(gamma=2, weights='balanced')``.
-
-    ``my_package.module:function`` is a function of yours, called with logits and labels and the arguments in brackets.
-    Raises :class:`UsageError` that lists the losses.
-    """
-    losses = expressions("loss", text, partial(_lookup, text))
-    if len(losses) != 1:
-        raise UsageError(f"loss {text!r} is {len(losses)} losses: choose one")
-    return losses[0]  # type: ignore[no-any-return]
-
-
-def as_loss(loss: object, text: str | None = None) -> Loss:
-    """Return ``loss`` as a :class:`Loss`.
-
-    Args:
-        loss: a loss or its text; ``torch.nn.CrossEntropyLoss``, another loss of ``torch.nn`` or a module of yours; a
-            function of logits ``[B, K]`` and labels ``[B]``; or a class that makes one of these without arguments.
-        text: name of a function or module; None: its own.
-
-    Raises:
-        UsageError: ``loss`` is none of these, or a loss of torch has arguments that have no meaning here.
-
-    """
+def _accept(loss: object, text: str | None) -> Loss:
+    """Return a loss, a module of torch or of the user's, a function, or a class of one of these, as a :class:`Loss`."""
     if isinstance(loss, type) and issubclass(loss, Loss | nn.Module):
-        return as_loss(loss(), text)
+        return _accept(loss(), text)
     if isinstance(loss, Loss):
         return loss
-    if isinstance(loss, str):
-        return parse_loss(loss)
     if loss is nn.functional.cross_entropy:
         return CrossEntropy()
     if isinstance(loss, nn.Module):
@@ -410,9 +376,37 @@ def as_loss(loss: object, text: str | None = None) -> Loss:
         named = architecture(loss).replace("\n", "; ") if isinstance(loss, nn.Module) else identify_function(loss)
         return CustomLoss(function=loss, text=text or named)
     raise UsageError(
-        f"loss={loss!r} is not a loss: give a text such as 'cross_entropy' or 'focal(gamma=2.0)', a loss of torch.nn, "
-        "a function of logits [B, K] and labels [B], or a fedshift.core.loss.Loss"
+        "{} is not a loss: give a text such as 'cross_entropy' or 'focal(gamma=2.0)', a loss of torch.nn, a function "
+        "of logits [B, K] and labels [B], or a fedshift.core.loss.Loss",
+        Ref(loss=loss),
     )
+
+
+def _adapt(loss: Callable[..., Any], own: bool) -> Callable[..., Any]:
+    """Return a function that makes ``loss``, where that is a function of the user's, with its further arguments."""
+    if not own or isinstance(loss, type):
+        return loss
+    return lambda **given: partial(loss, **given) if given else loss
+
+
+def _spell(loss: Loss) -> str | None:
+    return str(loss) if not isinstance(loss, CustomLoss) or find_import_path(loss.function) else None
+
+
+LOSSES = Catalog[Loss](
+    "loss",
+    {
+        kind.name: kind
+        for kind in (
+            CrossEntropy, Focal, Dice, DiceCrossEntropy, BinaryCrossEntropy, BinaryFocal, SquaredError, AbsoluteError,
+            Huber,
+        )
+    },
+    _accept,
+    adapt=_adapt,
+    spell=_spell,
+)  # fmt: skip
+"""Training losses; a function of yours takes logits and labels, and the arguments in brackets."""
 
 
 def _refuse_arguments(loss: nn.Module) -> None:
@@ -430,14 +424,3 @@ def _refuse_arguments(loss: nn.Module) -> None:
             f"loss={name}(...) has parameters, which nobody would train: make them part of the network, whose "
             "outputs the loss takes"
         )
-
-
-def _lookup(text: str, name: str) -> Callable[..., Loss]:
-    if "." in name:
-        found = resolve("losses", name)
-        if isinstance(found, type):
-            return lambda **given: as_loss(found(**given), text)
-        return lambda **given: as_loss(partial(found, **given) if given else found, text)
-    if name not in CATALOG:
-        raise unknown_name("loss", name, CATALOG)
-    return CATALOG[name]

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..utils.errors import UsageError
+from ..config.catalog import Catalog
+from ..utils.errors import Ref, UsageError
 from ..utils.state import State, entries_under
 
 
@@ -73,6 +74,23 @@ class Cosine(Schedule):
     @override
     def factor(self, round: int) -> float:
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(round, self.rounds) / self.rounds)) / 2
+
+
+def _accept_schedule(schedule: object, _text: str | None) -> Schedule:
+    if not isinstance(schedule, Schedule):
+        raise UsageError(
+            "{} is none: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine, StepDecay or Exponential",
+            Ref(schedule=schedule),
+        )
+    return schedule
+
+
+SCHEDULES = Catalog[Schedule](
+    "schedule",
+    {"constant": Schedule, "cosine": Cosine, "step": StepDecay, "exponential": Exponential},
+    _accept_schedule,
+)
+"""Schedules of the learning rate; the number of ``rounds`` is supplied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +182,24 @@ class AdamW(Optimizer):
             square = squares[name].mul_(self.beta2).add_(grad * grad, alpha=1 - self.beta2)
             param.mul_(1 - lr * self.weight_decay)
             param.sub_(mean / ((square / correction2).sqrt() + self.eps) * (lr / correction1))
+
+
+def _accept_optimizer(optimizer: object, _text: str | None) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            "{} is unknown: allowed are sgd and adamw, fedshift.SGD(...) and fedshift.AdamW(...)",
+            Ref(optimizer=optimizer),
+        )
+    return optimizer
+
+
+OPTIMIZERS = Catalog[Optimizer](
+    "optimizer",
+    {"sgd": SGD, "adamw": AdamW},
+    _accept_optimizer,
+    settings=("lr", "schedule", "weight_decay", "keep", "momentum", "nesterov"),
+)
+"""Local optimizers; the learning rate ``lr`` and its ``schedule`` are supplied."""
 
 
 NEUTRAL: Mapping[Any, Mapping[str, Any]] = {

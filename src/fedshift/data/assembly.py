@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..tasks.catalog import as_task
+from ..tasks.catalog import TASKS
 from ..tasks.classification import CLASSIFICATION
 from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
@@ -253,7 +253,7 @@ def federation(
         UsageError: An array has an invalid shape, type or range, or a dataset cannot be read.
 
     """
-    kind = None if task is None else as_task(task)
+    kind = None if task is None else TASKS.parse(task)
     reading = ReadOptions(classes=classes, target=target, task=kind)
     made = assemble(arrays, arrays.scan(clients, reading), reading)
     return replace(made, name=name, note=note)

@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from ..config.expressions import expressions, resolve
+from ..config.catalog import Catalog
 from ..tasks.segmentation import LEFT_OUT
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import Ref, UsageError
 from ..utils.random_streams import stream
 from ..utils.user_code import describe_error, identify_function
 from .federation import Federation
@@ -126,50 +126,29 @@ def transform(
     return decorate
 
 
-def parse_augmentation(text: str) -> Augmentation | None:
-    """Parse an augmentation such as ``flip(),rotate(degrees=30)``; return None for ``none`` or "".
-
-    Several augmentations are applied in the order written; ``my_package.module:function`` is a user function. Raises
-    :class:`UsageError`, which lists the known names, for an unknown augmentation.
-    """
-    if text.strip() in ("", "none"):
+def _accept(augment: object, text: str | None) -> Augmentation | None:
+    """Return an augmentation, or a user's function ``(images, rng) -> images`` as one; None and "" are none."""
+    if augment is None or augment == "":
         return None
-    parts = expressions("augmentation", text, _look_up)
-    for part in parts:
-        if not callable(part):
-            raise UsageError(f"augmentation {text!r} made a {type(part).__name__}, which cannot be called on images")
-    whole = parts[0] if len(parts) == 1 else sequence(*parts)
-    return whole if not re.search(r" at 0x[0-9a-f]+", str(whole)) else _NamedAugmentation(text, whole)
-
-
-def as_augmentation(augment: object) -> Augmentation | None:
-    """Return an augmentation from an augmentation, a text, or a user function ``(images, rng) -> images``.
-
-    Raises :class:`UsageError` for anything else.
-    """
-    if augment is None or isinstance(augment, str):
-        return parse_augmentation(augment or "")
     if isinstance(augment, type) or not callable(augment):
         raise UsageError(
-            f"augment={augment!r} is no augmentation: give a text such as 'flip(), rotate(degrees=30)', its value, or "
-            "a function of images [B, C, H, W] in [0, 1] and a numpy generator that returns new images"
+            "{} is no augmentation: give a text such as 'flip(), rotate(degrees=30)', its value, or a function of "
+            "images [B, C, H, W] in [0, 1] and a numpy generator that returns new images",
+            Ref(augment=text or augment),
         )
+    if text is not None:
+        return augment if not re.search(r" at 0x[0-9a-f]+", str(augment)) else _NamedAugmentation(text, augment)
     if isinstance(augment, Transform | _NamedAugmentation):
         return augment
     return _NamedAugmentation(identify_function(augment), augment)
 
 
-def write_augmentation(augment: Augmentation) -> str | None:
-    """Return the text that :func:`parse_augmentation` parses to ``augment``, or None if there is none."""
+def _spell(augment: Augmentation | None) -> str | None:
     if not isinstance(augment, Transform):
         return None
-    inner = map(write_augmentation, augment.given.args)
+    inner = map(_spell, augment.given.args)
     options = (f"{option}={value!r}" for option, value in augment.given.kwargs.items())
-    text = f"{augment.operation.__name__}({', '.join([*map(str, inner), *options])})"
-    try:
-        return text if parse_augmentation(text) == augment else None
-    except UsageError:  # one of the parts is a user function
-        return None
+    return f"{augment.operation.__name__}({', '.join([*map(str, inner), *options])})"
 
 
 @dataclass(frozen=True)
@@ -270,14 +249,6 @@ def _list_functions(augment: object) -> Iterator[object]:
     for part in (*whole.given.args, *whole.given.kwargs.values()):
         if callable(part):
             yield from _list_functions(part)
-
-
-def _look_up(name: str) -> Callable[..., Augmentation]:
-    if "." in name:
-        return resolve("augmentations", name)
-    if name not in CATALOG:
-        raise unknown_name("augmentation", name, CATALOG)
-    return CATALOG[name]
 
 
 _FILL = Bound(lambda v: v in tuple(FILLS), f"{{!r}} is unknown: allowed are {', '.join(FILLS)}")
@@ -473,11 +444,17 @@ def flamby_isic() -> Augmentation:
     )
 
 
-CATALOG: dict[str, Callable[..., Augmentation]] = {
-    function.__name__: function
-    for function in (
-        sequence, sometimes, flip, rotate, scale, shear, crop, resized_crop, color_jitter, brightness_contrast, erase,
-        fedbn_office, fedmmb_cifar, flamby_isic,
-    )
-}  # fmt: skip
-"""Augmentations that :func:`parse_augmentation` knows, by name."""
+AUGMENTATIONS = Catalog[Augmentation | None](
+    "augmentation",
+    {"none": lambda: None} | {
+        function.__name__: function
+        for function in (
+            sequence, sometimes, flip, rotate, scale, shear, crop, resized_crop, color_jitter, brightness_contrast,
+            erase, fedbn_office, fedmmb_cifar, flamby_isic,
+        )
+    },
+    _accept,
+    spell=_spell,
+    join=sequence,
+)  # fmt: skip
+"""Augmentations by name; several, with commas between, are applied in turn."""

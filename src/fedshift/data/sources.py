@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from pathlib import Path
 
 import torch
 
-from ..config.expressions import EMBEDDED, expressions, list_catalog, resolve
+from ..config.catalog import Catalog
+from ..config.expressions import EMBEDDED, find_user_function, list_catalog, spell
 from ..config.spec import DataSpec
-from ..tasks import Task, as_task
+from ..tasks import TASKS, Task
 from ..utils.csv_cells import escape_table
 from ..utils.errors import Ref, UsageError, unknown_name
 from .assembly import read_source
@@ -25,8 +24,27 @@ from .preparation import HALF, IMAGENET, UNIT
 from .readers import refuse_unused
 from .schema import Layout, Schema
 
-SPLITS: Mapping[str, Callable[..., Change]] = {made.__name__: made for made in (*CHANGES, saved)}
-"""Functions available for ``--split``."""
+
+def _accept_change(change: object, text: str | None) -> Change:
+    if not callable(change):
+        raise UsageError("{}: {} is no function of a federation", Ref(split=text), repr(change))
+    return change
+
+
+def _accept_data(made: object, text: str | None) -> Federation:
+    if not isinstance(made, Federation):
+        raise UsageError("{} made a {}, not a Federation", Ref(data=text), type(made).__name__)
+    return made
+
+
+SPLITS = Catalog[Change](
+    "split", {made.__name__: made for made in (*CHANGES, saved)}, _accept_change, spell=lambda _: None
+)
+"""Changes of a federation by name, in turn where there are several; a function of yours is called to make one."""
+DATASETS = Catalog[Federation](
+    "data", "data.datasets", _accept_data, spell=lambda _: None, settings=("root", "progress", "sites")
+)
+"""Benchmarks by name."""
 
 READ = (
     "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
@@ -59,7 +77,7 @@ def load_source(
         task: The prediction task; None: the one in ``spec``, or else that of the data.
 
     """
-    task = as_task(spec.task) if task is None and spec.task else task
+    task = TASKS.parse(spec.task) if task is None and spec.task else task
     reading = _read_options(spec, progress, differing, schema, task)
     if isinstance(data, Federation):
         refuse_unused(reading, (), "a Federation")
@@ -68,7 +86,7 @@ def load_source(
         made = read_source(data, reading)
     elif data in EMBEDDED:
         refuse_unused(reading, ("image_size",), data)
-        made = _apply_task(resolve("data", EMBEDDED[data])(), task, data)
+        made = _apply_task(find_user_function("data", EMBEDDED[data])(), task, data)
     elif Path(data).exists():
         try:
             made = read_source(Path(data), reading)
@@ -127,35 +145,22 @@ def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federati
     if "/" in data or "\\" in data or not data[:1].isalpha():
         raise UsageError(f"data {data!r}: there is no {Path(data).resolve()}; give a directory that exists, or a name")
 
-    def lookup(name: str) -> Callable[..., Federation]:
-        known = list_catalog("data.datasets")
-        written = name.replace("_", "-").lower()
-        if written not in known:
-            near = unknown_name("data", written, [*EMBEDDED, *known])
-            raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}")
-        takes = signature(known[written]).parameters
-        refuse_unused(reading, {"image_size", *takes}, written)
-        given = {name: getattr(spec, name) for name in READ if name in reading.changed}
-        given |= {"progress": reading.progress, "size": spec.image_size, "domains": reading.domains}
-        given["sites"] = given["domains"]
-        return partial(known[written], data_root(spec), **{k: v for k, v in given.items() if v and k in takes})
-
-    head, bracket, arguments = data.partition("(")
-    made = expressions("data", head.replace("-", "_") + bracket + arguments, lookup)
-    if len(made) != 1:
-        raise UsageError(f"data {data!r}: give one, not {len(made)}")
-    return _apply_task(made[0], reading.task, head)
+    head = data.partition("(")[0].strip()
+    known, written = DATASETS.entries, spell("data.datasets", head)
+    if written not in known:
+        near = unknown_name("data", written, [*EMBEDDED, *known])
+        raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}")
+    refuse_unused(reading, {"image_size", *signature(known[written]).parameters}, written)
+    given: dict[str, object] = {name: getattr(spec, name) for name in READ if name in reading.changed}
+    given |= {"progress": reading.progress, "size": spec.image_size, "domains": reading.domains}
+    given |= {"root": data_root(spec), "sites": given["domains"]}
+    made = DATASETS.parse(data, **{name: value for name, value in given.items() if value})
+    return _apply_task(made, reading.task, head)
 
 
 def parse_changes(spec: DataSpec) -> tuple[Change, ...]:
     """Return the changes given by ``--split``, in order."""
-
-    def lookup(name: str) -> Callable[..., Change]:
-        if name not in SPLITS:
-            raise unknown_name("split", name, SPLITS)
-        return SPLITS[name]
-
-    return tuple(expressions("split", spec.split, lookup)) if spec.split else ()
+    return SPLITS.parse_all(spec.split) if spec.split else ()
 
 
 SCALES = {"half": HALF, "imagenet": IMAGENET, "unit": UNIT}

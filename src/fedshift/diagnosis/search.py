@@ -32,9 +32,9 @@ from ..core.optimizer import AdamW, Optimizer
 from ..data.files.read_options import Progress
 from ..engines.engine import Diverged
 from ..experiments.experiment import Experiment
-from ..experiments.factory import parse_methods
 from ..experiments.jobs import Jobs
 from ..experiments.observer import Observer
+from ..methods import METHODS
 from ..methods.tuned import tuned
 from ..results.run_directory import trial_folder
 from ..results.schema import LOWER_IS_BETTER, compute_metric, rows_to_frame
@@ -286,7 +286,7 @@ def begin_search(
     if methods is None:
         found = diagnose(members, progress=progress)
         reasons = list_candidates(found, settings.work.batch_size)
-        methods, named = parse_methods(",".join(reasons)), False
+        methods, named = METHODS.parse_all(",".join(reasons)), False
     else:
         reasons, named = {method.name: "as asked for" for method in methods}, True
     known = {each.name: each for each in methods}
@@ -294,7 +294,7 @@ def begin_search(
         found = diagnose(members, progress=progress)
     reasons = dict(zip(known, reasons.values(), strict=True))  # by the name that a method has
     costs, refused, work = dict[str, Cost](), dict[str, str](), dict[str, str]()
-    always = [] if named else [each.name for each in parse_methods(",".join((BASELINE, *GENERAL)))]
+    always = [] if named else [each.name for each in METHODS.parse_all(",".join((BASELINE, *GENERAL)))]
     order = [*(name for name in always if name in known), *(name for name in known if name not in always)]
     for number, name in enumerate(order):
         if progress is not None:
@@ -437,7 +437,7 @@ def _make_method(candidate: Candidate, known: Mapping[str, Method]) -> Method:
         method = known[candidate.method]
     else:
         with trust_only((), FILE):  # one of the catalog: a file may come from someone else
-            (method,) = parse_methods(candidate.method)
+            method = METHODS.parse(candidate.method)
     return method if candidate.rate is None else tuned(method, lr=candidate.rate)
 
 

@@ -14,14 +14,15 @@ from typing import Annotated, Any, Concatenate, Literal, ParamSpec, cast, get_ty
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ..config.expressions import expressions, list_catalog, resolve, split_expressions
+from ..config.catalog import Catalog
+from ..config.expressions import list_catalog, split_expressions
 from ..core.kernel import ServerState
 from ..core.plan import Plan
 from ..core.selection import Select, nothing
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..tasks.task import Task
-from ..utils.errors import Ref, UsageError, join_choices, unknown_name
+from ..utils.errors import Ref, UsageError, join_choices
 from ..utils.state import State, pick
 from .unseen_clients import PolicyContext, hides_clients
 
@@ -138,23 +139,18 @@ def list_policies() -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda name: (DATA.index(found[name]().data), name)))
 
 
-def parse_policy(text: str, kind: str = "policy for new clients") -> Policy:
-    """Return the policy written as ``text``; raise :class:`UsageError`, about a ``kind``, if there is none."""
-
-    def find(name: str) -> Callable[..., Policy]:
-        if "." in name:
-            return resolve("policies", name)
-        if name not in list_policies():
-            raise unknown_name(kind, name, (*list_policies(), *[SKIP] * (kind == "value of unseen")))
-        return list_catalog("evaluation.policies")[name]
-
-    found = expressions(kind, text, find)
-    if len(found) != 1:
-        raise UsageError(f"{kind} {text!r} names {len(found)}: give one")
-    (made,) = found
+def _accept(made: object, text: str | None) -> Policy:
     if not isinstance(made, Policy):
-        raise UsageError(f"{kind} {text!r} is a {type(made).__name__}: decorate the function with fedshift.policy")
+        raise UsageError(
+            f"policy for new clients {text!r} is a {type(made).__name__}: decorate the function with fedshift.policy"
+        )
     return made
+
+
+POLICIES = Catalog[Policy](
+    "policy for new clients", "evaluation.policies", _accept, spell=lambda made: made.text, key=lambda made: made.text
+)
+"""Policies by name."""
 
 
 def parse_policies(asked: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -165,9 +161,9 @@ def parse_policies(asked: str | Sequence[str] | None) -> tuple[str, ...]:
     Raises :class:`UsageError` for an unknown policy or unknown arguments.
     """
     if asked is None:
-        return tuple(name for name in list_policies() if not parse_policy(name).learns)
+        return tuple(name for name in list_policies() if not POLICIES.parse(name).learns)
     named = split_expressions("policy for new clients", asked) if isinstance(asked, str) else asked
-    return tuple(dict.fromkeys(parse_policy(name.strip()).text for name in named))
+    return tuple(dict.fromkeys(POLICIES.parse(name.strip()).text for name in named))
 
 
 def explain_inapplicable(plans: Iterable[Plan], wanted: Iterable[str], task: Task) -> list[str]:
@@ -177,7 +173,7 @@ def explain_inapplicable(plans: Iterable[Plan], wanted: Iterable[str], task: Tas
     for name in wanted:
         affected: dict[str, list[str]] = {}
         for plan in plans:
-            if excuse := parse_policy(name).excuse(plan, task):
+            if excuse := POLICIES.parse(name).excuse(plan, task):
                 affected.setdefault(excuse, []).append(plan.method.name)
         for excuse, methods in affected.items():
             reasons.setdefault((excuse, ", ".join(methods)), []).append(name)
@@ -188,9 +184,9 @@ def check_policy(plan: Plan, name: str, training: Mapping[str, Samples], task: T
     """Raise :class:`UsageError` if policy ``name`` cannot work with ``plan`` for newcomers with ``training`` data."""
     if name == SKIP:
         return
-    made = parse_policy(name)
+    made = POLICIES.parse(name)
     if excuse := made.excuse(plan, task):
-        others = [repr(other) for other in list_policies() if not parse_policy(other).excuse(plan, task)]
+        others = [repr(other) for other in list_policies() if not POLICIES.parse(other).excuse(plan, task)]
         raise UsageError(
             f"unseen={name!r}: {excuse} under {plan.method.name}: use {join_choices(others) or repr(SKIP)}"
         )
@@ -210,7 +206,7 @@ def make_state(context: PolicyContext, name: str, train: Samples) -> State | Non
     """
     if name == SKIP:
         return None
-    made = parse_policy(name)
+    made = POLICIES.parse(name)
     whole = context.plan.has_global or context.start is not None
     return made.adapt(context, train) if context.samples or (whole and not made.compares) else None
 
@@ -234,9 +230,9 @@ def make_lone_state(
         possible = not asked.takes_others(plan) and (may_train or not asked.trains)
         return possible and not asked.excuse(plan, task)
 
-    made = parse_policy(name)
+    made = POLICIES.parse(name)
     if not is_possible(made):
-        others = [repr(other) for other in list_policies() if is_possible(parse_policy(other))]
+        others = [repr(other) for other in list_policies() if is_possible(POLICIES.parse(other))]
         own = f"entries that {plan.method.name} keeps at its clients"
         taken = "other clients' labeled data" if made.learns else own
         without = "a method with a global model, or one that keeps BatchNorm statistics alone (silobn)"

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config.expressions import EMBEDDED, expressions, resolve
+from ..config.expressions import EMBEDDED
 from ..config.spec import CompareSpec, RunSpec, SharedSpec, Spec, TrialSpec
-from ..core.loss import Loss, parse_loss
+from ..core.loss import LOSSES, Loss
 from ..core.method import Method
-from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay
+from ..core.optimizer import OPTIMIZERS, SCHEDULES, Optimizer
 from ..core.work import AMOUNTS, Work
-from ..data.augmentation import Augmentation, parse_augmentation
+from ..data.augmentation import AUGMENTATIONS, Augmentation
 from ..data.federation import encode_targets
 from ..data.files.read_options import Progress
 from ..data.partition import match_names
 from ..data.sources import data_root, load_source, prepare_clients, write_assignment
+from ..methods import METHODS
 from ..methods.agc import agc
-from ..models import ModelFactory, parse_model
+from ..models import MODELS, ModelFactory
 from ..tasks import CLASSIFICATION, Segmentation, Task
-from ..utils.errors import Ref, UsageError, unknown_name
+from ..utils.errors import Ref, UsageError
 from .experiment import Experiment
 from .initial_weights import InitialWeights, as_initial_weights
 from .loggers import parse_loggers
@@ -55,18 +55,9 @@ class GivenObjects:
     task: Task | None = None
 
 
-def parse_methods(text: str) -> tuple[Method, ...]:
-    """Return the methods of a comma-separated list of expressions."""
-    found = expressions("method", text, partial(resolve, "methods"))
-    for value in found:
-        if not isinstance(value, Method):
-            raise UsageError(f"method {text!r} made a {type(value).__name__}, not a Method: return fedshift.Method")
-    return tuple(found)
-
-
 def resolve_model(name: str, shape: tuple[int, ...], task: Task = CLASSIFICATION) -> ModelFactory:
     """Return the function that makes the network ``name``; ``auto`` depends on a sample's ``shape`` and the task."""
-    return parse_model(name_model(name, shape, task))
+    return MODELS.parse(name_model(name, shape, task))
 
 
 def name_model(name: str, shape: tuple[int, ...], task: Task = CLASSIFICATION) -> str:
@@ -78,58 +69,19 @@ def name_model(name: str, shape: tuple[int, ...], task: Task = CLASSIFICATION) -
     return "small-cnn" if len(shape) == 3 else "abide-mlp"
 
 
-def _parse_schedule(spec: Spec) -> Schedule:
-    known: dict[str, Callable[..., Schedule]] = {
-        "constant": Schedule,
-        "cosine": partial(Cosine, rounds=spec.rounds),
-        "step": StepDecay,
-        "exponential": Exponential,
-    }
-
-    def lookup(name: str) -> Callable[..., Schedule]:
-        if name not in known:
-            raise unknown_name("schedule", name, known)
-        return known[name]
-
-    schedules = expressions("schedule", spec.schedule, lookup)
-    if len(schedules) != 1:
-        raise UsageError(f"schedule {spec.schedule!r}: give one, not {len(schedules)}")
-    return schedules[0]  # type: ignore[no-any-return]
-
-
 def make_optimizer(spec: Spec) -> Optimizer:
     """Return the local optimizer that ``spec`` names, with its learning rate, schedule and other settings."""
-    common: dict[str, Any] = {
-        "lr": spec.lr,
-        "weight_decay": spec.weight_decay,
-        "schedule": _parse_schedule(spec),
-        "keep": spec.keep_optimizer,
-    }
-
-    def sgd() -> Optimizer:
-        return SGD(momentum=spec.momentum, nesterov=spec.nesterov, **common)
-
-    def adamw(*, beta1: float = AdamW.beta1, beta2: float = AdamW.beta2, eps: float = AdamW.eps) -> Optimizer:
-        if spec.momentum or spec.nesterov:
-            raise UsageError("momentum and nesterov belong to SGD: leave them out with {}", Ref(optimizer="adamw"))
-        return AdamW(beta1=beta1, beta2=beta2, eps=eps, **common)
-
-    known: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
-
-    def lookup(name: str) -> Callable[..., Optimizer]:
-        if name not in known:
-            raise unknown_name("optimizer", name, known)
-        return known[name]
-
-    made = expressions("optimizer", spec.optimizer, lookup)
-    if len(made) != 1:
-        raise UsageError(f"optimizer {spec.optimizer!r}: give one, not {len(made)}")
-    return made[0]  # type: ignore[no-any-return]
+    if spec.optimizer.startswith("adamw") and (spec.momentum or spec.nesterov):
+        raise UsageError("momentum and nesterov belong to SGD: leave them out with {}", Ref(optimizer="adamw"))
+    return OPTIMIZERS.parse(
+        spec.optimizer, lr=spec.lr, weight_decay=spec.weight_decay, keep=spec.keep_optimizer, momentum=spec.momentum,
+        nesterov=spec.nesterov, schedule=SCHEDULES.parse(spec.schedule, rounds=spec.rounds),
+    )  # fmt: skip
 
 
 def make_methods(spec: RunSpec | CompareSpec, given: tuple[Method, ...] | None = None) -> tuple[Method, ...]:
     """Return the methods that ``spec`` names, or ``given``, with adaptive gradient clipping if ``spec`` sets it."""
-    methods = given if given is not None else parse_methods(_method_text(spec))
+    methods = given if given is not None else METHODS.parse_all(_method_text(spec))
     if spec.agc is not None:
         methods = tuple(agc(method, clip=spec.agc, classifier=not spec.agc_skip_classifier) for method in methods)
     if isinstance(spec, RunSpec) and len(methods) != 1:
@@ -201,9 +153,9 @@ def resolve_settings(
         **shared,
         work=Work(batch_size=batch_size, **amounts),
         optimizer=optimizer,
-        loss=None if loss == "auto" else parse_loss(loss) if isinstance(loss, str) else loss,
+        loss=None if loss == "auto" else LOSSES.parse(loss),
         weights=as_initial_weights(weights, skip_classifier=skip_classifier),
-        augment=parse_augmentation(augment) if isinstance(augment, str) else augment,
+        augment=AUGMENTATIONS.parse(augment),
         newcomers=match_names(newcomers, names) if isinstance(newcomers, str) else tuple(newcomers),
         moments=tuple(dict.fromkeys(moments)),
     )

@@ -15,23 +15,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from ..config.expressions import EMBEDDED, resolve
+from ..config.expressions import EMBEDDED, find_user_function
 from ..config.spec import PYTHON, CompareSpec, DataSpec, check_settings
-from ..core.loss import CustomLoss, Loss, as_loss, parse_loss
+from ..core.loss import LOSSES
 from ..core.method import Method
-from ..core.optimizer import SGD, AdamW, Cosine, Exponential, Optimizer, Schedule, StepDecay, as_optimizer
-from ..data.augmentation import as_augmentation, write_augmentation
+from ..core.optimizer import SCHEDULES, SGD, AdamW, Optimizer, as_optimizer
+from ..data.augmentation import AUGMENTATIONS
 from ..data.federation import Federation
 from ..data.readers import FORMS
 from ..data.sources import load_source, prepare_clients
-from ..models import find_expression
-from ..tasks import Task, as_task, write_task
+from ..methods import METHODS
+from ..models import MODELS
+from ..tasks import TASKS, Task
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
-from ..utils.user_code import describe_error, describe_function, find_import_path, locate_error
+from ..utils.user_code import describe_function, find_import_path, locate_error
 from .experiment import Experiment
-from .factory import GivenObjects, make_experiment, make_optimizer, parse_methods
+from .factory import GivenObjects, make_experiment, make_optimizer
 from .initial_weights import as_initial_weights
 
 DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in fields(CompareSpec)}
@@ -81,7 +81,7 @@ def load_python_data(data: Any, given: Mapping[str, Any]) -> Federation:
     values = {name: simplify(name, value) for name, value in {**given, "data": data}.items()}
     data, task = values.pop("data"), values.get("task")
     if not _is_plain("task", task):
-        task = as_task(values.pop("task"))
+        task = TASKS.parse(values.pop("task"))
     defaults = {setting.name: setting.default for setting in fields(DataSpec)}
     check_settings(SimpleNamespace(**defaults | values), DataSpec)
     spec = DataSpec(**values)
@@ -118,33 +118,12 @@ def read_methods(value: Any, _values: Mapping[str, Any]) -> Reading:
     methods: list[Method] = []
     texts: list[str | None] = []
     for one in [value] if isinstance(value, Method) or not isinstance(value, Iterable) else value:
-        if isinstance(one, str):
-            methods += parse_methods(one)
-            texts.append(one)
-            continue
-        made = one
-        if callable(one) and not isinstance(one, Method):
-            try:
-                made = one()
-            except Exception as error:
-                raise UsageError(f"methods: {describe_function(one)} makes none: {describe_error(error)}") from error
-        if not isinstance(made, Method):
-            raise UsageError(
-                f"methods: {made!r} is none: give texts such as 'fedbn+fedprox(mu=0.1)', methods such as "
-                "fedshift.fedbn(), or functions that make one without arguments; several in a list"
-            )
-        methods.append(made)
-        texts.append(made.name if _is_written_method(made) else find_import_path(one))
+        made = METHODS.parse_all(one) if isinstance(one, str) else (METHODS.parse(one),)
+        methods += made
+        texts.append(one if isinstance(one, str) else METHODS.write(made[0]) or find_import_path(one))
     if None not in texts:
         return Reading(value=tuple(methods), texts={"methods": ",".join(map(str, texts))})
     return Reading(value=tuple(methods), described=", ".join(method.name for method in methods))
-
-
-def _is_written_method(method: Method) -> bool:
-    try:
-        return [same.text for same in parse_methods(method.name)] == [method.text]
-    except UsageError:
-        return False
 
 
 def read_data(value: Any, _values: Mapping[str, Any]) -> Reading:
@@ -153,48 +132,32 @@ def read_data(value: Any, _values: Mapping[str, Any]) -> Reading:
         raise UsageError(f"{{}}: give {FORMS}", Ref(data=None))
     if not isinstance(value, Federation):
         return Reading(value=value, described=f"a {type(value).__name__} in memory")
-    if value.name in EMBEDDED and value.fingerprint == resolve("data", EMBEDDED[value.name])().fingerprint:
+    if value.name in EMBEDDED and value.fingerprint == find_user_function("data", EMBEDDED[value.name])().fingerprint:
         return Reading(value=value, texts={"data": value.name})
     return Reading(value=value, described=f"a Federation {value.name!r} of {len(value.clients)} clients")
 
 
 def read_model(value: Any, _values: Mapping[str, Any]) -> Reading:
     """Read a function that makes a network."""
-    if isinstance(value, nn.Module) or not callable(value):
-        raise UsageError(
-            f"model is a {type(value).__name__}: give a name, or a function (sample_shape, classes) -> nn.Module, "
-            "which each seed calls for fresh weights"
-        )
-    if text := find_expression(value):
-        return Reading(value=value, texts={"model": text})
-    return Reading(value=value, described=f"function {describe_function(value)}")
+    model = MODELS.parse(value)
+    if text := MODELS.write(model):
+        return Reading(value=model, texts={"model": text})
+    return Reading(value=model, described=f"function {describe_function(model)}")
 
 
 def read_loss(value: Any, _values: Mapping[str, Any]) -> Reading:
     """Read a loss, a torch loss, or a function."""
-    loss = as_loss(value)
-    if _is_written_loss(loss):
-        return Reading(value=loss, texts={"loss": str(loss)})
+    loss = LOSSES.parse(value)
+    if text := LOSSES.write(loss):
+        return Reading(value=loss, texts={"loss": text})
     return Reading(value=loss, described=f"function {describe_function(getattr(loss, 'function', loss))}")
-
-
-def _is_written_loss(loss: Loss) -> bool:
-    if isinstance(loss, CustomLoss) and find_import_path(loss.function) is None:
-        return False
-    try:
-        return parse_loss(str(loss)) == loss
-    except UsageError:
-        return False
 
 
 def read_optimizer(value: Any, values: Mapping[str, Any]) -> Reading:
     """Read an optimizer or a torch optimizer; or a pair of an optimizer (or its text) and a schedule."""
     value, schedule = value if isinstance(value, tuple) else (value, None)
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise UsageError(
-            f"schedule={schedule!r} is none: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine, StepDecay or "
-            "Exponential"
-        )
+    if schedule is not None:
+        SCHEDULES.parse(schedule)
     said = make_optimizer(CompareSpec(**{name: values[name] for name in (*OF_OPTIMIZER, "rounds")}))
     if isinstance(value, str):
         return _write_optimizer(replace(said, schedule=schedule or said.schedule), values["rounds"])
@@ -208,9 +171,12 @@ def read_optimizer(value: Any, values: Mapping[str, Any]) -> Reading:
 
 
 def _write_optimizer(made: Optimizer, rounds: int) -> Reading:
+    schedule = SCHEDULES.write(made.schedule, rounds=rounds)
+    if schedule is None:
+        return Reading(value=made, described=repr(made))
     texts: dict[str, Any] = {
         "optimizer": "sgd", "lr": made.lr, "weight_decay": made.weight_decay, "keep_optimizer": made.keep,
-        "momentum": 0.0, "nesterov": False, "schedule": _write_schedule(made.schedule, rounds),
+        "momentum": 0.0, "nesterov": False, "schedule": schedule,
     }  # fmt: skip
     if isinstance(made, SGD):
         texts |= {"momentum": made.momentum, "nesterov": made.nesterov}
@@ -223,19 +189,10 @@ def _write_optimizer(made: Optimizer, rounds: int) -> Reading:
     return Reading(value=made, described=repr(made))
 
 
-def _write_schedule(schedule: Schedule, rounds: int) -> str:
-    if isinstance(schedule, Cosine):
-        own = "" if schedule.rounds == rounds else f", rounds={schedule.rounds}"
-        return f"cosine(floor={schedule.floor!r}{own})"
-    if isinstance(schedule, StepDecay):
-        return f"step(every={schedule.every}, gamma={schedule.gamma!r})"
-    return f"exponential(gamma={schedule.gamma!r})" if isinstance(schedule, Exponential) else "constant"
-
-
 def read_augment(value: Any, _values: Mapping[str, Any]) -> Reading:
     """Read an augmentation, or a user's function."""
-    augment = as_augmentation(value)
-    if augment is not None and (text := write_augmentation(augment)):
+    augment = AUGMENTATIONS.parse(value)
+    if text := AUGMENTATIONS.write(augment):
         return Reading(value=augment, texts={"augment": text})
     return Reading(value=augment, described=f"function {describe_function(value)}")
 
@@ -258,8 +215,8 @@ def read_newcomers(value: Any, _values: Mapping[str, Any]) -> Reading:
 
 def read_task(value: Any, _values: Mapping[str, Any]) -> Reading:
     """Read a task, or a class of tasks, which is called without arguments."""
-    task = as_task(value)
-    if text := write_task(task):
+    task = TASKS.parse(value)
+    if text := TASKS.write(task):
         return Reading(value=task, texts={"task": text})
     return Reading(value=task, described=f"{task!r} of {describe_function(type(task))}")
 

@@ -12,6 +12,7 @@ from ..config.expressions import split_expressions, trust_only
 from ..config.settings_file import FILE, read_run_settings
 from ..config.spec import CompareSpec, RunSpec, select_settings
 from ..data.files.read_options import Progress
+from ..methods import METHODS
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import trial_folder
 from ..results.schema import RunSummary
@@ -19,7 +20,7 @@ from ..results.summary import holds_run, read_facts
 from ..results.trial_records import BEST, CHECKPOINT, load_facts
 from ..utils.errors import Ref, UsageError, unknown_name
 from .experiment import Experiment
-from .factory import make_experiment, parse_methods
+from .factory import make_experiment
 from .python_settings import OF_OPTIMIZER
 from .settings import Settings
 from .trial import Trial
@@ -194,7 +195,7 @@ def match_methods(text: str, names: Sequence[str], labels: Mapping[str, str]) ->
     if matching:
         return [name for name in names if name in matching]
     try:
-        (made,) = parse_methods(text)
+        made = METHODS.parse(text)
     except ValueError:  # no method, or several
         made = None
     if made is None or made.name not in names:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config.spec import SharedSpec, TrialSpec, check_settings
 from ..core.compatibility import check_task
-from ..core.loss import CATALOG, CrossEntropy, CustomLoss, Loss, as_loss, parse_loss
+from ..core.loss import LOSSES, CrossEntropy, CustomLoss, Loss
 from ..core.method import Method
 from ..core.optimizer import SGD, Optimizer
 from ..core.plan import Plan, forward, to_inputs
@@ -20,11 +20,10 @@ from ..data.augmentation import Augmentation
 from ..data.federation import PLURALS, Federation
 from ..engines import ENGINES
 from ..engines.cost_model import choose_products, count_rows
-from ..evaluation.policy import SKIP, parse_policy
+from ..evaluation.policy import POLICIES, SKIP
 from ..models import ModelFactory, make_network
 from ..results.schema import METRIC_COUNTS, METRICS, MOMENTS, UNITS
-from ..tasks import CATALOG as TASKS
-from ..tasks import CLASSIFICATION, Classification, Segmentation, Task
+from ..tasks import CLASSIFICATION, TASKS, Classification, Segmentation, Task
 from ..tasks.segmentation import SURFACE_METRICS
 from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
@@ -66,13 +65,16 @@ class Settings(TrialSpec):
 
     def __post_init__(self) -> None:
         if self.loss is not None:
-            object.__setattr__(self, "loss", as_loss(self.loss))
+            object.__setattr__(self, "loss", LOSSES.parse(self.loss))
         share = self.participation
         if isinstance(share, float) and share > 1:
             raise UsageError("{}: give a whole number of clients, or a fraction up to 1.0", Ref(participation=share))
         check_settings(self, TrialSpec)
         if self.unseen != SKIP:
-            object.__setattr__(self, "unseen", parse_policy(self.unseen, "value of unseen").text)
+            try:
+                object.__setattr__(self, "unseen", POLICIES.parse(self.unseen).text)
+            except UsageError as error:
+                raise UsageError("{}, or skip ({})", error, Ref("unseen")) from error
         for moment in self.moments:
             if moment not in MOMENTS:
                 raise unknown_name("moment", moment, MOMENTS)
@@ -110,10 +112,10 @@ class Settings(TrialSpec):
             raise UsageError(
                 f"{{}}: {metric} is a share: give at most 1, 0.9 for 90 %", Ref(target_metric=self.target_metric)
             )
-        loss = parse_loss(task.loss) if self.loss is None else self.loss
+        loss = LOSSES.parse(task.loss) if self.loss is None else self.loss
         kinds = {getattr(kind, "name", "") for kind in type(task).__mro__}  # a user's task may subclass another
         if not isinstance(loss, CustomLoss) and not kinds.intersection(loss.tasks):
-            fitting = [name for name, kind in CATALOG.items() if kinds.intersection(getattr(kind, "tasks", ()))]
+            fitting = [name for name, kind in LOSSES.entries.items() if kinds.intersection(getattr(kind, "tasks", ()))]
             raise UsageError(f"loss {loss} is not for {task}, the data's task: use {' or '.join(fitting)}")
         if isinstance(loss, CustomLoss):
             loss = replace(loss, tried=isinstance(task, Classification))
@@ -141,7 +143,7 @@ class Settings(TrialSpec):
 def check_counts(data: Federation) -> None:
     """Raise :class:`UsageError` unless the task of ``data``, if a user wrote it, counts what its metrics take."""
     task, train = data.task, next((client.train for client in data.clients if len(client.train)), None)
-    if type(task) in TASKS.values() or train is None:
+    if type(task) in TASKS.entries.values() or train is None:
         return
     try:
         outputs = torch.zeros(1, *task.output_shape(train.shape, data.classes))

@@ -17,12 +17,13 @@ from typing import Any
 from ..config.expressions import split_expressions
 from ..config.spec import CompareSpec, SweepSpec
 from ..data.sources import parse_changes
+from ..methods import METHODS
 from ..report.curves import CurvePoint, format_setting
 from ..results.run_directory import to_file_name
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import Ref, UsageError, unknown_name
 from .experiment import Experiment
-from .factory import anchor_paths, make_experiment, make_methods, make_settings, parse_methods
+from .factory import anchor_paths, make_experiment, make_methods, make_settings
 from .run_queue import QueuedRun, read_outcome
 
 NONE = "none"
@@ -152,7 +153,7 @@ def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[
         folder = path / combination.folder
         if holds_run(folder):
             study = read_summary(folder)
-            names = dict(zip(study.methods, (m.name for m in parse_methods(combination.spec.methods)), strict=True))
+            names = dict(zip(study.methods, (m.name for m in METHODS.parse_all(combination.spec.methods)), strict=True))
             renamed = replace(
                 study,
                 rows=study.rows.assign(method=study.rows["method"].map(names)),

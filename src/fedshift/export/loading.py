@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..data.preparation import Preparation
-from ..tasks import CATALOG
+from ..tasks import TASKS
 from ..utils.errors import FedshiftError, UsageError
 
 FORMAT = 1
@@ -71,7 +71,7 @@ class ExportedModel:
         the result of calling the model.
         """
         scores, single = self._score(samples)
-        kind = CATALOG.get(self.task)
+        kind = TASKS.entries.get(self.task)
         named = self.name_predictions(kind().predict(scores) if kind else scores)
         return named[0] if single else named
 

@@ -27,7 +27,7 @@ from ..core.plan import Plan
 from ..data.samples import Samples
 from ..data.schema import Schema
 from ..evaluation.metrics import BATCH
-from ..tasks import CATALOG
+from ..tasks import TASKS
 from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import Ref, UsageError
 from ..utils.files import disk_error, require_writable
@@ -195,7 +195,7 @@ def _open_onnx(path: Path) -> Callable[[Tensor], Tensor] | None:
 def _check(model: TrainedModel, name: str, loaded: ExportedModel) -> list[str]:
     """Report how many test samples the program gets right, and whether this agrees with the run's records."""
     kind, known = model.facts.kind, model.schema.preparation.keeps_raw  # not table rows are not kept
-    if not known or type(model.schema.task) is not CATALOG.get(kind):  # a user task has its own counts
+    if not known or type(model.schema.task) is not TASKS.entries.get(kind):  # a user task has its own counts
         return []
     recorded = {row["client"]: row for row in model.facts.measured if row["split"] == "test"}
     found, total, differing = 0.0, 0, []

@@ -30,7 +30,7 @@ from ..results.run_directory import describe_environment, trial_folder
 from ..results.schema import Row, RunSummary, stream_rows
 from ..results.summary import read_summary
 from ..results.trial_records import METRICS
-from ..tasks import CATALOG, Regression, describe_task, find_kind
+from ..tasks import TASKS, Regression, describe_task, find_kind
 from ..utils.errors import Ref, UsageError
 from .model_card import ModelFacts, SeedSpread
 from .package import ExportReport, TrainedModel, require_new, write_package
@@ -128,7 +128,9 @@ def describe_answers(data: Federation) -> dict[str, Any]:
     """Return what a model for ``data`` predicts, as fields of :class:`~fedshift.export.model_card.ModelFacts`."""
     task = data.task
     kind, own = find_kind(task), describe_task(task)["name"]
-    inherited = type(task).predict is getattr(CATALOG.get(kind), "predict", None)  # else its predictions are its own
+    inherited = type(task).predict is getattr(
+        TASKS.entries.get(kind), "predict", None
+    )  # else its predictions are its own
     return {"task": task.name, "kind": kind if inherited else own, "outputs": data.outputs, "metrics": task.metrics}
 
 

@@ -8,7 +8,6 @@ Names resolve without a registry: ``digit-cnn-bn`` is ``fedshift.models.digits.d
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from ..config.expressions import expressions, list_catalog, resolve
+from ..config.catalog import Catalog
+from ..config.expressions import list_catalog
 from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 
@@ -116,40 +117,38 @@ def take_output(model: nn.Module | ModelFactory, output: str | int) -> nn.Module
     return _OutputOf(model, output)
 
 
-def parse_model(text: str) -> ModelFactory:
-    """Return the factory that ``text`` names, a name or an expression; raise UsageError where there is none."""
-    if "(" not in text:
-        return resolve("models", text)
-    dashed = r"""(['"]).*?\1|(?<![\w.])[A-Za-z_]\w*(?:-\w+)+"""  # a quoted text, or a name with dashes
-    source = re.sub(dashed, lambda found: found[0] if found[1] else found[0].replace("-", "_"), text)
-    found = expressions("model", source, _look_up)
-    if len(found) != 1:
-        raise UsageError(f"model {text!r} is {len(found)} models: choose one")
-    return found[0]  # type: ignore[no-any-return]
+def _accept(model: object, text: str | None) -> ModelFactory:
+    if isinstance(model, nn.Module) or not callable(model):
+        raise UsageError(
+            f"model{'' if text is None else f' {text!r}'} is a {type(model).__name__}: give a name, or a function "
+            "(sample_shape, classes) -> nn.Module, which each seed calls for fresh weights"
+        ).about("model")
+    return model
 
 
-def _look_up(name: str) -> Callable[..., ModelFactory]:
-    """Return the function that makes a factory of the arguments in an expression."""
-    if name == take_output.__name__:
-        return take_output
-    factory = resolve("models", name)
+def _configure(factory: Callable[..., Any], _own: bool) -> Callable[..., ModelFactory]:
+    """Return the function that makes a factory with the arguments in an expression."""
+    if factory is take_output:
+        return factory
 
     def configure(**options: Any) -> ModelFactory:
         return partial(factory, **options) if options else factory
 
-    taken = inspect.signature(factory).parameters.values()
+    try:
+        taken = inspect.signature(factory).parameters.values()
+    except ValueError:  # it is written in C
+        taken = inspect.signature(configure).parameters.values()
     options = [each for each in taken if each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
     configure.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return configure
 
 
-def find_expression(model: ModelFactory) -> str | None:
-    """Return the text that :func:`parse_model` takes for ``model``; None where there is no such."""
+def _spell(model: ModelFactory) -> str | None:
     if isinstance(model, _OutputOf):
-        inner = find_expression(model.make)
+        inner = _spell(model.make)
         return inner and f"{take_output.__name__}({inner}, output={model.output!r})"
     if isinstance(model, partial):
-        inner, plain = find_expression(model.func), (bool, int, float, str, type(None))
+        inner, plain = _spell(model.func), (bool, int, float, str, type(None))
         options = ", ".join(f"{name}={value!r}" for name, value in model.keywords.items())
         known = inner and "(" not in inner and not model.args and isinstance(model.keywords, dict)
         return f"{inner}({options})" if known and all(type(v) in plain for v in model.keywords.values()) else None
@@ -157,6 +156,18 @@ def find_expression(model: ModelFactory) -> str | None:
     return next(named, None) or find_import_path(model)
 
 
+class _Models(Catalog[ModelFactory]):
+    """The networks of the package, and :func:`take_output`, which has a network as its argument."""
+
+    @override
+    def find(self, name: str) -> Callable[..., Any]:
+        return take_output if name == take_output.__name__ else super().find(name)
+
+
+MODELS = _Models("model", "models", _accept, adapt=_configure, spell=_spell, key=_spell)
+"""Networks by name; a function of yours is called with the shape of a sample and the number of classes."""
+
+
 def describe_factory(model: ModelFactory) -> str:
     """Return the name of the function that makes networks, as ``--model`` takes it where it can."""
-    return find_expression(model) or identify_function(model)
+    return MODELS.write(model) or identify_function(model)

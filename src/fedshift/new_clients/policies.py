@@ -19,7 +19,7 @@ from ..data.files.read_options import Progress
 from ..data.samples import Samples
 from ..engines.engine import Diverged
 from ..evaluation.metrics import evaluate
-from ..evaluation.policy import Policy, check_policy, explain_inapplicable, parse_policy
+from ..evaluation.policy import POLICIES, Policy, check_policy, explain_inapplicable
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import count_rounds_done, iterate_trials, restore_trial
 from ..experiments.trial import Trial
@@ -63,13 +63,13 @@ def applicable_policies(plan: Plan, wanted: Iterable[str], task: Task) -> tuple[
 
     For a method with one global model, the unchanged model is always included.
     """
-    possible = (name for name in wanted if not parse_policy(name).excuse(plan, task))
+    possible = (name for name in wanted if not POLICIES.parse(name).excuse(plan, task))
     return (*(() if plan.personalizes else (UNCHANGED,)), *possible)
 
 
 def find_policy(policy: str) -> Policy:
     """Return the policy ``policy``; a global model counts as its average."""
-    return parse_policy("average" if policy == UNCHANGED else policy)
+    return POLICIES.parse("average" if policy == UNCHANGED else policy)
 
 
 def describe_needs(plan: Plan, policy: str) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ def evaluate_model(trial: Trial, model: AdaptedModel, client: ClientData) -> Row
 def require_no_labels(wanted: Collection[str]) -> None:
     """Raise :class:`UsageError` if a policy needs labels, because there are none."""
     for name in wanted:
-        if parse_policy(name).data == "labels":
+        if POLICIES.parse(name).data == "labels":
             raise UsageError(
                 f"policy {name!r} needs labels, and {{}} has none: give {{}}, or leave it out",
                 Ref("unlabeled"),

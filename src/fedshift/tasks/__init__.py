@@ -4,13 +4,11 @@ A federation has one task. Each is a file of this package; to add your own, subc
 counts that add up over batches and clients, so that pooled values need no sample twice.
 """
 
-from .catalog import CATALOG as CATALOG
-from .catalog import as_task as as_task
+from .catalog import TASKS as TASKS
 from .catalog import describe_task as describe_task
 from .catalog import find_kind as find_kind
 from .catalog import infer_task as infer_task
 from .catalog import restore_task as restore_task
-from .catalog import write_task as write_task
 from .classification import CLASSIFICATION as CLASSIFICATION
 from .classification import Classification as Classification
 from .multilabel import Multilabel as Multilabel

@@ -27,7 +27,7 @@ class Task(ABC):
     Attributes:
         name: Name of the task in a sentence.
         metrics: Metrics that its counts define (:data:`fedshift.results.schema.METRICS`), the usual one first.
-        loss: Default training loss (:func:`fedshift.core.loss.parse_loss`).
+        loss: Default training loss (:data:`fedshift.core.loss.LOSSES`).
         output: Name of one output of the network: a class, a label or a target.
 
     """

@@ -30,7 +30,7 @@ from ...experiments.factory import list_seeds, make_methods, make_settings, name
 from ...experiments.loggers import parse_loggers
 from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
-from ...models import parse_model
+from ...models import MODELS
 from ...results.run_directory import MACHINES, POPULATION, trial_folder
 from ...results.summary import holds_run
 from ...utils.errors import FedshiftError, UsageError, as_flag
@@ -133,7 +133,7 @@ class Coordinator:
         self.update_bound = float(order.get("update_bound", BOUND))
         settings = make_settings(replace(self.spec, newcomers=None), ())
         make_methods(self.spec)  # report methods that cannot be made before waiting for sites
-        parse_model(name_model(self.spec.model, ()))
+        MODELS.parse(name_model(self.spec.model, ()))
         self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
         hello = Exchange(

@@ -28,7 +28,7 @@ from ...data.readers.tables import format_list, number_classes
 from ...data.samples import Samples
 from ...experiments.factory import make_settings
 from ...experiments.settings import Settings
-from ...tasks import CLASSIFICATION, Task, as_task, describe_task, restore_task
+from ...tasks import CLASSIFICATION, TASKS, Task, describe_task, restore_task
 from ...tasks.classification import FEW_CLASSES, MOST_CLASSES
 from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import FedshiftError, UsageError
@@ -196,7 +196,7 @@ class ClientRegistry:
         Raises :class:`FedshiftError` naming two sites whose samples, columns, tasks or classes are incompatible.
         """
         first = self.clients[0]
-        kind = restore_task(first.task, as_task(task) if task else None)
+        kind = restore_task(first.task, TASKS.parse(task) if task else None)
         for other in self.clients[1:]:
             asked = restore_task(other.task, kind)
             if describe_task(asked) != describe_task(kind):

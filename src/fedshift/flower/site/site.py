@@ -37,7 +37,7 @@ from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
 from ...evaluation.communication import list_disclosures
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
-from ...evaluation.policy import SKIP, make_lone_state, parse_policy
+from ...evaluation.policy import POLICIES, SKIP, make_lone_state
 from ...evaluation.statistics_lag import evaluate_reestimated
 from ...evaluation.unseen_clients import make_personal_state
 from ...experiments.client_store import to_client, to_tensors
@@ -51,7 +51,7 @@ from ...nn.linear import list_products, set_products
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
 from ...results.schema import METRICS, REESTIMATED, Row, compute_metric, is_of_numbers, metric_unit, rows_to_frame
-from ...tasks import CLASSIFICATION, as_task, describe_task
+from ...tasks import CLASSIFICATION, TASKS, describe_task
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError, as_flag
 from ...utils.files import write_atomically
@@ -376,7 +376,7 @@ class Site:
     def _make_unseen_state(self, trial: _Trial, server: ServerState) -> State | None:
         """Return the model of a client that never trained, by the experiment's policy, or None if it makes none."""
         policy, client, data = trial.settings.unseen, trial.data.clients[0], trial.data
-        if self.validates and policy != SKIP and parse_policy(policy).trains:
+        if self.validates and policy != SKIP and POLICIES.parse(policy).trains:
             raise RefusedMessage(
                 f"this site {VALIDATES}, and unseen={policy!r} trains: use unseen='average' or 'reestimate'"
             )
@@ -457,7 +457,7 @@ class Site:
         key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(layout.columns)
         if key not in self._sources:
             with trust_only(self.code):
-                as_task(spec.task or CLASSIFICATION)  # raises for a local class that was not allowed
+                TASKS.parse(spec.task or CLASSIFICATION)  # raises for a local class that was not allowed
             alone = self._test_alone
             self._sources = {key: load_local(self.data, self.name, spec, self.folder, layout, test_alone=alone)}
         return self._sources[key]
