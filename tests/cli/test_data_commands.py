@@ -228,14 +228,6 @@ def test_no_validation_is_suggested_where_there_is_some(cli, tiny_folder, rewrit
     assert "--validation" not in spoken
 
 
-def test_groups_are_not_cut_by_validation(cli, tmp_path):
-    lines = [f"{'ab'[k % 2]},{k},{k // 2},{k // 2 % 2}" for k in range(80)]
-    (tmp_path / "stays.csv").write_text("\n".join(["site,age,patient,outcome", *lines]))
-    asked = ("--client-column", "site", "--target", "outcome", "--group-column", "patient", "--validation", 0.2)
-    done = cli("compare", "--data", tmp_path / "stays.csv", *asked)
-    assert (done.code, "validation=0.2 would cut groups of column 'patient'" in done.err) == (2, True)
-
-
 def test_what_decoding_adds_to_the_cache_is_said_once_and_can_be_cleared(cli, photos, tmp_path, monkeypatch):
     images = tmp_path / "cache" / "images"
     monkeypatch.setattr(terminal, "ANNOUNCED", 1)

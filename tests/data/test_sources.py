@@ -10,7 +10,7 @@ from PIL import Image
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import federation
 from fedshift.data.preparation import IMAGENET
-from fedshift.data.sources import apply_splits, load_federation, normalize, parse_changes
+from fedshift.data.sources import load_federation, normalize, parse_changes
 from fedshift.utils.errors import UsageError
 
 
@@ -230,5 +230,3 @@ def test_sizes_roots_and_groups_are_refused_where_they_do_nothing(tmp_path):
     for data in (str(tmp_path), "digits", {"a": (x, y, x, y)}):
         with pytest.raises(UsageError, match="root='elsewhere' is for benchmarks"):
             load_federation(data, spec(root="elsewhere"))
-    with pytest.raises(UsageError, match=r"validation\(\) of split would cut groups of column 'patient'"):
-        apply_splits(load_federation("digits", spec()), spec(group_column="patient", split="validation(fraction=0.2)"))

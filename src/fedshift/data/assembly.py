@@ -175,6 +175,7 @@ def draw_groups(group: NDArray[np.generic], fraction: float, rng: np.random.Gene
 def _take_splits(part: Part, side: Sides, loaded: Loaded, number: int) -> dict[str, Samples]:
     """Return the samples of each split of ``part``, as rows of its store."""
     store, made = loaded.stores[number], {}
+    groups = torch.from_numpy(np.unique(part.group, return_inverse=True)[1]) if len(part.group) else None
     for place, split in enumerate(SPLITS):
         at = np.flatnonzero(side == place)
         if len(at) == len(part.rows) == len(store) and (part.rows == np.arange(len(store))).all():
@@ -182,7 +183,10 @@ def _take_splits(part: Part, side: Sides, loaded: Loaded, number: int) -> dict[s
         else:
             rows, y = torch.from_numpy(part.rows[at]), part.y[torch.from_numpy(at)]
         if len(at):
-            made[split] = Samples(x=store, y=y, rows=rows, normalization=loaded.find_normalization(number))
+            made[split] = Samples(
+                x=store, y=y, rows=rows, normalization=loaded.find_normalization(number),
+                group=None if groups is None else groups[torch.from_numpy(at)],
+            )  # fmt: skip
     return made
 
 

@@ -48,7 +48,7 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
             domains.append(client.name)
             sources.append(name)
             starts.append(starts[-1] + len(split))
-            parts[name] = Samples(x=torch.arange(*starts[-2:])[:, None], y=split.y)
+            parts[name] = Samples(x=torch.arange(*starts[-2:])[:, None], y=split.y, group=split.group)
         clients.append(ClientData.from_splits(client.name, parts))
     shadow = replace(data, clients=tuple(clients))
     for change in changes:

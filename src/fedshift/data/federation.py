@@ -219,7 +219,10 @@ class Federation:
         return replace(self, clients=clients, notices=notices, faults=faults)
 
     def limit_samples(self, samples: int | Mapping[str, int]) -> Federation:
-        """Keep ``samples`` training samples of each client, drawn once without replacement (the same in every run)."""
+        """Keep ``samples`` training samples of each client, drawn once without replacement (the same in every run).
+
+        With groups, whole groups are drawn as long as they fit.
+        """
         clients = []
         for client in self.clients:
             count = samples if isinstance(samples, int) else samples[client.name]
@@ -230,12 +233,19 @@ class Federation:
                     f"client {client.name!r} has {len(client.train)} training samples, fewer than samples={count}: "
                     f"ask for at most {min(len(c.train) for c in self.clients)}"
                 )
-            index = stream(0, "subset", client.name).permutation(len(client.train))[:count]
+            rng = stream(0, "subset", client.name)
+            if client.train.group is None:
+                index = rng.permutation(len(client.train))[:count]
+            else:
+                index = _draw_groups(client.train.units.numpy(), count, rng)
             clients.append(replace(client, train=client.train.take(torch.from_numpy(index))))
         return replace(self, clients=tuple(clients))
 
     def hold_out(self, fraction: float | None = None, *, size: int | None = None) -> Federation:
-        """Move ``size`` training samples of each client, or a ``fraction``, to validation (the same in every run)."""
+        """Move ``size`` training samples of each client, or a ``fraction``, to validation (the same in every run).
+
+        With groups, these are numbers of groups, which move whole.
+        """
         if (fraction is None) == (size is None):
             raise UsageError(f"validation={fraction}, size={size}: give exactly one of the two")
         if fraction is not None and not 0 < fraction < 1:
@@ -247,7 +257,7 @@ class Federation:
                 raise UsageError(
                     f"client {client.name!r} has {len(client.validation)} validation samples already: leave {asked} out"
                 )
-            sample = client.train.distinct_rows
+            sample = client.train.units
             order = torch.from_numpy(stream(0, "validation", client.name).permutation(int(sample.max()) + 1))
             count = max(1, round(fraction * len(order))) if fraction is not None else size or 0
             if count >= len(order):
@@ -256,7 +266,9 @@ class Federation:
                     f"ask for {'a smaller fraction' if fraction is not None else 'fewer'}"
                 )
             place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-            index = place[sample].argsort(stable=True)  # copies of a sample are adjacent, and so on one side
+            index = place[sample].argsort(
+                stable=True
+            )  # copies of a sample, or a group, are adjacent, and so on one side
             held = int((place[sample] < count).sum())
             clients.append(
                 replace(client, train=client.train.take(index[held:]), validation=client.train.take(index[:held]))
@@ -404,6 +416,19 @@ class Federation:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the sample shape of every split, by the split's name in error messages."""
         return {where: split.shape for where, split in self.named_splits().items()}
+
+
+def _draw_groups(unit: NDArray[np.int64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return the samples of whole groups, at most ``count`` of them, or those of the smallest group.
+
+    Groups are numbers 0, 1, ..., one for each sample; in random order, each that fits is drawn.
+    """
+    sizes, total = np.bincount(unit), 0
+    kept: list[int] = []
+    for group in rng.permutation(len(sizes)):
+        if total + sizes[group] <= count:
+            kept, total = [*kept, group], total + sizes[group]
+    return np.flatnonzero(np.isin(unit, kept or [sizes.argmin()]))
 
 
 def _fit_store(store: Tensor | LazyStore, channels: int, size: tuple[int, ...]) -> Tensor | LazyStore:

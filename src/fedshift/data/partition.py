@@ -5,6 +5,10 @@ clients or, with ``within='domain'``, the samples of each client (domain) separa
 are distributed in the same way. Test samples are shared, so that every client is tested on all of them; with
 ``test='same'``, they are distributed by the same shares. No sample is lost or repeated, arrays are shared and not
 copied, and every draw has a keyed stream.
+
+Groups (such as the samples of one patient) move whole. A group counts as its most frequent class, with as many samples
+as it has, and goes to the client in whose share of that class the middle of the group lies, in random order. Sizes of
+clients therefore follow the shares up to the size of a group of each class, and labels as far as groups have one label.
 """
 
 from __future__ import annotations
@@ -295,14 +299,20 @@ def _partition(
                     f"{name}(clients={clients}) distributes samples by their class, and for {data.task} a sample has "
                     "no single one: distribute by iid() or quantity()"
                 )
-            if len(split) < clients * least:
+            units = split.units.numpy() if split.group is not None else np.arange(len(split))
+            count = int(units.max(initial=-1)) + 1
+            if len(split) < clients * least or count < clients:
                 hint = " or leave test='same' out" if part == "test" else ""
+                what = "samples" if split.group is None else "groups"
                 raise UsageError(
-                    f"{name}(clients={clients}): {len(split)} {part} samples are too few for {least} a client: "
+                    f"{name}(clients={clients}): {count} {part} {what} are too few for {least} a client: "
                     f"ask for fewer clients{hint}"
                 )
             rng = draw(part)
-            cut = _top_up(_cut(y, share, rng), least, rng)
+            if split.group is None:
+                cut = _top_up(_cut(y, share, rng), least, rng)
+            else:
+                cut = _cut_groups(units, y, share, least, rng)
             dealt[part] = [split.take(torch.from_numpy(np.sort(index))) for index in cut]
         width = len(str(clients - 1))
         return [
@@ -333,6 +343,37 @@ def _cut(y: Ints, shares: Floats, rng: np.random.Generator) -> list[Ints]:
         edges = np.rint(np.cumsum(share) * len(index)).astype(np.int64)
         cut.append(np.split(rng.permutation(index), edges[:-1]))
     return [np.concatenate(parts) for parts in zip(*cut, strict=True)]
+
+
+def _cut_groups(units: Ints, y: Ints, shares: Floats, minimum: int, rng: np.random.Generator) -> list[Ints]:
+    """Cut whole groups by ``shares``, each as its most frequent class; ``units [N]``: each sample's group, 0, 1, ...
+
+    Random groups are moved from the largest parts to those with fewer than ``minimum`` samples. Raises
+    :class:`UsageError` if groups are too large for that.
+    """
+    sizes = np.bincount(units)
+    counts = np.zeros((len(sizes), int(y.max(initial=0)) + 1), np.int64)
+    np.add.at(counts, (units, y), 1)
+    label = np.zeros(len(sizes), np.int64) if shares.ndim == 1 else counts.argmax(axis=1)
+    owner = np.empty(len(sizes), np.int64)
+    for kind, share in enumerate(np.atleast_2d(shares)):
+        index = rng.permutation(np.flatnonzero(label == kind))
+        middle = np.cumsum(sizes[index]) - sizes[index] / 2
+        owner[index] = np.searchsorted(np.cumsum(share)[:-1] * sizes[index].sum(), middle, side="right")
+    clients = np.atleast_2d(shares).shape[1]
+    for poor in range(clients):
+        while (held := np.bincount(owner, sizes, clients))[poor] < minimum:
+            several = np.where(np.bincount(owner, minlength=clients) > 1, held, 0)
+            several[poor] = 0
+            if not several.any():
+                break
+            owner[rng.choice(np.flatnonzero(owner == several.argmax()))] = poor
+    if (np.bincount(owner, sizes, clients) < minimum).any():
+        raise UsageError(
+            f"{len(sizes)} groups of up to {sizes.max()} samples cannot give {clients} clients {minimum} each: ask for "
+            "fewer clients, or a smaller minimum"
+        )
+    return [np.flatnonzero(owner[units] == client) for client in range(clients)]
 
 
 def _top_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> list[Ints]:

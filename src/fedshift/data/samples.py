@@ -40,12 +40,14 @@ class Samples:
     task: a class (int64 ``[N]``), a mask (uint8 ``[N, H, W]``), or numbers.
     ``rows`` (int64 ``[N]``): indices of these samples in ``x`` if splits share one array; None: all, in order.
     ``normalization``: scaling of uint8 images when a batch is taken, or how a table's rows were scaled.
+    ``group`` (int64 ``[N]``): number of each sample's group (such as a patient), which no split divides; None: none.
     """
 
     def __init__(
-        self, *, x: Tensor | LazyStore, y: Tensor, rows: Tensor | None = None, normalization: Scaling = HALF
-    ) -> None:
-        self.store, self.y, self.rows, self.normalization = x, y, rows, normalization
+        self, *, x: Tensor | LazyStore, y: Tensor, rows: Tensor | None = None, normalization: Scaling = HALF,
+        group: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.store, self.y, self.rows, self.normalization, self.group = x, y, rows, normalization, group
 
     def __len__(self) -> int:
         return self.y.shape[0]  # Tensor.__len__ takes ten times as long
@@ -120,6 +122,14 @@ class Samples:
         return torch.from_numpy(first.argsort().argsort()[number])
 
     @property
+    def units(self) -> Tensor:
+        """Number of what each sample moves with, from 0 (int64 ``[N]``): its group, or else its copies."""
+        if self.group is None:
+            return self.distinct_rows
+        _, number = torch.unique(self.group, return_inverse=True)
+        return torch.as_tensor(number)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one sample."""
         return tuple(self.store.shape[1:])
@@ -127,7 +137,8 @@ class Samples:
     def take(self, index: Tensor) -> Samples:
         """Return the samples at ``index`` (int64), in that order; the array is shared, not copied."""
         rows = index if self.rows is None else self.rows[index]
-        return Samples(x=self.store, y=self.y[index], rows=rows, normalization=self.normalization)
+        group = None if self.group is None else self.group[index]
+        return Samples(x=self.store, y=self.y[index], rows=rows, normalization=self.normalization, group=group)
 
     def copy_rows(self, index: Tensor | slice) -> Tensor:
         """Return a copy of the stored samples at ``index``."""
@@ -201,16 +212,19 @@ class Samples:
 
     def with_samples(self, x: Tensor | LazyStore, normalization: Scaling | None = None) -> Samples:
         """Return the same selection of samples from another array of the same length."""
-        return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization or self.normalization)
+        normalization = normalization or self.normalization
+        return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization, group=self.group)
 
     def with_targets(self, y: Tensor) -> Samples:
         """Return the same samples with other targets."""
-        return Samples(x=self.store, y=y, rows=self.rows, normalization=self.normalization)
+        return Samples(x=self.store, y=y, rows=self.rows, normalization=self.normalization, group=self.group)
 
     def to(self, device: torch.device) -> Samples:
         """Return the same samples on ``device``."""
         rows = None if self.rows is None else self.rows.to(device)
-        return Samples(x=self.store.to(device), y=self.y.to(device), rows=rows, normalization=self.normalization)
+        group = None if self.group is None else self.group.to(device)
+        x, y = self.store.to(device), self.y.to(device)
+        return Samples(x=x, y=y, rows=rows, normalization=self.normalization, group=group)
 
     def check(self, where: str, task: Task, classes: int) -> None:
         """Raise :class:`UsageError`, with ``where`` in front, unless samples and targets can be used for training."""
@@ -294,9 +308,10 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
     first, y = distinct[0], torch.cat([part.y for part in distinct])
     if len(distinct) == 1:
         return first
+    group = _join_groups(distinct)
     if all(part.store is first.store and part.normalization == first.normalization for part in distinct):
         rows = torch.cat([part.all_rows for part in distinct])
-        return Samples(x=first.store, y=y, rows=rows, normalization=first.normalization)
+        return Samples(x=first.store, y=y, rows=rows, normalization=first.normalization, group=group)
     kinds = {(part.dtype, part.normalization) for part in distinct}
     if any(part.lazy for part in distinct):
         if len(kinds) > 1:
@@ -308,11 +323,22 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
         stores = list({id(part.store): part.store for part in distinct}.values())
         starts = dict(zip(map(id, stores), np.cumsum([0, *map(len, stores)]).tolist(), strict=False))
         rows = torch.cat([starts[id(part.store)] + part.all_rows for part in distinct])
-        return Samples(x=JoinedStore(stores), y=y, rows=rows, normalization=first.normalization)
+        return Samples(x=JoinedStore(stores), y=y, rows=rows, normalization=first.normalization, group=group)
     once, rows_N = _keep_once(distinct)
     x = torch.cat([part.inputs(slice(None)) if len(kinds) > 1 else part.x for part in once])
     normalization = HALF if len(kinds) > 1 else first.normalization
-    return Samples(x=x, y=y, rows=rows_N, normalization=normalization)
+    return Samples(x=x, y=y, rows=rows_N, normalization=normalization, group=group)
+
+
+def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
+    """Return the groups of all ``parts``, of which two never have the same one; None: no part has groups."""
+    if all(part.group is None for part in parts):
+        return None
+    units, start = [], 0
+    for part in parts:
+        units.append(part.units + start)
+        start += int(part.units.max()) + 1
+    return torch.cat(units)
 
 
 def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | None]:

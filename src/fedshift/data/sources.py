@@ -202,13 +202,6 @@ def prepare_clients(data: Federation, spec: DataSpec) -> Federation:
 
 def apply_splits(data: Federation, spec: DataSpec) -> Federation:
     """Split and limit the clients of ``data`` by ``spec``."""
-    if spec.group_column and (spec.validation or "validation(" in (spec.split or "")):
-        asked = f"validation={spec.validation:g}" if spec.validation else "validation() of split"
-        raise UsageError(
-            f"{asked} would cut groups of column {spec.group_column!r}: say in a column which "
-            "rows are train, validation and test ({})",
-            Ref("split_column"),
-        )
     for change in parse_changes(spec):
         data = change(data)
     data = data.limit_samples(spec.samples) if spec.samples else data

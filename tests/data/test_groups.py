@@ -1,0 +1,134 @@
+"""Whole groups move: into test and validation data, samples of a size, partitions and saved splits."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedshift.config.spec import DataSpec
+from fedshift.data.partition import _cut_groups
+from fedshift.data.sources import apply_splits, load_source, write_assignment
+from fedshift.utils.errors import UsageError
+
+READING = {"client_column": "site", "target": "ill", "group_column": "patient", "scaling": "none"}
+
+
+def stays():
+    """Stays of patients at two hospitals, one to six each, numbered, mostly with one label a patient."""
+    rng = np.random.default_rng(0)
+    patient = np.repeat(np.arange(120), rng.integers(1, 7, 120))
+    ill = np.where(rng.random(len(patient)) < 0.1, rng.integers(0, 3, len(patient)), patient % 3)
+    stay = np.arange(len(patient))
+    frame = pd.DataFrame({"stay": stay, "site": np.where(patient < 70, "north", "south"), "ill": ill})
+    return frame.assign(patient=[f"p{number}" for number in patient]).sample(frac=1, random_state=1)
+
+
+FRAME = stays()
+OWNER = FRAME.sort_values("stay")["patient"].to_numpy()
+
+
+def prepare(**given):
+    spec = DataSpec(**READING, **given)
+    return apply_splits(load_source(FRAME, spec), spec)
+
+
+def list_stays(split):
+    return split.x[:, 0].int().numpy()
+
+
+def list_places(data, *splits):
+    """Return the clients and splits that hold a stay of each patient."""
+    found = {}
+    for client in data.clients:
+        for name in splits:
+            for patient in set(OWNER[list_stays(client.splits[name])]):
+                found.setdefault(patient, set()).add((client.name, name))
+    return found
+
+
+def holds_whole(data, splits=("train", "test"), complete=True):
+    places = list_places(data, *splits)
+    stays = [stay for client in data.clients for name in splits for stay in list_stays(client.splits[name])]
+    assert len(stays) == len(set(stays))
+    for patient in places:  # all or none of a patient's stays, in one place
+        assert len(places[patient]) == 1
+        assert {*np.flatnonzero(patient == OWNER)} <= {*stays}
+    return not complete or len(stays) == len(FRAME)
+
+
+def test_test_and_validation_data_are_whole_groups():
+    made = prepare(validation=0.25)
+    assert holds_whole(made, ("train", "validation", "test"))
+    for client in made.clients:
+        groups = [len(set(OWNER[list_stays(client.splits[name])])) for name in ("train", "validation")]
+        assert groups[1] == round(0.25 * sum(groups))
+    assert holds_whole(prepare(split="validation(size=3)"), ("train", "validation", "test"))
+
+
+@pytest.mark.parametrize("count", [1, 10, 60])
+def test_samples_of_a_size_are_whole_groups_that_fit(count):
+    made = prepare(samples=count)
+    assert holds_whole(made, complete=False)
+    for client in made.clients:
+        sizes = np.unique(OWNER[list_stays(client.train)], return_counts=True)[1]
+        assert count - 6 < sizes.sum() <= max(count, sizes.min())
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        "iid(clients=4, test='same')", "dirichlet(clients=5, alpha=0.3, test='same')",
+        "quantity(clients=4, alpha=5.0, test='same')", "labels(clients=3, per_client=2, test='same')",
+        "domain_mix(clients=4, mixing=0.3, test='same')", "iid(clients=3, within='domain', test='same')",
+    ],
+)  # fmt: skip
+def test_partitions_move_whole_groups(split):
+    made = prepare(split=split)
+    assert holds_whole(made)
+    assert holds_whole(prepare(split=f"{split}, validation(fraction=0.2)"), ("train", "validation", "test"))
+    assert made.fingerprint == prepare(split=split).fingerprint
+
+
+def test_a_saved_split_is_the_same_groups(tmp_path):
+    spec = DataSpec(**READING, split="dirichlet(clients=4, alpha=0.5, test='same')", validation=0.2)
+    source = load_source(FRAME, spec)
+    (tmp_path / "split.csv").write_text(write_assignment(source, spec))
+    again = prepare(split=f"saved(path={str(tmp_path / 'split.csv')!r})")
+    for ours, theirs in zip(again.clients, apply_splits(source, spec).clients, strict=True):
+        assert ours.name == theirs.name
+        for name, split in theirs.splits.items():
+            assert torch.equal(ours.splits[name].x, split.x)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=20, max_size=80),
+    shares=st.lists(st.floats(0.05, 1), min_size=2, max_size=4),
+    seed=st.integers(0, 2**32),
+)
+def test_parts_have_their_shares_up_to_the_size_of_a_group(sizes, shares, seed):
+    units, share = np.repeat(np.arange(len(sizes)), sizes), np.array(shares) / sum(shares)
+    labels = units % 2
+    whole = _cut_groups(units, labels, share, 0, np.random.default_rng(seed))
+    by_class = _cut_groups(units, labels, np.stack([share, share[::-1]]), 0, np.random.default_rng(seed))
+    for parts in (whole, by_class):
+        assert sorted(np.concatenate(parts)) == list(range(len(units)))
+    for part, wanted in zip(whole, share, strict=True):
+        assert abs(len(part) - wanted * len(units)) <= max(sizes)
+    for part, ones in zip(by_class, share[::-1], strict=True):
+        assert abs(labels[part].sum() - ones * labels.sum()) <= max(sizes)
+
+
+def test_groups_that_are_too_large_are_refused():
+    with pytest.raises(UsageError, match=r"\d+ train groups are too few for 1 a client"):
+        prepare(split="iid(clients=110)")
+    with pytest.raises(UsageError, match="samples cannot give 40 clients 8 each: ask for fewer"):
+        prepare(split="quantity(clients=40, alpha=0.1, minimum=8)")
+
+
+def test_a_group_with_few_samples_is_moved_to_a_poor_client():
+    made = prepare(split="dirichlet(clients=12, alpha=0.05, minimum=3)")
+    assert min(len(client.train) for client in made.clients) >= 3
+    assert holds_whole(made, ("train",), complete=False)
