@@ -101,33 +101,36 @@ class ReportTable:
 
 def make_metric_table(
     summary: RunSummary,
-    claims: Claims,
+    claims: Claims | None = None,
     *,
     metric: str | None = None,
     model: str = "personal",
     split: str = "test",
     moment: str = "loaded",
+    number: int | None = None,
     digits: int | None = None,
 ) -> ReportTable:
-    """Return the table of :func:`accuracy_table`; ``claims`` are those of the same metric and model.
+    """Return the table of :func:`accuracy_table`.
 
-    ``digits``: decimals; None: those of the metric.
+    ``claims``: those of the same metric and model, which make the best method's cell significant. ``digits``: decimals;
+    None: those of the metric.
     """
     metric = metric or summary.metric
-    frame = accuracy_table(summary, metric, model, split, moment)
+    shown = metric, model, split, moment, number
+    frame = accuracy_table(summary, *shown)
     unit, when = metric_unit(metric, numbers=summary.of_numbers)[2], (f" {AFTER_WORK}" if moment == "trained" else "")
     caption = f"{split.capitalize()} {METRICS[metric]} of the {model} model in {unit}{when}"
     caption += f", {describe_seeds(summary)}, {describe_round(summary)}"
-    leader = find_leader(claims, metric) if (split, moment) == ("test", "loaded") else ""
+    leader = find_leader(claims, metric) if claims and (split, moment) == ("test", "loaded") else ""
     one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
     text = format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader, even=even, digits=digits)
-    missing = describe_missing(select_reported_rows(summary, model, split, moment), metric)
-    text = replace(text, partial=describe_partial(summary), note=f"{text.note} {missing}".strip())
-    if (metric, model, split, moment) == ("accuracy", "personal", "test", "loaded"):
-        text = replace(text, note=f"{text.note} {describe_majority(summary)}".strip())
+    notes = [text.note, describe_missing(select_reported_rows(summary, model, split, moment), metric, number)]
+    if shown == ("accuracy", "personal", "test", "loaded", None):
+        notes.append(describe_majority(summary))
         frame = add_majority(summary, frame)
-    if (metric, model, split, moment) == (summary.metric, "personal", "test", "loaded"):
-        text = replace(text, note=f"{text.note} {describe_lag(summary)}".strip())
+    if shown == (summary.metric, "personal", "test", "loaded", None):
+        notes.append(describe_lag(summary))
+    text = replace(text, partial=describe_partial(summary), note=" ".join(filter(None, notes)))
     file = "-".join([metric, *([model] if model == "global" else []), *([split] if split != "test" else [])])
     file += "-trained" if moment == "trained" else ""
     return ReportTable(caption=caption, frame=frame, text=text, file=file)
@@ -241,47 +244,33 @@ def _find_leaders(table: TextTable, methods: Iterable[str]) -> dict[str, str]:
 
 
 def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
-    """Yield title, unit and table of every other metric, model and moment that has values."""
+    """Yield title, unit and table of every other metric, model and moment that has values, and of mask classes."""
     for model, moment in (("personal", "loaded"), ("personal", "trained"), ("global", "loaded")):
-        for metric, name in ((metric, METRICS[metric]) for metric in summary.metrics):
+        for metric in summary.metrics:
             if (model, metric) == ("personal", summary.metric):
                 continue
-            frame = accuracy_table(summary, metric, model, moment=moment)
-            one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
-            table = format_metric_table(frame, metric, one_by_one=one_by_one, even=even)
-            if (metric, model, moment) == ("accuracy", "personal", "loaded"):
-                table = replace(table, note=f"{table.note} {describe_majority(summary)}".strip())
-            missing = describe_missing(select_reported_rows(summary, model, moment=moment), metric)
-            table = replace(table, note=f"{table.note} {missing}".strip())
+            table = make_metric_table(summary, metric=metric, model=model, moment=moment).text
             if any(text != MISSING for text in table.values):
-                title = f"{name[0].upper()}{name[1:]}, {model} model"
+                title = f"{_capitalize(METRICS[metric])}, {model} model"
                 title += f" {AFTER_WORK}" if moment == "trained" else ""
                 if metric == "loss":
                     unit = f"mean loss, {summary.loss_unit}, lower is better"
                 else:
                     unit = _UNITS.get(metric, f"in {metric_unit(metric)[2]}")
                 yield title, unit, table
-    yield from _class_metrics(summary)
-
-
-def _class_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
-    """Yield title, unit and table per mask class, if there are several, for metrics that are means over classes."""
     if "dice" not in summary.metrics or not 2 < summary.classes <= CLASSES:
         return
     for metric in (summary.metric if summary.metric in ("dice", "iou") else "dice", *DISTANCES):
         for number in range(1, summary.classes) if metric in summary.metrics else ():
-            frame = accuracy_table(summary, metric, number=number)
-            one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
-            table = format_metric_table(frame, metric, one_by_one=one_by_one, even=even)
-            missing = describe_missing(select_reported_rows(summary), metric, number)
-            table = replace(table, note=f"{table.note} {missing}".strip())
+            table = make_metric_table(summary, metric=metric, number=number).text
             if any(text != MISSING for text in table.values):
-                name = METRICS[metric]
-                yield (
-                    f"{name[0].upper()}{name[1:]} of class {number}, personal model",
-                    f"in {metric_unit(metric)[2]}",
-                    table,
-                )
+                title = f"{_capitalize(METRICS[metric])} of class {number}, personal model"
+                yield title, f"in {metric_unit(metric)[2]}", table
+
+
+def _capitalize(text: str) -> str:
+    """Return ``text`` with a capital first letter, the others as they are."""
+    return text[:1].upper() + text[1:]
 
 
 def _method_table(summary: RunSummary) -> TextTable:

@@ -154,79 +154,54 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
         raise KeyError(f"metric {metric!r}; known are {tuple(METRICS)}")
     if metric == "exact_match":
         return rows["exact"].astype(float) / rows["samples"]
-    if metric in ("rmse", "mae", "r2"):
-        return _measure_errors(rows, metric)
-    if metric in DISTANCES:
-        return _measure_distances(rows, *DISTANCES[metric])
-    shares = np.full(len(rows), np.nan)
-    counted = (rows["hits"].notna() & rows["support"].notna()).to_numpy(dtype=bool)
-    if metric in ("dice", "iou", "f1"):
-        counted = counted & rows["predicted"].notna().to_numpy(dtype=bool)
+    names = METRIC_COUNTS[metric]
+    values = np.full(len(rows), np.nan)
+    counted = rows[list(names)].notna().all(axis=1).to_numpy(dtype=bool)
     if counted.any():
-        hits_NK, support_NK = (np.array(rows.loc[counted, name].tolist(), float) for name in ("hits", "support"))
-        if metric == "balanced_accuracy":
-            present_NK = support_NK > 0
-            recall_NK = np.divide(hits_NK, support_NK, out=np.zeros_like(hits_NK), where=present_NK)
-            shares[counted] = recall_NK.sum(axis=1) / present_NK.sum(axis=1)
-        elif metric in ("dice", "iou", "f1"):
-            shares[counted] = _measure_overlap(hits_NK, support_NK, rows.loc[counted, "predicted"].tolist(), metric)
-        else:
-            shares[counted] = hits_NK.sum(axis=1) / support_NK.sum(axis=1)
-    return pd.Series(shares, index=rows.index)
+        known = rows[counted]
+        counts = {name: np.array(known[name].tolist(), float) for name in names}
+        values[counted] = _measure(metric, counts, known["samples"].to_numpy(float)[:, None])
+    return pd.Series(values, index=rows.index)
 
 
-def _measure_overlap(
-    hits_NK: np.ndarray, support_NK: np.ndarray, predicted: list[list[int]], metric: str
-) -> np.ndarray:
-    """Return the mean Dice coefficient (equal to F1) or intersection over union of each row's classes."""
-    both_NK = support_NK + np.array(predicted, float)
+def _measure(metric: str, counts: Mapping[str, np.ndarray], samples_N1: np.ndarray) -> np.ndarray:
+    """Return ``metric`` of N rows from their ``counts`` by class, label or target, each ``[N, K]``."""
+    if metric == "accuracy":
+        return np.asarray(counts["hits"].sum(axis=1) / counts["support"].sum(axis=1))
+    if metric == "balanced_accuracy":
+        return _mean_ratios(counts["hits"], counts["support"])
+    if metric == "mae":
+        return np.asarray((counts["absolute"] / samples_N1).mean(axis=1))
+    if metric == "rmse":
+        return np.asarray(np.sqrt(counts["squared"] / samples_N1).mean(axis=1))
+    if metric == "r2":
+        spread_NT = counts["square"] - counts["total"] ** 2 / samples_N1
+        varies_NT = spread_NT > CONSTANT * counts["square"]
+        return _mean_where(1 - _divide_where(counts["squared"], spread_NT, varies_NT, other=1), varies_NT)
+    if metric in DISTANCES:
+        return _mean_ratios(*(counts[name] for name in DISTANCES[metric]))
+    hits_NK, both_NK = counts["hits"], counts["support"] + counts["predicted"]
     if metric != "f1" and hits_NK.shape[1] > 1:  # the background
         hits_NK, both_NK = hits_NK[:, 1:], both_NK[:, 1:]
-    present_NK = both_NK > 0
-    above, below = (hits_NK, both_NK - hits_NK) if metric == "iou" else (2 * hits_NK, both_NK)
-    score_NK = np.divide(above, below, out=np.zeros_like(above), where=present_NK)
-    count_N = present_NK.sum(axis=1)
-    mean_N: np.ndarray = np.divide(score_NK.sum(axis=1), count_N, out=np.full(len(count_N), np.nan), where=count_N > 0)
+    if metric == "iou":
+        return _mean_where(_divide_where(hits_NK, both_NK - hits_NK, both_NK > 0), both_NK > 0)
+    return _mean_ratios(2 * hits_NK, both_NK)  # the Dice coefficient, which equals F1
+
+
+def _mean_ratios(above_NK: np.ndarray, below_NK: np.ndarray) -> np.ndarray:
+    """Return the mean of ``above / below`` over the columns where ``below`` is positive."""
+    return _mean_where(_divide_where(above_NK, below_NK, below_NK > 0), below_NK > 0)
+
+
+def _divide_where(above_NK: np.ndarray, below_NK: np.ndarray, defined_NK: np.ndarray, other: float = 0) -> np.ndarray:
+    return np.divide(above_NK, below_NK, out=np.full_like(above_NK, other), where=defined_NK)
+
+
+def _mean_where(values_NK: np.ndarray, defined_NK: np.ndarray) -> np.ndarray:
+    """Return the mean of each row's defined values; the others must be 0. NaN where none is defined."""
+    count_N = defined_NK.sum(axis=1)
+    mean_N: np.ndarray = np.divide(values_NK.sum(axis=1), count_N, out=np.full(len(count_N), np.nan), where=count_N > 0)
     return mean_N
-
-
-def _measure_distances(rows: pd.DataFrame, total: str, number: str) -> pd.Series:
-    """Return column ``total`` divided by column ``number``, averaged over classes with counts."""
-    values = np.full(len(rows), np.nan)
-    counted = rows[total].notna().to_numpy(dtype=bool)
-    if counted.any():
-        total_NK, number_NK = (np.array(rows.loc[counted, name].tolist(), float) for name in (total, number))
-        present_NK = number_NK > 0
-        each_NK = np.divide(total_NK, number_NK, out=np.zeros_like(total_NK), where=present_NK)
-        count_N = present_NK.sum(axis=1)
-        values[counted] = np.divide(each_NK.sum(axis=1), count_N, out=np.full(len(count_N), np.nan), where=count_N > 0)
-    return pd.Series(values, index=rows.index)
-
-
-def _measure_errors(rows: pd.DataFrame, metric: str) -> pd.Series:
-    """Return an error metric of each row, averaged over its targets."""
-    values = np.full(len(rows), np.nan)
-    counted = rows["squared"].notna().to_numpy(dtype=bool)
-    if counted.any():
-        squared_NT, absolute_NT, total_NT, square_NT = (
-            np.array(rows.loc[counted, name].tolist(), float) for name in ("squared", "absolute", "total", "square")
-        )
-        samples_N1 = rows.loc[counted, "samples"].to_numpy(float)[:, None]
-        if metric == "mae":
-            each_NT = absolute_NT / samples_N1
-        elif metric == "rmse":
-            each_NT = np.sqrt(squared_NT / samples_N1)
-        else:
-            spread_NT = square_NT - total_NT**2 / samples_N1
-            varies_NT = spread_NT > CONSTANT * square_NT
-            each_NT = 1 - np.divide(squared_NT, spread_NT, out=np.ones_like(spread_NT), where=varies_NT)
-            count_N = varies_NT.sum(axis=1)
-            values[counted] = np.divide(
-                each_NT.sum(axis=1), count_N, out=np.full(len(count_N), np.nan), where=count_N > 0
-            )
-            return pd.Series(values, index=rows.index)
-        values[counted] = each_NT.mean(axis=1)
-    return pd.Series(values, index=rows.index)
 
 
 def find_missing(row: Mapping[str, Any], metric: str) -> tuple[int, ...]:
