@@ -38,7 +38,7 @@ from .formatting import (
     make_table,
 )
 from .paired_samples import collect_samples
-from .progress import find_reached_rounds, is_comparable, remember
+from .progress import find_reached_rounds, is_comparable, remembered
 from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
 
 LEAST_ERROR = CONCORDANT / 1000
@@ -114,11 +114,10 @@ def collect_claims(
     Each macro value is the one in the tables, over the clients that every method measured for that seed, so that a
     difference compares like with like. Seeds for which two methods have not reached the same round do not count.
     """
-    metric = metric or summary.metric
-    key = "claims", metric, model, level
-    return remember(summary, key, lambda: _collect_claims(summary, metric, model, level))
+    return _collect_claims(summary, metric or summary.metric, model, level)
 
 
+@remembered
 def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) -> Claims:
     reached = find_reached_rounds(summary)
     table = mask_incomparable(seed_table(summary, metric, model).iloc[: len(summary.clients)])

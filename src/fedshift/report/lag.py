@@ -9,7 +9,7 @@ import pandas as pd
 
 from ..results.schema import LOWER_IS_BETTER, REESTIMATED, RunSummary, compute_metric
 from .formatting import difference_unit, format_signed
-from .progress import remember
+from .progress import remembered
 from .tables import select_reported_rows
 
 LEAST = 0.01
@@ -17,16 +17,13 @@ LEAST = 0.01
 KEY = ["method", "seed", "client"]
 
 
+@remembered
 def lag_table(summary: RunSummary, split: str = "test") -> pd.DataFrame:
     """Return the effect of lagging statistics on the personal model's metric, for each method that was measured again.
 
     Index: method. Columns: ``reported`` and ``reestimated``, means over clients and then seeds, over the clients that
     have both; ``gain``, their difference; ``updates`` (fewest) and ``remaining`` (largest) over seeds.
     """
-    return remember(summary, ("lag", split), lambda: _make_lag_table(summary, split)).copy()
-
-
-def _make_lag_table(summary: RunSummary, split: str) -> pd.DataFrame:
     if not len(summary.lag):
         return pd.DataFrame(columns=["reported", "reestimated", "gain", "updates", "remaining"], dtype=float)
     found = {}

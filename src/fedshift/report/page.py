@@ -244,7 +244,7 @@ def _find_leaders(table: TextTable, methods: Iterable[str]) -> dict[str, str]:
 
 
 def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
-    """Yield title, unit and table of every other metric, model and moment that has values, and of mask classes."""
+    """Yield title, unit and table of every other metric, model and moment that has values."""
     for model, moment in (("personal", "loaded"), ("personal", "trained"), ("global", "loaded")):
         for metric in summary.metrics:
             if (model, metric) == ("personal", summary.metric):
@@ -258,6 +258,11 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
                 else:
                     unit = _UNITS.get(metric, f"in {metric_unit(metric)[2]}")
                 yield title, unit, table
+    yield from _class_metrics(summary)
+
+
+def _class_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
+    """Yield title, unit and table per mask class, if there are several, for metrics that are means over classes."""
     if "dice" not in summary.metrics or not 2 < summary.classes <= CLASSES:
         return
     for metric in (summary.metric if summary.metric in ("dice", "iou") else "dice", *DISTANCES):

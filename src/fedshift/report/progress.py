@@ -6,9 +6,13 @@ last round, a comparison begins with a line, PARTIAL, that lists the rounds reac
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
+
+import pandas as pd
 
 from ..results.schema import RunSummary
 
@@ -16,26 +20,33 @@ Reached = Mapping[tuple[str, int], int]
 """The last evaluated round of each method and seed, 0 if none was."""
 
 T = TypeVar("T")
+Key = ParamSpec("Key")
 _KNOWN: WeakKeyDictionary[RunSummary, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
-def remember(summary: RunSummary, key: Hashable, make: Callable[[], T]) -> T:
-    """Return the cached result of ``make`` for ``key`` of ``summary``, which must not change.
+def remembered(make: Callable[Concatenate[RunSummary, Key], T]) -> Callable[Concatenate[RunSummary, Key], T]:
+    """Compute each result of ``make`` once for a summary, which must not change; a data frame is returned as a copy.
 
     A page needs most tables more than once.
     """
-    known = _KNOWN.setdefault(summary, {})
-    if key not in known:
-        known[key] = make()
-    return known[key]  # type: ignore[no-any-return]
+    signature = inspect.signature(make)
+
+    @wraps(make)
+    def recall(summary: RunSummary, *args: Key.args, **named: Key.kwargs) -> T:
+        given = signature.bind(summary, *args, **named)
+        given.apply_defaults()
+        known, key = _KNOWN.setdefault(summary, {}), (make, *list(given.arguments.values())[1:])
+        if key not in known:
+            known[key] = make(summary, *args, **named)
+        found: Any = known[key]
+        return cast("T", found.copy() if isinstance(found, pd.DataFrame | pd.Series) else found)
+
+    return cast("Callable[Concatenate[RunSummary, Key], T]", recall)
 
 
+@remembered
 def find_reached_rounds(summary: RunSummary) -> Reached:
     """Return the last evaluated round of every method and seed of ``summary``, 0 if none was."""
-    return remember(summary, "reached rounds", lambda: _find_reached_rounds(summary))
-
-
-def _find_reached_rounds(summary: RunSummary) -> Reached:
     rows = summary.rows[(summary.rows["split"] == "test") & (summary.rows["moment"] == "loaded")]
     last = rows.groupby(["method", "seed"])["round"].max()
     return {(method, seed): int(last.get((method, seed), 0)) for method in summary.methods for seed in summary.seeds}

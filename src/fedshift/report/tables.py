@@ -29,7 +29,7 @@ from ..results.schema import (
     select_class,
 )
 from ..utils.errors import UsageError, unknown_name
-from .progress import describe_partial, find_reached_rounds, remember
+from .progress import describe_partial, find_reached_rounds, remembered
 
 MODELS = ("personal", "global")
 ONE_BY_ONE = 50
@@ -70,6 +70,7 @@ def metric_history(
     return rows[["method", "seed", "round", "client"]].assign(value=compute_metric(rows, metric).astype(float))
 
 
+@remembered
 def find_reported_rounds(summary: RunSummary) -> pd.Series:
     """Return the round reported for each evaluated run: a series over (method, seed).
 
@@ -78,10 +79,6 @@ def find_reported_rounds(summary: RunSummary) -> pd.Series:
     metric is over the clients that define it. Raises :class:`UsageError` if ``best`` is used with a run without
     validation data.
     """
-    return remember(summary, "reported rounds", lambda: _find_reported_rounds(summary)).copy()
-
-
-def _find_reported_rounds(summary: RunSummary) -> pd.Series:
     tested = _select(summary, None, "test", "loaded").groupby(["method", "seed"])["round"].max().astype(int)
     if summary.select == "last":
         return tested.rename("round")
@@ -108,6 +105,7 @@ def _find_reported_rounds(summary: RunSummary) -> pd.Series:
     return pd.Series(best_rounds, index=tested.index, name="round", dtype=int)
 
 
+@remembered
 def select_reported_rows(
     summary: RunSummary, model: str = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
@@ -117,12 +115,6 @@ def select_reported_rows(
     ):  # fmt: skip
         if value not in known:
             raise unknown_name(key, value, known)
-    return remember(
-        summary, ("reported", model, split, moment), lambda: _select_reported(summary, model, split, moment)
-    )
-
-
-def _select_reported(summary: RunSummary, model: str, split: str, moment: str) -> pd.DataFrame:
     rows = _select(summary, model, split, moment)
     rows = rows.join(find_reported_rounds(summary).rename("reported"), on=["method", "seed"])
     return rows[rows["round"] == rows["reported"]]
@@ -147,10 +139,10 @@ def seed_table(
     """
     if number is not None and not ("dice" in summary.metrics and 0 < number < summary.classes):
         raise UsageError(f"class {number}: give one of the classes of masks, from 1 (0 is the background)")
-    key = _resolve_metric(summary, metric), model, split, moment, number
-    return remember(summary, key, lambda: _make_seed_table(summary, *key)).copy()
+    return _make_seed_table(summary, _resolve_metric(summary, metric), model, split, moment, number)
 
 
+@remembered
 def _make_seed_table(
     summary: RunSummary, metric: str, model: str, split: str, moment: str, number: int | None
 ) -> pd.DataFrame:

@@ -194,7 +194,8 @@ def _mean_ratios(above_NK: np.ndarray, below_NK: np.ndarray) -> np.ndarray:
 
 
 def _divide_where(above_NK: np.ndarray, below_NK: np.ndarray, defined_NK: np.ndarray, other: float = 0) -> np.ndarray:
-    return np.divide(above_NK, below_NK, out=np.full_like(above_NK, other), where=defined_NK)
+    ratio_NK: np.ndarray = np.divide(above_NK, below_NK, out=np.full_like(above_NK, other), where=defined_NK)
+    return ratio_NK
 
 
 def _mean_where(values_NK: np.ndarray, defined_NK: np.ndarray) -> np.ndarray:

@@ -89,10 +89,6 @@ class Classification(Task):
             )
 
     @override
-    def output_shape(self, shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
-        return (outputs,)
-
-    @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
         loss = 0.0
         for part in zip(torch.split(predictions, BATCH), torch.split(y, BATCH), strict=True):

@@ -50,10 +50,6 @@ class Multilabel(Task):
             raise UsageError(f"{where}: a label is {float(wrong[0]):g}; it must be 0 or 1")
 
     @override
-    def output_shape(self, shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
-        return (outputs,)
-
-    @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
         chosen, given = self.predict(predictions), y > 0
         return {

@@ -105,19 +105,11 @@ class Regression(Task):
             raise UsageError(f"{where}: the target of sample {int(bad[0, 0])} is NaN or infinite; remove or impute it")
 
     @override
-    def output_shape(self, shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
-        return (outputs,)
-
-    @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        error, target = (predictions - y).double(), y.double()
-        loss = float(error.square().mean(dim=1).sum())
-        if self.scales:
-            mean_T, std_T = torch.tensor(self.scales, dtype=torch.float64).T
-            error, target = error * std_T, target * std_T + mean_T
+        loss_N, error, target = self._compare(predictions, y)
         return {
             "samples": len(y),
-            "loss_sum": loss,
+            "loss_sum": float(loss_N.sum()),
             "squared": error.square().sum(dim=0).tolist(),
             "absolute": error.abs().sum(dim=0).tolist(),
             "total": target.sum(dim=0).tolist(),
@@ -126,12 +118,16 @@ class Regression(Task):
 
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
-        error, target = (predictions - y).double(), y.double()
-        loss = error.square().mean(dim=1)
+        loss_N, error, target = self._compare(predictions, y)
+        return {"error": error.numpy(), "target": target.numpy(), "loss": loss_N.float().numpy()}
+
+    def _compare(self, predictions: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss of each sample, and errors and targets ``[N, T]`` in the unit of the data, in float64."""
+        error = (predictions - y).double()
+        scale = 1.0
         if self.scales:
-            mean_T, std_T = torch.tensor(self.scales, dtype=torch.float64).T
-            error, target = error * std_T, target * std_T + mean_T
-        return {"error": error.numpy(), "target": target.numpy(), "loss": loss.float().numpy()}
+            _, scale = torch.tensor(self.scales, dtype=torch.float64).T
+        return error.square().mean(dim=1), error * scale, self.decode(y.double())
 
     @override
     def is_possible(self, counts: Counts) -> bool:

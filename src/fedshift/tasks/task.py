@@ -114,9 +114,9 @@ class Task(ABC):
 
         """
 
-    @abstractmethod
     def output_shape(self, shape: tuple[int, ...], outputs: int) -> tuple[int, ...]:
-        """Return the shape of the network's output for one sample of ``shape``."""
+        """Return the shape of the network's output for one sample of ``shape``, by default a vector."""
+        return (outputs,)
 
     @abstractmethod
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
