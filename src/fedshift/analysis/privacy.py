@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 from typing import Protocol, runtime_checkable
 
-from ..utils.errors import UsageError, join_choices
+from ..utils.errors import UsageError
+from ..utils.words import join_choices
 
 ORDERS = [1 + k / 100 for k in range(1, 10)] + [1 + k / 10 for k in range(1, 110)]
 ORDERS += [*range(12, 64), *range(64, 256, 16), *range(256, 1025, 64)]

@@ -26,6 +26,7 @@ from ..data.federation import Federation
 from ..tasks import Classification, Segmentation
 from ..tasks.segmentation import find_empty_masks
 from ..utils.errors import UsageError
+from ..utils.words import join_some
 from .survey import SplitSurvey
 
 Bools = NDArray[np.bool_]
@@ -166,12 +167,6 @@ def _locate_sample(part: SplitSurvey, row: int) -> SampleLocation:
     file = part.files[row] if part.files else ""
     label = int(part.labels[row]) if part.labeled else None
     return SampleLocation(client=part.client, split=part.split, row=row, label=label, file=file)
-
-
-def join_some(items: Iterable[str], separator: str = ", ", shown: int = 5) -> str:
-    """Join the first items, as in ``a, b, c and 2 more``."""
-    items = list(items)
-    return separator.join(items[:shown]) + (f" and {len(items) - shown:,} more" if len(items) > shown else "")
 
 
 def _format_features(chosen_F: Bools, part: SplitSurvey, names: Sequence[str]) -> str:

@@ -22,8 +22,9 @@ from ..core.selection import Select, nothing
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..tasks.task import Task
-from ..utils.errors import Ref, UsageError, join_choices
+from ..utils.errors import Ref, UsageError
 from ..utils.state import State, pick
+from ..utils.words import join_choices
 from .unseen_clients import PolicyContext, hides_clients
 
 SKIP = "skip"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -28,6 +28,7 @@ from ..core.selection import entries, last_layers
 from ..utils.errors import Ref, Sentence, UsageError
 from ..utils.files import check_archive
 from ..utils.state import State
+from ..utils.words import join_some
 
 PICKLED = (".pt", ".pth", ".bin")
 """Suffixes of files that ``torch.save`` writes."""
@@ -76,8 +77,10 @@ class InitialWeights:
             if id(tensor) not in given and name not in skipped and not f".{name}".endswith(COUNTER)
         ]
         unexpected = [name for name in self.entries if name not in own]
-        said = [f"{len(missing)} of its entries missing ({_list_few(map(repr, missing))})"] * bool(missing)
-        return said + [f"{len(unexpected)} unexpected ({_list_few(map(repr, unexpected))})"] * bool(unexpected)
+        kinds = {"of its entries missing": missing, "unexpected": unexpected}
+        return [
+            f"{len(some)} {kind} ({join_some(map(repr, some), shown=NAMED)})" for kind, some in kinds.items() if some
+        ]
 
     def load_into(self, network: nn.Module) -> None:
         """Load the entries into ``network``; raise :class:`UsageError` listing mismatches of shape or type."""
@@ -137,7 +140,7 @@ class InitialWeights:
                 "({}), so that it starts from random weights, or give data of its classes",
                 Ref(weights_skip_classifier=True),
             )
-        raise UsageError(f"{self.source} does not fit the network: {_list_few(wrong)}: {{}}", fix)
+        raise UsageError(f"{self.source} does not fit the network: {join_some(wrong, shown=NAMED)}: {{}}", fix)
 
 
 def as_initial_weights(
@@ -217,9 +220,3 @@ def _unwrap(content: Any, source: str) -> State:
 
 def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(x, Tensor) for x in value.values())
-
-
-def _list_few(items: Iterable[str]) -> str:
-    listed = list(items)
-    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
-    return ", ".join(listed[:NAMED]) + more

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
 from ..evaluation.policy import list_policies
-from ..utils.errors import join_choices
 from ..utils.state import pick
+from ..utils.words import join_choices, join_some
 from .private_training import list_uncovered
 from .trial import Trial
 
@@ -58,8 +58,7 @@ def list_notices_after(experiment: Experiment, trial: Trial) -> Iterator[str]:
     method, settings = trial.plan.method, trial.settings
     untrained = [name for name in _needing(experiment, trial.data.names) if not trial.clients.has_trained(name)]
     if untrained and trial.plan.personalizes:
-        more = f" and {len(untrained) - MAX_NAMED} more" if len(untrained) > MAX_NAMED else ""
-        which = f"{', '.join(untrained[:MAX_NAMED])}{more}"
+        which = join_some(untrained, shown=MAX_NAMED)
         fate = (
             f"are not counted (--unseen {join_choices(list_policies())} gives them a model)"
             if settings.unseen == "skip"
@@ -88,5 +87,5 @@ def _may_lack_models(experiment: Experiment) -> bool:
 
 def _list_batches(batches: Mapping[str, int]) -> str:
     """Return the clients in ``batches`` with their numbers of batches, all clients only if there are few."""
-    named = [f"{name!r} ({count})" for name, count in list(batches.items())[:MAX_NAMED]]
-    return ", ".join(named) + (f" and {len(batches) - MAX_NAMED} more clients" if len(batches) > MAX_NAMED else "")
+    named = (f"{name!r} ({count})" for name, count in batches.items())
+    return join_some(named, shown=MAX_NAMED, rest="more clients")

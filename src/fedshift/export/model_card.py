@@ -15,6 +15,7 @@ from ..analysis.statistics import wilson_interval
 from ..data.preparation import Preparation
 from ..report.formatting import format_bytes
 from ..results.schema import METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
+from ..utils.words import join_some
 
 LEVEL = 0.95
 LISTED = 50
@@ -163,7 +164,7 @@ def _space(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
-    named = ", ".join(classes[:LISTED]) + (f" and {len(classes) - LISTED} more" if len(classes) > LISTED else "")
+    named = join_some(classes, shown=LISTED)
     whose = f"the model that client `{facts.client}` uses" if facts.client else "the model that the server holds"
     origin = f" {facts.origin}" if facts.origin else ""
     does = DOES.get(facts.kind, OWN)[0].format(facts.outputs)

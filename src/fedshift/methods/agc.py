@@ -17,6 +17,7 @@ from ..core.rule import Rule, RuleContext
 from ..core.selection import Entry, last_layers
 from ..utils.errors import UsageError
 from ..utils.state import State
+from ..utils.words import join_some
 
 EPS = 1e-3
 """Smallest norm of a unit's weights in equation 4."""
@@ -49,9 +50,8 @@ class Clipping(Rule):
             )
         pinned = [name for name in sorted(params.keys() & self.names) if not params[name].any()]
         if pinned:
-            more = f" and {len(pinned) - NAMED} more" if len(pinned) > NAMED else ""
             yield (
-                f"{method} clips the gradients of {', '.join(pinned[:NAMED])}{more}, which start at zero, to a norm of "
+                f"{method} clips the gradients of {join_some(pinned, shown=NAMED)}, which start at zero, to a norm of "
                 f"{self.clip * EPS:.3g} (clip * {EPS:g}) each until their own norm is above {EPS:g}: they hardly move "
                 "in a short run"
             )

@@ -26,6 +26,7 @@ from ..analysis.similarity import CONCORDANT
 from ..analysis.statistics import FEWEST, PairedDifference, correct_family, include_samples, paired_difference
 from ..results.schema import LOWER_IS_BETTER, RunSummary
 from ..utils.errors import unknown_name
+from ..utils.words import join_some
 from .concordance import compute_discordances
 from .formatting import (
     MINUS,
@@ -352,8 +353,7 @@ def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[st
     verdicts = {other: {claims.judge(leader, other) for leader in leaders} for other in gaps}
 
     def name(*those: Verdict) -> str:
-        found = [other for other, several in verdicts.items() if several & set(those)]
-        return ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+        return join_some((other for other, several in verdicts.items() if several & set(those)), shown=NAMED)
 
     if similar := name(Verdict.NONE, Verdict.FEW):
         return f"not told apart from {similar}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..results.schema import (
     metric_unit,
 )  # fmt: skip
 from ..utils.files import write_atomically
+from ..utils.words import join_some
 from .claims import (
     Claims,
     collect_claims,
@@ -317,16 +318,10 @@ def _leaving_table(method: MethodSummary) -> TextTable:
     """Return a table of what leaves a client in a round: what it reveals, and who receives it."""
     header = ("sent", "of", "bytes", "reveals", "received by")
     rows = [
-        (_name_some(group.names), group.source, f"{group.bytes:,}", group.reveals, group.receivers)
+        (join_some(group.names, shown=NAMED), group.source, f"{group.bytes:,}", group.reveals, group.receivers)
         for group in group_disclosures(method.leaves)
     ]
     return make_table(header, rows)
-
-
-def _name_some(names: Sequence[str]) -> str:
-    """Return a few names, and how many more there are."""
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 def _client_table(summary: RunSummary) -> TextTable:

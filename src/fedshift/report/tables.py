@@ -29,6 +29,7 @@ from ..results.schema import (
     select_class,
 )
 from ..utils.errors import UsageError, unknown_name
+from ..utils.words import join_some
 from .progress import describe_partial, find_reached_rounds, remembered
 
 MODELS = ("personal", "global")
@@ -332,8 +333,7 @@ def list_shortfalls(summary: RunSummary) -> list[str]:
             names = [str(name) for name in table.index[lacking.any(axis=1)]]
             if names:
                 which = ", ".join(map(str, lacking.columns[lacking.any(axis=0)]))
-                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-                affected = f"client{'s' * (len(names) > 1)} {', '.join(names[:NAMED])}{more}"
+                affected = f"client{'s' * (len(names) > 1)} {join_some(names, shown=NAMED)}"
                 sentences.append(f"{method}, {affected}: {reason} (seeds {which}).")
     common = mask_incomparable(clients).notna().sum()[clients.notna().any()]
     if common.any() and common.min() < len(clients):
@@ -376,8 +376,7 @@ def describe_missing(rows: pd.DataFrame, metric: str, number: int | None = None)
     more = f", and {len(missing) - NAMED} more clients" if len(missing) > NAMED else ""
     said = f"{METRICS[metric][0].upper()}{METRICS[metric][1:]} is {what}; {fate}: {', '.join(named)}{more}."
     if without:
-        more = f" and {len(without) - NAMED} more" if len(without) > NAMED else ""
-        said += f" It is not defined for {', '.join(without[:NAMED])}{more}, and means are over the other clients."
+        said += f" It is not defined for {join_some(without, shown=NAMED)}, and means are over the other clients."
     return said
 
 

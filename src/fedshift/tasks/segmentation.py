@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import Ref, UsageError
+from ..utils.words import join_some
 from .surfaces import are_possible_surfaces, count_surfaces
 from .task import BATCH, Counts, Task, count_by_class, is_overlap, softmax_entropy
 
@@ -182,8 +183,8 @@ class Segmentation(Task):
         counts = torch.bincount(y.flatten(), minlength=IGNORED + 1).double()
         known = counts[:IGNORED]
         shares = [(share, number) for number, share in enumerate((known / known.sum().clamp(min=1)).tolist()) if share]
-        told = ", ".join(f"{number}: {share:.1%}" for share, number in shares[:NAMED])
-        facts = {"share of each class": told + (f" and {len(shares) - NAMED} more" if len(shares) > NAMED else "")}
+        told = (f"{number}: {share:.1%}" for share, number in shares)
+        facts = {"share of each class": join_some(told, shown=NAMED)}
         facts["empty masks"] = str(len(find_empty_masks(y)))
         if counts[IGNORED]:
             facts["ignored"] = f"{float(counts[IGNORED] / counts.sum()):.1%}"

@@ -8,7 +8,7 @@ line. ``str(error)`` speaks Python; the command line prints ``error.render(as_fl
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -122,8 +122,3 @@ def unknown_name(kind: str, value: str, allowed: Iterable[str]) -> UsageError:
     near = get_close_matches(value, allowed, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UsageError(f"unknown {kind} {value!r}: {hint}allowed are {', '.join(allowed)}")
-
-
-def join_choices(names: Sequence[str]) -> str:
-    """Return ``names`` as choices in words, ``a, b or c``."""
-    return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -1,0 +1,16 @@
+"""Lists of names in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def join_some(items: Iterable[str], separator: str = ", ", shown: int = 5, rest: str = "more") -> str:
+    """Join the first items, as in ``a, b, c and 2 more``; ``rest`` names the others."""
+    items = list(items)
+    return separator.join(items[:shown]) + (f" and {len(items) - shown:,} {rest}" if len(items) > shown else "")
+
+
+def join_choices(names: Sequence[str]) -> str:
+    """Return ``names`` as choices, ``a, b or c``."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
