@@ -134,10 +134,10 @@ ENGINES = (
           "tests/engines/test_plain_loop.py tests/nn/test_dropout.py tests/engines/test_stacked.py"),
     Fault("augmented-alike-each-step", "engines/engine.py", "Engine.load_batch", '"augment", name, step',
           '"augment", name',
-          "tests/data/test_augmentation.py tests/experiments/test_losses_and_augmentation.py"),
+          "tests/engines/test_plain_loop.py tests/experiments/test_losses_and_augmentation.py"),
     Fault("masks-move-otherwise", "engines/engine.py", "Engine.load_batch", "augment_masks(augment, y, stream(*key))",
           'augment_masks(augment, y, stream(*key, "masks"))',
-          "tests/data/test_augmentation.py tests/experiments/test_losses_and_augmentation.py"),
+          "tests/engines/test_plain_loop.py tests/experiments/test_losses_and_augmentation.py"),
 )  # fmt: skip
 
 DATA = (

@@ -6,7 +6,7 @@ the order of samples is taken from fedshift.
 
 import copy
 from contextlib import closing
-from itertools import count, islice
+from itertools import combinations, count, islice
 
 import numpy as np
 import pytest
@@ -223,3 +223,24 @@ def test_a_schedule_begins_with_its_first_factor_and_goes_on_by_rounds():
         halved.advance()
         equal.append(is_equal(plain.server.shared, halved.server.shared))
     assert equal == [True, False]
+
+
+def test_what_a_step_draws_differs_by_client_and_step_and_comes_again():
+    """Dropout masks are keyed by the step's key; an augmentation draws from a generator of its own for each step."""
+
+    def lighten(x: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+        return x + rng.random()
+
+    plain, lit = (make_trial(fedavg(), data=data(), augment=each).engine for each in (None, lighten))
+    places = [(name, step) for name in ("x", "y") for step in range(3)]
+
+    def draw() -> tuple[list[int], list[float]]:
+        keys = [int(plain.step_key(*place)) for place in places]
+        index = torch.arange(2)
+        gains = [float((lit.load_batch(*at, index)[0] - plain.load_batch(*at, index)[0]).mean()) for at in places]
+        return keys, gains
+
+    keys, gains = draw()
+    assert len(set(keys)) == len(places)
+    assert min(abs(one - other) for one, other in combinations(gains, 2)) > 1e-3
+    assert draw() == (keys, gains)
