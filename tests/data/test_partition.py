@@ -88,6 +88,15 @@ def held_by(client: ClientData) -> list[int]:
     return [int(number) for number in client.train.x[:, 0]]
 
 
+@pytest.mark.parametrize("name", ["iid", "quantity", "labels"])
+def test_which_samples_a_client_gets_is_drawn_by_the_seed_and_not_by_their_order(name):
+    """Files lie in an order, such as that of the scans of a day: a client's are from all places."""
+    first, second = (CHANGES[name](2, seed)(numbered(400, classes=4)).clients[0].train.x[:, 0] for seed in (0, 1))
+    assert {*first.tolist()} != {*second.tolist()}
+    assert first.min() < 60
+    assert first.max() > 340
+
+
 def test_a_split_is_a_function_of_its_seed_and_of_nothing_else():
     data = numbered(100, 80)
     change = dirichlet(clients=4, alpha=0.5, seed=1)
