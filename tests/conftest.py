@@ -61,14 +61,14 @@ def pytest_collection_finish() -> None:
 
 
 TOGETHER = {
-    "tests/engines/test_process_pool.py": "pool",
-    "tests/experiments/test_jobs.py": "pool",
-    "tests/engines/test_ray.py": "ray",
+    "tests/engines/test_spread.py": "ray",
+    "tests/utils/test_execution.py": "ray",
+    "tests/utils/test_ray_cluster.py": "ray",
     "tests/report/test_figures.py": "pages",
     "tests/report/test_page.py": "pages",
     "tests/report/test_page_browser.py": "pages",
 }
-"""Files whose tests share workers, a cluster, or pages that are drawn once."""
+"""Files whose tests share a cluster, or pages that are drawn once."""
 
 
 def place_test(nodeid: str) -> str:

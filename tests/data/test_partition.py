@@ -88,7 +88,7 @@ def held_by(client: ClientData) -> list[int]:
     return [int(number) for number in client.train.x[:, 0]]
 
 
-@pytest.mark.parametrize("name", ["iid", "quantity", "labels"])
+@pytest.mark.parametrize("name", ["iid", "labels"])
 def test_which_samples_a_client_gets_is_drawn_by_the_seed_and_not_by_their_order(name):
     """Files lie in an order, such as that of the scans of a day: a client's are from all places."""
     first, second = (CHANGES[name](2, seed)(numbered(400, classes=4)).clients[0].train.x[:, 0] for seed in (0, 1))
