@@ -32,6 +32,7 @@ import numpy as np
 import pandas as pd
 import torch
 from PIL import Image
+from safetensors.torch import load
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -93,7 +94,18 @@ def hash_run(directory: Path) -> str:
     (checkpoint,) = directory.rglob("checkpoint.safetensors")
     rows = [json.loads(line) for line in (checkpoint.parent / "metrics.jsonl").read_text().splitlines()]
     text = json.dumps([{key: row[key] for key in sorted(row) if key not in ("seconds", "method")} for row in rows])
-    return hashlib.sha256(text.encode()).hexdigest()[:16] + " " + hash_tensors(load_checkpoint(checkpoint)[0])
+    return hashlib.sha256(text.encode()).hexdigest()[:16] + " " + hash_tensors(load_states(checkpoint))
+
+
+def load_states(checkpoint: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, those of clients in place of where these lie."""
+    tensors = load_checkpoint(checkpoint)[0]
+    places = tensors.pop("clients/place", torch.zeros(0, 4, dtype=torch.int64)).tolist()
+    for client, (segment, start, size, _) in enumerate(places):
+        if size:
+            content = (checkpoint.parent / f"clients-{segment}.states").read_bytes()[start : start + size]
+            tensors |= {f"client/{client}/{name}": tensor for name, tensor in load(content).items()}
+    return tensors
 
 
 def compare(method: str, **settings: Any) -> str:

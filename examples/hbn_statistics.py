@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 
 import fedshift
-from fedshift.core.kernel import load_state
+from fedshift.core.aggregation import Received
+from fedshift.core.kernel import Update, load_state
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, Cosine, Schedule
+from fedshift.core.server_round import fold_rules
 from fedshift.core.work import Work
 from fedshift.evaluation.metrics import evaluate
 from fedshift.experiments.settings import Settings
@@ -39,12 +41,14 @@ def classify(trial: Trial, state: State) -> float:
 
 def measure_again(trial: Trial) -> State:
     """Return the server's model with the statistics that all clients measure on it."""
-    (rule,), uploads = trial.plan.method.rules, []
+    plan, received = trial.plan, []
     for name in trial.data.names:
         client = trial.clients[name]
-        first = trial.engine.first_samples(name, trial.engine.draw_batches(name, client)[0])
-        uploads.append(load_state(trial.plan, client, trial.server, first=first).memory[0])
-    return trial.server.shared | rule.aggregate_entries(trial.server.shared, uploads)
+        seen = trial.engine.see(name, trial.engine.draw_batches(name, client))
+        measured = load_state(plan, client, trial.server, seen=seen).memory
+        update = Update(shared={}, memory=measured, weight=1.0, steps=0)
+        received.append(Received(client=name, update=update, weight=1.0, size=1.0, share=1.0))
+    return trial.server.shared | fold_rules(plan, trial.server, received)[1]
 
 
 def compare(method: Method, schedule: Schedule, data: fedshift.Federation) -> list[tuple[float, float]]:

@@ -25,7 +25,14 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .core.aggregation import Aggregated as Aggregated
     from .core.aggregation import Aggregation as Aggregation
     from .core.aggregation import Received as Received
-    from .core.declarations import Send as Send
+    from .core.contexts import Folded as Folded
+    from .core.declarations import (
+        Bound as Bound,
+        Own as Own,
+        Phase as Phase,
+        Reads as Reads,
+        Send as Send,
+    )
     from .core.method import (
         Freeze as Freeze,
         Method as Method,
@@ -40,10 +47,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         StepDecay as StepDecay,
     )
     from .core.requirements import Requirements as Requirements
-    from .core.rule import (
-        Rule as Rule,
-        RuleContext as RuleContext,
-    )
+    from .core.rule import Rule as Rule
     from .core.selection import (
         Scope as Scope,
         batch_norm as batch_norm,
@@ -127,11 +131,12 @@ _HOME = {
     "api": ("Comparison", "advise", "compare", "leak", "load_data", "read_run"),
     "utils.errors": ("FedshiftError", "UsageError"),
     "core.aggregation": ("Aggregated", "Aggregation", "Received"),
-    "core.declarations": ("Send",),
+    "core.contexts": ("Folded",),
+    "core.declarations": ("Bound", "Own", "Phase", "Reads", "Send"),
     "core.method": ("Freeze", "Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW", "Cosine", "Exponential", "StepDecay"),
     "core.requirements": ("Requirements",),
-    "core.rule": ("RuleContext", "Rule"),
+    "core.rule": ("Rule",),
     "core.selection": (
         "Scope", "batch_norm", "everything", "last_layers", "name_matches", "norm_layers", "norm_statistics", "nothing",
         "of_type",

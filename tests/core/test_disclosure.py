@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
-from fedshift.core.declarations import GRAINS, Send
+from fedshift.core.declarations import GRAINS, Bound, Send
 from fedshift.core.disclosure import check_upload, like_sends
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
@@ -29,11 +29,11 @@ class Sending(Rule):
     def __init__(self, declared, late=False, **sent):
         self.declared, self.late, self.sent = declared, late, sent
 
-    def sends(self, plan):
-        return self.declared
+    def bind(self, plan):
+        return Bound(self, sends=self.declared)
 
-    def finalize(self, params, context):
-        if self.late and not context.steps:
+    def end(self, client):
+        if self.late and not client.steps:
             return {}, {name: torch.zeros(send.shape, dtype=send.dtype) for name, send in self.declared.items()}
         return {}, {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in self.sent.items()}
 
@@ -55,7 +55,7 @@ WRONG = {
 def test_a_rule_that_uploads_other_than_it_declares_is_refused_before_anything_starts(why):
     with pytest.raises(UsageError) as error:
         prepare(fedavg().with_rule(WRONG[why]), nn.Linear(2, 2), optimizer=SGD(lr=0.1))
-    assert f"test_disclosure {why}: its sends() must declare exactly what" in str(error.value)
+    assert f"test_disclosure {why}: the sends of its bind() must be exactly" in str(error.value)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "pool"])
@@ -102,15 +102,15 @@ def test_each_method_says_what_it_reveals_and_to_whom(name):
     assert {each.name for each in entries} == (set() if plan.method.pooled else plan.sent)
     for each in entries:
         written = each.name.endswith(("running_mean", "running_var"))
-        made = any(each.name in rule.requires.from_server for rule in plan.method.rules)
+        made = any(each.name in bound.sets for bound in plan.rules)
         assert (each.reveals == "client") == (written and not made), each.name
     assert sum(each.bytes for each in sends) == sum(x.nbytes for x in like_sends(plan).values())
     assert sum(map(len, (group.members for group in group_disclosures([*entries, *sends])))) == len(entries + sends)
 
 
 def test_a_measurement_of_one_sample_reveals_it():
-    assert {"image"} == {send.reveals for sends in of("harmofl", samples=1).sends for send in sends.values()}
-    assert {"image"} == {send.reveals for sends in of("hbn", samples=1).sends for send in sends.values()}
+    assert {"image"} == {send.reveals for bound in of("harmofl", samples=1).rules for send in bound.sends.values()}
+    assert {"image"} == {send.reveals for bound in of("hbn", samples=1).rules for send in bound.sends.values()}
 
 
 def test_who_is_handed_single_uploads_is_said():

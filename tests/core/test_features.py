@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedshift.core.declarations import Bound, Own, Reads
 from fedshift.core.rule import Rule
 from fedshift.methods.fedavg import fedavg
 from fedshift.utils.errors import UsageError
@@ -22,14 +23,13 @@ class CenterLoss(Rule):
     features: str = "last"
     again: bool = False
 
-    def extra_entries(self, params, rest):
-        return {}, {"seen": torch.zeros(3, dtype=torch.float64)}
+    def bind(self, plan):
+        own = Own(buffers={"seen": torch.zeros(3, dtype=torch.float64)})
+        return Bound(self, own=own, reads=Reads(features=self.features))
 
-    def transform_loss(self, loss, params, context):
-        made = context.forward_pass
-        context.extra_entries["seen"] += nn.functional.one_hot(made.y, 3).sum(0)
-        if self.again:
-            made = context.run_model({**params, **{n: t.clone() for n, t in context.rest.items()}})
+    def loss(self, loss, step):
+        step.own.buffers["seen"].add_(nn.functional.one_hot(step.y, 3).sum(0))
+        made = step.run({}) if self.again else step
         return loss + 0.1 * made.features.square().mean() + 0.01 * made.outputs.square().mean()
 
 
@@ -41,7 +41,7 @@ def plain_round(layer: str) -> dict[str, torch.Tensor]:
     seen = []
     dict(model.named_modules())[layer].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-    batches, _ = trial.engine.draw_batches("a", trial.clients["a"])
+    batches = trial.engine.draw_batches("a", trial.clients["a"])
     for step, index in batches:
         x, y = trial.engine.load_batch("a", step, index)
         outputs = model(x)
@@ -83,11 +83,14 @@ class EvaluationLoss(Rule):
     seen: list
     features: str = "head"
 
-    def transform_loss(self, loss, params, context):
-        if context.steps == 0:
-            state = {**params, **context.rest}
+    def bind(self, plan):
+        return Bound(self, reads=Reads(features=self.features))
+
+    def loss(self, loss, step):
+        if step.steps == 0:
+            state = step.params | step.buffers
             before = {name: tensor.clone() for name, tensor in state.items()}
-            made = context.run_model(state, training=False)
+            made = step.run(state, training=False)
             self.seen.append((before, is_equal(before, state), made))
         return loss
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.declarations import Send
+from fedshift.core.contexts import Folded
+from fedshift.core.declarations import Bound, Own, Send
 from fedshift.core.kernel import (
     client_final,
     client_init,
@@ -127,31 +128,30 @@ class Counting(Rule):
 
     by: float
 
-    def client_memory(self, params, rest):
-        return {"seen": torch.zeros(1)}
+    def bind(self, plan):
+        own = Own(memory={"seen": torch.zeros(1)}, server={"total": torch.zeros(1)})
+        return Bound(self, own=own, sends={"new": Send(shape=(1,), dtype=torch.float32, reveals="update")})
 
-    def server_memory(self, initial):
-        return {"total": torch.zeros(1)}
-
-    def transform_loss(self, loss, params, context):
+    def loss(self, loss, step):
         return loss * self.by
 
-    def transform_grads(self, grads, params, context):
+    def gradients(self, grads, step):
         return {name: grad + self.by for name, grad in grads.items()}
 
-    def sends(self, plan):
-        return {"new": Send(shape=(1,), dtype=torch.float32, reveals="update")}
+    def end(self, client):
+        return {"seen": client.memory["seen"] + self.by}, {"new": client.memory["seen"] + self.by}
 
-    def finalize(self, params, context):
-        return {"seen": context.memory["seen"] + self.by}, {"new": context.memory["seen"] + self.by}
+    def fold(self, server):
+        each = zip(server.received, server.uploads, strict=True)
+        return Folded({"total": server.memory["total"] + sum(one.share * upload["new"] for one, upload in each)})
 
-    def aggregate_memory(self, memory, uploads, shares):
-        part = sum(share * upload["new"] for share, upload in zip(shares, uploads, strict=True))
-        return {"total": memory["total"] + part}
+
+class CountingToo(Counting):
+    """Another type, of which a method may have one, too."""
 
 
 def test_rules_chain_in_order_and_never_meet():
-    chained = replace(fedavg(), name="chained", rules=(Counting(2.0), Counting(10.0)))
+    chained = replace(fedavg(), name="chained", rules=(Counting(2.0), CountingToo(10.0)))
     model = nn.Linear(2, 2, bias=False).double()
     plan = plan_of(chained, model, SGD(lr=1.0))
     plain = plan_of(fedavg(), model, SGD(lr=1.0))
@@ -175,7 +175,7 @@ def test_rules_chain_in_order_and_never_meet():
 def test_a_rule_decides_what_is_trained():
     @dataclass(frozen=True)
     class HeadOnly(Rule):
-        def trainable(self, names):
+        def trainable(self, names, entries):
             return frozenset(name for name in names if name.startswith("5."))
 
     plan = plan_of(replace(fedavg(), rules=(HeadOnly(),)))

@@ -224,8 +224,8 @@ def test_steps_that_all_lanes_take_alike_are_recorded_once_for_their_shape(monke
 class Decay(Rule):
     """Adds a multiple of the parameters' squares to the loss."""
 
-    def transform_loss(self, loss, params, context):
-        return loss + 0.1 * sum(tensor.square().sum() for tensor in params.values())
+    def loss(self, loss, step):
+        return loss + 0.1 * sum(tensor.square().sum() for tensor in step.params.values())
 
 
 @pytest.mark.parametrize(

@@ -245,10 +245,10 @@ def review_of(name, **options):
 
 
 BEYOND = {
-    'keep = ["*prototypes"]': ("fedproto", "entry '0.prototypes/prototypes' does not leave (keep)"),
+    'keep = ["*prototypes"]': ("fedproto", "entry 'prototypes/prototypes' does not leave (keep)"),
     'reveals = "update"': ("fedavg", "running_mean' of the model reveals statistics of the client's data: use another"),
-    'reveals = "client"': ("fpl", "'0.clusterprototypes/prototypes' of fpl reveals statistics of single classes of"),
-    'reveals = "class"': ("feddg_elcfs", "'0.sentamplitudes/amplitudes' of feddg_elcfs reveals single samples of the"),
+    'reveals = "client"': ("fpl", "'clusterprototypes/prototypes' of fpl reveals statistics of single classes of"),
+    'reveals = "class"': ("feddg_elcfs", "'sentamplitudes/amplitudes' of feddg_elcfs reveals single samples of the"),
     "passed_on = false": ("feddg_elcfs", "is received by the server; other clients also as one client sent it"),
 }
 

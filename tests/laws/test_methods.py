@@ -103,8 +103,8 @@ def test_what_leaves_a_client_is_what_the_scope_sends(course, federated, engine)
         assert moment.updates.keys() == set("abc")
         for update in moment.updates.values():
             assert update.shared.keys() == plan.sent
-            for sends, sent in zip(plan.sends, update.memory, strict=True):
-                declared = {name: (send.shape, send.dtype, send.nbytes) for name, send in sends.items()}
+            for bound, sent in zip(plan.rules, update.memory, strict=True):
+                declared = {name: (send.shape, send.dtype, send.nbytes) for name, send in bound.sends.items()}
                 assert declared == {name: (tuple(x.shape), x.dtype, x.nbytes) for name, x in sent.items()}
             assert not {name for state in update.memory for name in state} & plan.personal
         assert moment.server.shared.keys() == plan.sent
@@ -231,32 +231,33 @@ def test_training_alone_moves_nothing(trial):
 
 
 NETWORKS = {
-    "personalmodel": ".+", "mixture": "own/.+", "personalhead": ".+", "localaggregation": "", "gates": "",
+    "personalmodel": ".+", "mixture": "(?!alpha).+", "personalhead": ".+", "localaggregation": "", "gates": "",
     "representation": "",
 }  # fmt: skip
 """Of the parameters that each rule adds on clients, those that are another network's."""
 DECAYED = NETWORKS | {"representation": ".+"}
 """Those that decay: FedSR's too, as in its authors' code, whose optimizer has one weight decay for all."""
-ADDING = [method for method in FEDERATED if any(make_trial(method).plan.extra_params)]
+ADDING = [method for method in FEDERATED if any(make_trial(method).plan.own_trained)]
 
 
 def test_every_rule_that_adds_parameters_is_known():
-    """A new one must say whether its parameters are a network's (``Rule.find_network``) and decay."""
-    assert {rule.rpartition(".")[2] for method in ADDING for rule in rules_that_add(method)} == NETWORKS.keys()
+    """A new one must say here whether its parameters are a network's and decay."""
+    assert {rule for method in ADDING for rule in rules_that_add(method)} == NETWORKS.keys()
 
 
 def rules_that_add(method):
     plan = make_trial(method).plan
-    return {name for name, own in zip(plan.rule_names, plan.extra_params, strict=True) if own}
+    return {name for name, own in zip(plan.rule_names, plan.own_trained, strict=True) if own}
 
 
 def told_apart(plan, table):
     """The names of the model's trained parameters and of those own ones that ``table`` lists, and all other names."""
-    own = {name: rule for rule, names in zip(plan.rule_names, plan.extra_trained, strict=True) for name in names}
-    listed = {n for n, rule in own.items() if re.fullmatch(f"{rule}/({table[rule.rpartition('.')[2]]})", n)}
+    own = {name: rule for rule, names in zip(plan.rule_names, plan.own_trained, strict=True) for name in names}
+    listed = {n for n, rule in own.items() if re.fullmatch(f"{rule}/({table[rule]})", n)}
     return plan.trained | listed, own.keys() - listed
 
 
+WHEN = ("before", "during", "after")
 OPTIMIZERS = {
     "sgd": (SGD(lr=0.1, momentum=0.5, weight_decay=0.3), torch.optim.SGD, {"momentum": 0.5}),
     "adamw": (AdamW(lr=0.1, weight_decay=0.3), torch.optim.AdamW, {}),
@@ -270,8 +271,9 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
     plan = replace(make_trial(method).plan, optimizer=optimizer)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=9)
     job = replace(job, params={name: tensor * 0.9 for name, tensor in job.params.items()})  # within any bounds
-    rates = {n: rule.lr_scale for rule, own in zip(plan.method.rules, plan.extra_trained, strict=True) for n in own}
-    apart = {n for rule, own in zip(plan.method.rules, plan.extra_trained, strict=True) if rule.epochs for n in own}
+    apart = (*plan.before, *plan.after)
+    phases = [next(phase for when in WHEN for phase in bound.list_phases(when)) for bound in plan.rules]
+    rates = {n: phase.lr_scale for phase, own in zip(phases, plan.own_trained, strict=True) for n in own}
     decayed, _ = told_apart(plan, DECAYED)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in job.params.items()}
     groups = [
@@ -284,10 +286,10 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
         for name, leaf in leaves.items():
             leaf.grad = grads[name].clone()
         reference.step()
-        for alone in (False, True):
-            job = update_(plan, replace(job, apart=alone), grads, job.rest, 1) if not alone or apart else job
+        for alone in (None, *apart):
+            job = update_(plan, replace(job, apart=alone), grads, job.rest, 1)
     for name, leaf in leaves.items():
-        bounded = leaf.clamp(0, 1) if name.startswith(("0.localaggregation", "0.mixture/alpha")) else leaf
+        bounded = leaf.clamp(0, 1) if name.startswith(("localaggregation", "mixture/alpha")) else leaf
         assert (job.params[name] - bounded).abs().max() <= 1e-12, name
 
 
@@ -311,7 +313,7 @@ class ClipNorm(Rule):
 
     limit: float
 
-    def transform_grads(self, grads, params, context):
+    def gradients(self, grads, step):
         norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
         return {name: grad * (self.limit / norm).clamp(max=1.0) for name, grad in grads.items()}
 

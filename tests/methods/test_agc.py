@@ -17,7 +17,7 @@ from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fedwon import fedwon
 from fedshift.utils.checked_json import read_checked
 from fedshift.utils.errors import UsageError
-from fedshift.utils.state import is_equal, pick
+from fedshift.utils.state import is_equal
 
 CLIP, KEY = 0.3, torch.tensor(0)
 HEAD = {"4.weight", "4.bias"}
@@ -135,7 +135,7 @@ def test_a_personal_model_is_clipped_by_its_own_weights():
     clipped = compute_gradients(plan, client_init(plan, init_client(plan), init_server(plan)), *batch(0), KEY)[0]
     assert len(clipped) == 2 * len(plan.trained)
     for name in plan.trained:
-        assert torch.equal(clipped[f"0.personalmodel/{name}"], clipped[name])
+        assert torch.equal(clipped[f"personalmodel/{name}"], clipped[name])
 
 
 def test_it_takes_the_place_of_clipping_that_is_there():
@@ -157,9 +157,7 @@ def bare(shape=(3, 8, 8), classes=3):
 
 def notices(method, size=32):
     plan = prepare(method, bare(), work=Work(batch_size=size, epochs=1), optimizer=SGD(lr=0.1))
-    return [
-        text for rule in plan.method.rules for text in rule.notices(method.name, size, pick(plan.initial, plan.trained))
-    ]
+    return [text for bound in plan.rules for text in bound.notices]
 
 
 def test_parameters_that_start_at_zero_hardly_move_and_are_named():

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
-from fedshift.core.declarations import Send
+from fedshift.core.declarations import Bound, Send
 from fedshift.core.loss import CrossEntropy
 from fedshift.core.optimizer import SGD
 from fedshift.core.rule import Rule
@@ -222,11 +222,11 @@ def test_what_would_not_be_private_is_refused(make, message):
 
 
 class Foreign(Rule):
-    def sends(self, plan):
-        return {"steps": Send(shape=(), dtype=torch.int64, reveals="update")}
+    def bind(self, plan):
+        return Bound(self, sends={"steps": Send(shape=(), dtype=torch.int64, reveals="update")})
 
-    def finalize(self, params, context):
-        return {}, {"steps": torch.tensor(context.steps)}
+    def end(self, client):
+        return {}, {"steps": torch.tensor(client.steps)}
 
 
 def test_a_rule_of_others_that_sends_is_refused():

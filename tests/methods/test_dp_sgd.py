@@ -14,7 +14,7 @@ from torch import nn
 
 from fedshift.config.expressions import list_catalog
 from fedshift.core import kernel
-from fedshift.core.declarations import Send
+from fedshift.core.declarations import Bound, Reads, Send
 from fedshift.core.kernel import init_client, init_server
 from fedshift.core.loss import CrossEntropy, Focal
 from fedshift.core.optimizer import SGD
@@ -218,7 +218,7 @@ def test_every_method_trains_on_private_gradients_or_is_refused(name):
         with pytest.raises(UsageError, match=f"adds to a gradient, and {name} {REFUSED[name]}"):
             trial(method)
         return
-    assert {send.reveals for sends in plan_of(method).sends for send in sends.values()} <= {"update"}
+    assert {send.reveals for bound in plan_of(method).rules for send in bound.sends.values()} <= {"update"}
     running = trial(method)
     running.advance()
     after = running.model_state("a")
@@ -227,21 +227,17 @@ def test_every_method_trains_on_private_gradients_or_is_refused(name):
 
 
 class Foreign(Rule):
-    """Sends what ``reveals`` says, and looks at samples by the hooks ``looks``."""
+    """Sends what ``reveals`` says, and reads what ``reads`` says."""
 
-    def __init__(self, reveals="update", observes=0):
-        self.reveals, self.observes = reveals, observes
+    def __init__(self, reveals="update", **reads):
+        self.reveals, self.reads = reveals, Reads(**reads)
 
-    def sends(self, plan):
-        return {"total": Send(shape=(), dtype=torch.float64, reveals=self.reveals)}
+    def bind(self, plan):
+        sends = {"total": Send(shape=(), dtype=torch.float64, reveals=self.reveals)}
+        return Bound(self, reads=self.reads, sends=sends)
 
-    def finalize(self, params, context):
-        return {}, {"total": sum(tensor.sum() for tensor in params.values())}
-
-
-class ReadsTargets(Foreign):
-    def read_targets(self, memory, targets):
-        return memory
+    def end(self, client):
+        return {}, {"total": sum(tensor.sum() for tensor in client.params.values())}
 
 
 @pytest.mark.parametrize(
@@ -250,8 +246,8 @@ class ReadsTargets(Foreign):
         (Foreign("client"), r"test_dp_sgd sends more than follows from gradients \(client: 'total'\)"),
         (Foreign("class"), r"\(class: 'total'\)"),
         (Foreign("image"), r"\(image: 'total'\)"),
-        (Foreign(observes=1), "test_dp_sgd sees the model run on samples before local work"),
-        (ReadsTargets(), "test_dp_sgd reads the targets of all samples"),
+        (Foreign(first=1), "test_dp_sgd sees the model run on samples before local work"),
+        (Foreign(targets=True), "test_dp_sgd reads the targets of all samples"),
     ],
 )
 def test_rules_of_others_are_refused_where_noise_does_not_cover_what_they_send(rule, why):
@@ -384,9 +380,9 @@ def test_passes_are_the_most_batches_that_any_sample_was_in(method, settings):
     draw = running.engine.draw_batches
 
     def watched(name, client):
-        own, apart = draw(name, client)
+        own = draw(name, client)
         used.update((name, int(sample)) for _, index in own for sample in index)
-        return own, apart
+        return own
 
     running.engine.draw_batches = watched
     for number in range(1, 5):
@@ -462,12 +458,12 @@ def test_copies_of_a_sample_are_accounted_together(kind, method, batch_size):
     steps, draw = defaultdict(list), running.engine.draw_batches
 
     def watched(name, client):
-        own, apart = draw(name, client)
+        own = draw(name, client)
         for _, index in own:
             together = Counter(x.numpy().tobytes() for x in running.train[name].x[index])
             for sample, times in together.items():
                 steps[sample].append(times)
-        return own, apart
+        return own
 
     running.engine.draw_batches = watched
     for _ in range(3):

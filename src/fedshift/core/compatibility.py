@@ -1,7 +1,7 @@
 """Compatibility: whether the parts of a method go together, checked before anything starts.
 
-Needs are declared (:class:`~fedshift.core.requirements.Requirements`); what a rule does is read from the hooks that it
-overrides.
+Needs are declared (:class:`~fedshift.core.requirements.Requirements`), and so is what a rule does
+(:class:`~fedshift.core.declarations.Bound`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..tasks import Classification, Task
 from ..utils.errors import UsageError
 from .aggregation import Aggregation
+from .declarations import Bound
 from .loss import CrossEntropy
 from .method import Method
 from .optimizer import SGD
@@ -20,15 +21,18 @@ from .requirements import Requirements
 from .rule import Rule
 from .selection import norm_layers
 
+NAMED = 5
+"""Most names that a message lists."""
 
-def check_compatibility(plan: Plan) -> None:
-    """Raise :class:`UsageError` where parts of the method do not go together or do not fit the plan."""
+
+def check_rules(plan: Plan) -> None:
+    """Raise :class:`UsageError` where rules do not go together, or with the plan: before they are bound to it."""
     method, name = plan.method, f"method {plan.method.name!r}"
     for rule in method.rules:
-        if rule.requires.unique and sum(type(other) is type(rule) for other in method.rules) > 1:
+        if sum(type(other) is type(rule) for other in method.rules) > 1:
             raise UsageError(f"{name} has {rule.source_method} twice: remove one of the two")
-        _check_needs(plan, rule.requires)
-    combining = [rule.source_method for rule in method.rules if _overrides(rule, "combine_samples")]
+        _check_shared(plan, rule.requires)
+    combining = [rule.source_method for rule in method.rules if type(rule).combine_samples is not Rule.combine_samples]
     if len(combining) > 1:
         raise UsageError(
             f"{name}: {' and '.join(combining)} both combine the gradients of samples: choose one of the two"
@@ -41,6 +45,14 @@ def check_compatibility(plan: Plan) -> None:
             f"{name} pools all data but makes models of clients, and pooling leaves no clients: use centralized "
             "without a personal method"
         )
+
+
+def check_compatibility(plan: Plan) -> None:
+    """Raise :class:`UsageError` where parts of the method do not go together or do not fit the plan."""
+    method, name = plan.method, f"method {plan.method.name!r}"
+    for index, bound in enumerate(plan.rules):
+        _check_needs(plan, bound.rule.requires)
+        _check_declarations(plan, index)
     nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
     if nothing_to_aggregate and (method.server is not None or not method.aggregate.sums):
         raise UsageError(
@@ -53,6 +65,7 @@ def check_compatibility(plan: Plan) -> None:
             f"{name}: {method.aggregate!r} sends each client a mix of uploads, along which a server optimizer cannot "
             "step: remove one of the two"
         )
+    _check_shared(plan, method.aggregate.requires)
     _check_needs(plan, method.aggregate.requires)
 
 
@@ -76,43 +89,62 @@ def check_client_count(aggregate: Aggregation, clients: int) -> None:
         )
 
 
+def _check_shared(plan: Plan, needs: Requirements) -> None:
+    if needs.shared_entries and (plan.method.pooled or not plan.trained & plan.loaded):
+        where = "with all data in one place" if plan.method.pooled else "here"
+        raise UsageError(f"method {plan.method.name!r}: {needs.shared_entries}, but there are none {where}: remove it")
+
+
+def _check_declarations(plan: Plan, index: int) -> None:
+    """Raise :class:`UsageError` where what a rule declares does not fit the plan, or is inconsistent."""
+    bound, name = plan.rules[index], f"method {plan.method.name!r}"
+    source, own = bound.rule.source_method, bound.own
+    entries = [entry for part in (own.model, own.params, own.buffers, own.memory) for entry in part]
+    if len(own.kept) < len(entries):
+        twice = min(entry for entry in entries if entries.count(entry) > 1)
+        raise UsageError(f"{name}: {source} has two entries of its own that are called {twice!r}: rename one")
+    for what, names, known, allowed in (
+        ("bounds", own.bounds.keys(), own.params.keys(), "Own.params"),
+        ("another network's entry", own.model.keys(), plan.initial.keys(), "the model's entries"),
+        ("growing axes of", own.growing.keys(), own.server.keys(), "Own.server"),
+    ):
+        if wrong := names - known:
+            raise UsageError(
+                f"{name}: {source} declares {what} {min(wrong)!r}, which is not among {allowed} "
+                f"({', '.join(sorted(known)[:NAMED]) or 'none'}): correct its bind()"
+            )
+    apart = [phase for phase in bound.phases if phase.when != "during"]
+    if apart and any(phase.trains == "own" and phase.when == "during" for phase in bound.phases):
+        raise UsageError(
+            f"{name}: {source} trains parameters of its own both in the model's steps and apart from them: choose one"
+        )
+    for phase in bound.phases:
+        if phase.trains == "own":
+            if not (own.model.keys() & plan.trained or own.params):
+                raise UsageError(f"{name}: {source} has a phase for parameters of its own, and has none: leave it out")
+        elif not phase.trains & plan.trained:
+            raise UsageError(
+                f"{name}: {source} has a phase that trains {min(phase.trains, default='nothing')!r}, which is left "
+                "untrained: remove one of the two, or choose other layers"
+            )
+    if bound.sets:
+        _check_sets(plan, bound)
+
+
 def _check_needs(plan: Plan, needs: Requirements) -> None:
     method, name = plan.method, f"method {plan.method.name!r}"
-    if needs.shared_entries and (method.pooled or not plan.trained & plan.loaded):
-        where = "with all data in one place" if method.pooled else "here"
-        raise UsageError(f"{name}: {needs.shared_entries}, but there are none {where}: remove it")
-    if needs.some_loaded and not needs.some_loaded & plan.loaded:
-        raise UsageError(
-            f"{name}: {needs.shared_entries}, but another part keeps {min(needs.some_loaded)!r} on clients: use one of "
-            "the two, or other layers"
-        )
-    if needs.from_server:
-        _check_from_server(plan, needs.from_server)
     if needs.several_steps and method.work.get("batches") == 1:
         raise UsageError(f"{name}: {needs.several_steps}: remove it")
     if needs.plain_steps:
         _check_plain_steps(plan, needs.plain_steps, momentum=needs.momentum)
-    if needs.loads_everything and (plan.personal or not plan.loaded):
-        raise UsageError(
-            f"{name}: {needs.loads_everything}, but another part of the method already keeps {min(plan.personal)!r} on "
-            "the client: use one of the two"
-        )
     if needs.separate_samples:
         _check_separate_samples(plan, needs.separate_samples)
-    for rule, sends in zip(method.rules, plan.sends, strict=True) if needs.entries_only else ():
-        if sends:
+    for bound in plan.rules if needs.entries_only else ():
+        if bound.sends:
             raise UsageError(
-                f"{name}: {rule.source_method} sends more than the entries that {needs.entries_only} "
-                f"({', '.join(sorted(sends))}): remove one of the two"
+                f"{name}: {bound.rule.source_method} sends more than the entries that {needs.entries_only} "
+                f"({', '.join(sorted(bound.sends))}): remove one of the two"
             )
-    for rule in method.rules if needs.trains_everything else ():
-        if _overrides(rule, "trainable"):
-            raise UsageError(
-                f"{name}: {needs.trains_everything}, but {rule.source_method} leaves some untrained: remove one of "
-                "the two"
-            )
-    if needs.averages and not method.aggregate.sums:
-        raise UsageError(f"{name}: {needs.averages}, but {method.aggregate!r} does not average: remove one of the two")
     for entry in plan.entries if needs.no_constant_buffers else ():
         sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
         if sent and entry.is_buffer and not norm_layers(entry):
@@ -122,17 +154,17 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
             )
 
 
-def _check_from_server(plan: Plan, names: frozenset[str]) -> None:
-    """Raise :class:`UsageError` unless clients load the entries ``names`` and no rule has copies of them."""
+def _check_sets(plan: Plan, bound: Bound) -> None:
+    """Raise :class:`UsageError` unless clients load what the server computes, and no rule has copies of it."""
     name = f"method {plan.method.name!r}"
-    if kept := names - plan.loaded:
+    if kept := bound.sets - plan.loaded:
         where = "pooling leaves no client to measure" if plan.method.pooled else "another part keeps it on clients"
         raise UsageError(f"{name}: the server computes {min(kept)!r} from what clients measure, but {where}: remove it")
-    for rule, own in zip(plan.method.rules, plan.extra_rest, strict=True):
-        if any(entry.endswith(tuple(names)) for entry in own):
+    for other in plan.rules:
+        if bound.sets & other.own.model.keys():
             raise UsageError(
-                f"{name}: {rule.source_method} keeps another model on each client, for which the server computes no "
-                f"{min(names)!r}: remove one of the two"
+                f"{name}: {other.rule.source_method} keeps another model on each client, for which the server computes "
+                f"no {min(bound.sets)!r}: remove one of the two"
             )
 
 
@@ -149,11 +181,11 @@ def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
             else ("SGD without momentum", "sgd with momentum=0")
         )
         raise UsageError(f"{what} holds for {which}, not for {optimizer}: use {fix}, or another method")
-    for rule in plan.method.rules:
-        if _overrides(rule, "init_local") or _overrides(rule, "trainable_at_step"):
+    for bound in plan.rules:
+        if bound.rule.personalizes == "start" or any(phase.trains != "own" for phase in bound.phases):
             raise UsageError(
                 f"method {plan.method.name!r}: {what} holds where every step moves every parameter from what was "
-                f"loaded, which {rule.source_method} changes: remove one of the two"
+                f"loaded, which {bound.rule.source_method} changes: remove one of the two"
             )
 
 
@@ -169,22 +201,19 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
                 f"{name}: {what}, but in BatchNorm (layer {layer!r}) a sample changes those of its whole batch, "
                 "and statistics: add gn, ln, nonorm or fedwon"
             )
-    for rule, sends in zip(plan.method.rules, plan.sends, strict=True):
-        beyond = [f"{send.reveals}: {entry!r}" for entry, send in sends.items() if send.reveals != "update"]
+    for index, bound in enumerate(plan.rules):
+        beyond = [f"{send.reveals}: {entry!r}" for entry, send in bound.sends.items() if send.reveals != "update"]
         reads = {
-            "changes the loss": _overrides(rule, "transform_loss"),
-            "reads the targets of all samples": _overrides(rule, "read_targets"),
-            "sees the model run on samples before local work": rule.observes,
+            "changes the loss": index in plan.defines("loss"),
+            "changes the batch": index in plan.defines("batch"),
+            "reads the targets of all samples": bound.reads.targets,
+            "sees the model run on samples before local work": bound.reads.first,
             f"sends more than follows from gradients ({'; '.join(beyond)})": beyond,
         }
         if why := next((text for text, true in reads.items() if true), ""):
-            raise UsageError(f"{name}: {what}, and {rule.source_method} {why}: remove one of the two")
+            raise UsageError(f"{name}: {what}, and {bound.rule.source_method} {why}: remove one of the two")
     if isinstance(plan.loss, CrossEntropy) and plan.loss.weights is not None:
         raise UsageError(
             f"{name}: {what}, but {plan.loss} is divided by the weights of a batch, which cancel in one sample: use "
             f"focal(gamma=0, weights={plan.loss.weights!r})"
         )
-
-
-def _overrides(rule: Rule, hook: str) -> bool:
-    return getattr(type(rule), hook) is not getattr(Rule, hook)

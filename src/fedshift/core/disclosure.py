@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
 
 from ..utils.errors import UsageError
 from ..utils.state import State, join_states, pick
@@ -12,11 +14,36 @@ from .plan import Plan
 
 def check_sends(plan: Plan, index: int, sent: State) -> None:
     """Raise :class:`UsageError` unless ``sent`` is what the rule at ``index`` declares that it uploads."""
-    rule = plan.method.rules[index]
-    if why := _find_difference(plan.sends[index], sent):
+    bound = plan.rules[index]
+    if why := _find_difference(bound.sends, sent):
         raise UsageError(
-            f"method {plan.method.name!r}: {rule.source_method} {why}: its sends() must declare exactly what its "
-            "finalize() uploads (fedshift.Send), since consent of sites, policies and differential privacy rest on it"
+            f"method {plan.method.name!r}: {bound.rule.source_method} {why}: the sends of its bind() must be exactly "
+            "what its end() uploads (fedshift.Send), since consent of sites, policies and differential privacy rest on "
+            "them"
+        )
+
+
+def check_end(plan: Plan, index: int, kept: State, sent: State) -> None:
+    """Raise :class:`UsageError` unless a rule's memory and upload are what it declares."""
+    check_sends(plan, index, sent)
+    _check_names(plan, index, "end() returns memory", kept, plan.rules[index].own.memory, "Own.memory")
+
+
+def check_fold(plan: Plan, index: int, memory: State, entries: Mapping[str, Tensor]) -> None:
+    """Raise :class:`UsageError` unless what a rule computes at the server is what it declares."""
+    _check_names(plan, index, "fold() returns memory", memory, plan.rules[index].own.server, "Own.server")
+    _check_names(plan, index, "fold() returns entries", entries, plan.rules[index].sets, "Bound.sets")
+
+
+def _check_names(
+    plan: Plan, index: int, what: str, made: Collection[str], declared: Collection[str], where: str
+) -> None:
+    if set(made) != set(declared):
+        both = (", ".join(sorted(names)) or "none" for names in (made, declared))
+        found, named = both
+        raise UsageError(
+            f"method {plan.method.name!r}: {plan.rules[index].rule.source_method}: {what} ({found}), but {where} in "
+            f"its bind() declares {named}: return exactly these"
         )
 
 
@@ -36,7 +63,7 @@ def check_upload(plan: Plan, shared: State, memory: Sequence[State]) -> None:
 def like_sends(plan: Plan) -> State:
     """Return tensors of zeros like what all rules declare that they send, by their names in messages."""
     first = next(iter(plan.initial.values()))
-    zeros = [{name: first.new_zeros(s.shape, dtype=s.dtype) for name, s in sends.items()} for sends in plan.sends]
+    zeros = [{n: first.new_zeros(s.shape, dtype=s.dtype) for n, s in bound.sends.items()} for bound in plan.rules]
     return join_states(plan.rule_names, zeros)
 
 

@@ -7,16 +7,16 @@ engine may keep them in a dictionary, in another process or on another machine. 
 under ``torch.vmap``, so that an engine can run many clients in one tensor program.
 
 A method's rules have one memory each: ``memory[i]`` and ``server_memory[i]`` belong to rule ``i``. While a client
-works, a rule's extra entries lie beside the model's (:attr:`fedshift.core.plan.Plan.extra_names`), so that the
+works, a rule's own entries lie beside the model's (:attr:`fedshift.core.plan.Plan.own_names`), so that the
 optimizer changes them all; between rounds they are part of the rule's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,19 @@ from ..nn.linear import use_torch_func
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, nbytes, pick
 from .aggregation import Mixes
-from .disclosure import check_sends
-from .plan import Plan, compute_features, compute_outputs, forward, to_memory_format
-from .rule import ForwardPass, Hook, Rule, RuleContext
+from .contexts import (
+    EndContext,
+    ForwardPass,
+    Glimpse,
+    Hook,
+    LookContext,
+    LossContext,
+    Owned,
+    RoundContext,
+    StepContext,
+)
+from .disclosure import check_end
+from .plan import Apart, Plan, Updated, compute_features, compute_outputs, forward, to_memory_format
 
 SAMPLE_GRADIENTS = 2**27
 """Bytes of single samples' gradients that are held at a time."""
@@ -43,7 +53,7 @@ class ClientState:
     Args:
         personal: Entries that the client keeps instead of loading them.
         optimizer: State of the local optimizer, where that survives a round.
-        memory: One state for each rule, its extra entries included.
+        memory: One state for each rule, its own entries included.
         steps: Local steps done so far.
 
     """
@@ -83,10 +93,16 @@ class Update:
     steps: int
 
 
-class FirstSamples(NamedTuple):
-    """The first samples of a client's round: inputs ``x [B, ...]``, and the ``key`` of its first step."""
+class Seen(NamedTuple):
+    """What rules see of a client's samples before local work; empty where none reads it.
 
+    ``targets``: those of all training samples, ``[N, ...]``. ``x [B, ...]`` and ``y [B, ...]``: the round's first
+    samples. ``key``: that of its first step.
+    """
+
+    targets: Tensor
     x: Tensor
+    y: Tensor
     key: Tensor
 
 
@@ -99,15 +115,16 @@ class LocalTrainingState:
         rest: Buffers and frozen parameters.
         global_params: Entries as loaded this round.
         optimizer: State of the local optimizer.
-        memory: One state for each rule, without its extra entries.
+        memory: One state for each rule, without its own entries.
         server_memory: One state for each rule, as broadcast.
+        round: Rounds done before this one.
         lr: Learning rate of the round.
         start: Steps that the client had done before the round.
         done: Steps that it has done now.
         planned_steps: Steps that the round will have.
         frozen: Whether BatchNorm's statistics are frozen.
         samples: Samples used this round.
-        apart: Whether the steps train the rules' own parameters only (:attr:`Rule.epochs`); these do not count.
+        apart: The phase whose passes these are, which train a rule's own parameters alone, and do not count.
 
     """
 
@@ -117,13 +134,25 @@ class LocalTrainingState:
     optimizer: State
     memory: tuple[State, ...]
     server_memory: tuple[State, ...]
+    round: int
     lr: float
     start: int
     done: int
     planned_steps: int
     frozen: bool
     samples: int = 0
-    apart: bool = False
+    apart: Apart | None = None
+    counter: Tensor | None = None
+
+    @property
+    def steps(self) -> Tensor:
+        """Steps of the round so far, an int64 scalar."""
+        return torch.tensor(self.done - self.start) if self.counter is None else self.counter
+
+    @property
+    def state(self) -> State:
+        """All entries, the rules' included."""
+        return {**self.params, **self.rest}
 
 
 def init_server(plan: Plan) -> ServerState:
@@ -132,7 +161,7 @@ def init_server(plan: Plan) -> ServerState:
     return ServerState(
         round=0,
         shared=pick(plan.initial, plan.sent),
-        memory=tuple(rule.server_memory(common) for rule in plan.method.rules),
+        memory=tuple(dict(bound.own.server) for bound in plan.rules),
         optimizer=plan.method.server.init(common) if plan.method.server else {},
     )
 
@@ -146,12 +175,7 @@ def broadcast(server: ServerState, name: str) -> ServerState:
 
 def init_client(plan: Plan) -> ClientState:
     """Return a client that has not taken part yet; its entries share memory with the plan's until it does."""
-    params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
-    extra = zip(plan.extra_params, plan.extra_rest, strict=True)
-    memory = tuple(
-        {**own, **other, **rule.client_memory(params, rest)}
-        for rule, (own, other) in zip(plan.method.rules, extra, strict=True)
-    )
+    memory = tuple(bound.own.kept for bound in plan.rules)
     return ClientState(personal=pick(plan.initial, plan.personal), memory=memory)
 
 
@@ -165,26 +189,25 @@ def personal_entries(plan: Plan, client: ClientState, server: ServerState) -> St
     return client.personal if client.steps else client.personal | pick(server.shared, plan.adopted)
 
 
-def _memory_alone(plan: Plan, client: ClientState, index: int) -> State:
-    extra = plan.extra_names[index]
-    return {name: tensor for name, tensor in client.memory[index].items() if name not in extra}
-
-
-def _context_between_rounds(plan: Plan, client: ClientState, server: ServerState, index: int) -> RuleContext:
+def _context_between_rounds(plan: Plan, client: ClientState, server: ServerState, index: int) -> RoundContext:
     """Return what the rule at ``index`` may read between rounds."""
-    return RuleContext(
-        global_params=pick(server.shared, plan.loaded),
-        memory=_memory_alone(plan, client, index),
-        extra_entries=pick(client.memory[index], plan.extra_names[index]),
-        server_memory=server.memory[index],
+    kept, bound = client.memory[index], plan.rules[index]
+    return RoundContext(
+        bound=bound,
+        loaded=pick(server.shared, plan.loaded),
+        memory={name: kept[name] for name in bound.own.memory},
+        own=Owned(*(pick(kept, part) for part in (bound.own.model, bound.own.params, bound.own.buffers))),
+        server=server.memory[index],
+        round=server.round,
+        lr=plan.optimizer.lr_in_round(server.round),
     )
 
 
 def personal_state(plan: Plan, client: ClientState, server: ServerState) -> State:
     """Return the model that the client would use now: entries that it loads and its own, as its rules combine them."""
     state = _merge_loaded_and_personal(plan, client, server)
-    for index, rule in enumerate(plan.method.rules):
-        state = rule.personal_model(state, _context_between_rounds(plan, client, server, index))
+    for index in plan.defines("personalize"):
+        state = plan.rules[index].rule.personalize(state, _context_between_rounds(plan, client, server, index))
     return state
 
 
@@ -199,53 +222,38 @@ def global_state(plan: Plan, server: ServerState) -> State | None:
 
 
 def client_init(
-    plan: Plan,
-    client: ClientState,
-    server: ServerState,
-    planned_steps: int = 0,
-    targets: Tensor | None = None,
-    first: FirstSamples | None = None,
+    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
 ) -> LocalTrainingState:
     """Start a client's local work of ``planned_steps`` steps: load the shared entries, keep the personal ones.
 
-    ``targets``: those of all its training samples, ``[N, ...]``, for rules that read them. ``first``: samples on which
-    rules see the model run.
+    ``seen``: the samples that rules look at; None: they do not look.
     """
-    job = load_state(plan, client, server, planned_steps, targets, first)
+    job = load_state(plan, client, server, planned_steps, seen)
     return replace(job, params=plan.clone_for_training(job.params), optimizer=clone(job.optimizer))
 
 
 def load_state(
-    plan: Plan,
-    client: ClientState,
-    server: ServerState,
-    planned_steps: int = 0,
-    targets: Tensor | None = None,
-    first: FirstSamples | None = None,
+    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
 ) -> LocalTrainingState:
     """Return :func:`client_init`'s job over the tensors of server and client themselves: copy before a step."""
-    state = _merge_loaded_and_personal(plan, client, server)
-    for index, rule in enumerate(plan.method.rules):
-        state = rule.init_local(state, _context_between_rounds(plan, client, server, index))
-    for kept, names in zip(client.memory, plan.extra_names, strict=True):
-        state |= {name: kept[entry] for entry, name in names.items()}
-    trained = plan.trained.union(*plan.extra_trained)
+    contexts = [_context_between_rounds(plan, client, server, index) for index in range(len(plan.rules))]
+    merged = _merge_loaded_and_personal(plan, client, server)
+    state = _begin(plan, merged, contexts)
+    if seen is not None and plan.defines("look"):
+        contexts = look(plan, contexts, state, seen)
+        state = _begin(plan, merged, contexts)
+    for index, names in enumerate(plan.own_names):
+        state = state | {name: client.memory[index][entry] for entry, name in names.items()}
+    trained = plan.trained.union(*plan.own_trained)
     params = pick(state, trained)
-    memory = tuple(_memory_alone(plan, client, index) for index in range(len(plan.method.rules)))
-    if targets is not None:
-        memory = tuple(rule.read_targets(own, targets) for rule, own in zip(plan.method.rules, memory, strict=True))
-    if first is not None:
-        memory = tuple(
-            _observe(plan, rule, own, state, first) if rule.observes else own
-            for rule, own in zip(plan.method.rules, memory, strict=True)
-        )
     return LocalTrainingState(
         params=params,
         rest={name: tensor for name, tensor in state.items() if name not in trained},
         global_params=pick(server.shared, plan.loaded),
         optimizer=client.optimizer or plan.optimizer.init(params),
-        memory=memory,
+        memory=tuple(context.memory for context in contexts),
         server_memory=server.memory,
+        round=server.round,
         lr=plan.optimizer.lr_in_round(server.round),
         start=client.steps,
         done=client.steps,
@@ -254,47 +262,95 @@ def load_state(
     )
 
 
-def _observe(plan: Plan, rule: Rule, memory: State, state: State, first: FirstSamples) -> State:
-    """Return the rule's memory after it has seen the model run under ``state``."""
-    x, layers = first.x[: rule.observes], dict(plan.module.named_modules())
+def _begin(plan: Plan, state: State, contexts: Sequence[RoundContext]) -> State:
+    """Return the model that local work starts from, given the entries that the client loads and keeps."""
+    for index in plan.defines("personalize"):
+        rule = plan.rules[index].rule
+        state = rule.personalize(state, contexts[index]) if rule.personalizes == "start" else state
+    return state
+
+
+def look(
+    plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen, *, prelude: bool = False
+) -> list[RoundContext]:
+    """Return the rules' contexts with their memories for the round, having looked at the model under ``state``."""
+    return [
+        replace(each, memory=each.bound.rule.look(_look_context(plan, each, state, seen, prelude=prelude)))
+        if index in plan.defines("look")
+        else each
+        for index, each in enumerate(contexts)
+    ]
+
+
+def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen, *, prelude: bool) -> LookContext:
+    count = context.bound.reads.first
+    x, y, layers = seen.x[:count], seen.y[:count], dict(plan.module.named_modules())
 
     def run(hooks: Mapping[str, Hook]) -> None:
         handles = [layers[name].register_forward_pre_hook(hook) for name, hook in hooks.items()]
         try:
-            forward(plan, clone(pick(state, plan.initial)), x, training=True, key=first.key)
+            forward(plan, clone(state), x, training=True, key=seen.key)
         finally:
             for handle in handles:
                 handle.remove()
 
-    return rule.observe(memory, len(x), run)
+    def loss_at(entries: State) -> Tensor:
+        return plan.loss(forward(plan, clone({**state, **entries}), x, training=False), y)
+
+    given = {each.name: getattr(context, each.name) for each in fields(context)}
+    return LookContext(**given, prelude=prelude, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
 
 
 def restart(plan: Plan, job: LocalTrainingState) -> LocalTrainingState:
     """Return a job that has taken no steps but those ``apart`` with the model that its rules now start from. Pure."""
-    together = {**job.params, **job.rest}
+    together = job.state
     state = {name: job.global_params.get(name, together[name]) for name in plan.initial}
-    for index, rule in enumerate(plan.method.rules):
-        state = rule.init_local(state, _rule_context(plan, job, index))
-    fresh = {name: state.get(name, tensor) for name, tensor in together.items()}
-    return replace(job, params=pick(fresh, job.params), rest=pick(fresh, job.rest), apart=False)
+    contexts = [_round_context(plan, job, index) for index in range(len(plan.rules))]
+    fresh = together | _begin(plan, state, contexts)
+    return replace(job, params=pick(fresh, job.params), rest=pick(fresh, job.rest), apart=None)
 
 
-def _extra_entries(plan: Plan, index: int, params: State, rest: State) -> State:
-    return {entry: params[name] if name in params else rest[name] for entry, name in plan.extra_names[index].items()}
+def _own(plan: Plan, index: int, state: State) -> Owned:
+    own, names = plan.rules[index].own, plan.own_names[index]
+    return Owned(*({entry: state[names[entry]] for entry in part} for part in (own.model, own.params, own.buffers)))
 
 
-def _rule_context(plan: Plan, job: LocalTrainingState, index: int, key: Tensor | None = None) -> RuleContext:
-    return RuleContext(
-        global_params=job.global_params,
-        memory=job.memory[index],
-        extra_entries=_extra_entries(plan, index, job.params, job.rest),
-        server_memory=job.server_memory[index],
-        rest=pick(job.rest, plan.initial) if any(plan.extra_names) else job.rest,
-        lr=job.lr,
-        steps=job.done - job.start,
-        planned_steps=job.planned_steps if plan.method.rules[index].requires.step_budget else 0,
-        key=key,
-    )
+def _client_facts(plan: Plan, job: LocalTrainingState, index: int, state: State) -> dict[str, Any]:
+    """Return the fields of the :class:`ClientContext` of the rule at ``index``; ``state``: all current entries."""
+    return {
+        "bound": plan.rules[index],
+        "loaded": job.global_params,
+        "memory": job.memory[index],
+        "own": _own(plan, index, state),
+        "server": job.server_memory[index],
+        "lr": job.lr,
+    }
+
+
+def _round_context(plan: Plan, job: LocalTrainingState, index: int) -> RoundContext:
+    return RoundContext(**_client_facts(plan, job, index, job.state), round=job.round)
+
+
+def _step_facts(plan: Plan, job: LocalTrainingState, index: int, state: State, key: Tensor) -> dict[str, Any]:
+    """Return the fields of the :class:`StepContext` of the rule at ``index``."""
+    return _client_facts(plan, job, index, state) | {
+        "params": {name: state[name] for name in plan.params},
+        "buffers": {name: job.rest[name] for name in plan.buffers},
+        "steps": job.steps,
+        "_round": job.round,
+        "_key": key,
+    }
+
+
+def list_updates(plan: Plan, job: LocalTrainingState) -> tuple[Updated, ...]:
+    """Return what the coming step of ``job`` trains."""
+    return plan.updates_in(job.done - job.start, job.planned_steps, job.apart)
+
+
+def list_active(plan: Plan, job: LocalTrainingState) -> list[str]:
+    """Return the parameters of ``job`` that its coming step trains, in order."""
+    active = frozenset[str]().union(*(each.names for each in list_updates(plan, job)))
+    return [name for name in job.params if name in active]
 
 
 def compute_objective(
@@ -307,39 +363,73 @@ def compute_objective(
     """
     plan.set_mode(training=True, frozen=job.frozen)
     rest = clone(job.rest)
-
-    def data_loss(state: State) -> Tensor:
-        return plan.loss(compute_outputs(plan, state, x), y)
-
-    def run_model(index: int, state: State, other: Tensor | None = None, *, training: bool = True) -> ForwardPass:
-        given = x if other is None else other
-        plan.set_mode(training=training, frozen=job.frozen)
-        try:
-            with dropout_key(key):
-                outputs, features = compute_features(plan, state, given)
-        finally:
-            plan.set_mode(training=True, frozen=job.frozen)
-        return ForwardPass(given, y, outputs, features[index])
-
+    state = {**params, **rest}
+    model = {name: state[name] for name in plan.initial} if len(state) > len(plan.initial) else state
     with dropout_key(key):
+        for index in plan.defines("batch"):
+            facts = _step_facts(plan, job, index, {**params, **job.rest}, key)
+            x, y = plan.rules[index].rule.batch(x, y, StepContext(**facts))
+        batch = _Batch(plan, job, params, x, y, key)
         if job.apart:
             total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
         else:
-            state = {**params, **rest}
-            outputs, features = compute_features(plan, pick(state, plan.initial) if any(plan.extra_names) else state, x)
-            total = loss = plan.loss(outputs, y)
-        for index, rule in enumerate(plan.method.rules):
-            if bool(rule.epochs) == job.apart:
-                context = replace(
-                    _rule_context(plan, job, index, key),
-                    extra_entries=_extra_entries(plan, index, params, rest),
-                    forward_pass=None if job.apart else ForwardPass(x, y, outputs, features[index]),
-                    run_model=partial(run_model, index),
-                    criterion=plan.loss,
-                    data_loss=data_loss,
-                )
-                total = rule.transform_loss(total, params, context)
+            batch.passed = compute_features(plan, model, x)
+            total = loss = plan.loss(batch.passed[0], y)
+        for index in plan.defines("loss"):
+            if job.apart[0] == index if job.apart else not plan.rules[index].is_apart:
+                total = plan.rules[index].rule.loss(total, batch.make_context(index, state))
     return total, loss, rest
+
+
+class _Batch:
+    """The batch of a step, on which rules run networks."""
+
+    def __init__(self, plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor) -> None:
+        self._plan, self._job, self._params, self._x, self._y, self._key = plan, job, params, x, y, key
+        self.passed: tuple[Tensor, dict[int, Tensor]] | None = None
+
+    def make_context(self, index: int, state: State) -> LossContext:
+        """Return what the rule at ``index`` may read; ``state``: all entries, as layers and losses write into them."""
+        return LossContext(
+            **_step_facts(self._plan, self._job, index, state, self._key),
+            x=self._x,
+            y=self._y,
+            criterion=self._plan.loss,
+            _make_pass=partial(self._make_pass, index),
+            _run=partial(self._run, index),
+            _loss_at=self._loss_at,
+        )
+
+    def _fill(self, entries: State) -> State:
+        """Return a model's entries: ``entries`` as they are, and copies of the model's own buffers beside these."""
+        return {
+            name: entries[name] if name in entries else self._params[name] if name in self._params
+            else self._job.rest[name].clone()
+            for name in self._plan.initial
+        }  # fmt: skip
+
+    def _loss_at(self, entries: State) -> Tensor:
+        return self._plan.loss(compute_outputs(self._plan, self._fill(entries), self._x), self._y)
+
+    def _run(self, index: int, entries: State, x: Tensor, *, training: bool) -> ForwardPass:
+        self._plan.set_mode(training=training, frozen=self._job.frozen)
+        try:
+            with dropout_key(self._key):
+                found = compute_features(self._plan, self._fill(entries), x)
+        finally:
+            self._plan.set_mode(training=True, frozen=self._job.frozen)
+        return self._name(index, x, found)
+
+    def _make_pass(self, index: int) -> ForwardPass:
+        if self.passed is None:
+            with dropout_key(self._key):
+                self.passed = compute_features(self._plan, self._fill({}), self._x)
+        return self._name(index, self._x, self.passed)
+
+    def _name(self, index: int, x: Tensor, found: tuple[Tensor, dict[int, Tensor]]) -> ForwardPass:
+        outputs, features = found
+        bound = self._plan.rules[index]
+        return ForwardPass(bound=bound, x=x, y=self._y, outputs=outputs, _features=features.get(index, outputs))
 
 
 def compute_gradients(
@@ -353,9 +443,9 @@ def compute_gradients(
     if plan.combining is not None:
         grads, rest, loss = combine_samples(plan, job, x, y, key)
         return transform_gradients(plan, job, grads, key), rest, loss
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
+    leaves = {name: job.params[name].detach().requires_grad_() for name in list_active(plan, job)}
     with torch.enable_grad():
-        total, loss, rest = compute_objective(plan, job, leaves, x, y, key)
+        total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key)
     found = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
     after = {name: tensor.detach() for name, tensor in rest.items()}
     return transform_gradients(plan, job, dict(zip(leaves, found, strict=True)), key), after, loss.detach()
@@ -372,23 +462,23 @@ def combine_samples(
     assert plan.combining is not None
 
     def objective(params: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
-        return compute_objective(plan, job, params, x[None], y[None], key)[0]
+        return compute_objective(plan, job, {**job.params, **params}, x[None], y[None], key)[0]
 
     descend = torch.vmap(torch.func.grad_and_value(objective), in_dims=(None, 0, 0, 0), randomness="different")
     keys_B = key ^ draw_bits(key, SAMPLE_KEYS, len(y))
-    together = max(1, SAMPLE_GRADIENTS // max(1, nbytes(job.params)))
+    params = {name: job.params[name] for name in list_active(plan, job)}
+    together = max(1, SAMPLE_GRADIENTS // max(1, nbytes(params)))
     losses = []
 
     def differentiate() -> Iterator[State]:
         for start in range(0, len(y), together):
             part = slice(start, start + together)
-            grads, loss = descend(job.params, x[part], y[part], keys_B[part])
+            grads, loss = descend(params, x[part], y[part], keys_B[part])
             losses.append(loss)
             yield grads
 
     with use_torch_func():
-        context = _rule_context(plan, job, plan.combining, key)
-        grads = plan.method.rules[plan.combining].combine_samples(differentiate(), context)
+        grads = plan.method.rules[plan.combining].combine_samples(differentiate(), key)
     return grads, job.rest, torch.cat(losses).mean()
 
 
@@ -397,37 +487,41 @@ def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: 
 
     No rule changes the gradients of another's own parameters otherwise.
     """
-    for index, rule in enumerate(plan.method.rules):
-        if type(rule).transform_grads is Rule.transform_grads:
-            continue
-        context, params = _rule_context(plan, job, index, key), pick(job.params, plan.trained)
-        changed = rule.transform_grads(pick(grads, plan.trained), params, context)
-        for network in filter(None, plan.networks if rule.on_copies else ()):
-            found, weights = ({entry: state[name] for entry, name in network.items()} for state in (grads, job.params))
-            found = rule.transform_grads(found, weights, replace(context, global_params={}))
-            changed = changed | {network[entry]: grad for entry, grad in found.items()}
+    state = job.state
+    for index in plan.defines("gradients"):
+        rule, facts = plan.rules[index].rule, _step_facts(plan, job, index, state, key)
+        changed = pick(grads, plan.trained)
+        if changed:
+            changed = rule.gradients(changed, StepContext(**facts | {"params": pick(facts["params"], changed)}))
+        for other, bound in enumerate(plan.rules) if rule.on_copies else ():
+            names = {entry: plan.own_names[other][entry] for entry in bound.own.model}
+            found = {entry: grads[name] for entry, name in names.items() if name in grads}
+            if found:
+                copy = {entry: state[name] for entry, name in names.items()}
+                rest = {entry: tensor for entry, tensor in copy.items() if entry not in found}
+                at_copy = StepContext(**facts | {"params": pick(copy, found), "buffers": rest, "loaded": {}})
+                changed |= {names[entry]: grad for entry, grad in rule.gradients(found, at_copy).items()}
         grads = grads | changed
     return grads
 
 
 def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samples: int) -> LocalTrainingState:
     """Take the optimizer's step along ``grads``, found on ``samples`` samples, in the memory of ``job``."""
-    active = frozenset(job.params)
-    for index, rule in enumerate(plan.method.rules):
-        active = rule.trainable_at_step(active, _rule_context(plan, job, index))
-    if not job.apart:
-        plan.optimizer.update_(pick(job.params, active & plan.trained), grads, job.optimizer, job.lr)
-    for index, (rule, names) in enumerate(zip(plan.method.rules, plan.extra_trained, strict=True)):
-        if names and bool(rule.epochs) == job.apart:
-            for optimizer, own in (
-                (plan.optimizer, names & plan.decayed),
-                (plan.undecayed_optimizer, names - plan.decayed),
-            ):
-                optimizer.update_(pick(job.params, active & own), grads, job.optimizer, job.lr * rule.lr_scale)
-            rule.restrict_(_extra_entries(plan, index, job.params, job.rest))
+    for each in list_updates(plan, job):
+        optimizer = plan.optimizer if each.decay else plan.undecayed_optimizer
+        optimizer.update_(pick(job.params, each.names), grads, job.optimizer, job.lr * each.lr_scale)
+        if each.rule is not None:
+            _put_back_(plan, job, each.rule)
     if job.apart:
         return replace(job, rest=rest)
     return replace(job, rest=rest, done=job.done + 1, samples=job.samples + samples)
+
+
+def _put_back_(plan: Plan, job: LocalTrainingState, index: int) -> None:
+    """Put the own parameters of the rule at ``index`` back within their bounds."""
+    for entry, bounds in plan.rules[index].own.bounds.items():
+        values = job.params[plan.own_names[index][entry]]
+        values.copy_(values.clamp(*bounds))  # clamp_ has no batching rule
 
 
 def client_step_(
@@ -450,15 +544,20 @@ def client_step(
 def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Update]:
     """End local work. Returns the client's new state and its upload.
 
-    Raises :class:`UsageError` where a rule would upload anything but what it declares (:meth:`Rule.sends`).
+    Raises :class:`UsageError` where a rule would upload or keep anything but what it declares.
     """
-    together = {**job.params, **job.rest}
+    together = job.state
     state = {name: together[name] for name in plan.initial}
     memory, uploads = [], []
-    for index, rule in enumerate(plan.method.rules):
-        kept, sent = rule.finalize(job.params, _rule_context(plan, job, index))
-        check_sends(plan, index, sent)
-        memory.append({**kept, **_extra_entries(plan, index, job.params, job.rest)})
+    for index, bound in enumerate(plan.rules):
+        kept, sent = {name: job.memory[index][name] for name in bound.own.memory}, State()
+        if index in plan.defines("end"):
+            facts, end = _client_facts(plan, job, index, together), bound.rule.end
+            params, rest = ({name: together[name] for name in part} for part in (plan.params, plan.buffers))
+            steps = job.done - job.start
+            kept, sent = end(EndContext(**facts, round=job.round, params=params, buffers=rest, steps=steps))
+        check_end(plan, index, kept, sent)
+        memory.append(kept | {entry: together[name] for entry, name in plan.own_names[index].items()})
         uploads.append(sent)
     client = ClientState(
         personal=pick(state, plan.personal),

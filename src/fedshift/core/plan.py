@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..nn.dropout import dropout_key
+from ..nn.dropout import Keyed, dropout_key
 from ..utils.errors import UsageError
-from ..utils.state import State, clone
-from .declarations import Send
+from ..utils.state import State, clone, pick
+from .declarations import Bound, Phase, Reads
 from .method import Method
 from .optimizer import SGD, Optimizer
-from .rule import Rule
+from .rule import HOOKS, Rule
 from .selection import Entry, hybrid_factors, norm_statistics
 from .work import Work
 
@@ -27,12 +27,28 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Precision = Literal["float32", "bfloat16"]
 
 
+Apart = tuple[int, Phase]
+"""A phase, after the position of its rule."""
+
+
+class Updated(NamedTuple):
+    """Parameters that the optimizer changes in a step, ``lr_scale`` times as fast as it says.
+
+    ``rule``: the position of the rule that they are of; None: they are the model's. ``decay``: whether they decay.
+    """
+
+    names: frozenset[str]
+    rule: int | None
+    lr_scale: float
+    decay: bool
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """A method resolved against one model: which entries do what. Made by :func:`prepare`.
 
     Args:
-        method: The method, its rules and aggregation bound to the model.
+        method: The method, its aggregation bound to the plan.
         module: A stateless template, after surgery.
         entries: The model's entries, in order.
         initial: State that server and clients start from.
@@ -40,8 +56,7 @@ class Plan:
         adopted: Names of the entries that a client keeps, but takes from the server as its first round starts.
         sent: Names of the entries that clients send.
         trained: Names of the parameters that the optimizer changes.
-        extra_params: Parameters that each rule adds on clients, at their initial values.
-        extra_rest: Other entries that each rule adds on clients.
+        rules: The method's rules, each resolved against the plan; empty while they are.
         freeze_from: Round (from 0) from which statistics are frozen.
         work: Local work of a round.
         optimizer: The local optimizer.
@@ -60,8 +75,7 @@ class Plan:
     adopted: frozenset[str] = frozenset()
     sent: frozenset[str]
     trained: frozenset[str]
-    extra_params: tuple[State, ...]
-    extra_rest: tuple[State, ...]
+    rules: tuple[Bound, ...] = ()
     freeze_from: float
     work: Work
     optimizer: Optimizer
@@ -97,22 +111,12 @@ class Plan:
         Factors of HybridBatchNorm act in training alone, and make no model another one.
         """
         own = any(entry.name in self.personal and not hybrid_factors(entry) for entry in self.entries)
-        return own or self.mixes or any(rule.personalizes for rule in self.method.rules)
+        return own or self.mixes or any(bound.rule.personalizes for bound in self.rules)
 
     @cached_property
     def finetune_rounds(self) -> int:
         """Rounds of local work that make a client's model of the one that it loads, whenever that is measured."""
         return max((rule.finetune_rounds for rule in self.method.rules), default=0)
-
-    @cached_property
-    def own_epochs(self) -> int:
-        """Passes of a round over a client's data that train the rules' own parameters apart from the model's."""
-        return max((rule.epochs or 0 for rule in self.method.rules), default=0)
-
-    @cached_property
-    def leads(self) -> bool:
-        """Return whether those passes come before the model's."""
-        return any(rule.leads for rule in self.method.rules)
 
     def entries_fixed_in(self, round: int) -> frozenset[str]:
         """Return entries that no local work of ``round`` (from 0) changes: frozen parameters, and frozen statistics."""
@@ -124,34 +128,115 @@ class Plan:
         )
 
     @cached_property
+    def params(self) -> State:
+        """The model's trained entries, at their first values."""
+        return pick(self.initial, self.trained)
+
+    @cached_property
+    def buffers(self) -> State:
+        """The model's other entries, at their first values."""
+        return pick(self.initial, self.initial.keys() - self.trained)
+
+    def defines(self, hook: str) -> tuple[int, ...]:
+        """Return the positions of the rules that define ``hook``."""
+        return self._defined[hook]
+
+    @cached_property
+    def _defined(self) -> dict[str, tuple[int, ...]]:
+        kinds = [type(bound.rule) for bound in self.rules]
+        return {
+            hook: tuple(at for at, kind in enumerate(kinds) if getattr(kind, hook) is not getattr(Rule, hook))
+            for hook in HOOKS
+        }
+
+    @cached_property
+    def reads(self) -> Reads:
+        """What some rule reads, ``first`` being the most; features are those of :attr:`feature_layers`."""
+        each = [bound.reads for bound in self.rules]
+        return Reads(
+            targets=any(reads.targets for reads in each),
+            first=max((reads.first for reads in each), default=0),
+            draws=any(reads.draws for reads in each),
+            round=any(reads.round for reads in each),
+            entries=any(reads.entries for reads in each),
+        )
+
+    @cached_property
+    def draws(self) -> bool:
+        """Return whether a step draws from its key."""
+        return self.reads.draws or self.combining is not None or any(isinstance(each, Keyed) for each in self.layers)
+
+    @cached_property
+    def lanes_alike(self) -> bool:
+        """Return whether what clients start with and keep differs in the model's entries alone, not by rules."""
+        kept = any(bound.own.kept or bound.own.server for bound in self.rules)
+        acts = any(map(self.defines, ("look", "personalize", "end", "fold")))
+        return not (kept or acts or self.mixes)
+
+    @cached_property
     def subtracts(self) -> bool:
         """Return whether a step subtracts the objective's gradients, times the learning rate, and does nothing else."""
-        rules = [type(rule) for rule in self.method.rules]
         plain = isinstance(self.optimizer, SGD) and not (self.optimizer.momentum or self.optimizer.weight_decay)
-        same = all(rule.transform_grads is Rule.transform_grads for rule in rules) and self.combining is None
-        paced = any(rule.trainable_at_step is not Rule.trainable_at_step for rule in rules)
-        return plain and same and not paced and not any(self.extra_trained)
+        own = any(self.own_trained) or any(bound.phases for bound in self.rules)
+        return plain and not self.defines("gradients") and self.combining is None and not own
+
+    @cached_property
+    def before(self) -> tuple[Apart, ...]:
+        """The passes of a round that train a rule's own parameters before the model: the rule's position, the phase."""
+        return self._list_apart("before")
+
+    @cached_property
+    def after(self) -> tuple[Apart, ...]:
+        """Those after the model."""
+        return self._list_apart("after")
+
+    def _list_apart(self, when: Literal["before", "after"]) -> tuple[Apart, ...]:
+        return tuple((index, phase) for index, bound in enumerate(self.rules) for phase in bound.list_phases(when))
+
+    @cached_property
+    def _during(self) -> tuple[Apart, ...]:
+        """The phases in the model's steps."""
+        each = enumerate(self.rules)
+        return tuple((index, phase) for index, bound in each for phase in bound.list_phases("during"))
+
+    @cached_property
+    def paced(self) -> bool:
+        """Return whether what a step trains depends on how many steps the round has."""
+        return any(phase.share != (0.0, 1.0) for _, phase in self._during)
+
+    def updates_in(self, step: int, steps: int, apart: Apart | None) -> tuple[Updated, ...]:
+        """Return what a step trains: ``step`` (from 0) of the model's ``steps`` in a round, or one ``apart``."""
+        active = (apart,) if apart else tuple(each for each in self._during if each[1].covers(step, steps))
+        kind = active, apart is None
+        if kind not in self._updates:
+            made = tuple(self._list_updates(active, model=apart is None))
+            self._updates[kind] = tuple(each for each in made if each.names)
+        return self._updates[kind]
+
+    @cached_property
+    def _updates(self) -> dict[object, tuple[Updated, ...]]:
+        return {}
+
+    def _list_updates(self, active: tuple[Apart, ...], *, model: bool) -> Iterator[Updated]:
+        """Yield what steps train in which the phases ``active`` are; ``model``: the model, too."""
+        phased = frozenset[str]().union(*(phase.trains for _, phase in self._during if phase.trains != "own"))
+        taken = self.trained - phased if model else frozenset[str]()
+        yield Updated(taken, None, 1.0, decay=True)
+        for index, phase in active:
+            if phase.trains == "own":
+                names, own = self.own_names[index], self.rules[index].own
+                network = frozenset(names[entry] for entry in own.model.keys() & self.trained)
+                yield Updated(network, index, phase.lr_scale, decay=True)
+                yield Updated(frozenset(names[entry] for entry in own.params), index, phase.lr_scale, decay=phase.decay)
+            else:
+                yield Updated((phase.trains & self.trained) - taken, None, phase.lr_scale, decay=True)
+                taken |= phase.trains
 
     @cached_property
     def combining(self) -> int | None:
         """Position of the rule that combines the gradients of a batch's samples; None: they are never told apart."""
         rules = enumerate(self.method.rules)
         return next((at for at, rule in rules if type(rule).combine_samples is not Rule.combine_samples), None)
-
-    @cached_property
-    def sends(self) -> tuple[Mapping[str, Send], ...]:
-        """Return what every client uploads for each rule in each round, beside entries of the model."""
-        return tuple(dict(rule.sends(self)) for rule in self.method.rules)
-
-    @cached_property
-    def reads_targets(self) -> bool:
-        """Return whether a rule reads the targets of all of a client's samples."""
-        return any(type(rule).read_targets is not Rule.read_targets for rule in self.method.rules)
-
-    @cached_property
-    def observed(self) -> int:
-        """Return the number of samples of a round on which rules see the model run before local work."""
-        return max((rule.observes for rule in self.method.rules), default=0)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -173,22 +258,23 @@ class Plan:
         return tuple(self.module.modules())
 
     @cached_property
-    def feature_layers(self) -> tuple[nn.Module | None, ...]:
-        """The layer whose input each rule reads; None for a rule that reads none."""
-        return tuple(self._find_layer(rule) if rule.features else None for rule in self.method.rules)
+    def feature_layers(self) -> dict[int, nn.Module]:
+        """The layers whose inputs rules read, by the rules' positions."""
+        return {index: self._find_layer(bound) for index, bound in enumerate(self.rules) if bound.reads.features}
 
-    def _find_layer(self, rule: Rule) -> nn.Module:
+    def _find_layer(self, bound: Bound) -> nn.Module:
         named: dict[str, nn.Module] = dict(self.module.named_modules())
-        if rule.features == "last":
+        wanted = bound.reads.features
+        if wanted == "last":
             return next(entry.owner for entry in self.entries if entry.from_end == 0)
-        if rule.features not in named:
-            near = get_close_matches(rule.features, filter(None, named), cutoff=0.3)
+        if wanted not in named:
+            near = get_close_matches(wanted, filter(None, named), cutoff=0.3)
             raise UsageError(
-                f"method {self.method.name!r}: {rule.source_method} reads the input of layer {rule.features!r}, which "
+                f"method {self.method.name!r}: {bound.rule.source_method} reads the input of layer {wanted!r}, which "
                 f"the model has not{'; near it are ' + ', '.join(near) if near else ''}: name a layer of the model, or "
                 "'last'"
             )
-        return named[rule.features]
+        return named[wanted]
 
     @cached_property
     def slots(self) -> tuple[tuple[dict[str, Any], str, str], ...]:
@@ -225,36 +311,29 @@ class Plan:
 
     @cached_property
     def rule_names(self) -> tuple[str, ...]:
-        """Unique names of the rules, which tell their states apart in checkpoints and uploads."""
-        return tuple(f"{index}.{type(rule).__name__.lower()}" for index, rule in enumerate(self.method.rules))
-
-    @cached_property
-    def extra_names(self) -> tuple[dict[str, str], ...]:
-        """Names of each rule's extra entries in local training, beside the model's, by their names in the rule."""
+        """Names of the rules, which tell their states apart in checkpoints and uploads: their types'."""
+        kinds = [type(bound.rule) for bound in self.rules]
+        names = [kind.__name__.lower() for kind in kinds]
         return tuple(
-            {entry: f"{name}/{entry}" for entry in (*params, *rest)}
-            for name, params, rest in zip(self.rule_names, self.extra_params, self.extra_rest, strict=True)
+            name if names.count(name) == 1 else f"{kind.__module__}.{name}"
+            for kind, name in zip(kinds, names, strict=True)
         )
 
     @cached_property
-    def extra_trained(self) -> tuple[frozenset[str], ...]:
-        """Names of each rule's extra parameters in local training."""
+    def own_names(self) -> tuple[dict[str, str], ...]:
+        """Names of each rule's own entries in local training, beside the model's, by their names in the rule."""
         return tuple(
-            frozenset(names[entry] for entry in params)
-            for names, params in zip(self.extra_names, self.extra_params, strict=True)
+            {entry: f"{name}/{entry}" for entry in (*bound.own.model, *bound.own.params, *bound.own.buffers)}
+            for name, bound in zip(self.rule_names, self.rules, strict=True)
         )
 
     @cached_property
-    def networks(self) -> tuple[dict[str, str], ...]:
-        """Each rule's network: its parameters' names in local training, by the model's entries they stand for."""
-        own = zip(self.method.rules, self.extra_names, self.extra_params, strict=True)
-        return tuple({entry: names[name] for name, entry in rule.find_network(p).items()} for rule, names, p in own)
-
-    @cached_property
-    def decayed(self) -> frozenset[str]:
-        """Names of the trained parameters in local training on which the optimizer's weight decay acts."""
-        own = zip(self.method.rules, self.networks, self.extra_trained, strict=True)
-        return self.trained.union(*(names if rule.decays else network.values() for rule, network, names in own))
+    def own_trained(self) -> tuple[frozenset[str], ...]:
+        """Names of each rule's own parameters in local training."""
+        return tuple(
+            frozenset(names[entry] for entry in (*(bound.own.model.keys() & self.trained), *bound.own.params))
+            for names, bound in zip(self.own_names, self.rules, strict=True)
+        )
 
     @cached_property
     def undecayed_optimizer(self) -> Optimizer:
@@ -283,27 +362,26 @@ def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
     return made.to(plan.dtype) if low else made
 
 
-def compute_features(plan: Plan, state: State, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def compute_features(plan: Plan, state: State, x: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
     """Return :func:`compute_outputs`, and the input of each of ``plan.feature_layers`` in the same pass."""
     seen: dict[nn.Module, Tensor] = {}
 
     def note(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         seen[layer] = given[0]
 
-    hooks = [layer.register_forward_pre_hook(note) for layer in set(plan.feature_layers) if layer is not None]
+    hooks = [layer.register_forward_pre_hook(note) for layer in set(plan.feature_layers.values())]
     try:
         outputs = compute_outputs(plan, state, x)
     finally:
         for hook in hooks:
             hook.remove()
-    for rule, layer in zip(plan.method.rules, plan.feature_layers, strict=True):
-        if layer is not None and layer not in seen:
+    for index, layer in plan.feature_layers.items():
+        if layer not in seen:
             raise UsageError(
-                f"method {plan.method.name!r}: {rule.source_method} reads the input of a {type(layer).__name__}, which "
-                "the model does not call in its forward pass: name a layer that it calls"
+                f"method {plan.method.name!r}: {plan.rules[index].rule.source_method} reads the input of a "
+                f"{type(layer).__name__}, which the model does not call in its forward pass: name a layer that it calls"
             )
-    features = tuple(None if layer is None else seen[layer].to(plan.dtype) for layer in plan.feature_layers)
-    return outputs, features
+    return outputs, {index: seen[layer].to(plan.dtype) for index, layer in plan.feature_layers.items()}
 
 
 def _not_scores(module: nn.Module, made: object) -> str:

@@ -25,7 +25,8 @@ from ..nn.recognition import torch_kind
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
-from .compatibility import check_compatibility
+from .compatibility import check_compatibility, check_rules
+from .declarations import Bound
 from .kernel import client_final, init_client, init_server, load_state
 from .method import Method
 from .optimizer import Optimizer
@@ -105,21 +106,21 @@ def prepare(
             f"method {method.name!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             "use centralized without a personal method"
         )
-    rules = tuple(rule.bind(found) for rule in method.rules)
     trained = frozenset(name for name in initial if tensors[name].requires_grad)
-    for rule in rules:
-        trained = rule.trainable(trained)
+    for rule in method.rules:
+        trained = rule.trainable(trained, found)
     if not trained:
         raise UsageError(f"method {method.name!r} trains no parameter of the model: leave some requires_grad=True")
     work = resolve_work(method, work or Work(epochs=1), clients)
     plan = Plan(
-        method=replace(method, rules=rules).resolve_weighting(work),
+        method=method.resolve_weighting(work),
         module=template, entries=found, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
-        trained=trained, extra_params=(), extra_rest=(), freeze_from=float("inf"), work=work,
+        trained=trained, freeze_from=float("inf"), work=work,
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=1, precision=precision, seed=seed,
     )  # fmt: skip
-    plan = add_extra_entries(plan)
+    check_rules(plan)
+    plan = bind_rules(plan)
     if method.freeze:
         norm_statistics.names(found)
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
@@ -159,19 +160,32 @@ def _refuse_unknown_settings(settings: Work | Optimizer, changes: Mapping[str, A
             )
 
 
-def add_extra_entries(plan: Plan) -> Plan:
-    """Return ``plan`` with the entries that its rules add on a client that starts from ``plan.initial``."""
-    params, rest = pick(plan.initial, plan.trained), pick(plan.initial, frozenset(plan.initial) - plan.trained)
-    extra = [rule.extra_entries(params, rest) for rule in plan.method.rules]
-    return replace(plan, extra_params=tuple(each[0] for each in extra), extra_rest=tuple(each[1] for each in extra))
+def bind_rules(plan: Plan) -> Plan:
+    """Return ``plan`` with its method's rules bound to it; anew, where its entries are others by now.
+
+    Raises :class:`UsageError` where a rule refuses the plan.
+    """
+    plan, found = replace(plan, rules=()), []
+    for rule in plan.method.rules:
+        try:
+            bound = rule.bind(plan)
+        except UsageError as error:
+            raise UsageError(f"method {plan.method.name!r}: {error}") from error
+        if not isinstance(bound, Bound):
+            raise UsageError(
+                f"method {plan.method.name!r}: {type(rule).__name__}.bind() returned a {type(bound).__name__}: return "
+                "fedshift.Bound(self, ...)"
+            )
+        found.append(bound)
+    return replace(plan, rules=tuple(found))
 
 
 def _check_sends(plan: Plan) -> None:
     """Raise :class:`UsageError` where a rule uploads other than it declares, by the upload of a client without steps.
 
-    Rules that observe the model may upload what they saw alone; theirs is checked when the first client ends its work.
+    Rules that look may upload what they saw alone; theirs is checked when the first client ends its work.
     """
-    if not any(rule.observes for rule in plan.method.rules):
+    if not plan.defines("look"):
         client_final(plan, load_state(plan, init_client(plan), init_server(plan)))
 
 
@@ -317,16 +331,17 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
 @torch.no_grad()
 def _check_features(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` where a rule reads a layer that the model has not, or does not call."""
-    if any(layer is not None for layer in plan.feature_layers):
+    if plan.feature_layers:
         plan.set_mode(training=False)
         inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
         _, features = compute_features(plan, clone(plan.initial), inputs)
-        for rule, each in zip(plan.method.rules, features, strict=True):
-            if rule.requires.classes and each is not None and each.ndim != 2:
+        for index, each in features.items():
+            bound = plan.rules[index]
+            if bound.rule.requires.classes and each.ndim != 2:
                 raise UsageError(
-                    f"method {plan.method.name!r}: {rule.source_method} takes one vector a sample as features, but the "
-                    f"layer {rule.features!r} reads {tuple(each.shape[1:])} numbers: choose a model whose classifier "
-                    "reads a vector"
+                    f"method {plan.method.name!r}: {bound.rule.source_method} takes one vector a sample as features, "
+                    f"but the layer {bound.reads.features!r} reads {tuple(each.shape[1:])} numbers: choose a model "
+                    "whose classifier reads a vector"
                 )
 
 

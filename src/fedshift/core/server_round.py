@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
 from .aggregation import Aggregated, Mixes, Received, StreamingMean, SummedUploads
+from .contexts import FoldContext
+from .disclosure import check_fold
 from .kernel import ServerState, Update
 from .plan import Plan
 
 
 def sums_suffice(plan: Plan) -> bool:
     """Return whether the server needs of the clients' entries only their weighted sum."""
-    return plan.method.aggregate.sums and bool(plan.sent)
+    return plan.method.aggregate.sums and bool(plan.sent) and not plan.reads.entries
 
 
 class StreamingAggregator:
@@ -60,14 +62,7 @@ class StreamingAggregator:
             self._aggregate(name)
         plan, server, received = self._plan, self._server, self._receive()
         shares = [each.share for each in received]
-        uploads = [[each.update.memory[index] for each in received] for index in range(len(plan.method.rules))]
-        memory = tuple(
-            rule.aggregate_memory(known, sent, shares)
-            for rule, known, sent in zip(plan.method.rules, server.memory, uploads, strict=True)
-        )
-        made: State = {}
-        for rule, sent in zip(plan.method.rules, uploads, strict=True):
-            made |= rule.aggregate_entries(server.shared, sent)
+        memory, made = fold_rules(plan, server, received)
         if self._mean:
             aggregated = Aggregated(entries=self._mean.result())
         else:
@@ -112,6 +107,22 @@ def _check_declared(plan: Plan, made: Aggregated) -> Aggregated:
                 f"sites are not told: declare {what} = True in an Aggregation"
             )
     return made
+
+
+def fold_rules(plan: Plan, server: ServerState, received: Sequence[Received]) -> tuple[tuple[State, ...], State]:
+    """Return the rules' memories on the server, and the entries that they compute.
+
+    Raises :class:`UsageError` where a rule returns anything but what it declares.
+    """
+    memory, made = [*server.memory], State()
+    for index in plan.defines("fold"):
+        uploads = [each.update.memory[index] for each in received]
+        context = FoldContext(memory=memory[index], uploads=uploads, received=received, plan=plan, server=server)
+        folded = plan.rules[index].rule.fold(context)
+        check_fold(plan, index, *folded)
+        memory[index] = folded.memory
+        made |= folded.entries
+    return tuple(memory), made
 
 
 def server_round(

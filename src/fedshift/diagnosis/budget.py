@@ -131,7 +131,7 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
         prepared, plan = time.monotonic() - began, trial.plan
         work, sizes = plan.work, [len(split) for split in trial.train.values()]
         steps = sum(len(work.steps_of_round(0, len(work.batch_bounds(size, plan.smallest_batch)))) for size in sizes)
-        passes = sum(plan.own_epochs * len(work.batch_bounds(size, plan.smallest_batch)) for size in sizes) / steps
+        passes = sum(count_passes(plan) * len(work.batch_bounds(size, plan.smallest_batch)) for size in sizes) / steps
         clients = len(settings.draw_participants(trial.seed, 1, trial.clients.names))
         seconds = (1 + passes) * measure_seconds(
             plan, trial.train, clients=clients, rounds=1, workers=settings.workers, augment=settings.augment
@@ -152,13 +152,18 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
     return Cost(round=seconds, evaluation=prepared + forward * measured + tuning), _describe_work(plan)
 
 
+def count_passes(plan: Plan) -> int:
+    """Return how many passes of a round over a client's data train parameters that rules keep, apart from the model."""
+    return sum(phase.epochs for _, phase in (*plan.before, *plan.after))
+
+
 def _describe_work(plan: Plan) -> str:
     """Return the work of a method beyond the local work of FedAvg's rounds, in words; empty if there is none."""
     parts = []
     if plan.finetune_rounds:
         rounds = f"{plan.finetune_rounds} further round{'s' * (plan.finetune_rounds > 1)}"
         parts.append(f"each client fine-tunes its model by {rounds} of local work whenever the model is used")
-    if plan.own_epochs:
-        count = f"{plan.own_epochs} further pass{'es' * (plan.own_epochs > 1)}"
+    if passes := count_passes(plan):
+        count = f"{passes} further pass{'es' * (passes > 1)}"
         parts.append(f"each client makes {count} over its data in each round for parameters that it keeps")
     return ", and ".join(parts)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..core.kernel import LocalTrainingState, compute_objective, update_
 from ..core.plan import Plan, to_memory_format
-from ..core.rule import Rule
 from ..nn.deferred import FEW, HeldUpdates, LaneUpdates
 from ..nn.linear import ALONE, chosen_products
 from ..utils.profiling import timed_section
@@ -86,7 +85,7 @@ def hold(params: State, held: Mapping[str, frozenset[str]], rows: int) -> Mappin
 
 def _looks_at_no_weights(plan: Plan) -> bool:
     """Return whether steps are plain SGD, in float32 or more, whose rules act on no weights."""
-    same = all(type(rule).transform_loss is Rule.transform_loss for rule in plan.method.rules)
+    same = not (plan.defines("loss") or plan.defines("batch"))
     return same and plan.subtracts and plan.precision == "float32"
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..core.aggregation import SummedUploads
-from ..core.kernel import ClientState, FirstSamples, ServerState, Update
+from ..core.declarations import Phase
+from ..core.kernel import ClientState, Seen, ServerState, Update
 from ..core.plan import Plan
 from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation, augment_masks
@@ -130,19 +131,17 @@ class Engine(ABC):
         bounds = self.plan.work.batch_bounds(len(self.data[name]), self.plan.smallest_batch)
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
-    def draw_batches(self, name: str, client: ClientState) -> tuple[Batches, Batches]:
-        """Return the client's batches of this round, and those that train the rules' own parameters apart.
-
-        The latter are numbered, and drawn, as if the client had no others.
-        """
+    def draw_batches(self, name: str, client: ClientState) -> Batches:
+        """Return the client's batches of this round."""
         bounds, steps = self.steps_of_round(name, client)
-        samples = len(self.data[name])
-        own = list(iterate_batches(self.seed, name, samples, bounds, steps))
-        if not self.plan.own_epochs:
-            return own, []
-        count = self.plan.own_epochs * len(bounds)
+        return list(iterate_batches(self.seed, name, len(self.data[name]), bounds, steps))
+
+    def draw_apart(self, name: str, client: ClientState, phase: Phase) -> Batches:
+        """Return the batches of passes that train a rule's own parameters, numbered as if the client had no others."""
+        bounds, _ = self.steps_of_round(name, client)
+        count = phase.epochs * len(bounds)
         done = self.plan.work.rounds(client.steps, len(bounds)) * count
-        return own, list(iterate_batches(self.seed, name, samples, bounds, range(done, done + count)))
+        return list(iterate_batches(self.seed, name, len(self.data[name]), bounds, range(done, done + count)))
 
     def read_ahead(self, name: str, batches: Batches) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """Yield step and indices of each batch, and its stored samples where another thread can read lazy ones.
@@ -181,24 +180,24 @@ class Engine(ABC):
         x = data.scale(stored, self.plan.dtype, lambda x: augment(x, stream(*key)))
         return x, augment_masks(augment, y, stream(*key)) if y.dim() == 3 else y
 
-    def all_targets(self, name: str) -> Tensor | None:
-        """Return the targets of all of a client's training samples, ``[N, ...]``; None where no rule reads them."""
-        return self.data[name].targets() if self.plan.reads_targets else None
+    def see(self, name: str, batches: Batches) -> Seen | None:
+        """Return what rules look at before the client's local work; None where none looks.
 
-    def first_samples(self, name: str, batches: Batches) -> FirstSamples | None:
-        """Return the first samples of a client's round, each once; None where no rule sees them.
-
-        They are augmented as those of its first step.
+        The first samples of the round are seen once each, augmented as those of its first step.
         """
-        if not self.plan.observed:
+        if not self.plan.defines("look"):
             return None
-        step, order = batches[0][0], torch.cat([index for _, index in batches])
+        data, count, step = self.data[name], self.plan.reads.first, batches[0][0]
+        order = torch.cat([index for _, index in batches])
         _, first = np.unique(order.cpu().numpy(), return_index=True)
-        index = order[torch.from_numpy(np.sort(first))[: self.plan.observed]]
-        return FirstSamples(self.load_batch(name, step, index)[0], self.step_key(name, step))
+        x, y = self.load_batch(name, step, order[torch.from_numpy(np.sort(first))[: max(1, count)]])
+        targets = data.targets() if self.plan.reads.targets else y[:0]
+        return Seen(targets, x[:count], y[:count], self.step_key(name, step))
 
     def step_key(self, name: str, step: int) -> Tensor:
-        """Return the int64 scalar from which the client's step draws."""
+        """Return the int64 scalar from which the client's step draws; 0 where no step does."""
+        if not self.plan.draws:
+            return torch.zeros((), dtype=torch.int64, device=self.data[name].y.device)
         return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=self.data[name].y.device)
 
 

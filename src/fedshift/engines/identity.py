@@ -58,7 +58,7 @@ class Identity(Engine):
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         plan = self.plan
         with timed_section("data"):
-            batches = {name: self.draw_batches(name, client)[0][0] for name, client in clients.items()}  # one of each
+            batches = {name: self.draw_batches(name, client)[0] for name, client in clients.items()}  # one of each
             together, y = self._load(batches)
         own = zip(clients, y, strict=True)
         raw = [plan.method.weigh(samples=len(self.data[name]), used=len(labels)) for name, labels in own]

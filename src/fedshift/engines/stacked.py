@@ -41,12 +41,10 @@ from ..core.kernel import (
 )
 from ..core.optimizer import SGD
 from ..core.plan import Plan
-from ..core.rule import Rule
 from ..core.server_round import sums_suffice
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples, are_alike, gather_rows
 from ..nn.deferred import FEW
-from ..nn.dropout import KeyedDropout
 from ..utils.profiling import timed_section
 from ..utils.state import State, drop_equal, nbytes, pick
 from ..utils.threads import map_in_threads
@@ -67,18 +65,23 @@ LASTING = 4
 
 
 class _Lane(NamedTuple):
-    """A client's steps of the round: ``batches``, then those that train the rules' own parameters ``apart``."""
+    """A client's steps of the round: ``batches``, and those of each phase ``before`` and ``after`` them."""
 
     name: str
     client: ClientState
     batches: Batches
-    apart: Batches
+    before: list[Batches]
+    after: list[Batches]
     sizes: list[int]
     """Samples of each of ``batches``."""
 
     @classmethod
-    def of(cls, name: str, client: ClientState, batches: Batches, apart: Batches) -> _Lane:
-        return cls(name, client, batches, apart, [index.shape[0] for _, index in batches])
+    def of(cls, engine: Engine, name: str, client: ClientState) -> _Lane:
+        batches, plan = engine.draw_batches(name, client), engine.plan
+        before, after = (
+            [engine.draw_apart(name, client, each) for _, each in phases] for phases in (plan.before, plan.after)
+        )
+        return cls(name, client, batches, before, after, [index.shape[0] for _, index in batches])
 
 
 class Stacked(Engine):
@@ -96,7 +99,7 @@ class Stacked(Engine):
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         for rule in plan.method.rules:
-            if rule.secret:
+            if getattr(rule, "secret", False):
                 return f"cannot run {plan.method.name}: its lanes would share the secret draws of {rule.source_method}"
         try:
             prepare_steps(plan, data, 2, 1)()
@@ -108,7 +111,7 @@ class Stacked(Engine):
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         with timed_section("data"):
-            lanes = [_Lane.of(name, client, *self.draw_batches(name, client)) for name, client in clients.items()]
+            lanes = [_Lane.of(self, name, client) for name, client in clients.items()]
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes, self._weigh(lane)), reverse=True)
         on_cpu = next(iter(self.data.values())).y.device.type == "cpu"
         threads = count_threads(len(lanes[0].batches)) if on_cpu else 1
@@ -128,14 +131,18 @@ class Stacked(Engine):
     ) -> list[tuple[str, ClientResult]]:
         job, stack = self._load(server, lanes)
         updates = hold(stack[0], held, sum(lanes[0].sizes))
-        take_apart = partial(self._take_steps, lanes, [lane.apart for lane in lanes], replace(job, apart=True))
-        if self.plan.leads:
-            stack = self._restart(job, take_apart(stack)[0])
+        for number, phase in enumerate(self.plan.before):
+            stack, _ = self._take_steps(
+                lanes, [lane.before[number] for lane in lanes], replace(job, apart=phase), stack
+            )
+        if self.plan.before:
+            stack = self._restart(job, stack)
         stack, losses_KS = self._take_steps(lanes, [lane.batches for lane in lanes], job, stack, updates)
         means = {name: each.mean().expand(len(lanes), *each.w_OI.shape) for name, each in updates.items()}
         stack = {**stack[0], **means}, *stack[1:]
-        if self.plan.own_epochs and not self.plan.leads:
-            stack, _ = take_apart(stack)
+        for number, phase in enumerate(self.plan.after):
+            turns = [lane.after[number] for lane in lanes]
+            stack, _ = self._take_steps(lanes, turns, replace(job, apart=phase), stack)
         losses_KS = losses_KS.cpu()
         most = losses_KS.shape[1]
         sizes_KS = torch.tensor([lane.sizes + [0] * (most - len(lane.sizes)) for lane in lanes], dtype=torch.float64)
@@ -153,11 +160,11 @@ class Stacked(Engine):
 
     @cached_property
     def _is_summed(self) -> bool:
-        return not self.apart and _is_plain(self.plan) and sums_suffice(self.plan)
+        return not self.apart and self.plan.lanes_alike and sums_suffice(self.plan)
 
     def _load(self, server: ServerState, lanes: Sequence[_Lane]) -> tuple[LocalTrainingState, Stack]:
         """Return the first lane's job, which stands for what lanes have in common, and the stack of all."""
-        if not _is_plain(self.plan):
+        if not self.plan.lanes_alike:
             jobs = [self._load_lane(broadcast(server, lane.name), lane) for lane in lanes]
             return jobs[0], _stack_jobs(self.plan, jobs)
         first = load_state(self.plan, lanes[0].client, server)
@@ -173,9 +180,9 @@ class Stacked(Engine):
         return first, (params, rest, optimizer, {}, *({} for _ in first.memory))
 
     def _load_lane(self, server: ServerState, lane: _Lane) -> LocalTrainingState:
-        given = self.all_targets(lane.name), self.first_samples(lane.name, lane.batches)
+        seen = self.see(lane.name, lane.batches)
         with self._stepper.template:  # a rule may see the model run
-            return load_state(self.plan, lane.client, server, 0, *given)
+            return load_state(self.plan, lane.client, server, 0, seen)
 
     def _restart(self, job: LocalTrainingState, stack: Stack) -> Stack:
         """Return the stack with the models that the rules now start from."""
@@ -200,7 +207,6 @@ class Stacked(Engine):
         the updates of some parameters, where lanes have batches of the same sizes.
         """
         plan = self.plan
-        paced = any(rule.requires.step_budget for rule in plan.method.rules)
         samples = _Samples(self, [lane.name for lane in lanes], turns, self._whole)
         most = max(map(len, turns))
         losses_KS = torch.zeros(len(lanes), most, dtype=torch.float64, device=samples.device)
@@ -210,7 +216,7 @@ class Stacked(Engine):
             together: dict[tuple[int, int], list[int]] = {}
             for number, turn in enumerate(turns):
                 if at < len(turn):
-                    kind = turn[at][1].shape[0], len(lanes[number].batches) if paced else 0
+                    kind = turn[at][1].shape[0], len(lanes[number].batches) if plan.paced else 0
                     together.setdefault(kind, []).append(number)
             for (_, planned), members in together.items():
                 with timed_section("data"):
@@ -284,8 +290,7 @@ class _Samples:
         sizes = [[index.shape[0] for _, index in turn] for turn in turns]
         together = engine.augment is None and all(own == sizes[0] for own in sizes) and are_alike(self._data)
         self._sizes = sizes[0] if together else None
-        draws = any(isinstance(layer, KeyedDropout) for layer in engine.plan.layers) or engine.plan.method.rules
-        self._keys = None if draws else torch.zeros(len(names), dtype=torch.int64, device=self.device)
+        self._keys = None if engine.plan.draws else torch.zeros(len(names), dtype=torch.int64, device=self.device)
         self._held = range(0)
 
     def take(self, members: Sequence[int], at: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -346,13 +351,6 @@ def _gather_lanes(data: Sequence[Samples], indices: Sequence[Tensor]) -> tuple[T
     return gather_rows(data, indices).reshape(*y_KR.shape[:2], *data[0].shape), y_KR
 
 
-def _is_plain(plan: Plan) -> bool:
-    """Return whether what lanes load and keep differs in the model's entries alone, not in rules' memories."""
-    kept = ("init_local", "client_memory", "server_memory", "observe", "extra_entries", "finalize", "aggregate_memory")
-    same = all(getattr(type(rule), hook) is getattr(Rule, hook) for rule in plan.method.rules for hook in kept)
-    return same and not plan.mixes
-
-
 def find_shared(plan: Plan, data: Data) -> frozenset[str]:
     """Return the parameters that lanes need not have by themselves where only the sum of uploads is wanted.
 
@@ -360,12 +358,11 @@ def find_shared(plan: Plan, data: Data) -> frozenset[str]:
     size, is the step along their mean gradient: found in one pass, without any lane's own copy. None where steps are
     not so, or ``torch.vmap`` cannot run the network over parameters without lanes; found by trying one step.
     """
-    rules = [type(rule) for rule in plan.method.rules]
-    same = all(rule.transform_grads is Rule.transform_grads for rule in rules) and plan.combining is None
-    linear = isinstance(plan.optimizer, SGD) and not plan.optimizer.keep and same and not plan.own_epochs
+    same = not plan.defines("gradients") and plan.combining is None and not (plan.before or plan.after)
+    linear = isinstance(plan.optimizer, SGD) and not plan.optimizer.keep and same
     once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
     shared = frozenset(entry.name for entry in plan.entries if not entry.is_buffer) & plan.loaded
-    if not (once and linear and _is_plain(plan) and sums_suffice(plan) and shared & plan.trained):
+    if not (once and linear and plan.lanes_alike and sums_suffice(plan) and shared & plan.trained):
         return frozenset()
     try:
         prepare_steps(plan, data, 2, 1, shared=shared)()
@@ -387,7 +384,7 @@ def find_holdable(plan: Plan, data: Data) -> frozenset[str]:
             return False
         return True
 
-    if not (_is_plain(plan) and sums_suffice(plan)):
+    if not (plan.lanes_alike and sums_suffice(plan)):
         return frozenset()
     fewest = sizes_of_round(plan, min(map(len, data.values())))
     return frozenset(filter(may_be_held, choose_held(plan, plan.loaded & plan.trained, fewest)))

@@ -18,10 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.kernel import LocalTrainingState, combine_samples, compute_objective, transform_gradients, update_
+from ..core.kernel import (
+    LocalTrainingState,
+    combine_samples,
+    compute_objective,
+    list_active,
+    list_updates,
+    transform_gradients,
+    update_,
+)
 from ..core.optimizer import SGD
 from ..core.plan import Plan
-from ..core.rule import Rule
 from ..nn.deferred import LaneUpdates, LaneWeight
 from ..nn.lanes import MergedLanes
 from ..nn.linear import vmapped_lanes
@@ -52,10 +59,8 @@ class Stepper:
         self._plan, self._shared = plan, shared
         self.template = Lock()  # whoever runs the plan's module exchanges its tensors
         self._tapes: dict[object, Tape | None] = {}
-        rules = [type(rule) for rule in plan.method.rules]
-        self._objective_alone = all(rule.transform_loss is Rule.transform_loss for rule in rules)
-        same = all(rule.transform_grads is Rule.transform_grads for rule in rules)
-        self._elementwise = isinstance(plan.optimizer, SGD) and same
+        self._objective_alone = not (plan.defines("loss") or plan.defines("batch"))
+        self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
 
     def step(
         self,
@@ -154,7 +159,7 @@ class Stepper:
         inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys, *factors)
         tape = None
         if recorded and self._objective_alone and not job.apart:
-            kind = x.shape, y.shape, job.frozen, *(factor.shape for factor in factors)
+            kind = x.shape, y.shape, job.frozen, *(factor.shape for factor in factors), list_updates(self._plan, job)
             factored = count - len(held) if self._plan.subtracts and not self._shared else 0
             if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
                 try:
@@ -163,7 +168,7 @@ class Stepper:
                     self._tapes[kind] = None
             tape = self._tapes.get(kind)
         results: list[Any] = tape(*inputs) if tape else run(*inputs)
-        free = [name for name in params if name not in held]
+        free = [name for name in list_active(self._plan, job) if name not in held]
         grads: dict[str, Any] = dict(zip(free, results, strict=False))
         last = len(free) + len(rest)
         after = dict(zip(rest, results[len(free) : last], strict=True))
@@ -211,7 +216,11 @@ def _compute_lanes(
 
         made: tuple[State, State, Tensor] = torch.vmap(combine)(params, rest, loaded, tuple(memory), x, y, keys)
         return made
-    leaves = {name: tensor if name in held else tensor.detach().requires_grad_() for name, tensor in params.items()}
+    active = frozenset(list_active(plan, job))
+    leaves = {
+        name: tensor.detach().requires_grad_() if name in active and name not in held else tensor
+        for name, tensor in params.items()
+    }
     slopes = {
         name: s_KRO.new_zeros(*x.shape[:2], s_KRO.shape[2], requires_grad=True) for name, (s_KRO, *_) in held.items()
     }
@@ -220,7 +229,7 @@ def _compute_lanes(
         dims = ({name: None if name in shared or name in held else 0 for name in state} for state in (leaves, rest))
         given: Any = leaves, rest, loaded, tuple(memory), x, y, keys, lanes
         total, loss, after, inputs = torch.vmap(descend, (*dims, *[0] * 6))(*given)
-        wanted = {name: tensor for name, tensor in leaves.items() if name not in held}
+        wanted = {name: tensor for name, tensor in leaves.items() if name in active and name not in held}
         found = torch.autograd.grad(total.sum(), (*wanted.values(), *slopes.values()), materialize_grads=True)
     grads: dict[str, Any] = dict(zip((*wanted, *slopes), found, strict=True))
     grads |= {name: (grads[name], x_KBI.detach()) for name, x_KBI in inputs.items()}

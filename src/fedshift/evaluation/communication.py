@@ -14,7 +14,6 @@ from ..core.method import Method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.preparation import prepare
-from ..core.rule import Rule
 from ..core.selection import (
     Entry,
     batch_norm,
@@ -80,7 +79,7 @@ def list_disclosures(plan: Plan) -> tuple[Disclosure, ...]:
 
 def _list_entries(plan: Plan) -> Iterator[Disclosure]:
     passed_on = plan.method.aggregate.passes_on
-    made = frozenset(name for rule in plan.method.rules for name in rule.requires.from_server)
+    made = frozenset().union(*(bound.sets for bound in plan.rules))
     for entry in plan.entries:
         if entry.name in plan.sent:
             loaded = "each" if passed_on and entry.name not in made else "all"
@@ -95,15 +94,11 @@ def _find_grain(entry: Entry, plan: Plan, made: frozenset[str]) -> Reveals:
 
 
 def _list_sends(plan: Plan) -> Iterator[Disclosure]:
-    for rule, prefix, sends in zip(plan.method.rules, plan.rule_names, plan.sends, strict=True):
-        used = any(getattr(type(rule), hook) is not getattr(Rule, hook) for hook in MAKE_OF_ALL)
-        for name, send in sends.items():
+    for index, (bound, prefix) in enumerate(zip(plan.rules, plan.rule_names, strict=True)):
+        used = index in plan.defines("fold")  # the server makes of uploads what it broadcasts
+        for name, send in bound.sends.items():
             receivers = "each" if send.passed_on else "all" if used else "server"
-            yield _describe(f"{prefix}/{name}", rule.source_method, send, receivers)
-
-
-MAKE_OF_ALL = ("aggregate_memory", "aggregate_entries")
-"""Hooks by which the server makes of uploads what it broadcasts."""
+            yield _describe(f"{prefix}/{name}", bound.rule.source_method, send, receivers)
 
 
 def _describe(name: str, source: str, send: Send, receivers: str) -> Disclosure:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from ..core.aggregation import StreamingMean
 from ..core.kernel import ClientState, ServerState, broadcast, global_state, init_client, personal_state
 from ..core.plan import Plan
-from ..core.preparation import add_extra_entries
+from ..core.preparation import bind_rules
 from ..core.rule import Rule
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples
@@ -137,11 +137,9 @@ def finetune(
         free = frozenset(name for name, tensor in plan.module.named_parameters() if tensor.requires_grad)
         method = replace(plan.method, rules=tuple(rules[index] for index in kept))
         plan = replace(plan, method=method, trained=free & plan.initial.keys())
-    plan = add_extra_entries(replace(plan, initial=start))
-    common, known = pick(start, plan.trained & plan.loaded), [server.memory[index] for index in kept]
-    memory = tuple(
-        {**rule.server_memory(common), **state} for rule, state in zip(plan.method.rules, known, strict=True)
-    )
+    plan = bind_rules(replace(plan, initial=start))
+    known = [server.memory[index] for index in kept]
+    memory = tuple({**bound.own.server, **state} for bound, state in zip(plan.rules, known, strict=True))
     round = max(0, server.round - 1)
     server = replace(server, round=round, shared=pick(start, plan.sent), memory=memory, mixes=None)
     client = init_client(plan)

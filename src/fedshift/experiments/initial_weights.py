@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..core.plan import Plan
-from ..core.preparation import add_extra_entries
+from ..core.preparation import bind_rules
 from ..core.selection import entries, last_layers
 from ..utils.errors import Ref, Sentence, UsageError
 from ..utils.files import check_archive
@@ -102,7 +102,7 @@ class InitialWeights:
                 Ref("model"),
             )
         given = {name: x.to(plan.initial[name]) for name, x in self._select(plan.module, plan.initial).items()}
-        return add_extra_entries(replace(plan, initial={**plan.initial, **given}))
+        return bind_rules(replace(plan, initial={**plan.initial, **given}))
 
     def check_kept(self, plan: Plan) -> None:
         """Raise :class:`UsageError` if the method reinitialized loaded entries."""

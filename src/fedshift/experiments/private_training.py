@@ -58,7 +58,7 @@ def list_uncovered(plan: Plan, settings: Settings, data: Federation, trials: int
 def _iterate_uncovered(plan: Plan, settings: Settings, data: Federation, trials: int) -> Iterator[str]:
     yield "measured losses and metrics"
     of_clients = find_mechanism((plan.method.aggregate,)) is not None
-    if of_clients and (plan.personal or any(map(bool, plan.extra_names)) or plan.personalizes):
+    if of_clients and (plan.personal or any(map(bool, plan.own_names)) or plan.personalizes):
         yield "what clients keep and the models that they use"
     elif plan.finetune_rounds:
         yield "models that clients fine-tune for use"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
 from ..evaluation.policy import list_policies
-from ..utils.state import pick
 from ..utils.words import join_choices, join_some
 from .private_training import list_uncovered
 from .trial import Trial
@@ -23,8 +22,8 @@ MAX_NAMED = 5
 def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     """Yield the notices about a trial of ``experiment`` that starts."""
     plan = trial.plan
-    for rule in plan.method.rules:
-        yield from rule.notices(plan.method.name, plan.work.batch_size, pick(plan.initial, plan.trained))
+    for bound in plan.rules:
+        yield from bound.notices
     if mechanism := find_mechanism(trial.plan.method.rules):
         sizes = {name: len(split) for name, split in trial.train.items()}
         yield from (f"{trial.plan.method.name}: {text}" for text in describe_delta(mechanism, sizes))

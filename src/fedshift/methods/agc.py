@@ -6,15 +6,17 @@ gradient of an output unit i is scaled to clip * max(||W_i||, 1e-3) where it is 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..core.contexts import StepContext
+from ..core.declarations import Bound
 from ..core.method import Method, modifier
-from ..core.rule import Rule, RuleContext
-from ..core.selection import Entry, last_layers
+from ..core.plan import Plan
+from ..core.rule import Rule
+from ..core.selection import last_layers
 from ..utils.errors import UsageError
 from ..utils.state import State
 from ..utils.words import join_some
@@ -37,12 +39,12 @@ class Clipping(Rule):
     on_copies = True
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        left_out = frozenset() if self.classifier else last_layers(1).names(entries)
-        return replace(self, names=frozenset(entry.name for entry in entries) - left_out)
+    def bind(self, plan: Plan) -> Bound:
+        left_out = frozenset() if self.classifier else last_layers(1).names(plan.entries)
+        bound = replace(self, names=frozenset(entry.name for entry in plan.entries) - left_out)
+        return Bound(bound, notices=tuple(bound._warn(plan.method.name, plan.work.batch_size, plan.params)))
 
-    @override
-    def notices(self, method: str, batch_size: int | None, params: State) -> Iterator[str]:
+    def _warn(self, method: str, batch_size: int | None, params: State) -> Iterator[str]:
         if batch_size is not None and batch_size <= SMALL_BATCH:
             yield (
                 f"{method} clips gradients of batches of {batch_size}, where FedWon's authors leave clipping out "
@@ -57,9 +59,9 @@ class Clipping(Rule):
             )
 
     @override
-    def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
+    def gradients(self, grads: State, step: StepContext) -> State:
         return {
-            name: _adaptive_clip_grad(grad, params[name], self.clip) if name in self.names else grad
+            name: _adaptive_clip_grad(grad, step.params[name], self.clip) if name in self.names else grad
             for name, grad in grads.items()
         }
 

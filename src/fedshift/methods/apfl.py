@@ -7,19 +7,19 @@ public code (FedTorch) takes it on the first batch of a round, with a decay of 0
 of parameters. Normalization statistics are those that the mixture has met in training.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 from torch import Tensor
 from typing_extensions import override
 
+from ..core.contexts import LossContext, Owned, RoundContext
+from ..core.declarations import Bound, Own
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
-from ..core.selection import Entry
+from ..core.rule import Rule
 from ..utils.errors import UsageError
-from ..utils.state import State, add_prefix, entries_under
+from ..utils.state import State
 
 
 @dataclass(frozen=True)
@@ -29,44 +29,32 @@ class Mixture(Rule):
     alpha: float
     learned: bool
     buffers: frozenset[str] = field(default=frozenset(), repr=False)
-    personalizes = True
+    personalizes = "use"
     requires = Requirements(shared_entries="APFL mixes each client's model with the one that clients share")
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        return replace(self, buffers=frozenset(entry.name for entry in entries if entry.is_buffer))
+    def bind(self, plan: Plan) -> Bound:
+        bound = replace(self, buffers=frozenset(entry.name for entry in plan.entries if entry.is_buffer))
+        if not self.learned:
+            return Bound(bound, own=Own(model=plan.initial))
+        alpha = {"alpha": next(iter(plan.params.values())).new_full((), self.alpha)}
+        return Bound(bound, own=Own(model=plan.initial, params=alpha, bounds={"alpha": (0.0, 1.0)}))
 
     @override
-    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
-        first = next(iter(params.values()))
-        alpha = {"alpha": first.new_full((), self.alpha)} if self.learned else {}
-        return add_prefix("own", params) | alpha, add_prefix("own", rest)
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        shared = {name: tensor.detach() for name, tensor in step.params.items()} | step.buffers
+        return loss + step.loss_at(self._mix(shared, step.own))
 
     @override
-    def find_network(self, params: Iterable[str]) -> Mapping[str, str]:
-        return {name: name.removeprefix("own/") for name in params if name.startswith("own/")}
+    def personalize(self, state: State, client: RoundContext) -> State:
+        return self._mix(state, client.own)
 
-    @override
-    def restrict_(self, extra_entries: State) -> None:
-        if self.learned:
-            extra_entries["alpha"].copy_(extra_entries["alpha"].clamp(0, 1))  # clamp_ has no batching rule
-
-    @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.data_loss is not None
-        shared = {name: tensor.detach() for name, tensor in params.items()} | context.rest
-        return loss + context.data_loss(self._mix(shared, context.extra_entries))
-
-    @override
-    def personal_model(self, state: State, context: RuleContext) -> State:
-        return self._mix(state, context.extra_entries)
-
-    def _mix(self, shared: State, extra: State) -> State:
+    def _mix(self, shared: State, own: Owned) -> State:
         """Return the mixture of ``shared`` and the client's own model, with the statistics of the latter."""
-        alpha = extra["alpha"] if self.learned else self.alpha
+        alpha = own.params["alpha"] if self.learned else self.alpha
         return {
-            name: own if name in self.buffers else shared[name] + alpha * (own - shared[name])
-            for name, own in entries_under("own", extra).items()
+            name: mine if name in self.buffers else shared[name] + alpha * (mine - shared[name])
+            for name, mine in own.model.items()
         }
 
 

@@ -5,15 +5,17 @@ client trains w for the server, or in ``epochs`` passes apart from it (the algor
 normalization statistics included; w is trained and averaged as without it.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 from typing_extensions import override
 
+from ..core.contexts import LossContext, RoundContext
+from ..core.declarations import Bound, Own, Phase
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
+from ..core.rule import Rule
 from ..utils.errors import UsageError
 from ..utils.state import State
 
@@ -24,30 +26,23 @@ class PersonalModel(Rule):
 
     lam: float
     epochs: int | None = None
-    personalizes = True
+    personalizes = "use"
     requires = Requirements(shared_entries="Ditto holds each client's model near the one that clients share")
 
     @override
-    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
-        return params, rest
+    def bind(self, plan: Plan) -> Bound:
+        after = (Phase(when="after", epochs=self.epochs),) if self.epochs else ()
+        return Bound(self, own=Own(model=plan.initial), phases=after)
 
     @override
-    def find_network(self, params: Iterable[str]) -> Mapping[str, str]:
-        return {name: name for name in params}
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        own, near = step.own.model, [name for name in step.params if name in step.loaded]
+        distance = sum((own[name] - step.loaded[name]).square().sum() for name in near)
+        return loss + step.loss_at(own) + self.lam / 2 * distance
 
     @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.data_loss is not None
-        distance = sum(
-            (context.extra_entries[name] - context.global_params[name]).square().sum()
-            for name in params
-            if name in context.global_params
-        )
-        return loss + context.data_loss(context.extra_entries) + self.lam / 2 * distance
-
-    @override
-    def personal_model(self, state: State, context: RuleContext) -> State:
-        return {name: context.extra_entries[name] for name in state}
+    def personalize(self, state: State, client: RoundContext) -> State:
+        return {name: client.own.model[name] for name in state}
 
 
 @method

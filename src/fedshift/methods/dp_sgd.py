@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
+from ..core.rule import Rule
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal
@@ -42,7 +42,7 @@ class PrivateGradients(Rule):
     noise_multiplier: float
     delta: float
     secret: bool = False
-    requires = Requirements(unique=True, separate_samples="dp_sgd bounds what one sample adds to a gradient")
+    requires = Requirements(separate_samples="dp_sgd bounds what one sample adds to a gradient")
 
     def __post_init__(self) -> None:
         if not (0 < self.clipping_norm < inf and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1):
@@ -52,7 +52,7 @@ class PrivateGradients(Rule):
             )
 
     @override
-    def combine_samples(self, parts: Iterable[State], context: RuleContext) -> State:
+    def combine_samples(self, parts: Iterable[State], key: Tensor) -> State:
         total: State = {}
         samples = 0
         for grads in parts:
@@ -65,16 +65,15 @@ class PrivateGradients(Rule):
         if self.noise_multiplier:
             sizes = [grad.numel() for grad in total.values()]
             scale = self.noise_multiplier * self.clipping_norm
-            noise = dict(zip(total, torch.split(self._draw_noise(sum(sizes), context), sizes), strict=True))
+            noise = dict(zip(total, torch.split(self._draw_noise(sum(sizes), key), sizes), strict=True))
             total = {name: grad + scale * noise[name].reshape(grad.shape).to(grad) for name, grad in total.items()}
         return {name: grad / samples for name, grad in total.items()}
 
-    def _draw_noise(self, count: int, context: RuleContext) -> Tensor:
+    def _draw_noise(self, count: int, key: Tensor) -> Tensor:
         """Return ``count`` standard normal draws, float64."""
         if self.secret:
             return draw_secret_normal(count)
-        assert context.key is not None
-        drawn: Tensor = torch.special.ndtri(draw_uniform(context.key, DRAW, count))
+        drawn: Tensor = torch.special.ndtri(draw_uniform(key, DRAW, count))
         return drawn
 
 

@@ -8,19 +8,21 @@ authors learn W on a part of the data and until its loss is steady in the first 
 same passes over all of it. A client that has never trained takes over everything.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..core.contexts import ClientContext, EndContext, LossContext, RoundContext
+from ..core.declarations import Bound, Own, Phase
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
-from ..core.selection import Entry, parse_selection
+from ..core.rule import Rule
+from ..core.selection import parse_selection
 from ..utils.errors import UsageError
-from ..utils.state import State, add_prefix, clone, entries_under
+from ..utils.state import State, add_prefix, entries_under, pick
 
 
 @dataclass(frozen=True)
@@ -30,58 +32,45 @@ class LocalAggregation(Rule):
     layers: int | str
     lr_scale: float
     epochs: int
-    names: frozenset[str] = field(default=frozenset(), repr=False)
-    leads = True
-    personalizes = True
-
-    @property
-    @override
-    def requires(self) -> Requirements:  # type: ignore[override]
-        return Requirements(
-            shared_entries="FedALA chooses how much to take over of the shared model",
-            some_loaded=self.names,
-        )
+    personalizes = "start"
+    requires = Requirements(shared_entries="FedALA chooses how much to take over of the shared model")
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        return replace(self, names=parse_selection(self.layers).names(entries))
+    def bind(self, plan: Plan) -> Bound:
+        names = parse_selection(self.layers).names(plan.entries)
+        if not names & plan.loaded:
+            raise UsageError(
+                f"{self.requires.shared_entries}, but another part keeps {min(names)!r} on clients: use one of the "
+                "two, or other layers"
+            )
+        top = pick(plan.params, names)
+        ones = {name: torch.ones_like(tensor) for name, tensor in top.items()}
+        begun = next(iter(plan.params.values())).new_zeros((), dtype=torch.bool)
+        memory = {"begun": begun} | add_prefix("last", top)
+        own = Own(params=ones, bounds=dict.fromkeys(ones, (0.0, 1.0)), memory=memory)
+        return Bound(self, own=own, phases=(Phase(when="before", epochs=self.epochs, lr_scale=self.lr_scale),))
 
     @override
-    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
-        return {name: torch.ones_like(tensor) for name, tensor in params.items() if name in self.names}, {}
+    def personalize(self, state: State, client: RoundContext) -> State:
+        return state | self._mix(client)
 
     @override
-    def client_memory(self, params: State, rest: State) -> State:
-        begun = {"begun": torch.zeros((), dtype=torch.bool, device=next(iter(params.values())).device)}
-        return begun | add_prefix("last", {name: tensor for name, tensor in params.items() if name in self.names})
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        held = {name: tensor.detach() for name, tensor in step.params.items()}
+        return loss + step.loss_at(held | self._mix(step))
 
     @override
-    def restrict_(self, extra_entries: State) -> None:
-        for weight in extra_entries.values():
-            weight.copy_(weight.clamp(0, 1))  # clamp_ has no batching rule
+    def end(self, client: EndContext) -> tuple[State, State]:
+        last = pick(client.params, client.own.params)
+        return {"begun": torch.ones_like(client.memory["begun"])} | add_prefix("last", last), {}
 
-    @override
-    def init_local(self, state: State, context: RuleContext) -> State:
-        return state | self._mix(context)
-
-    @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.data_loss is not None
-        held = {name: tensor.detach() for name, tensor in params.items()}
-        return loss + context.data_loss({**clone(context.rest), **held, **self._mix(context)})
-
-    @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        last = {name: tensor for name, tensor in params.items() if name in self.names}
-        return {"begun": torch.ones_like(context.memory["begun"])} | add_prefix("last", last), {}
-
-    def _mix(self, context: RuleContext) -> State:
+    def _mix(self, client: ClientContext) -> State:
         """Return the client's top layers, between its last ones and the shared ones."""
-        mixed, last = {}, entries_under("last", context.memory)
-        for name, weight in context.extra_entries.items():
-            if name in context.global_params:
-                shared = context.global_params[name]
-                own = torch.where(context.memory["begun"], last[name], shared)
+        mixed, last = {}, entries_under("last", client.memory)
+        for name, weight in client.own.params.items():
+            if name in client.loaded:
+                shared = client.loaded[name]
+                own = torch.where(client.memory["begun"], last[name], shared)
                 mixed[name] = own + (shared - own) * weight
         return mixed
 

@@ -5,16 +5,17 @@ same directions. A client's model is the global one, fine-tuned as a whole on it
 the model is measured or handed out, and nothing of it returns to the federation.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass
 
 from typing_extensions import override
 
+from ..core.contexts import RoundContext
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import Entry, parse_selection
 from ..utils.errors import UsageError
+from ..utils.state import State
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,16 @@ class UntrainedHead(Rule):
 
     layers: int | str
     finetune_rounds: int
-    head: frozenset[str] = field(default=frozenset(), repr=False)
-    personalizes = True
+    personalizes = "use"
     requires = Requirements(shared_entries="FedBABU fine-tunes the body that clients share")
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        return replace(self, head=parse_selection(self.layers).names(entries))
+    def trainable(self, names: frozenset[str], entries: tuple[Entry, ...]) -> frozenset[str]:
+        return names - parse_selection(self.layers).names(entries)
 
     @override
-    def trainable(self, names: frozenset[str]) -> frozenset[str]:
-        return names - self.head
+    def personalize(self, state: State, client: RoundContext) -> State:
+        return state
 
 
 @method

@@ -16,10 +16,8 @@ channel's brightness, counts with its sign, so that the result does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +26,16 @@ from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from ..core.aggregation import cast_to, stack_entry
-from ..core.declarations import PlannedEntries, Send
+from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
+from ..core.declarations import Bound, Own, Reads, Send
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Hook, Rule, RuleContext
-from ..core.selection import Entry
+from ..core.rule import Rule
 from ..nn.amplitude_norm import amplitudes, low_frequencies, move_amplitudes, sum_waves
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
-from ..utils.state import State, clone, pick
+from ..utils.state import State
 
 DRAW = 2**21
 CLIP = 100.0
@@ -100,96 +99,77 @@ class SentAmplitudes(Rule):
     frequencies: int
     observes: int
     features: str = "last"
-    names: frozenset[str] = field(default=frozenset(), repr=False)
-    channels: int = field(default=0, repr=False)
-    growing = MappingProxyType({"amplitudes": (0,)})
     requires = Requirements(
-        unique=True, shared_entries="FedDG-ELCFS trains on images in the look of clients with which a model is shared"
+        shared_entries="FedDG-ELCFS trains on images in the look of clients with which a model is shared"
     )
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        first = next((entry.owner for entry in entries if isinstance(entry.owner, _ConvNd)), None)
+    def bind(self, plan: Plan) -> Bound:
+        first = next((entry.owner for entry in plan.entries if isinstance(entry.owner, _ConvNd)), None)
         if not isinstance(first, nn.Conv2d):
             raise UsageError(
                 "feddg_elcfs mixes amplitudes of images, which the model's first convolution (Conv2d) sees, and it has "
                 "none: use another method"
             )
-        return replace(self, names=frozenset(entry.name for entry in entries), channels=first.in_channels)
-
-    def _make_empty(self, count: int, entries: State) -> Tensor:
         size = 2 * self.frequencies + 1
-        return next(iter(entries.values())).new_zeros(count, self.channels, size, size)
+        empty = {"amplitudes": next(iter(plan.params.values())).new_zeros(self.observes, first.in_channels, size, size)}
+        return Bound(
+            self,
+            own=Own(memory=empty, server={"amplitudes": empty["amplitudes"][:0]}, growing={"amplitudes": (0,)}),
+            reads=Reads(first=self.observes, features=self.features, draws=True),
+            sends=Send.like(empty, "image", passed_on=True),
+        )
 
     @override
-    def client_memory(self, params: State, rest: State) -> State:
-        return {"amplitudes": self._make_empty(self.observes, params)}
-
-    @override
-    def server_memory(self, initial: State) -> State:
-        return {"amplitudes": self._make_empty(0, initial)}
-
-    @override
-    def observe(self, memory: State, samples: int, run: Callable[[Mapping[str, Hook]], None]) -> State:
+    def look(self, client: LookContext) -> State:
         found: State = {}
 
         def measure(module: nn.Module, given: tuple[Tensor, ...]) -> None:  # noqa: ARG001
             made = amplitudes(low_frequencies(given[0], self.frequencies))
-            index = torch.arange(self.observes, device=made.device) % samples
-            found["sent"] = made[index].to(memory["amplitudes"].dtype)
+            index = torch.arange(self.observes, device=made.device) % client.samples
+            found["sent"] = made[index].to(client.memory["amplitudes"].dtype)
 
-        run({"": measure})
-        return memory | found
+        client.run({"": measure})
+        return client.memory | found
 
     @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        others, here = context.server_memory["amplitudes"], context.forward_pass
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        others = step.server["amplitudes"]
         if not len(others):
             return loss
-        assert here is not None
-        assert context.run_model is not None
-        assert context.criterion is not None
-        own = pick(params, self.names & params.keys())
-        grads = context.data_gradient(own)
-        moved = {name: tensor - self.beta * grads[name].clamp(-CLIP, CLIP) for name, tensor in own.items()}
-        there = context.run_model({**clone(context.rest), **moved}, self._mix(here.x, others, context))
-        loss = loss + context.criterion(there.outputs, here.y)
-        if not self.boundary or here.y.ndim != 3 or here.outputs.ndim != 4:
+        grads = step.gradient_at(step.params)
+        moved = {name: x - self.beta * grads[name].clamp(-CLIP, CLIP) for name, x in step.params.items()}
+        there = step.run(moved, self._mix(step.x, others, step))
+        loss = loss + step.criterion(there.outputs, step.y)
+        if not self.boundary or step.y.ndim != 3 or step.outputs.ndim != 4:
             return loss
-        features = [_resize(each.features, here.y) for each in (here, there)]
-        return loss + self.boundary * _contrast(features, here.y, here.outputs.shape[1], self.tau)
+        features = [_resize(each.features, step.y) for each in (step, there)]
+        return loss + self.boundary * _contrast(features, step.y, step.outputs.shape[1], self.tau)
 
-    def _mix(self, x_BCHW: Tensor, others: Tensor, context: RuleContext) -> Tensor:
+    def _mix(self, x_BCHW: Tensor, others: Tensor, step: LossContext) -> Tensor:
         """Return the images with amplitudes that moved towards one of ``others [M, C, ...]`` each, but the client's."""
-        assert context.key is not None
-        mine = context.memory["amplitudes"]
-        is_own_M = (others[:, None] == mine).flatten(2).all(dim=2).any(dim=1)
+        is_own_M = (others[:, None] == step.memory["amplitudes"]).flatten(2).all(dim=2).any(dim=1)
         count = len(x_BCHW)
-        score_BM = draw_uniform(context.key, DRAW, count * len(others), x_BCHW.dtype).reshape(count, -1)
+        score_BM = draw_uniform(step.key, DRAW, count * len(others), x_BCHW.dtype).reshape(count, -1)
         given = others[torch.where(is_own_M, -1, score_BM).argmax(dim=1)].to(x_BCHW.dtype)
-        share_B = draw_uniform(context.key, DRAW + 1, count, x_BCHW.dtype) * ~is_own_M.all()
+        share_B = draw_uniform(step.key, DRAW + 1, count, x_BCHW.dtype) * ~is_own_M.all()
         parts = low_frequencies(x_BCHW, self.frequencies)
         moved = share_B[:, None, None, None] * (given - amplitudes(parts))
         return x_BCHW + sum_waves(move_amplitudes(parts, moved), x_BCHW)
 
     @override
-    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
-        memory = self.client_memory(pick(plan.initial, plan.trained), {})
-        return Send.like(memory, "image", passed_on=True)
-
-    @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        sent = context.memory.get("sent", context.memory["amplitudes"])
+    def end(self, client: EndContext) -> tuple[State, State]:
+        sent = client.memory.get("sent", client.memory["amplitudes"])
         return {"amplitudes": sent}, {"amplitudes": sent}
 
     @override
-    def aggregate_memory(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
-        return {"amplitudes": cast_to(stack_entry(uploads, "amplitudes").flatten(0, 1), memory["amplitudes"].dtype)}
+    def fold(self, server: FoldContext) -> Folded:
+        sent = stack_entry(server.uploads, "amplitudes").flatten(0, 1)
+        return Folded({"amplitudes": cast_to(sent, server.memory["amplitudes"].dtype)})
 
 
-def _resize(features: Tensor | None, y_BHW: Tensor) -> Tensor:
+def _resize(features: Tensor, y_BHW: Tensor) -> Tensor:
     """Return features ``[B, C, H, W]`` of the size of masks."""
-    assert features is not None
     if features.ndim != 4:
         raise UsageError(
             f"feddg_elcfs compares features [B, C, H, W], and the layer it reads gets {list(features.shape)}: "

@@ -10,7 +10,7 @@ round's work goes on, so that nothing but a number is sent; the authors measure 
 Each batch runs three models for that. A client that has never trained has no gap.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,50 +18,43 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received, weighted_mean
-from ..core.declarations import PlannedEntries, Send
+from ..core.contexts import EndContext, LossContext
+from ..core.declarations import Bound, Own, Send
 from ..core.kernel import ServerState
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
+from ..core.rule import Rule
 from ..utils.errors import UsageError
-from ..utils.state import State, add_prefix, clone, entries_under, pick
+from ..utils.state import State, add_prefix, entries_under, pick
 
 
 @dataclass(frozen=True)
 class GeneralizationGap(Rule):
     """A client's part: its model from before it was averaged, and how much better it is than the one that it loads."""
 
-    requires = Requirements(unique=True, shared_entries="FedDG-GA compares each client's model with the shared one")
+    requires = Requirements(shared_entries="FedDG-GA compares each client's model with the shared one")
 
     @override
-    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
-        return {}, {"gap": next(iter(params.values())).new_zeros(())}
+    def bind(self, plan: Plan) -> Bound:
+        first = next(iter(plan.params.values()))
+        gap, begun = {"gap": first.new_zeros(())}, first.new_zeros((), dtype=torch.bool)
+        own = Own(buffers=gap, memory={"begun": begun} | add_prefix("last", plan.params))
+        return Bound(self, own=own, sends=Send.like(gap, "client"))
 
     @override
-    def client_memory(self, params: State, rest: State) -> State:
-        begun = torch.zeros((), dtype=torch.bool, device=next(iter(params.values())).device)
-        return {"begun": begun} | add_prefix("last", params)
-
-    @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.data_loss is not None
-        last, gap = entries_under("last", context.memory), context.extra_entries["gap"]
-        shared = last | {name: tensor for name, tensor in context.global_params.items() if name in last}
-        of_shared, of_last = (context.data_loss({**clone(context.rest), **state}) for state in (shared, last))
-        gap.mul_(min(context.steps, 1)).add_((of_shared - of_last).detach())
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        last, gap = entries_under("last", step.memory), step.own.buffers["gap"]
+        shared = last | pick(step.loaded, last)
+        of_shared, of_last = (step.loss_at(state) for state in (shared, last))
+        gap.mul_(step.steps > 0).add_((of_shared - of_last).detach())
         return loss
 
     @override
-    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
-        dtype = next(iter(pick(plan.initial, plan.trained).values())).dtype
-        return {"gap": Send(shape=(), dtype=dtype, reveals="client")}
-
-    @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        begun = context.memory["begun"]
-        gap = context.extra_entries["gap"] * begun / max(context.steps, 1)
-        return {"begun": torch.ones_like(begun)} | add_prefix("last", params), {"gap": gap}
+    def end(self, client: EndContext) -> tuple[State, State]:
+        begun = client.memory["begun"]
+        gap = client.own.buffers["gap"] * begun / max(client.steps, 1)
+        return {"begun": torch.ones_like(begun)} | add_prefix("last", client.params), {"gap": gap}
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
+from ..core.contexts import EndContext, StepContext
+from ..core.declarations import Bound, Own
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
+from ..core.rule import Rule
 from ..core.server_optimizer import ServerOptimizer
 from ..utils.errors import UsageError
 from ..utils.state import State
@@ -27,30 +30,31 @@ class GradientMemory(Rule):
     """The client's part: h_k, which tends to the gradient of its loss, and the dynamic regularizer."""
 
     alpha: float
-    requires = Requirements(
-        unique=True,
-        shared_entries="FedDyn ties clients to what they share",
-        averages="FedDyn's server sums up the clients' changes by their mean",
-    )
+    requires = Requirements(shared_entries="FedDyn ties clients to what they share")
 
     @override
-    def client_memory(self, params: State, rest: State) -> State:
-        return {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+    def bind(self, plan: Plan) -> Bound:
+        if not plan.method.aggregate.sums:
+            raise UsageError(
+                f"FedDyn's server sums up the clients' changes by their mean, but {plan.method.aggregate!r} does not "
+                "average: remove one of the two"
+            )
+        return Bound(self, own=Own(memory={name: torch.zeros_like(tensor) for name, tensor in plan.params.items()}))
 
     @override
-    def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
+    def gradients(self, grads: State, step: StepContext) -> State:
         return {
-            name: (params[name] - context.global_params[name]).mul_(self.alpha).sub_(context.memory[name]).add_(grad)
-            if name in context.global_params
+            name: (step.params[name] - step.loaded[name]).mul_(self.alpha).sub_(step.memory[name]).add_(grad)
+            if name in step.loaded
             else grad
             for name, grad in grads.items()
         }
 
     @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
+    def end(self, client: EndContext) -> tuple[State, State]:
         memory = {
-            name: h - self.alpha * (params[name] - context.global_params[name]) if name in context.global_params else h
-            for name, h in context.memory.items()
+            name: h - self.alpha * (client.params[name] - client.loaded[name]) if name in client.loaded else h
+            for name, h in client.memory.items()
         }
         return memory, {}
 

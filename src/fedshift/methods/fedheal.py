@@ -9,7 +9,7 @@ weight; the server remembers weights and steps of each client. Entries that clie
 averaged by the same weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +17,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received, cast_to, stack_entry, weighted_mean
-from ..core.declarations import PlannedEntries, Send
+from ..core.contexts import EndContext
+from ..core.declarations import Bound, Own, Send
 from ..core.kernel import ServerState
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
+from ..core.rule import Rule
 from ..utils.errors import UsageError
-from ..utils.state import State
+from ..utils.state import State, pick
 
 ROUNDING = 64
 """Changes of less than that many times the precision of an entry's values are rounding, and have no direction."""
@@ -35,34 +36,28 @@ class Consistency(Rule):
     """A client's directions: how often it has pushed each weight downward, and which changes of this round count."""
 
     threshold: float
-    requires = Requirements(unique=True, shared_entries="FedHEAL weighs changes of what clients share")
+    requires = Requirements(shared_entries="FedHEAL weighs changes of what clients share")
 
     @override
-    def client_memory(self, params: State, rest: State) -> State:
-        rounds = {"rounds": torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)}
-        return rounds | {f"down/{name}": torch.zeros_like(tensor) for name, tensor in params.items()}
+    def bind(self, plan: Plan) -> Bound:
+        rounds = torch.zeros((), dtype=torch.int64, device=next(iter(plan.params.values())).device)
+        down = {f"down/{name}": torch.zeros_like(tensor) for name, tensor in plan.params.items()}
+        counts = {name: tensor.bool() for name, tensor in pick(plan.params, plan.loaded).items()}
+        return Bound(self, own=Own(memory={"rounds": rounds} | down), sends=Send.like(counts, "update"))
 
     @override
-    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
-        names = plan.trained & plan.loaded
-        return {
-            name: Send(shape=tuple(tensor.shape), dtype=torch.bool, reveals="update")
-            for name, tensor in plan.initial.items()
-            if name in names
-        }
-
-    @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        memory, rounds = dict(context.memory), int(context.memory["rounds"])
+    def end(self, client: EndContext) -> tuple[State, State]:
+        memory, rounds = dict(client.memory), int(client.memory["rounds"])
         counts = {}
-        for name in params.keys() & context.global_params.keys():
-            shared, before = context.global_params[name], memory[f"down/{name}"]
-            rounding = ROUNDING * torch.finfo(shared.dtype).eps * shared.abs().max()
-            down = shared - params[name] >= -rounding
-            agreeing = torch.where(down, before, rounds - before)
-            counts[name] = agreeing > self.threshold * rounds if rounds else torch.ones_like(down)
-            memory[f"down/{name}"] = before + down
-        return memory | {"rounds": memory["rounds"] + 1}, {name: counts[name] for name in params if name in counts}
+        for name, tensor in client.params.items():
+            if name in client.loaded:
+                shared, before = client.loaded[name], memory[f"down/{name}"]
+                rounding = ROUNDING * torch.finfo(shared.dtype).eps * shared.abs().max()
+                down = shared - tensor >= -rounding
+                agreeing = torch.where(down, before, rounds - before)
+                counts[name] = agreeing > self.threshold * rounds if rounds else torch.ones_like(down)
+                memory[f"down/{name}"] = before + down
+        return memory | {"rounds": memory["rounds"] + 1}, counts
 
 
 @dataclass(frozen=True)

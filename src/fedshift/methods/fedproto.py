@@ -9,72 +9,60 @@ On FedAvg, models are averaged as well. Predictions are the classifier's;
 that code measures those by the nearest prototype, too.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..core.declarations import PlannedEntries, Send
+from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
+from ..core.declarations import Bound, Own, Reads, Send
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
-from ..core.selection import Entry, find_classifier
+from ..core.rule import Rule
+from ..core.selection import find_classifier
 from ..utils.errors import UsageError
 from ..utils.state import State
 
 
 @dataclass(frozen=True)
 class Prototypes(Rule):
-    """A pull of strength ``lam`` to class prototypes, which are averaged over clients.
-
-    ``zeros``: for each class and feature, ``[K, D]``.
-    """
+    """A pull of strength ``lam`` to class prototypes, which are averaged over clients."""
 
     lam: float
-    zeros: Tensor | None = field(default=None, repr=False, compare=False)
-    features = "last"
-    requires = Requirements(unique=True, classes="prototypes are mean features of classes")
-
-    @property
-    def _blank(self) -> Tensor:
-        assert self.zeros is not None
-        return self.zeros
+    requires = Requirements(classes="prototypes are mean features of classes")
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        classifier = find_classifier(entries, self.source_method)
-        return replace(self, zeros=torch.zeros_like(classifier.weight, requires_grad=False))
+    def bind(self, plan: Plan) -> Bound:
+        classifier = find_classifier(plan.entries, self.source_method)
+        zeros_KD = torch.zeros_like(classifier.weight, requires_grad=False)
+        counts_K = zeros_KD[:, 0].clone()
+        sent = Send.like({"prototypes": zeros_KD}, "class", passed_on=True)  # where one client has the class
+        return Bound(
+            self,
+            own=Own(
+                buffers={"sums": zeros_KD, "counts": counts_K},
+                memory={"samples": zeros_KD.new_zeros(())},
+                server={"prototypes": zeros_KD, "known": counts_K},
+            ),
+            reads=Reads(targets=True, features="last"),
+            sends=sent | Send.like({"counts": counts_K}, "class"),
+        )
 
     @override
-    def client_memory(self, params: State, rest: State) -> State:
-        return {"samples": self._blank.new_zeros(())}
+    def look(self, client: LookContext) -> State:
+        return {"samples": torch.full_like(client.memory["samples"], len(client.targets))}
 
     @override
-    def read_targets(self, memory: State, targets: Tensor) -> State:
-        return {"samples": torch.full_like(memory["samples"], len(targets))}
-
-    @override
-    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
-        return {}, {"sums": self._blank.clone(), "counts": self._blank[:, 0].clone()}
-
-    @override
-    def server_memory(self, initial: State) -> State:
-        return {"prototypes": self._blank.clone(), "known": self._blank[:, 0].clone()}
-
-    @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.forward_pass is not None
-        z_BD, y_B = context.forward_pass.features, context.forward_pass.y
-        assert z_BD is not None
-        sums_KD, counts_K = context.extra_entries["sums"], context.extra_entries["counts"]
-        within_pass = (counts_K.sum() < context.memory["samples"]).to(z_BD.dtype) * (context.steps > 0)
-        member_BK = nn.functional.one_hot(y_B, len(self._blank)).to(z_BD.dtype)
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        z_BD, (sums_KD, counts_K) = step.features, (step.own.buffers["sums"], step.own.buffers["counts"])
+        within_pass = (counts_K.sum() < step.memory["samples"]).to(z_BD.dtype) * (step.steps > 0)
+        member_BK = nn.functional.one_hot(step.y, len(counts_K)).to(z_BD.dtype)
         sums_KD.mul_(within_pass).add_(member_BK.T @ z_BD.detach())
         counts_K.mul_(within_pass).add_(member_BK.sum(0))
-        return loss + self.lam * self.pull(z_BD, y_B, context.server_memory)
+        return loss + self.lam * self.pull(z_BD, step.y, step.server)
 
     def pull(self, z_BD: Tensor, y_B: Tensor, memory: State) -> Tensor:
         """Return the loss of features ``z_BD`` of classes ``y_B``, given the server's memory."""
@@ -82,25 +70,24 @@ class Prototypes(Rule):
         return (memory["known"][y_B] * square_B).mean()
 
     @override
-    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
-        prototypes = Send.like({"prototypes": self._blank}, "class", passed_on=True)  # where one client has the class
-        return prototypes | Send.like({"counts": self._blank[:, 0]}, "class")
+    def end(self, client: EndContext) -> tuple[State, State]:
+        sums_KD, counts_K = client.own.buffers["sums"], client.own.buffers["counts"]
+        return client.memory, {"prototypes": sums_KD / counts_K.clamp(min=1)[:, None], "counts": counts_K}
 
     @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        counts_K = context.extra_entries["counts"]
-        means_KD = context.extra_entries["sums"] / counts_K.clamp(min=1)[:, None]
-        return context.memory, {"prototypes": means_KD, "counts": counts_K}
+    def fold(self, server: FoldContext) -> Folded:
+        return Folded(self.combine(server.memory, server.uploads))
 
-    @override
-    def aggregate_memory(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
+    def combine(self, memory: State, uploads: Sequence[State]) -> State:
+        """Return the server's memory, given the clients' prototypes and counts."""
         counts_NK = torch.stack([upload["counts"].double() for upload in uploads])
         means_NKD = torch.stack([upload["prototypes"].double() for upload in uploads])
         total_K = counts_NK.sum(dim=0)
         mean_KD = (counts_NK[:, :, None] * means_NKD).sum(dim=0) / total_K.clamp(min=1)[:, None]
         met_K = total_K > 0
+        before_KD = memory["prototypes"]
         return {
-            "prototypes": torch.where(met_K[:, None], mean_KD.to(self._blank.dtype), memory["prototypes"]),
+            "prototypes": torch.where(met_K[:, None], mean_KD.to(before_KD.dtype), before_KD),
             "known": torch.where(met_K, torch.ones_like(memory["known"]), memory["known"]),
         }
 

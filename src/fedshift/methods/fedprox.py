@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from ..core.contexts import StepContext
 from ..core.method import Method, method
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
+from ..core.rule import Rule
 from ..utils.errors import UsageError
 from ..utils.state import State
 
@@ -23,17 +24,14 @@ class Proximal(Rule):
     mu: float
 
     requires = Requirements(
-        unique=True,
         shared_entries="FedProx holds parameters near those that the server sent",
         several_steps="FedProx has no effect on one local step, which starts at the server's parameters",
     )
 
     @override
-    def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
+    def gradients(self, grads: State, step: StepContext) -> State:
         return {
-            name: (params[name] - context.global_params[name]).mul_(self.mu).add_(grad)
-            if name in context.global_params
-            else grad
+            name: (step.params[name] - step.loaded[name]).mul_(self.mu).add_(grad) if name in step.loaded else grad
             for name, grad in grads.items()
         }
 

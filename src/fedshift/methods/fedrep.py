@@ -5,15 +5,15 @@ body. By default the steps of a round are divided in that ratio, so that FedRep 
 method; ``head_epochs`` and ``body_epochs`` are the paper's own.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass
 
 from typing_extensions import override
 
+from ..core.declarations import Bound, Phase
 from ..core.method import Method, method
-from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
-from ..core.selection import Entry, parse_selection
+from ..core.plan import Plan
+from ..core.rule import Rule
+from ..core.selection import parse_selection
 from ..utils.errors import UsageError
 
 
@@ -23,21 +23,13 @@ class HeadThenBody(Rule):
 
     share: float
     layers: int | str
-    head: frozenset[str] = field(default=frozenset(), repr=False)
-    body: frozenset[str] = field(default=frozenset(), repr=False)
-    requires = Requirements(step_budget=True, trains_everything="FedRep trains first the head and then all else")
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        head = parse_selection(self.layers).names(entries)
-        return replace(self, head=head, body=frozenset(entry.name for entry in entries) - head)
-
-    @override
-    def trainable_at_step(self, names: frozenset[str], context: RuleContext) -> frozenset[str]:
-        if context.planned_steps < 2:  # a single step trains both
-            return names
-        first = min(max(1, round(self.share * context.planned_steps)), context.planned_steps - 1)
-        return names - (self.body if context.steps < first else self.head)
+    def bind(self, plan: Plan) -> Bound:
+        head = parse_selection(self.layers).names(plan.entries)
+        body = frozenset(plan.initial) - head
+        first, then = Phase(trains=head, share=(0.0, self.share)), Phase(trains=body, share=(self.share, 1.0))
+        return Bound(self, phases=(first, then))
 
 
 @method

@@ -9,19 +9,21 @@ implementations (TsingZ0/PFLlib and fluke). A class that a client lacks counts 1
 infinite.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..core.contexts import LookContext, LossContext, RoundContext
+from ..core.declarations import Bound, Own, Reads
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
-from ..core.selection import Entry, find_classifier
-from ..utils.state import State
+from ..core.rule import Rule
+from ..core.selection import find_classifier
+from ..utils.errors import UsageError
+from ..utils.state import State, pick
 
 FEWEST = 1e-12
 """Samples that a class without any counts as."""
@@ -33,60 +35,48 @@ class PersonalHead(Rule):
 
     head: tuple[str, ...] = field(default=(), repr=False)
     classes: int = field(default=0, repr=False)
-    personalizes = True
+    personalizes = "use"
+    requires = Requirements(
+        shared_entries="FedRoD adds a personal head to the one that clients share", classes="FedRoD balances classes"
+    )
 
-    @property
     @override
-    def requires(self) -> Requirements:  # type: ignore[override]
-        return Requirements(
-            unique=True,
-            shared_entries="FedRoD adds a personal head to the one that clients share",
-            some_loaded=frozenset(self.head),
-            classes="FedRoD balances classes",
+    def bind(self, plan: Plan) -> Bound:
+        classifier = find_classifier(plan.entries, self.source_method)
+        names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
+        if not plan.loaded.intersection(names):
+            raise UsageError(
+                f"{self.requires.shared_entries}, but another part keeps {min(names)!r} on clients: use one of the "
+                "two, or other layers"
+            )
+        return Bound(
+            replace(self, head=names, classes=classifier.out_features),
+            own=Own(
+                model=pick(plan.params, names),
+                memory={"class_counts": next(iter(plan.params.values())).new_zeros(classifier.out_features)},
+            ),
+            reads=Reads(targets=True),
         )
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        classifier = find_classifier(entries, self.source_method)
-        names = tuple(entry.name for entry in entries if entry.owner is classifier)
-        return replace(self, head=names, classes=classifier.out_features)
+    def look(self, client: LookContext) -> State:
+        counts_K = torch.bincount(client.targets, minlength=self.classes)
+        return {"class_counts": counts_K.to(client.memory["class_counts"].dtype)}
 
     @override
-    def client_memory(self, params: State, rest: State) -> State:
-        first = next(iter(params.values()))
-        return {"class_counts": first.new_zeros(self.classes)}
-
-    @override
-    def read_targets(self, memory: State, targets: Tensor) -> State:
-        counts_K = torch.bincount(targets, minlength=self.classes)
-        return {"class_counts": counts_K.to(memory["class_counts"].dtype)}
-
-    @override
-    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
-        return {name: params[name] for name in self.head if name in params}, {}
-
-    @override
-    def find_network(self, params: Iterable[str]) -> Mapping[str, str]:
-        return {name: name for name in params}
-
-    @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.forward_pass is not None
-        assert context.run_model is not None
-        assert context.criterion is not None
-        outputs_BK, y_B = context.forward_pass.outputs, context.forward_pass.y
-        prior_K = context.memory["class_counts"].clamp(min=FEWEST).log()
-        constant = {name: tensor.detach().clone() for name, tensor in {**params, **context.rest}.items()}
-        together = context.run_model(self._add_heads(constant, context.extra_entries))
-        balanced = context.criterion(outputs_BK + prior_K, y_B) - context.criterion(outputs_BK, y_B)
-        return loss + balanced + context.criterion(together.outputs, y_B)
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        prior_K = step.memory["class_counts"].clamp(min=FEWEST).log()
+        constant = {name: tensor.detach().clone() for name, tensor in step.params.items()}
+        together = step.run(self._add_heads(constant, step.own.model))
+        balanced = step.criterion(step.outputs + prior_K, step.y) - step.criterion(step.outputs, step.y)
+        return loss + balanced + step.criterion(together.outputs, step.y)
 
     def _add_heads(self, state: State, personal: State) -> State:
         return state | {name: state[name] + tensor for name, tensor in personal.items()}
 
     @override
-    def personal_model(self, state: State, context: RuleContext) -> State:
-        return self._add_heads(state, context.extra_entries)
+    def personalize(self, state: State, client: RoundContext) -> State:
+        return self._add_heads(state, client.own.model)
 
 
 @method

@@ -11,22 +11,23 @@ here a trained model takes the mean features, so that it predicts alike every ti
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ..core.contexts import LossContext
+from ..core.declarations import Bound, Own, Phase, Reads
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
-from ..core.selection import Entry, entries, find_classifier
-from ..nn.dropout import current_key, draw_normal
+from ..core.rule import Rule
+from ..core.selection import entries, find_classifier
+from ..nn.dropout import Keyed, current_key, draw_normal
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError
-from ..utils.state import State
 
 DRAW = 2**21
 """Number of the draws of the noise under a step's key, beyond any that dropout layers or other rules make."""
@@ -44,7 +45,7 @@ def _draw_features(given_B2Z: Tensor, key: Tensor) -> Tensor:
     return mean_BZ + deviation_BZ * draw_normal(key, DRAW, mean_BZ.shape).to(mean_BZ.dtype)
 
 
-class Sampler(nn.Module):
+class Sampler(Keyed):
     """Draws features from Gaussians ``[B, 2 Z]`` in training, and returns their means ``[B, Z]`` in evaluation."""
 
     def forward(self, given_B2Z: Tensor) -> Tensor:
@@ -80,36 +81,31 @@ class Representation(Rule):
 
     l2: float
     cmi: float
-    zeros: Tensor | None = field(default=None, repr=False, compare=False)
     features: str = "sampler"
-    decays = True
-    requires = Requirements(unique=True, classes="FedSR holds features near a Gaussian for each class")
+    requires = Requirements(classes="FedSR holds features near a Gaussian for each class")
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        classifier = find_classifier(entries, self.source_method)
-        name = next(entry.name for entry in entries if entry.owner is classifier).rpartition(".")[0]
+    def bind(self, plan: Plan) -> Bound:
+        classifier = find_classifier(plan.entries, self.source_method)
+        name = next(entry.name for entry in plan.entries if entry.owner is classifier).rpartition(".")[0]
         sampler = name.removesuffix("classifier") + "sampler"
-        return replace(self, features=sampler, zeros=torch.zeros_like(classifier.weight, requires_grad=False))
+        ones_KZ = torch.ones_like(classifier.weight, requires_grad=False)
+        own = {"means": torch.zeros_like(ones_KZ), "deviations": ones_KZ, "scale": ones_KZ.new_ones(())}
+        return Bound(
+            replace(self, features=sampler),
+            own=Own(params=own),
+            phases=(Phase(decay=True),),
+            reads=Reads(features=sampler, draws=True),
+        )
 
     @override
-    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
-        assert self.zeros is not None
-        ones_KZ = torch.ones_like(self.zeros)
-        return {"means": self.zeros.clone(), "deviations": ones_KZ, "scale": ones_KZ.new_ones(())}, {}
-
-    @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.forward_pass is not None
-        assert context.key is not None
-        given_B2Z, y_B = context.forward_pass.features, context.forward_pass.y
-        assert given_B2Z is not None
-        own = context.extra_entries
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        own, given_B2Z = step.own.params, step.features
         mean_BZ, deviation_BZ = (own["scale"] * part_BZ for part_BZ in _read_gaussian(given_B2Z))
-        r_BZ, s_BZ = own["means"][y_B], F.softplus(own["deviations"])[y_B]
+        r_BZ, s_BZ = own["means"][step.y], F.softplus(own["deviations"])[step.y]
         divergence_BZ = s_BZ.log() - deviation_BZ.log() - 0.5
         divergence_BZ = divergence_BZ + (deviation_BZ.square() + (mean_BZ - r_BZ).square()) / (2 * s_BZ.square())
-        norm_B = _draw_features(given_B2Z, context.key).norm(dim=1)
+        norm_B = _draw_features(given_B2Z, step.key).norm(dim=1)
         total: Tensor = loss + self.l2 * norm_B.mean() + self.cmi * divergence_BZ.sum(dim=1).mean()
         return total
 

@@ -12,8 +12,7 @@ in the next one, as in that code. Models are averaged by the base.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +23,9 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
+from ..core.declarations import Bound
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..utils.errors import UsageError
 from ..utils.state import State
 from .fedproto import Prototypes
@@ -52,7 +53,13 @@ class ClusterPrototypes(Prototypes):
     """Contrast with the clusters' prototypes at temperature ``tau``, and a pull to their mean; ``lam``: of both."""
 
     tau: float = 0.02
-    growing = MappingProxyType({"clusters": (1,), "used": (1,)})
+
+    @override
+    def bind(self, plan: Plan) -> Bound:
+        bound = super().bind(plan)
+        zeros_KD = bound.own.server["prototypes"]
+        memory = {"clusters": zeros_KD[:, None], "used": zeros_KD[:, :1]}
+        return replace(bound, own=replace(bound.own, server=memory, growing={"clusters": (1,), "used": (1,)}))
 
     @staticmethod
     def cluster(points_ND: Tensor) -> Tensor:
@@ -69,10 +76,6 @@ class ClusterPrototypes(Prototypes):
                 return labels_N
 
     @override
-    def server_memory(self, initial: State) -> State:
-        return {"clusters": self._blank[:, None].clone(), "used": self._blank[:, :1].clone()}
-
-    @override
     def pull(self, z_BD: Tensor, y_B: Tensor, memory: State) -> Tensor:
         used_KM, clusters_KMD = memory["used"], memory["clusters"]
         count_K = used_KM.sum(dim=1)
@@ -86,7 +89,7 @@ class ClusterPrototypes(Prototypes):
         return ((count_K > 0).to(z_BD.dtype)[y_B] * (contrast_B + square_B)).mean()
 
     @override
-    def aggregate_memory(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
+    def combine(self, memory: State, uploads: Sequence[State]) -> State:
         found = []
         for label, old_MD in enumerate(memory["clusters"]):
             met = [upload["prototypes"][label].double() for upload in uploads if upload["counts"][label] > 0]

@@ -14,9 +14,7 @@ affine parameters or statistics; here BatchNorm is the network's, and its statis
 perturbed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +22,15 @@ from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from ..core.aggregation import cast_to, stack_entry
-from ..core.declarations import PlannedEntries, Send
+from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
+from ..core.declarations import Bound, Reads, Send
 from ..core.method import Method, method
-from ..core.requirements import Requirements
-from ..core.rule import Hook, Rule, RuleContext
-from ..core.selection import Entry
+from ..core.plan import Plan
+from ..core.rule import Rule
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError
-from ..utils.state import State, clone, pick
+from ..utils.state import State
 
 TINY = 1e-12
 
@@ -74,18 +72,19 @@ class MeanAmplitude(Rule):
         """Name of the entry that holds the amplitudes."""
         return f"{self.layer}.amplitude"
 
-    @property
     @override
-    def requires(self) -> Requirements:  # type: ignore[override]
-        return Requirements(unique=True, from_server=frozenset({self.entry}))
+    def bind(self, plan: Plan) -> Bound:
+        (name,) = (entry.name for entry in plan.entries if isinstance(entry.owner, AmplitudeNorm))
+        bound = replace(self, layer=name.removesuffix(".amplitude"))
+        return Bound(
+            bound,
+            reads=Reads(first=self.observes),
+            sends=Send.like({"amplitude": plan.initial[name]}, "image" if self.observes == 1 else "client"),
+            sets=frozenset({name}),
+        )
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        (name,) = (entry.name for entry in entries if isinstance(entry.owner, AmplitudeNorm))
-        return replace(self, layer=name.removesuffix(".amplitude"))
-
-    @override
-    def observe(self, memory: State, samples: int, run: Callable[[Mapping[str, Hook]], None]) -> State:
+    def look(self, client: LookContext) -> State:
         found: State = {}
 
         def measure(module: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -93,23 +92,18 @@ class MeanAmplitude(Rule):
             mean = module.measure(*given).mean(dim=0)
             found["amplitude"] = torch.where(module.is_measured, module.amplitude, mean)
 
-        run({self.layer: measure})
+        client.run({self.layer: measure})
         return found
 
     @override
-    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
-        amplitude = {"amplitude": plan.initial[self.entry]}
-        return Send.like(amplitude, "image" if self.observes == 1 else "client")
+    def end(self, client: EndContext) -> tuple[State, State]:
+        return {}, {"amplitude": torch.zeros_like(client.buffers[self.entry])} | client.memory
 
     @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        return {}, {"amplitude": torch.zeros_like(context.rest[self.entry])} | context.memory
-
-    @override
-    def aggregate_entries(self, previous: State, uploads: Sequence[State]) -> State:
-        before = previous[self.entry]
-        mean = cast_to(stack_entry(uploads, "amplitude").mean(dim=0), before.dtype)
-        return {self.entry: torch.where((before != 0).any(), before, mean)}
+    def fold(self, server: FoldContext) -> Folded:
+        before = server.server.shared[self.entry]
+        mean = cast_to(stack_entry(server.uploads, "amplitude").mean(dim=0), before.dtype)
+        return Folded({}, {self.entry: torch.where((before != 0).any(), before, mean)})
 
 
 @dataclass(frozen=True)
@@ -117,25 +111,14 @@ class PerturbedWeights(Rule):
     """The gradient at weights that are ``alpha`` farther along the gradient."""
 
     alpha: float
-    names: frozenset[str] = field(default=frozenset(), repr=False)
-    requires = Requirements(unique=True)
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        return replace(self, names=frozenset(entry.name for entry in entries))
-
-    @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.forward_pass is not None
-        assert context.criterion is not None
-        assert context.data_loss is not None
-        own = pick(params, self.names & params.keys())
-        grads = context.data_gradient(own)
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        grads = step.gradient_at(step.params)
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
         scale = self.alpha / (norm + TINY)
-        there = {name: tensor + scale * grads[name] for name, tensor in own.items()}
-        here = context.criterion(context.forward_pass.outputs, context.forward_pass.y)
-        return loss - here + context.data_loss({**clone(context.rest), **there})
+        there = {name: tensor + scale * grads[name] for name, tensor in step.params.items()}
+        return loss - step.criterion(step.outputs, step.y) + step.loss_at(there)
 
 
 @method

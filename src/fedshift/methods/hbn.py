@@ -13,26 +13,26 @@ is added. Their code measures the first samples in the order of its files, of on
 here they are the first ones of the round's shuffled order. It clips gradients to a norm of 10, which is left out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from ..core.aggregation import cast_to, stack_entry
-from ..core.declarations import PlannedEntries, Send
+from ..core.contexts import EndContext, FoldContext, Folded, Hook, LookContext
+from ..core.declarations import Bound, Reads, Send
 from ..core.method import Method, method
-from ..core.requirements import Requirements
-from ..core.rule import Hook, Rule, RuleContext
-from ..core.selection import Entry, hybrid_factors
+from ..core.plan import Plan
+from ..core.rule import Rule
+from ..core.selection import hybrid_factors
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.surgery import BatchNormToHybrid
 from ..utils.errors import UsageError
 from ..utils.state import State
 
 KINDS = ("mean", "var")
+GROUPS = ("global", "running")
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Measurement(Rule):
     observes: int
     layers: tuple[str, ...] = field(default=(), repr=False)
 
-    @property
     @override
-    def requires(self) -> Requirements:  # type: ignore[override]
-        names = {f"{layer}{group}_{kind}" for layer in self.layers for group in ("global", "running") for kind in KINDS}
-        return Requirements(unique=True, from_server=frozenset(names))
+    def bind(self, plan: Plan) -> Bound:
+        owned = [entry.name for entry in plan.entries if isinstance(entry.owner, HybridBatchNorm)]
+        layers = tuple(name.removesuffix("running_mean") for name in owned if name.endswith("running_mean"))
+        bound = replace(self, layers=layers)
+        return Bound(
+            bound,
+            reads=Reads(first=self.observes),
+            sends=Send.like(bound._blank(plan.initial), "image" if self.observes == 1 else "client"),
+            sets=frozenset(f"{layer}{group}_{kind}" for layer in layers for group in GROUPS for kind in KINDS),
+        )
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
-        owned = [entry.name for entry in entries if isinstance(entry.owner, HybridBatchNorm)]
-        found = tuple(name.removesuffix("running_mean") for name in owned if name.endswith("running_mean"))
-        return replace(self, layers=found)
-
-    @override
-    def observe(self, memory: State, samples: int, run: Callable[[Mapping[str, Hook]], None]) -> State:
+    def look(self, client: LookContext) -> State:
         found: State = {}
 
         def note(layer: str) -> Hook:
@@ -70,16 +70,12 @@ class Measurement(Rule):
 
             return measure
 
-        run({layer.removesuffix("."): note(layer) for layer in self.layers})
-        return found | {"samples": torch.tensor(samples, device=next(iter(found.values())).device)}
+        client.run({layer.removesuffix("."): note(layer) for layer in self.layers})
+        return found | {"samples": torch.tensor(client.samples, device=next(iter(found.values())).device)}
 
     @override
-    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
-        return Send.like(self._blank(plan.initial), "image" if self.observes == 1 else "client")
-
-    @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        return {}, self._blank(context.rest) | context.memory
+    def end(self, client: EndContext) -> tuple[State, State]:
+        return {}, self._blank(client.buffers) | client.memory
 
     def _blank(self, rest: State) -> State:
         """Return an upload of no samples, which a client that has not begun would send."""
@@ -88,11 +84,11 @@ class Measurement(Rule):
         return blank | {"samples": torch.zeros((), dtype=torch.int64, device=next(iter(blank.values())).device)}
 
     @override
-    def aggregate_entries(self, previous: State, uploads: Sequence[State]) -> State:
-        counts_K1, made = stack_entry(uploads, "samples")[:, None], {}
-        total = counts_K1.sum()
+    def fold(self, server: FoldContext) -> Folded:
+        counts_K1, previous = stack_entry(server.uploads, "samples")[:, None], server.server.shared
+        made, total = State(), counts_K1.sum()
         for layer in self.layers:
-            means_KC, vars_KC = (stack_entry(uploads, f"{kind}/{layer}") for kind in KINDS)
+            means_KC, vars_KC = (stack_entry(server.uploads, f"{kind}/{layer}") for kind in KINDS)
             mean_C = (counts_K1 * means_KC).sum(dim=0) / total
             spread_KC = vars_KC + (means_KC - mean_C).square()
             var_C = (counts_K1 * spread_KC).sum(dim=0) / (total - 1).clamp(min=1)
@@ -101,7 +97,7 @@ class Measurement(Rule):
                 moved_C = self.momentum * pooled_C + (1 - self.momentum) * before_C.double()
                 made[f"{layer}global_{kind}"] = cast_to(moved_C, before_C.dtype)
                 made[f"{layer}running_{kind}"] = cast_to(pooled_C, before_C.dtype)
-        return made
+        return Folded({}, made)
 
 
 @method

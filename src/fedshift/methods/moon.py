@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..core.contexts import EndContext, LossContext
+from ..core.declarations import Bound, Own, Reads
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
+from ..core.rule import Rule
 from ..utils.errors import UsageError
 from ..utils.state import State
 
@@ -29,30 +32,24 @@ class PreviousModel(Rule):
     mu: float
     tau: float
     features: str = "last"
-    requires = Requirements(unique=True, shared_entries="MOON pulls features to those of the model that clients share")
+    requires = Requirements(shared_entries="MOON pulls features to those of the model that clients share")
 
     @override
-    def client_memory(self, params: State, rest: State) -> State:
-        return {**params, **rest}
+    def bind(self, plan: Plan) -> Bound:
+        return Bound(self, own=Own(memory=plan.initial), reads=Reads(features=self.features))
 
     @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.forward_pass is not None
-        assert context.run_model is not None
-        z = context.forward_pass.features
-        previous = context.memory
-        loaded = {**previous, **context.global_params}  # what a client keeps is since its last round as it was
-        others = [context.run_model(state, training=False).features for state in (loaded, previous)]
-        assert z is not None
-        similarity_B2 = torch.stack(
-            [torch.cosine_similarity(z.flatten(1), other.flatten(1)) for other in others if other is not None], dim=1
-        )
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        previous = step.memory
+        loaded = previous | step.loaded  # what a client keeps is since its last round as it was
+        others = [step.run(state, training=False).features for state in (loaded, previous)]
+        z = step.features.flatten(1)
+        similarity_B2 = torch.stack([torch.cosine_similarity(z, other.flatten(1)) for other in others], dim=1)
         return loss - self.mu * (similarity_B2 / self.tau).log_softmax(dim=1)[:, 0].mean()
 
     @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        together = {**params, **context.rest}
-        return {name: together[name] for name in context.memory}, {}
+    def end(self, client: EndContext) -> tuple[State, State]:
+        return client.params | client.buffers, {}
 
 
 @method

@@ -8,19 +8,20 @@ normalizes by the batch, cannot see what they do. All entries are sent, so the s
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..core.contexts import EndContext, LossContext, RoundContext
+from ..core.declarations import Bound, Own, Phase, Reads
 from ..core.method import Method, method
-from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
-from ..core.selection import Entry, norm_statistics
+from ..core.plan import Plan
+from ..core.rule import Rule
+from ..core.selection import norm_statistics
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
-from ..utils.state import State, add_prefix, clone, entries_under, pick
+from ..utils.state import State, add_prefix, entries_under, pick
 
 DRAW = 2**20
 """Number of the draws of this rule under a step's key, beyond any that dropout layers make."""
@@ -34,30 +35,31 @@ class Gates(Rule):
     lr_scale: float
     layers: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     statistics: tuple[str, ...] = field(default=(), repr=False)
-    personalizes = True
-    requires = Requirements(loads_everything="partialfed_adaptive chooses which layers to load")
+    personalizes = "start"
 
     @override
-    def bind(self, entries: tuple[Entry, ...]) -> Self:
+    def bind(self, plan: Plan) -> Bound:
+        if plan.personal or not plan.loaded:
+            raise UsageError(
+                "partialfed_adaptive chooses which layers to load, but another part of the method already keeps "
+                f"{min(plan.personal)!r} on the client: use one of the two"
+            )
         layers: dict[int, list[str]] = {}
-        statistics = tuple(entry.name for entry in entries if norm_statistics(entry))
-        for entry in entries:
+        statistics = tuple(entry.name for entry in plan.entries if norm_statistics(entry))
+        for entry in plan.entries:
             if entry.name not in statistics:
                 layers.setdefault(id(entry.owner), []).append(entry.name)
-        return replace(self, layers=tuple(map(tuple, layers.values())), statistics=statistics)
+        logits = next(iter(plan.params.values())).new_zeros(len(layers), 2)
+        return Bound(
+            replace(self, layers=tuple(map(tuple, layers.values())), statistics=statistics),
+            own=Own(params={"logits": logits}, memory=add_prefix("last", plan.initial)),
+            phases=(Phase(lr_scale=self.lr_scale),),
+            reads=Reads(draws=True),
+        )
 
     @override
-    def extra_entries(self, params: State, rest: State) -> tuple[State, State]:
-        first = next(iter(params.values()))
-        return {"logits": torch.zeros(len(self.layers), 2, dtype=first.dtype, device=first.device)}, {}
-
-    @override
-    def client_memory(self, params: State, rest: State) -> State:
-        return add_prefix("last", {**params, **rest})
-
-    @override
-    def init_local(self, state: State, context: RuleContext) -> State:
-        kept, logits = entries_under("last", context.memory), context.extra_entries["logits"]
+    def personalize(self, state: State, client: RoundContext) -> State:
+        kept, logits = entries_under("last", client.memory), client.own.params["logits"]
         state = state | pick(kept, self.statistics)
         for number, names in enumerate(self.layers):
             keep = logits[number, 1] > logits[number, 0]
@@ -65,26 +67,23 @@ class Gates(Rule):
         return state
 
     @override
-    def transform_loss(self, loss: Tensor, params: State, context: RuleContext) -> Tensor:
-        assert context.data_loss is not None
-        assert context.key is not None
-        logits = context.extra_entries["logits"]
-        uniform = draw_uniform(context.key, DRAW, logits.numel(), logits.dtype)
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        logits = step.own.params["logits"]
+        uniform = draw_uniform(step.key, DRAW, logits.numel(), logits.dtype)
         noise = -torch.log(-torch.log(uniform)).reshape(logits.shape)
         soft = ((logits + noise) / self.tau).softmax(dim=1)
         hard = (soft == soft.max(dim=1, keepdim=True).values).to(soft.dtype)
         load = (hard + soft - soft.detach())[:, 0]
-        kept, mixed = entries_under("last", context.memory), clone(context.rest)
+        kept, mixed = entries_under("last", step.memory), {}
         for number, names in enumerate(self.layers):
             for name in names:
-                if name in params:
-                    mixed[name] = load[number] * context.global_params[name] + (1 - load[number]) * kept[name]
-        return loss + context.data_loss(pick(mixed, kept))
+                if name in step.params:
+                    mixed[name] = load[number] * step.loaded[name] + (1 - load[number]) * kept[name]
+        return loss + step.loss_at(mixed)
 
     @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        together = {**params, **context.rest}
-        return {name: together[name.removeprefix("last/")] for name in context.memory}, {}
+    def end(self, client: EndContext) -> tuple[State, State]:
+        return add_prefix("last", client.params | client.buffers), {}
 
 
 @method

@@ -9,15 +9,15 @@ holds for plain SGD. It runs over the entries that the client loaded: an entry k
 direction.
 """
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from typing_extensions import override
 
-from ..core.declarations import PlannedEntries, Send
+from ..core.contexts import EndContext, FoldContext, Folded, StepContext
+from ..core.declarations import Bound, Own, Send
 from ..core.method import Method, method
+from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule, RuleContext
+from ..core.rule import Rule
 from ..core.server_optimizer import Scaled
 from ..utils.state import State, pick
 
@@ -26,51 +26,37 @@ class ControlVariates(Rule):
     """Control variates c_i on clients and c on the server; only the change of c_i travels."""
 
     requires = Requirements(
-        unique=True,
         shared_entries="SCAFFOLD corrects the drift of what clients share",
         plain_steps="SCAFFOLD's control variate",
     )
 
     @override
-    def client_memory(self, params: State, rest: State) -> State:
-        return {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+    def bind(self, plan: Plan) -> Bound:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in plan.params.items()}
+        common = pick(zeros, plan.loaded)
+        return Bound(self, own=Own(memory=zeros, server=common), sends=Send.like(common, "update"))
 
     @override
-    def server_memory(self, initial: State) -> State:
-        return {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
-
-    @override
-    def transform_grads(self, grads: State, params: State, context: RuleContext) -> State:
+    def gradients(self, grads: State, step: StepContext) -> State:
         return {
-            name: (grad - context.memory[name]).add_(context.server_memory[name])
-            if name in context.global_params
-            else grad
+            name: (grad - step.memory[name]).add_(step.server[name]) if name in step.loaded else grad
             for name, grad in grads.items()
         }
 
     @override
-    def sends(self, plan: PlannedEntries) -> Mapping[str, Send]:
-        return Send.like(pick(plan.initial, plan.trained & plan.loaded), "update")
+    def end(self, client: EndContext) -> tuple[State, State]:
+        path = client.steps * client.lr
+        if path == 0:  # nothing moved, so it says nothing
+            return client.memory, {name: torch.zeros_like(c) for name, c in client.server.items()}
+        change = {name: (client.loaded[name] - client.params[name]) / path - c for name, c in client.server.items()}
+        return {name: c + change[name] if name in change else c for name, c in client.memory.items()}, change
 
     @override
-    def finalize(self, params: State, context: RuleContext) -> tuple[State, State]:
-        if context.steps * context.lr == 0:  # nothing moved, so the path says nothing
-            return context.memory, {
-                name: torch.zeros_like(c) for name, c in context.memory.items() if name in context.global_params
-            }
-        change = {
-            name: (context.global_params[name] - param) / (context.steps * context.lr) - context.server_memory[name]
-            for name, param in params.items()
-            if name in context.global_params
-        }
-        return {name: c + change[name] if name in change else c for name, c in context.memory.items()}, change
-
-    @override
-    def aggregate_memory(self, memory: State, uploads: Sequence[State], shares: Sequence[float]) -> State:
-        after = {name: c.double() for name, c in memory.items()}
-        for upload, share in zip(uploads, shares, strict=True):
-            after = {name: c + share * upload[name].double() for name, c in after.items()}
-        return {name: c.to(memory[name].dtype) for name, c in after.items()}
+    def fold(self, server: FoldContext) -> Folded:
+        after = {name: c.double() for name, c in server.memory.items()}
+        for upload, each in zip(server.uploads, server.received, strict=True):
+            after = {name: c + each.share * upload[name].double() for name, c in after.items()}
+        return Folded({name: c.to(server.memory[name].dtype) for name, c in after.items()})
 
 
 @method

@@ -75,7 +75,11 @@ def draw_normal(key: Tensor, call: int, shape: Sequence[int]) -> Tensor:
     return ((-2 * first.log()).sqrt() * (2 * pi * second).cos()).reshape(shape)
 
 
-class KeyedDropout(nn.Module):
+class Keyed(nn.Module):
+    """A layer that draws from the key of the step (:func:`current_key`) in training."""
+
+
+class KeyedDropout(Keyed):
     """Drops elements, or whole channels, with probability ``p`` in training and scales the rest by 1 / (1 - p)."""
 
     def __init__(self, p: float, channels: bool = False) -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from ...core.contexts import Owned, StepContext
 from ...core.method import Method
 from ...core.optimizer import SGD
 from ...core.plan import Plan
 from ...core.preparation import apply_surgery, prepare
-from ...core.rule import Rule, RuleContext
-from ...core.selection import entries, nothing
+from ...core.rule import Rule
+from ...core.selection import nothing
 from ...methods.agc import Clipping
 from ...methods.fednova import NormalizedAveraging
 from ...methods.fedprox import Proximal
@@ -30,6 +32,8 @@ DONE, LAST = "fedshift-rounds-done", "fedshift-last-round"
 MARK = "_fedshift_surgery"
 IN_ANY_LOOP = (Clipping, Proximal)
 """Rules that only change gradients, for :func:`transform_gradients_`."""
+_BOUND: WeakKeyDictionary[nn.Module, tuple[Method, Plan]] = WeakKeyDictionary()
+"""The method whose gradients a network last followed, and its plan."""
 
 
 def prepare_model(method: Method, model: nn.Module) -> nn.Module:
@@ -58,16 +62,26 @@ def transform_gradients_(method: Method, model: nn.Module, received: State | Non
             parameter.
 
     """
-    found = entries(model)
+    if not any(isinstance(rule, IN_ANY_LOOP) for rule in method.rules):
+        return
+    made, plan = _BOUND.get(model, (None, None))
+    if plan is None or made != method:
+        plan = _prepare(method, model)
+        _BOUND[model] = method, plan
     params: State = {name: param for name, param in model.named_parameters() if param.grad is not None}
     grads = {name: param.grad for name, param in params.items() if param.grad is not None}
-    for rule in method.rules:
-        if not isinstance(rule, IN_ANY_LOOP):
+    for bound in plan.rules:
+        if not isinstance(bound.rule, IN_ANY_LOOP):
             continue
         near: State = {}
-        if rule.requires.shared_entries:
-            near = _check_received(rule, params, received, method.scope.load.names(found))
-        grads = rule.bind(found).transform_grads(grads, params, RuleContext(global_params=near))
+        if bound.rule.requires.shared_entries:
+            near = _check_received(bound.rule, params, received, plan.loaded)
+        zero = torch.zeros((), dtype=torch.int64)
+        context = StepContext(
+            bound=bound, loaded=near, memory={}, own=Owned({}, {}, {}), server={}, lr=plan.optimizer.lr, params=params,
+            buffers={}, steps=zero, _round=0, _key=zero,
+        )  # fmt: skip
+        grads = bound.rule.gradients(grads, context)
     for name, param in params.items():
         param.grad = grads[name]
 
@@ -97,8 +111,7 @@ def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
             f"method {method.name!r} and the model differ in surgery (the method's: {wanted}): make the model by "
             "fedshift.flower.prepare_model(method, model) with this method, on the server and on all clients"
         )
-    # The app brings its own optimizer, but a plan needs one.
-    plan = prepare(replace(method, surgery=()), copy.deepcopy(model).cpu(), optimizer=SGD(lr=1.0), seed=seed)
+    plan = _prepare(method, model, seed)
     if not plan.sent:
         raise UsageError(f"method {method.name!r} sends nothing, for which no server is needed: choose another method")
     if tied := model.state_dict().keys() - plan.initial.keys():
@@ -107,6 +120,11 @@ def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
             "twice or not at all: give each tensor one name in the state_dict, or use `fedshift serve`"
         )
     return plan
+
+
+def _prepare(method: Method, model: nn.Module, seed: int = 0) -> Plan:
+    """Return the plan of ``method`` for a network after its surgery; the app's own optimizer takes the plan's place."""
+    return prepare(replace(method, surgery=()), copy.deepcopy(model).cpu(), optimizer=SGD(lr=1.0), seed=seed)
 
 
 def _refuse_rules_of_training(method: Method) -> None:

@@ -390,8 +390,8 @@ class Site:
         """Return the broadcast, after checking its entries ``names`` and the rules' memory, and the client's base."""
         arrays = {kind: from_record(asked.arrays[kind]) for kind in ("shared", "memory")}
         check_state(arrays["shared"], pick(plan.initial, names), "the broadcast")
-        rules = dict(zip(plan.rule_names, plan.method.rules, strict=True))
-        free = {f"{rule}/{entry}": axes for rule in rules for entry, axes in rules[rule].growing.items()}
+        bound = zip(plan.rule_names, plan.rules, strict=True)
+        free = {f"{rule}/{entry}": axes for rule, each in bound for entry, axes in each.own.growing.items()}
         like = join_states(plan.rule_names, init_server(plan).memory)
         check_state(arrays["memory"], like, "the broadcast's rule memory", free)
         shared, memory = ({name: x.to(self.device) for name, x in state.items()} for state in arrays.values())

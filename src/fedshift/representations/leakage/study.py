@@ -350,7 +350,7 @@ def _check_trial(trial: Trial, settings: LeakageSettings) -> None:
         )
     if not plan.trained & plan.loaded & plan.sent or plan.method.pooled:
         raise UsageError(f"method {plan.method.name!r} sends no trained entry, so that there is nothing to invert")
-    if plan.observed:
+    if plan.reads.first:
         raise UsageError(
             f"method {plan.method.name!r} sends statistics of samples beside its entries, which leak does not attack: "
             "leave it out"

@@ -1,0 +1,288 @@
+"""Contexts: what the hooks of a rule may read; every field is there in every hook that gets the context.
+
+What costs or reveals something (:class:`~fedshift.core.declarations.Reads`) is refused unless the rule declares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.linear import use_torch_func
+from ..utils.errors import UsageError
+from ..utils.state import State
+from .declarations import Bound
+
+if TYPE_CHECKING:
+    from .aggregation import Received
+    from .kernel import ServerState
+    from .plan import Plan
+
+Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
+"""Called with a layer and its inputs, just before the layer is."""
+
+
+class Owned(NamedTuple):
+    """Current values of the entries of :class:`Own` on a client; losses differentiate ``model`` and ``params``."""
+
+    model: State
+    params: State
+    buffers: State
+
+
+def _refuse(bound: Bound, what: str, declaration: str) -> UsageError:
+    return UsageError(
+        f"{type(bound.rule).__name__} reads {what}, which it does not declare: return "
+        f"Bound(self, reads=Reads({declaration})) from its bind()"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClientContext:
+    """A client at work.
+
+    Args:
+        bound: The rule and its declarations.
+        loaded: The model's entries as the server sent them.
+        memory: The rule's memory on this client.
+        own: The rule's own entries.
+        server: The rule's memory on the server, as broadcast.
+        lr: The model's learning rate in this round.
+
+    """
+
+    bound: Bound
+    loaded: State
+    memory: State
+    own: Owned
+    server: State
+    lr: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundContext(ClientContext):
+    """A client's round as a whole.
+
+    Args:
+        round: Rounds done before this one.
+
+    """
+
+    round: int
+
+
+class Glimpse(NamedTuple):
+    """What :meth:`Rule.look` works on: some samples, and functions of the model that the round would start from.
+
+    ``samples``: how many. ``run`` and ``loss_at``: as of :class:`LookContext`.
+    """
+
+    samples: int
+    run: Callable[[Mapping[str, Hook]], None]
+    loss_at: Callable[[State], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LookContext(RoundContext):
+    """A client's round before local work.
+
+    Args:
+        prelude: Before the first round, when no steps follow.
+
+    """
+
+    prelude: bool
+    _targets: Tensor
+    _first: Glimpse
+
+    @property
+    def targets(self) -> Tensor:
+        """Return the targets of all training samples, ``[N, ...]``; needs ``Reads(targets=True)``."""
+        if not self.bound.reads.targets:
+            raise _refuse(self.bound, "targets", "targets=True")
+        return self._targets
+
+    @property
+    def samples(self) -> int:
+        """Return on how many samples :meth:`run` and :meth:`loss_at` work; needs ``Reads.first``, as they do."""
+        return self._glimpse("samples").samples
+
+    def run(self, hooks: Mapping[str, Hook]) -> None:
+        """Run the model that the round would start from once, in training mode, without a gradient.
+
+        Each hook is called with the layer that it names, ``""`` for the network, and the layer's inputs. Nothing that
+        layers write is kept.
+        """
+        self._glimpse("run").run(hooks)
+
+    def loss_at(self, entries: State) -> Tensor:
+        """Return the mean loss of that model with ``entries`` in place of its own, in evaluation mode."""
+        return self._glimpse("loss_at").loss_at(entries)
+
+    def _glimpse(self, what: str) -> Glimpse:
+        if not self.bound.reads.first:
+            raise _refuse(self.bound, what, "first=samples")
+        return self._first
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepContext(ClientContext):
+    """A step.
+
+    Args:
+        params: Trained entries of the network at hand: the model, or in :meth:`Rule.gradients` a copy.
+        buffers: Its other entries.
+        steps: Steps of the round so far, an int64 scalar: a tensor, so that a recorded step does not hold it constant.
+
+    """
+
+    params: State
+    buffers: State
+    steps: Tensor
+    _round: int
+    _key: Tensor
+
+    @property
+    def round(self) -> int:
+        """Return the rounds done before this one, for which no step is recorded; needs ``Reads(round=True)``."""
+        if not self.bound.reads.round:
+            raise _refuse(self.bound, "round in a step", "round=True")
+        return self._round
+
+    @property
+    def key(self) -> Tensor:
+        """Return the int64 scalar from which the step draws; needs ``Reads(draws=True)``."""
+        if not self.bound.reads.draws:
+            raise _refuse(self.bound, "key", "draws=True")
+        return self._key
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardPass:
+    """A pass of a network on a batch, differentiable in the network's parameters.
+
+    Args:
+        x: Inputs ``[B, ...]``.
+        y: Targets ``[B, ...]``.
+        outputs: The network's outputs, for classes ``[B, K]``.
+
+    """
+
+    bound: Bound
+    x: Tensor
+    y: Tensor
+    outputs: Tensor
+    _features: Tensor
+
+    @property
+    def features(self) -> Tensor:
+        """Return the input of the layer that ``Reads.features`` names, which it must."""
+        if not self.bound.reads.features:
+            raise _refuse(self.bound, "features", "features='last'")
+        return self._features
+
+
+class RunModel(Protocol):
+    """A function that runs the network on the batch of a step, or on other inputs for the same targets."""
+
+    def __call__(self, entries: State, x: Tensor, /, *, training: bool) -> ForwardPass:
+        """Return the pass of the model with ``entries`` in place of its own on ``x``."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossContext(StepContext):
+    """The loss of a step.
+
+    Args:
+        x: Inputs of the batch, ``[B, ...]``.
+        y: Its targets, ``[B, ...]``.
+        criterion: The training loss, of outputs and targets.
+
+    """
+
+    x: Tensor
+    y: Tensor
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    _make_pass: Callable[[], ForwardPass]
+    _run: RunModel
+    _loss_at: Callable[[State], Tensor]
+
+    @property
+    def outputs(self) -> Tensor:
+        """Return the model's outputs, from the pass of the loss; in passes of a rule's own it runs when asked for."""
+        return self._make_pass().outputs
+
+    @property
+    def features(self) -> Tensor:
+        """Return the input of the layer that ``Reads.features`` names, from the same pass."""
+        return self._make_pass().features
+
+    def run(self, entries: State, x: Tensor | None = None, *, training: bool = True) -> ForwardPass:
+        """Return the pass of the model with ``entries`` in place of its own; on other inputs than the batch's: ``x``.
+
+        ``entries`` are used as they are: layers write into their buffers, while the model's are not written to. Dropout
+        has the masks of the model's pass. With ``training=False`` there is none, BatchNorm normalizes by its running
+        statistics, and nothing is written.
+        """
+        return self._run(entries, self.x if x is None else x, training=training)
+
+    def loss_at(self, entries: State) -> Tensor:
+        """Return the loss on the batch of the model with ``entries`` in place of its own.
+
+        They are used as in :meth:`run`, but dropout draws masks anew.
+        """
+        return self._loss_at(entries)
+
+    def gradient_at(self, params: State) -> State:
+        """Return the gradient of :meth:`loss_at` in ``params``, as constants."""
+        with use_torch_func():
+            grads = torch.func.grad(self.loss_at)({name: tensor.detach() for name, tensor in params.items()})
+        return {name: grad.detach() for name, grad in grads.items()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EndContext(RoundContext):
+    """A client's round after local work.
+
+    Args:
+        params: Trained entries of the model.
+        buffers: Its other entries.
+        steps: Steps of the round.
+
+    """
+
+    params: State
+    buffers: State
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoldContext:
+    """The server after a round.
+
+    Args:
+        memory: The rule's memory on the server.
+        uploads: What clients sent for the rule, in the order of their names.
+        received: The clients' rounds, in the same order.
+        plan: The plan.
+        server: The server before the round.
+
+    """
+
+    memory: State
+    uploads: Sequence[State]
+    received: Sequence[Received]
+    plan: Plan
+    server: ServerState
+
+
+class Folded(NamedTuple):
+    """The server's memory, and its entries that a rule computes."""
+
+    memory: State
+    entries: Mapping[str, Tensor] = MappingProxyType({})
