@@ -356,6 +356,6 @@ def test_what_cannot_be_searched_is_refused_before_anything_starts(cli, quick, t
 
 def test_a_function_that_a_searchs_file_names_is_not_called():
     foreign = searching.Candidate(name="x", method="os:system(command='touch called')", rate=None)
-    with pytest.raises(UsageError, match=r"method 'os.system' is a function of this machine that nobody allowed"):
+    with pytest.raises(UsageError, match=r"method 'os:system' is a function of this machine that nobody allowed"):
         searching._make_method(foreign, {})
     assert searching._make_method(searching.Candidate(name="x", method="fedbn", rate=None), {}).name == "fedbn"

@@ -313,7 +313,7 @@ class Comparison:
 
         """
         if moment not in MOMENTS:
-            raise unknown_name("moment", moment, MOMENTS)
+            raise unknown_name("moment", moment, MOMENTS).about("moment")
         chosen = select_trials(self.experiment, methods, seeds)
         cross_validate(chosen, self.directory, moment)
         summary = self.summary

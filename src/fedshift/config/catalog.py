@@ -44,6 +44,7 @@ class Catalog(Generic[Value]):
             path, with the fields that differ from the defaults.
         key: Function of a value; values with equal keys are equal.
         join: Function of the values of an expression with commas, which makes one value; None: give one expression.
+        setting: Setting whose value it reads; by default of the name ``kind``.
         settings: Supplied arguments that are settings by themselves, so that an expression cannot give them.
 
     """
@@ -58,8 +59,10 @@ class Catalog(Generic[Value]):
         spell: Callable[[Value], str | None] | None = None,
         key: Callable[[Value], object] = lambda value: value,
         join: Callable[..., Value] | None = None,
+        setting: str | None = None,
         settings: Collection[str] = (),
     ) -> None:
+        self.setting = setting or kind
         self.kind, self._entries, self._accept, self._adapt = kind, entries, accept, adapt
         self._spell, self._key, self._join, self._settings = spell, key, join, settings
 
@@ -83,7 +86,11 @@ class Catalog(Generic[Value]):
 
     def parse_all(self, text: str, **supplied: object) -> tuple[Value, ...]:
         """Return the values of expressions with commas between; ``supplied`` as for :meth:`parse`."""
-        return tuple(self._accept(made, text) for made in self._call(text, supplied))
+        try:
+            return tuple(self._accept(made, text) for made in self._call(text, supplied))
+        except UsageError as error:
+            error.about(self.setting)
+            raise
 
     def parse(self, given: object, **supplied: object) -> Value:
         """Return the value that ``given``, a text or an object, is or makes.
@@ -96,12 +103,16 @@ class Catalog(Generic[Value]):
             UsageError: It is none.
 
         """
-        if not isinstance(given, str) or not given.strip():
-            return self._accept(given, None)
-        made = self._call(given, supplied)
-        if len(made) > 1 and self._join is None:
-            raise UsageError(f"{self.kind} {given!r}: give one, not {len(made)}")
-        return self._accept(made[0] if len(made) == 1 or self._join is None else self._join(*made), given)
+        try:
+            if not isinstance(given, str) or not given.strip():
+                return self._accept(given, None)
+            made = self._call(given, supplied)
+            if len(made) > 1 and self._join is None:
+                raise UsageError(f"{self.kind} {given!r}: give one, not {len(made)}")
+            return self._accept(made[0] if len(made) == 1 or self._join is None else self._join(*made), given)
+        except UsageError as error:
+            error.about(self.setting)
+            raise
 
     def write(self, value: Value, **supplied: object) -> str | None:
         """Return a text that :meth:`parse` reads as an equal value, with equal ``supplied``; None if there is none."""

@@ -87,7 +87,7 @@ class Loss(ABC):
             if len(self.weights) != len(counts):
                 raise UsageError(
                     f"{self.name}: {len(self.weights)} weights for {len(counts)} classes: give a number for each class"
-                )
+                ).about("loss")
             return self
         n_K = [int(count) for count in counts]
         parts = sum(count > 0 for count in n_K) if self.weights == "balanced" else 1
@@ -342,7 +342,7 @@ class CustomLoss(Loss):
         except Exception as error:
             raise UsageError(
                 f"{called} failed: {describe_error(error)}. Give a function of logits [B, K] and labels [B]"
-            ) from error
+            ).about("loss") from error
         if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
             shape = f"of shape {list(value.shape)} " if isinstance(value, Tensor) and value.ndim else ""
             lacks = "without a gradient " if isinstance(value, Tensor) and not value.ndim else ""

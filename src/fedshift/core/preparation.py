@@ -137,7 +137,7 @@ def prepare(
         raise UsageError(
             "batch_size=1, but batch normalization in this model has no variance over one sample: use a batch size of "
             "2 or more, or a model without BatchNorm"
-        )
+        ).about("batch_size")
     return plan
 
 

@@ -53,7 +53,7 @@ class Work:
         given = {name: getattr(self, name) for name in AMOUNTS if getattr(self, name) is not None}
         if len(given) != 1:
             found = " and ".join(f"{name}={value}" for name, value in given.items()) or "none of them"
-            raise UsageError(f"{found}: give exactly one of {', '.join(AMOUNTS)}")
+            raise UsageError(f"{found}: give exactly one of {', '.join(AMOUNTS)}").about("epochs", "batches", "steps")
         for name, value in {"batch_size": self.batch_size, **given}.items():
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")

@@ -456,5 +456,6 @@ AUGMENTATIONS = Catalog[Augmentation | None](
     _accept,
     spell=_spell,
     join=sequence,
+    setting="augment",
 )  # fmt: skip
 """Augmentations by name; several, with commas between, are applied in turn."""

@@ -232,7 +232,7 @@ class Federation:
                 raise UsageError(
                     f"client {client.name!r} has {len(client.train)} training samples, fewer than samples={count}: "
                     f"ask for at most {min(len(c.train) for c in self.clients)}"
-                )
+                ).about("samples")
             rng = stream(0, "subset", client.name)
             if client.train.group is None:
                 index = rng.permutation(len(client.train))[:count]
@@ -264,7 +264,7 @@ class Federation:
                 raise UsageError(
                     f"{asked} leaves client {client.name!r} no training sample of {len(order)}: "
                     f"ask for {'a smaller fraction' if fraction is not None else 'fewer'}"
-                )
+                ).about("validation")
             place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
             index = place[sample].argsort(
                 stable=True

@@ -145,5 +145,5 @@ def choose_clients(found: Mapping[str, Any] | Iterable[str], reading: ReadOption
     known = list(found)
     for name in reading.domains or ():
         if name not in known:
-            raise unknown_name("domain", name, known)
+            raise unknown_name("domain", name, known).about("domains")
     return list(dict.fromkeys(known if reading.domains is None else reading.domains))

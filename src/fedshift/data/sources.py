@@ -143,13 +143,15 @@ def _read_options(
 
 def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federation:
     if "/" in data or "\\" in data or not data[:1].isalpha():
-        raise UsageError(f"data {data!r}: there is no {Path(data).resolve()}; give a directory that exists, or a name")
+        raise UsageError(
+            f"data {data!r}: there is no {Path(data).resolve()}; give a directory that exists, or a name"
+        ).about("data")
 
     head = data.partition("(")[0].strip()
     known, written = DATASETS.entries, spell("data.datasets", head)
     if written not in known:
         near = unknown_name("data", written, [*EMBEDDED, *known])
-        raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}")
+        raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}").about("data")
     refuse_unused(reading, {"image_size", *signature(known[written]).parameters}, written)
     given: dict[str, object] = {name: getattr(spec, name) for name in READ if name in reading.changed}
     given |= {"progress": reading.progress, "size": spec.image_size, "domains": reading.domains}

@@ -90,7 +90,8 @@ class Engine(ABC):
     def __post_init__(self) -> None:
         if why := self.refusal(self.plan, self.data, self.augment):
             name = type(self).__name__.lower()
-            raise UsageError(f"the {name} engine {why}: use the sequential engine, which runs anything, or auto")
+            fix = "use the sequential engine, which runs anything, or auto"
+            raise UsageError(f"the {name} engine {why}: {fix}").about("engine")
 
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:  # noqa: ARG003

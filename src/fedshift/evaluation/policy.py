@@ -149,7 +149,12 @@ def _accept(made: object, text: str | None) -> Policy:
 
 
 POLICIES = Catalog[Policy](
-    "policy for new clients", "evaluation.policies", _accept, spell=lambda made: made.text, key=lambda made: made.text
+    "policy for new clients",
+    "evaluation.policies",
+    _accept,
+    spell=lambda made: made.text,
+    key=lambda made: made.text,
+    setting="unseen",
 )
 """Policies by name."""
 

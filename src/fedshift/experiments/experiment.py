@@ -80,7 +80,9 @@ class Experiment:
             raise UsageError("no method is given: name at least one, for example fedavg")
         clash = [name for name in names if [to_file_name(other) for other in names].count(to_file_name(name)) > 1]
         if clash:
-            raise UsageError(f"method {clash[0]!r} is given twice: give one of them another name (Method.name)")
+            raise UsageError(f"method {clash[0]!r} is given twice: give one of them another name (Method.name)").about(
+                "methods"
+            )
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
         object.__setattr__(self, "settings", self.settings.for_task(self.data.task))

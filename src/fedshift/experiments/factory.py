@@ -114,6 +114,14 @@ def make_settings(spec: Spec, names: tuple[str, ...], given: GivenObjects | None
     )
 
 
+def _match_newcomers(patterns: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return match_names(patterns, names)
+    except UsageError as error:
+        error.about("newcomers")
+        raise
+
+
 def resolve_settings(
     spec: SharedSpec,
     names: tuple[str, ...],
@@ -156,7 +164,7 @@ def resolve_settings(
         loss=None if loss == "auto" else LOSSES.parse(loss),
         weights=as_initial_weights(weights, skip_classifier=skip_classifier),
         augment=AUGMENTATIONS.parse(augment),
-        newcomers=match_names(newcomers, names) if isinstance(newcomers, str) else tuple(newcomers),
+        newcomers=_match_newcomers(newcomers, names) if isinstance(newcomers, str) else tuple(newcomers),
         moments=tuple(dict.fromkeys(moments)),
     )
 

@@ -77,19 +77,21 @@ class Settings(TrialSpec):
                 raise UsageError("{}, or skip ({})", error, Ref("unseen")) from error
         for moment in self.moments:
             if moment not in MOMENTS:
-                raise unknown_name("moment", moment, MOMENTS)
+                raise unknown_name("moment", moment, MOMENTS).about("moments")
         if "loaded" not in self.moments:
             raise UsageError(
                 "{}: tables report models just after aggregation: give loaded as well",
                 Ref(moments=",".join(self.moments)),
             )
         if self.engine not in (*ENGINES, "auto"):
-            raise unknown_name("engine", self.engine, (*ENGINES, "auto"))
+            raise unknown_name("engine", self.engine, (*ENGINES, "auto")).about("engine")
         try:
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as error:
             reason = str(error).partition("\n")[0].partition(". ")[0]  # drop torch's list of kernels
-            raise UsageError(f"device {self.device!r} cannot be used here ({reason}): try cpu") from error
+            raise UsageError(f"device {self.device!r} cannot be used here ({reason}): try cpu").about(
+                "device"
+            ) from error
 
     def for_task(self, task: Task) -> Settings:
         """Return the settings with the loss and the metric of ``task`` where none is set.

@@ -109,12 +109,12 @@ class Trial:
             data.client(name)  # raises
         members = tuple(client for client in data.clients if client.name not in newcomers)
         if not members:
-            raise UsageError("newcomers names every client: leave some to train")
+            raise UsageError("newcomers names every client: leave some to train").about("newcomers")
         share = settings.participation
         if isinstance(share, int) and share > len(members) and not method.pooled:
             raise UsageError(
                 f"participation={share}: only {len(members)} clients train; give at most as many, or leave it out"
-            )
+            ).about("participation")
         training = replace(data, clients=members)
         trained_on = pool_training_data(training) if method.pooled else training
         self.model = model

@@ -29,6 +29,6 @@ def _accept(given: object, text: str | None) -> Method:
 
 
 METHODS = Catalog[Method](
-    "method", "methods", _accept, spell=lambda method: method.name, key=lambda method: method.text
+    "method", "methods", _accept, spell=lambda method: method.name, key=lambda method: method.text, setting="methods"
 )
 """Methods by name, which compose: ``fedbn+fedprox(mu=0.1)``."""

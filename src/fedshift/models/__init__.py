@@ -36,7 +36,7 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> n
         raise UsageError(
             f"the model cannot be made for samples of shape {shape} and {classes} classes ({describe_error(error)}): "
             "give a function (sample_shape, classes) -> nn.Module that takes them"
-        ) from error
+        ).about("model") from error
     if not isinstance(network, nn.Module):
         raise UsageError(
             f"the model's function made a {type(network).__name__}, not a torch.nn.Module: return the network in "

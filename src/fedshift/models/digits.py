@@ -23,7 +23,7 @@ def _pooled_twice(shape: Shape, model: str) -> int:
         raise UsageError(
             f"model {model} takes images of at least 4 x 4 pixels, not samples of shape {shape}: "
             "choose another model, or give images (C, H, W)"
-        )
+        ).about("model")
     return (shape[1] // 4) * (shape[2] // 4)
 
 

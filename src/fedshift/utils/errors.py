@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 from typing_extensions import override
 
@@ -87,7 +87,7 @@ class FedshiftError(Exception):
         """Names of the settings that the error is about: those whose value it refuses, and those that it refers to."""
         return tuple(dict.fromkeys((*self._concerned, *self._sentence.settings)))
 
-    def about(self, *names: str) -> FedshiftError:
+    def about(self, *names: str) -> Self:
         """Return the error, whose message is about the settings ``names`` although it does not refer to them."""
         self._concerned = (*self._concerned, *names)
         return self

@@ -218,7 +218,7 @@ def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> lis
                 raise UsageError(f"{by_stem[file.stem]} and {file} are both of client {file.stem!r}: keep one")
         for name in reading.domains or ():
             if name not in by_stem:
-                raise unknown_name("domain", name, by_stem)
+                raise unknown_name("domain", name, by_stem).about("domains")
         files = [by_stem[name] for name in reading.domains] if reading.domains else files
     return [schema.open_table(file) for file in files]
 
@@ -310,7 +310,7 @@ def _scan_rows(
     chosen = {name: place for place, name in enumerate(dict.fromkeys(sorted(names) if domains is None else domains))}
     for name in chosen:
         if name not in names:
-            raise unknown_name("domain", name, names)
+            raise unknown_name("domain", name, names).about("domains")
     rows = TableRows(
         names=list(chosen),
         client=np.array([*(chosen.get(name, -1) for name in names), -1], dtype=np.int32)[client],
