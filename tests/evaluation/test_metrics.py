@@ -24,6 +24,7 @@ from fedshift.experiments.factory import resolve_model
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.centralized import centralized
+from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbabu import fedbabu
 from fedshift.methods.fedbn import fedbn
@@ -31,6 +32,7 @@ from fedshift.models.digits import small_cnn
 from fedshift.results.schema import COLUMNS, compute_metric, rows_to_frame
 from fedshift.tasks import CLASSIFICATION, classification
 from fedshift.tasks.classification import mean_area
+from tests.laws.course import make_trial
 
 
 def plan_of(model, method=None):
@@ -246,3 +248,15 @@ def test_single_samples_of_models_that_are_fine_tuned_for_use_are_recorded(tiny)
     trial.advance()
     records = evaluation.record_clients(trial.plan, trial.server, trial.measured, trial.personal_state)
     assert {client for client, model in records if model == "personal"} == set(tiny.names)
+
+
+def test_personal_rows_are_of_a_clients_own_model_beside_those_of_the_servers():
+    trial = make_trial(ditto())
+    trial.advance()
+    trial.advance()
+    rows = {(row["client"], row["model"]): row["loss_sum"] for row in trial.evaluate() if row["split"] == "test"}
+    for client in trial.data.clients:
+        for model, state in (("global", trial.model_state()), ("personal", trial.model_state(client.name))):
+            expected = evaluate(trial.plan, state, client.test, trial.data.task, trial.data.classes)["loss_sum"]
+            assert rows[client.name, model] == pytest.approx(expected, rel=1e-9)
+        assert rows[client.name, "global"] != rows[client.name, "personal"]

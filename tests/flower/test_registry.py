@@ -74,3 +74,19 @@ def test_a_site_with_far_more_classes_than_samples_is_named():
 def test_what_is_missing_is_named():
     with pytest.raises(FedshiftError, match=r"a site describes itself in a way that is not understood .*'classes'"):
         SiteDescription.of({name: value for name, value in SOUND.items() if name != "classes"})
+
+
+def test_labels_of_sites_that_name_other_classes_are_numbered_by_what_they_mean():
+    counts = {"north": {"cat": 5, "dog": 7}, "south": {"bee": 3, "dog": 4}, "west": {"bee": 1, "cat": 2, "dog": 6}}
+    sites = [
+        SiteDescription.of(
+            {**SOUND, "name": name, "classes": len(own), "class_names": [*own], "labels": [*own.values()],
+             "samples": {"train": sum(own.values()), "test": 9}}
+        )
+        for name, own in counts.items()
+    ]  # fmt: skip
+    whole = ClientRegistry().add_clients(sites).to_federation(None)
+    for client in whole.clients:
+        held = client.train.y.bincount(minlength=whole.classes).tolist()
+        told = dict(zip(whole.class_names, held, strict=True))
+        assert {name: count for name, count in told.items() if count} == counts[client.name]

@@ -15,6 +15,7 @@ from fedshift.core.kernel import init_client
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.data.digits import digits
+from fedshift.engines.sequential import Sequential
 from fedshift.export.package import require_models
 from fedshift.flower.site.site import Site, SiteState
 from fedshift.flower.transport.arrays import RefusedMessage, from_record, to_record
@@ -311,3 +312,15 @@ def test_errors_in_a_sites_data_are_one_line_there_and_refused_without_a_word_of
         )
         said.clear()
     assert why(answer) == "its data cannot be used: its own log says why"
+
+
+def test_an_upload_with_an_entry_beyond_its_scope_does_not_leave(asked, monkeypatch):
+    """Whatever goes wrong in the work of a round, what is sent is looked at once more before it leaves."""
+    train = Sequential.train_client
+
+    def leak(*given):
+        done = train(*given)
+        return replace(done, update=replace(done.update, shared={**done.update.shared, "extra": torch.ones(2)}))
+
+    monkeypatch.setattr(Sequential, "train_client", leak)
+    assert "'extra'" in why(asked.site().answer(asked.again()))
