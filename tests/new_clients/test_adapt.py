@@ -141,7 +141,7 @@ def test_some_of_the_methods_and_seeds_alone(cli, make, tiny_folder, tmp_path):
     for asked, said in (
         (("--methods", "fedbm"), "unknown method 'fedbm': did you mean 'fedbn'? allowed are fedavg+gn, fedbn, fedprox"),
         (("--methods", "fedavg"), "unknown method 'fedavg': did you mean 'fedavg+gn'?"),
-        (("--seeds", 3), "seeds=3: the run has 2; give a number from 1 to that"),
+        (("--seeds", 3), "--seeds 3: the run has 2; give a number from 1 to that"),
     ):
         outcome = cli(*words, *asked)
         assert (outcome.code, said in outcome.err) == (2, True), outcome.err
@@ -176,7 +176,7 @@ def test_a_trial_that_is_damaged_or_not_there_stops_no_other(cli, run, tiny_fold
     for file, damaged, said in (
         (states, bytes(flipped), "is corrupt: what it holds of client"),
         (checkpoint, whole[:-9], "is corrupt or truncated"),
-        (checkpoint, whole.replace(rb"\"format\": 5", rb"\"format\": 3"), "was written by another version of fedshift"),
+        (checkpoint, whole.replace(rb"\"format\": 6", rb"\"format\": 3"), "was written by another version of fedshift"),
         (checkpoint, None, "no checkpoint at"),
     ):
         file.unlink()
