@@ -17,6 +17,7 @@ from scipy.stats import binomtest
 from torch import nn
 
 import fedshift
+from fedshift.data.preparation import Preparation
 from fedshift.data.resizing import resize
 from fedshift.export.loading import ExportedModel
 from fedshift.export.programs import save_onnx
@@ -403,7 +404,7 @@ def test_a_model_of_several_labels_names_those_that_a_sample_has(predicting):
 
 def made_of(outputs, task, classes, shape):
     """An exported model whose program answers sample number i with ``outputs[i]``."""
-    form = {"shape": shape, "dtype": "float32", "values": []}
+    form = Preparation(shape=tuple(shape), dtype="float32").to_json()
     description = {"classes": classes, "input": form, "task": task, "model": {}}
     return ExportedModel(Path("model"), description, lambda x: outputs[x.flatten(1)[:, 0].long()])
 

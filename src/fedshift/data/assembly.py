@@ -82,7 +82,10 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         splits |= _take_splits(part, side, loaded, number)
     _require_both(scan, sides, clients)
     made = tuple(
-        ClientData.from_splits(name, {split: splits[split] for split in SPLITS if split in splits}, files)
+        replace(
+            ClientData.from_splits(name, {split: splits[split] for split in SPLITS if split in splits}, files),
+            decoding=loaded.find_decoding(next(at for at, part in enumerate(scan.parts) if part.client == name)),
+        )
         for (name, splits), files in zip(clients.items(), _list_files(scan), strict=True)
     )
     samples = sum(len(split) for splits in clients.values() for split in splits.values())

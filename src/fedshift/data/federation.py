@@ -24,7 +24,7 @@ from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream
 from .agreement import check_scales, name_scales
 from .columns import Column
-from .preparation import FeatureScaling, Normalization, Preparation
+from .preparation import ARRAY, Decoding, FeatureScaling, Normalization, Preparation
 from .resizing import resize, resize_masks
 from .samples import (
     SHOWN,
@@ -56,6 +56,7 @@ class ClientData:
     """One client's samples; ``validation`` is None if none was held out.
 
     ``files``: the file of each row of the array that the splits share; empty if samples are not files.
+    ``decoding``: how these files were decoded.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ClientData:
     test: Samples
     validation: Samples | None = None
     files: tuple[str, ...] = ()
+    decoding: Decoding = ARRAY
 
     @classmethod
     def from_splits(cls, name: str, splits: Mapping[str, Any], files: tuple[str, ...] = ()) -> ClientData:
@@ -192,6 +194,7 @@ class Federation:
         preparation = Preparation(
             shape=client.train.shape,
             dtype=str(client.train.dtype).removeprefix("torch."),
+            decoding=client.decoding,
             scaling=scaling,
             columns=self.columns if isinstance(scaling, FeatureScaling) else (),
             values=tuple(sorted(set(name_scales(splits).values()))),

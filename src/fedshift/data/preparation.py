@@ -9,9 +9,9 @@ such as tokens, are passed to the network as integers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..utils.errors import UsageError
 from .columns import Column
-from .files.image_decoding import Unreadable, convert_image, decode_image
-from .resizing import resize
+from .files.image_decoding import Kind, Unreadable, convert_image, decode_image, find_kind, read_header
+from .files.volume_decoding import decode_volume
+from .resizing import resize, resize_volume
 
 Augment = Callable[[Tensor], Tensor]
 """Function that augments a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
@@ -147,12 +148,40 @@ IMAGENET = Normalization(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How a file's values become stored numbers.
+
+    Attributes:
+        kind: ``byte``, 8-bit pixels; ``integer`` and ``real``, gray integers of more bits and gray floats from 0 to 1,
+            stored from -1 to 1; ``volume``, a medical image, turned to the patient's axes and scaled by its own
+            percentiles; ``array``, no files.
+        bits: Bits of gray integers: the largest, ``2^bits - 1``, is stored as 1.
+
+    """
+
+    kind: Literal["array", "byte", "integer", "real", "volume"] = "array"
+    bits: int = 0
+
+    def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
+        """Return gray values ``pixels`` of kind ``integer`` or ``real`` from -1 to 1; values beyond become 1."""
+        top = 2**self.bits - 1 if self.kind == "integer" else 1
+        scaled: NDArray[Any] = np.minimum(pixels / np.float32(top), 1) * 2 - 1
+        return scaled
+
+
+ARRAY = Decoding()
+DEPTHS = {"byte": "8-bit pixels", "integer": "gray of more than 8 bits", "real": "gray as floats"}
+"""Kinds of images in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preparation:
     """What is done to a sample between its source and a network.
 
     Attributes:
         shape: Shape of one stored sample, ``(C, H, W)`` for images.
         dtype: Type of its numbers: uint8 (8-bit images), float32, ...
+        decoding: How a file of a sample is decoded.
         scaling: Scaling of stored pixels, or of a table's raw rows; without effect on other samples.
         columns: Encodings of a table's columns in its raw rows; empty for other samples.
         values: Kinds of values that samples hold (:data:`~fedshift.data.agreement.KINDS`).
@@ -161,6 +190,7 @@ class Preparation:
 
     shape: tuple[int, ...]
     dtype: str
+    decoding: Decoding = ARRAY
     scaling: Scaling = HALF
     columns: tuple[Column, ...] = ()
     values: tuple[str, ...] = ()
@@ -174,6 +204,11 @@ class Preparation:
     def is_image(self) -> bool:
         """Return whether samples are images."""
         return len(self.shape) == 3
+
+    @property
+    def takes_files(self) -> bool:
+        """Return whether samples can be given as files."""
+        return (self.is_image and self.dtype == "uint8") or self.decoding != ARRAY
 
     @property
     def is_whole(self) -> bool:
@@ -208,6 +243,7 @@ class Preparation:
     def to_json(self) -> dict[str, Any]:
         """Return the preparation as JSON values."""
         facts: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype, "description": str(self)}
+        facts["decoding"] = asdict(self.decoding)
         if self.dtype == "uint8" or isinstance(self.scaling, FeatureScaling):
             kind = "features" if isinstance(self.scaling, FeatureScaling) else "pixels"
             facts[kind] = self.scaling.to_json()
@@ -228,8 +264,8 @@ class Preparation:
             for c in facts.get("columns", ())
         )
         return cls(
-            shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), scaling=scaling, columns=columns,
-            values=tuple(facts["values"]),
+            shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), decoding=Decoding(**facts["decoding"]),
+            scaling=scaling, columns=columns, values=tuple(facts["values"]),
         )  # fmt: skip
 
     def store(self, samples: Any) -> tuple[Tensor, bool]:
@@ -245,9 +281,9 @@ class Preparation:
         """
         if self.columns and not isinstance(samples, np.ndarray | Tensor):
             return self._encode_rows(samples)
-        if self.is_image and isinstance(samples, str | Path | Image.Image):
-            return self._read_image(samples)[None], True
-        if isinstance(samples, list | tuple) and samples and self.is_image:
+        if isinstance(samples, str | Path | Image.Image):
+            return self._read_file(samples)[None], True
+        if isinstance(samples, list | tuple) and samples and (self.is_image or isinstance(samples[0], str | Path)):
             return torch.stack([one[0] for one, _ in map(self.store, samples)]), False
         return self._arrange_array(samples)
 
@@ -266,19 +302,36 @@ class Preparation:
             encoded.append([number for column in self.columns for number in column.encode(row[column.name])])
         return torch.tensor(encoded, dtype=self.torch_dtype).reshape(len(encoded), -1), single
 
-    def _read_image(self, image: str | Path | Image.Image) -> Tensor:
-        """Return an image ``[C, H, W]``, read as in the run."""
-        if self.dtype != "uint8":
-            raise UsageError(f"the model takes {self}: give an array of them, not an image")
-        channels, height, width = self.shape
+    def _read_file(self, file: str | Path | Image.Image) -> Tensor:
+        """Return the sample in a file, or a PIL image, read as in the run."""
+        if not self.takes_files:
+            raise UsageError(f"the model takes {self}: give an array of them, not a file")
+        channels, *size = self.shape
         try:
-            if isinstance(image, Image.Image):
-                pixels = convert_image(image.copy(), kind="byte", channels=channels, height=height, width=width)[0]
+            if self.decoding.kind == "volume":
+                stored = resize_volume(torch.from_numpy(decode_volume(Path(str(file)))), tuple(size))
             else:
-                pixels = decode_image(Path(image), kind="byte", channels=channels, height=height, width=width)[0]
+                stored = torch.from_numpy(self._decode_image(file))
         except (Unreadable, FileNotFoundError) as error:
-            raise UsageError(f"{image} {error}: give an image that can be read") from error
-        return torch.from_numpy(np.array(pixels, order="C"))
+            raise UsageError(f"{file} {error}: give an image that can be read") from error
+        if stored.shape[0] not in (1, channels) or stored.shape[1:] != tuple(size):
+            raise UsageError(f"{file} holds an image of shape {tuple(stored.shape)}: the model takes {self}")
+        return stored.expand(self.shape).contiguous()
+
+    def _decode_image(self, file: str | Path | Image.Image) -> NDArray[Any]:
+        """Return the pixels of an image ``[C, H, W]``, resized; raise :class:`UsageError` if its depth is another."""
+        kind: Kind = "byte"
+        if self.decoding.kind == "integer" or self.decoding.kind == "real":
+            kind = self.decoding.kind
+        found = find_kind(file) if isinstance(file, Image.Image) else read_header(Path(file)).kind
+        if found != kind:
+            raise UsageError(f"{file} has {DEPTHS[found]}: the model takes images of {DEPTHS[kind]}")
+        channels, height, width = self.shape
+        if isinstance(file, Image.Image):
+            pixels, _ = convert_image(file.copy(), kind=kind, channels=channels, height=height, width=width)
+        else:
+            pixels, _ = decode_image(Path(file), kind=kind, channels=channels, height=height, width=width)
+        return np.array(pixels, order="C") if kind == "byte" else self.decoding.rescale(pixels)
 
     def _arrange_array(self, samples: Any) -> tuple[Tensor, bool]:
         """Return an array as ``[N, *shape]``: move channels to the front, repeat gray, and resize images."""

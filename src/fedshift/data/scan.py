@@ -18,7 +18,7 @@ from ..tasks.task import Task
 from ..utils.errors import unknown_name
 from .columns import Column
 from .files.read_options import ReadOptions
-from .preparation import HALF, Scaling
+from .preparation import ARRAY, HALF, Decoding, Scaling
 from .stores import LazyStore
 
 SPLITS = ("train", "validation", "test")
@@ -99,6 +99,7 @@ class Loaded:
     Attributes:
         stores: The store of each part.
         normalizations: The scaling of each part's samples; empty: pixels to [-1, 1].
+        decodings: How the files of each part's samples are decoded; empty: samples are no files.
         left_out: Files that cannot be used.
         columns: Encodings of a table's columns; empty for other data.
         notices: Remarks on how the samples were read.
@@ -108,6 +109,7 @@ class Loaded:
 
     stores: Sequence[Tensor | LazyStore]
     normalizations: Sequence[Scaling] = ()
+    decodings: Sequence[Decoding] = ()
     left_out: Collection[str] = ()
     columns: tuple[Column, ...] = ()
     notices: tuple[str, ...] = ()
@@ -116,6 +118,10 @@ class Loaded:
     def find_normalization(self, number: int) -> Scaling:
         """Return the scaling of the part with this number."""
         return self.normalizations[number] if self.normalizations else HALF
+
+    def find_decoding(self, number: int) -> Decoding:
+        """Return how the files of the part with this number are decoded."""
+        return self.decodings[number] if self.decodings else ARRAY
 
 
 Assign = Callable[[Part, Collection[str]], Sides]

@@ -175,8 +175,8 @@ def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
 
 
 def _describe_use(facts: ModelFacts, preparation: Preparation, files: Mapping[str, int]) -> Iterator[str]:
-    pixels = preparation.is_image and preparation.dtype == "uint8"
-    given = '"image.png"' if pixels else "row" if preparation.columns else "x"
+    file = '"image.png"' if preparation.is_image and preparation.decoding.kind != "volume" else '"image.nii.gz"'
+    given = file if preparation.takes_files else "row" if preparation.columns else "x"
     yield f"Input: {preparation}. Scaling is part of the program; `model.json` describes it."
     yield f"Output: {describe_output(facts)}."
     if "program.pt2" in files:

@@ -68,6 +68,11 @@ def quiet_pillow() -> Iterator[None]:
         yield
 
 
+def find_kind(image: Image.Image) -> Kind:
+    """Return the encoding of the pixels of ``image``."""
+    return "integer" if image.mode.startswith("I") else "real" if image.mode == "F" else "byte"
+
+
 def read_header(file: Path) -> Header:
     """Read the header of ``file`` without decoding pixels; raise :class:`Unreadable` if it cannot be read."""
     with _open_image(file) as image:
@@ -80,7 +85,7 @@ def read_header(file: Path) -> Header:
             orientation = image.getexif().get(ExifTags.Base.Orientation) if said else None
         if orientation in _TURNED:
             width, height = height, width
-        kind: Kind = "integer" if image.mode.startswith("I") else "real" if image.mode == "F" else "byte"
+        kind = find_kind(image)
         gray = kind != "byte" or image.mode in _GRAY
         frames = int(getattr(image, "n_frames", 1))
         return Header(kind=kind, channels=1 if gray else 3, width=width, height=height, frames=frames)

@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
+from ..preparation import ARRAY, Decoding
 from .image_decoding import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
 from .read_options import Progress
 
@@ -84,6 +85,11 @@ class ImageFacts:
     bits: int = 0
     broken: dict[str, str] = field(default_factory=dict)
     frames: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def decoding(self) -> Decoding:
+        """How images' files are decoded."""
+        return ARRAY if self.kind == "mask" else Decoding(kind=self.kind, bits=self.bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,9 +248,8 @@ def _write_store(
 def _rescale(pixels: Pixels, facts: ImageFacts, rows: Iterable[int]) -> None:
     """Scale gray values of more than 8 bits to [-1, 1] in place; values beyond ``bits`` become 1."""
     if facts.kind in _SCALED:
-        top = 2**facts.bits - 1 if facts.kind == "integer" else 1
         for row in rows:
-            pixels[row] = np.minimum(pixels[row] / np.float32(top), 1) * 2 - 1
+            pixels[row] = facts.decoding.rescale(pixels[row])
 
 
 def run_in_parallel(work: Callable[[int], None], count: int, what: str, progress: Progress | None) -> None:

@@ -117,6 +117,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
         faults += folders.list_faults(part.source, part.client, files, store.facts)
     return Loaded(
         stores=[torch.from_numpy(store.pixels) for store in stores],
+        decodings=[store.facts.decoding for store in stores],
         left_out=broken.keys(),
         notices=(*notices, *folders.list_unkept(stores, reading)),
         faults=tuple(faults),

@@ -98,6 +98,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
         notices.append(pairing.TWO_VALUES)
     return Loaded(
         stores=[torch.from_numpy(store.pixels) for store in stores],
+        decodings=[store.facts.decoding for store in stores],
         left_out=left_out,
         notices=(*notices, *folders.list_unkept(both, reading)),
         faults=tuple(faults),

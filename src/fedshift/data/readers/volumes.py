@@ -26,6 +26,7 @@ from ..files.masks import Pair
 from ..files.read_options import Progress, ReadOptions
 from ..files.volume_decoding import READABLE, decode_mask, find_difference, is_volume, read_volume_header
 from ..files.volumes import KEPT, Shape, VolumeStore, choose_spacing, find_common_shape, read_all
+from ..preparation import Decoding
 from ..resizing import resize_mask
 from ..scan import Assign, Loaded, Scan
 from ..stores import RecentArrays
@@ -115,6 +116,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
             VolumeStore([(found.path / file,) for file in part.files], found.shape, part.where, recent)
             for part in scan.parts
         ],
+        decodings=[Decoding(kind="volume")] * len(scan.parts),
         left_out=pairing.list_left_out(found.pairs, found.broken),
     )
 
