@@ -193,7 +193,7 @@ def list_readers() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "read/volumes", partial(read_files, write_volumes)
     yield "read/volumes-size", partial(read_files, write_volumes, image_size=5, domains="south")
     yield "read/parquet", partial(read_files, write_parquet, target="sick", client_column="site", scaling="none")
-    yield "read/table-groups", partial(read_files, write_table, target="sick", client_column="site", group_column="age")
+    yield "read/table-groups", partial(read_files, write_table, target="sick", client_column="site", groups="age")
     yield (
         "read/table-split",
         partial(read_files, write_split_table, target="sick", split_column="part", domains="south"),

@@ -16,7 +16,7 @@ OTHER = {
     "allow_single_class": True, "root": "/data", "split": "iid(clients=3),repeat()", "test_fraction": 0.3,
     "normalize": "client", "on_data_error": "warn", "client_column": "hospital", "target": "outcome",
     "task": "multilabel",
-    "split_column": "part", "group_column": "patient", "missing": "refuse", "scaling": "none",
+    "split_column": "part", "groups": "patient", "missing": "refuse", "scaling": "none",
     "loss": "focal(gamma=1.0)", "augment": "flip()",
     "metric": "auc", "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "steps": 4, "batch_size": 0,
     "optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.001,

@@ -12,7 +12,7 @@ from fedshift.data.partition import _cut_groups
 from fedshift.data.sources import apply_splits, load_source, write_assignment
 from fedshift.utils.errors import UsageError
 
-READING = {"client_column": "site", "target": "ill", "group_column": "patient", "scaling": "none"}
+READING = {"client_column": "site", "target": "ill", "groups": "patient", "scaling": "none"}
 
 
 def stays():

@@ -14,7 +14,7 @@ from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_source
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.readers import find_reader, list_readers
-from fedshift.data.sources import READ, load_source
+from fedshift.data.sources import READ, apply_splits, load_source
 from fedshift.utils.errors import UsageError
 
 NAMES = ("ann", "bob", "cid")
@@ -170,7 +170,7 @@ PARTED = {
     "frames": {"train": frame(), "test": frame()},
 }
 GIVEN = {
-    "test_fraction": 0.4, "client_column": "who", "target": "label", "split_column": "part", "group_column": "patient",
+    "test_fraction": 0.4, "client_column": "who", "target": "label", "split_column": "part", "groups": "patient",
     "missing": "refuse", "scaling": "none", "image_size": 9,
 }  # fmt: skip
 
@@ -216,3 +216,64 @@ def test_every_option_is_honored_by_some_reader_and_every_reader_has_known_optio
     honored = set().union(*(reader.options for reader in READERS.values()))
     assert set(GIVEN) == honored == {*READ, "image_size"}
     assert honored <= {each.name for each in fields(ReadOptions)} & {each.name for each in fields(DataSpec)}
+
+
+def add_groups(kind, source, folder):
+    """Return the source with a group for each two samples (for each volume), and what names it."""
+    if kind == "arrays":
+        found = {}
+        for name in NAMES:
+            x, y = draw(name)
+            arrays = {"x": x[:, None], "y": y, "patient": x // 2}
+            parts = {"train": slice(4, None), "test": slice(0, 4)}
+            found[name] = {f"{key}_{part}": array[at] for part, at in parts.items() for key, array in arrays.items()}
+        return found, "patient"
+    if kind == "hub":
+        source.columns["patient"] = [int(image.flat[0]) // 2 for image in source.columns["image"]]
+        source.column_names.append("patient")
+        source.features["patient"] = source.features["site"]
+        return source, "patient"
+    if kind in ("frames", "tables"):
+        table = frame().assign(patient=lambda rows: rows["a"] // 2)
+        if kind == "frames":
+            return table, "patient"
+        table.to_csv(source / "table.csv", index=False)
+        return source, "patient"
+    if kind in ("npz", "npy"):
+        for name in NAMES:
+            for part, at in (("train", slice(None, -6)), ("test", slice(-6, None))):
+                group = draw(name)[0][at] // 2
+                if kind == "npy":
+                    np.save(source / name / part / "patient.npy", group)
+                else:
+                    with np.load(source / f"{name}.npz") as packed:
+                        np.savez(source / f"{name}.npz", **packed, **{f"patient_{part}": group})
+        return source, "patient"
+    if kind == "volumes":
+        return source, "*/images/{group}.nii"
+    files = [file.relative_to(source).as_posix() for file in source.rglob("*.png")]
+    groups = [int(Path(file).stem) // 2 for file in files]
+    pd.DataFrame({"file": files, "group": groups}).to_csv(folder / "groups.csv", index=False)
+    return source, str(folder / "groups.csv")
+
+
+def test_groups_stay_whole_in_what_is_drawn(kind, source, tmp_path):
+    given, options = source
+    given, groups = add_groups(kind, given, tmp_path)
+    spec = DataSpec(groups=groups, validation=0.3, **options)
+    made = apply_splits(load_source(str(given) if isinstance(given, Path) else given, spec), spec)
+    for client in made.clients:
+        assert set(client.splits) == {"train", "validation", "test"}
+        held = {}
+        for name, split in client.splits.items():
+            assert set(torch.bincount(split.units).tolist()) == ({1} if kind == "volumes" else {2})
+            if name != "test" or kind not in ("arrays", "npz", "npy"):  # whose parts are numbered each by itself
+                for group in split.group.unique().tolist():
+                    assert held.setdefault(group, name) == name
+
+
+def test_groups_that_a_source_does_not_have_are_refused(source):
+    given, options = source
+    with pytest.raises(UsageError) as refused:
+        read_source(given, ReadOptions(groups="none-such", **options))
+    assert "none-such" in str(refused.value)

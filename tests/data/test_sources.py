@@ -214,12 +214,12 @@ def test_best_by_auc_is_refused_where_it_would_never_be_defined(make):
 @pytest.mark.parametrize(
     "command", ["data check .", "data show .", "diagnose .", "run --data .", "compare --data .", "advise --data ."]
 )
-def test_every_command_refuses_groups_of_files_that_have_no_columns(command, cli, tmp_path):
+def test_every_command_refuses_columns_of_files_that_have_none(command, cli, tmp_path):
     (tmp_path / "ann" / "cat").mkdir(parents=True)
     (tmp_path / "ann" / "cat" / "1.png").touch()
-    made = cli(*command.split(), "--group-column", "patient")
+    made = cli(*command.split(), "--groups", "patient")
     assert made.code == 2
-    assert "--group-column is for tables" in " ".join((made.out + made.err).split())
+    assert "--groups patient: files have no columns: give a pattern" in " ".join((made.out + made.err).split())
 
 
 def test_sizes_roots_and_groups_are_refused_where_they_do_nothing(tmp_path):

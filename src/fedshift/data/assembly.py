@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +75,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     loaded = reader.load(scan, reading, assign)
     if loaded.left_out:
         sides = [assign(part, loaded.left_out) for part in scan.parts]
+    _refuse_cut_groups(scan, sides)
     clients: dict[str, dict[str, Samples]] = {}
     for number, (part, side) in enumerate(zip(scan.parts, sides, strict=True)):
         splits = clients.setdefault(part.client, {})
@@ -137,20 +137,20 @@ def assign_splits(part: Part, left_out: Collection[str], *, task: Task, reading:
             y = np.zeros(len(drawn), np.int64) if strata is None else strata.numpy()
             tested = split_stratified(y, reading.test_fraction, rng)[1]
         side[drawn[tested]] = SPLITS.index("test")
-    if len(part.group):
-        _refuse_cut_groups(part, side)
     return side
 
 
-def _refuse_cut_groups(part: Part, side: Sides) -> None:
-    """Raise :class:`UsageError` naming a group whose samples have several splits."""
-    pairs = sorted({(group, one) for group, one in zip(part.group.tolist(), side.tolist(), strict=True) if one >= 0})
-    for (group, one), (other, another) in pairwise(pairs):
-        if group == other:
-            raise UsageError(
-                f"group {group!r} of client {part.client!r} is on two sides, {SPLITS[one]} and {SPLITS[another]}: a "
-                "group must be on one side; correct the split, or name no groups"
-            )
+def _refuse_cut_groups(scan: Scan, sides: list[Sides]) -> None:
+    """Raise :class:`UsageError` naming a group of a client whose samples have several splits."""
+    held: dict[tuple[str, str], int] = {}
+    for part, side in zip(scan.parts, sides, strict=True):
+        for group, one in sorted(set(zip(part.group.tolist(), side.tolist(), strict=False))):
+            other = held.setdefault((part.client, group), one) if one >= 0 else one
+            if other != one:
+                raise UsageError(
+                    f"group {group!r} of client {part.client!r} is on two sides, {SPLITS[other]} and {SPLITS[one]}: a "
+                    "group must be on one side; correct the split, or name no groups"
+                )
 
 
 def draw_groups(group: NDArray[np.generic], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:

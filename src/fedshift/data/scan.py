@@ -27,6 +27,9 @@ UNSAID = -1
 LEFT_OUT = -2
 """Split of a sample that cannot be read."""
 
+UNGROUPED: NDArray[np.str_] = np.empty(0, np.str_)
+"""Groups of samples that have none."""
+
 Ints = NDArray[np.int64]
 Sides = NDArray[np.int8]
 """Split of each sample: an index in :data:`SPLITS`, :data:`UNSAID` or :data:`LEFT_OUT`."""
@@ -54,14 +57,16 @@ class Part:
     side: Sides
     rows: Ints
     files: tuple[str, ...] = ()
-    group: NDArray[np.str_] = field(default_factory=lambda: np.empty(0, np.str_))
+    group: NDArray[np.str_] = field(default_factory=lambda: UNGROUPED)
     source: Any
 
     @classmethod
-    def whole(cls, client: str, where: str, y: Tensor, split: str, source: Any) -> Part:
+    def whole(
+        cls, client: str, where: str, y: Tensor, split: str, source: Any, group: NDArray[np.str_] = UNGROUPED
+    ) -> Part:
         """Return all rows of a store as samples of ``split``; an empty text: its samples are to be divided."""
         side = np.full(len(y), SPLITS.index(split) if split else UNSAID, np.int8)
-        return cls(client=client, where=where, y=y, side=side, rows=np.arange(len(y)), source=source)
+        return cls(client=client, where=where, y=y, side=side, rows=np.arange(len(y)), group=group, source=source)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -47,7 +47,7 @@ DATASETS = Catalog[Federation](
 """Benchmarks by name."""
 
 READ = (
-    "test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling",
+    "test_fraction", "client_column", "target", "split_column", "groups", "missing", "scaling",
 )  # fmt: skip
 """Settings that apply to user files, in addition to the task."""
 

@@ -93,13 +93,13 @@ def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said)
         ({"target": None}, "say which column holds the label (target); columns are age, site, pain, ill, part"),
         ({"target": "illness"}, "unknown column 'illness': did you mean 'ill'? allowed are age, ill, pain, part, site"),
         ({"split_column": "fold"}, "unknown column 'fold'"),
-        ({"group_column": "patient"}, "unknown column 'patient'"),
+        ({"groups": "patient"}, "unknown column 'patient'"),
         ({"client_column": "sites"}, "unknown column 'sites': did you mean 'site'?"),
-        ({"group_column": "ill"}, "column 'ill' is named for 2 purposes"),
+        ({"groups": "ill"}, "column 'ill' is named for 2 purposes"),
         ({"client_column": None}, "say which column holds the client of each row (client_column), or give a direct"),
         ({"client_column": None}, "perhaps 'site'; columns are age, site, pain, ill, part"),
         ({"split_column": None, "test_fraction": 1.0}, "test_fraction=1: must lie between 0 and 1"),
-        ({"split_column": None, "group_column": "pain", "test_fraction": 0.0}, "test_fraction=0: must lie between"),
+        ({"split_column": None, "groups": "pain", "test_fraction": 0.0}, "test_fraction=0: must lie between"),
         ({"domains": ("olso",)}, "unknown domain 'olso': did you mean 'oslo'? allowed are bonn, oslo"),
     ],
 )
@@ -121,7 +121,7 @@ def test_clients_of_one_group_or_of_single_rows_of_classes_cannot_be_split(tmp_p
     with pytest.raises(
         UsageError, match=r"client 'bonn' has no sample for test among its 30: its samples are all of one gro"
     ):
-        read_source(tmp_path / "t.csv", replace(READING, split_column=None, group_column="person"))
+        read_source(tmp_path / "t.csv", replace(READING, split_column=None, groups="person"))
     patients()[:6].to_csv(tmp_path / "t.csv", index=False)
     with pytest.raises(
         UsageError, match=r"client 'bonn' has no sample for test among its 3: it has one sample of each class"

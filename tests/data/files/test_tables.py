@@ -385,7 +385,7 @@ def test_groups_are_drawn_whole(read):
     frame = patients(600).drop(columns="part")
     frame["age"] = np.random.default_rng(2).integers(0, 40, 600)
     frame["patient"] = "p" + frame["age"].astype(str)
-    data = read(frame, split_column=None, group_column="patient")
+    data = read(frame, split_column=None, groups="patient")
     assert data.sample_shape == (6,)
     for client in data.clients:
         assert not set(client.train.x[:, 0].tolist()) & set(client.test.x[:, 0].tolist())
@@ -412,14 +412,14 @@ def test_whole_groups_leave_some_on_both_sides(group, fraction, seed):
 
 def test_a_group_may_be_of_any_type_and_is_refused_on_two_sides(read):
     frame = patients().assign(patient=lambda f: f.index + 1000.5)
-    assert read(frame, group_column="patient").fingerprint == read(frame.drop(columns="patient"), "b.csv").fingerprint
+    assert read(frame, groups="patient").fingerprint == read(frame.drop(columns="patient"), "b.csv").fingerprint
     bonn = frame.index[frame["site"] == "bonn"]
     frame.loc[[bonn[0], bonn[-1]], "patient"] = 7
     with pytest.raises(UsageError, match=r"group '7.0' of client 'bonn' is on two sides, train and test: a group must"):
-        read(frame, group_column="patient")
+        read(frame, groups="patient")
     oslo = frame.index[frame["site"] == "oslo"]
     frame.loc[[bonn[-1], oslo[0]], "patient"] = 5, 7
-    read(frame, group_column="patient")  # clients name their groups independently
+    read(frame, groups="patient")  # clients name their groups independently
 
 
 # Real data

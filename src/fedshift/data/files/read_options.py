@@ -32,7 +32,8 @@ class ReadOptions:
         target: Table column with the label; for several labels or numbers, columns separated by commas.
         task: The prediction task; None: classification, or segmentation if there are masks.
         split_column: Table column with train, validation or test.
-        group_column: Table column with groups (such as the samples of one patient) that must stay on one side.
+        groups: Groups (such as the samples of one patient) that stay together: a table's column, a pattern of files'
+            names or a table of files (:mod:`fedshift.data.groups`), or the name of arrays beside x and y.
         missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
         scaling: ``client`` standardizes numeric columns with the client's training rows.
         schema: Layout of the data that these clients join, whose columns are used to read tables; a single file is then
@@ -52,7 +53,7 @@ class ReadOptions:
     target: str | None = None
     task: Task | None = None
     split_column: str | None = None
-    group_column: str | None = None
+    groups: str | None = None
     missing: Literal["impute", "refuse"] = "impute"
     scaling: Literal["client", "none"] = "client"
     schema: Layout | None = None
@@ -78,7 +79,7 @@ class ReadOptions:
     @property
     def role_columns(self) -> list[str]:
         """Names of a table's columns that are not features, target first."""
-        columns = (*self.targets, self.client_column, self.split_column, self.group_column)
+        columns = (*self.targets, self.client_column, self.split_column, self.groups)
         return [name for name in columns if name is not None]
 
     @property

@@ -6,22 +6,25 @@ with one dataset has no test samples of its own, and they are drawn from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from ...utils.errors import UsageError, unknown_name
+from ...utils.errors import Ref, UsageError, unknown_name
 from ..agreement import refuse_other_class_names
 from ..arrays import LazyDataset, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..samples import keep_or_map, read_targets, to_store
-from ..scan import Assign, Loaded, Part, Scan, choose_clients
+from ..scan import UNGROUPED, Assign, Loaded, Part, Scan, choose_clients
 from ..stores import DatasetStore
 from . import _objects
 
 holds = "arrays or datasets in memory"
-options = frozenset({"test_fraction", "image_size"})
+options = frozenset({"test_fraction", "image_size", "groups"})
 
 SUFFIXES = {"train": "train", "validation": "val", "test": "test"}
 """Suffixes of array names by split, as in ``x_val``."""
@@ -42,10 +45,11 @@ def scan(source: Mapping[str, Any], reading: ReadOptions) -> Scan:
     parts, meant = [], {}
     for client in choose_clients(source, reading):
         where = f"client {client!r}"
-        for split, given in list_splits(client, source[client]).items():
+        own, groups = _take_groups(client, source[client], reading)
+        for split, given in list_splits(client, own).items():
             told = f"{where}, {split or 'train'} data"
             meant[told] = list_class_names(given, reading.target)
-            parts.append(_scan_part(client, split, given, told, reading))
+            parts.append(_scan_part(client, split, given, told, reading, groups))
     refuse_other_class_names(meant)
     return Scan(name=_objects.NAME, parts=tuple(parts), task=reading.task)
 
@@ -57,14 +61,51 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     return Loaded(stores=[stores[id(part.source)] for part in scan.parts])
 
 
-def _scan_part(client: str, split: str, given: Any, where: str, reading: ReadOptions) -> Part:
+def _take_groups(client: str, given: Any, reading: ReadOptions) -> tuple[Any, dict[str, Any]]:
+    """Return a client's data without the arrays of groups, and these by their names."""
+    if reading.groups is None:
+        return given, {}
+    names = {f"{reading.groups}_{end}" for end in SUFFIXES.values()}
+    if not isinstance(given, Mapping) or not names & set(given):
+        raise UsageError(
+            f"{{}}: client {client!r} has no array {reading.groups}_train: give a dictionary with x_train, y_train, "
+            f"{reading.groups}_train and so on, with the group of each sample",
+            Ref(groups=reading.groups),
+        )
+    rest = {name: array for name, array in given.items() if name not in names}
+    return rest, {name: given[name] for name in names & set(given)}
+
+
+def check_groups(
+    reading: ReadOptions, arrays: Mapping[str, Any], name: str, y: Tensor, where: str,
+    read: Callable[[Any], Any] = np.asarray,
+) -> NDArray[np.str_]:  # fmt: skip
+    """Return the group of each sample from the one of ``arrays`` called ``name``; empty if there are to be none.
+
+    Raises :class:`UsageError` if it is missing or has another length than the targets ``y``.
+    """
+    if reading.groups is None:
+        return UNGROUPED
+    if name not in arrays:
+        raise UsageError(f"{{}}: {where} have no array {name!r}: add it", Ref(groups=reading.groups))
+    found = read(arrays[name])
+    if found.shape != (len(y),):
+        raise UsageError(f"{where}: groups of shape {found.shape} for {len(y)} samples: give each sample one")
+    return np.array(found, np.str_)
+
+
+def _scan_part(
+    client: str, split: str, given: Any, where: str, reading: ReadOptions, groups: Mapping[str, Any]
+) -> Part:
     if isinstance(given, LazyDataset):
         x: Any = DatasetStore(given, where, reading.target)
         y: Any = x.targets
     else:
         x, y = read_part(given, where, reading.target)
     x = keep_or_map(x, where)
-    return Part.whole(client, where, read_targets(x, y, where, reading.task), split, x)
+    targets = read_targets(x, y, where, reading.task)
+    group = check_groups(reading, groups, f"{reading.groups}_{SUFFIXES[split or 'train']}", targets, where)
+    return Part.whole(client, where, targets, split, x, group)
 
 
 def list_splits(client: str, given: Any) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from ..agreement import refuse_other_class_names
 from ..arrays import is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..samples import read_targets
-from ..scan import SPLITS, UNSAID, Part, Scan, choose_clients
+from ..scan import SPLITS, UNGROUPED, UNSAID, Part, Scan, choose_clients
 from . import _objects, arrays
 
 holds = "datasets of HuggingFace"
-options = frozenset({"test_fraction", "client_column", "target", "image_size"})
+options = frozenset({"test_fraction", "client_column", "target", "image_size", "groups"})
 
 
 def can_read(source: object) -> bool:
@@ -43,17 +43,20 @@ load = arrays.load
 def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
     """Return the clients of datasets with a client column, by split (``""``: all in one)."""
     column = str(reading.client_column)
+    skip = [column, *([reading.groups] if reading.groups else [])]
     refuse_other_class_names(
-        {f"{split} data": list_class_names(data, reading.target, [column]) for split, data in splits.items()}
+        {f"{split} data": list_class_names(data, reading.target, skip) for split, data in splits.items()}
     )
     found: dict[str, list[Part]] = {}
     for split, data in splits.items():
         where = f"data, {split} data" if split else "data"
-        if column not in data.column_names:
-            raise unknown_name("column", column, data.column_names)
-        x, y = map(np.asarray, read_part(data, where, reading.target, skip=[column]))
+        for name in skip:
+            if name not in data.column_names:
+                raise unknown_name("column", name, data.column_names)
+        x, y = map(np.asarray, read_part(data, where, reading.target, skip=skip))
         targets = read_targets(x, y, where, reading.task)
         owners = np.array([str(name) for name in data[column]])
+        groups = np.array([str(name) for name in data[reading.groups]]) if reading.groups else None
         side = SPLITS.index(split) if split == "validation" or "test" in splits else UNSAID
         for client in np.unique(owners).tolist():
             rows = np.flatnonzero(owners == client)
@@ -61,6 +64,7 @@ def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
                 Part(
                     client=client, where=f"client {client!r}, {split or 'train'} data", y=targets[rows],
                     side=np.full(len(rows), side, np.int8), rows=rows, source=x,
+                    group=UNGROUPED if groups is None else groups[rows],
                 )
             )  # fmt: skip
     parts = [part for client in choose_clients(sorted(found), reading) for part in found[client]]

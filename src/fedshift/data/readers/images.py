@@ -29,10 +29,11 @@ from ..files import images as folders
 from ..files.image_decoding import SUFFIXES, Header
 from ..files.image_store import ImageFile, ImageStore
 from ..files.read_options import ReadOptions
+from ..groups import find_groups
 from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
 
 holds = "images in class folders"
-options = frozenset({"test_fraction", "image_size"})
+options = frozenset({"test_fraction", "image_size", "groups"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +89,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         )
     files, notices = list_clients(source, places, reading)
     parts = [
-        make_part(name, own, torch.tensor([labels[file.category] for file in own]), places[name])
+        make_part(name, own, torch.tensor([labels[file.category] for file in own]), places[name], reading)
         for name, own in files.items()
     ]
     images = inspect_images(source, files, reading)
@@ -141,12 +142,12 @@ def list_clients(
     return files, notices
 
 
-def make_part(client: str, files: Sequence[ImageFile], y: Tensor, source: Any) -> Part:
+def make_part(client: str, files: Sequence[ImageFile], y: Tensor, source: Any, reading: ReadOptions) -> Part:
     """Return a client's images with their targets; without a test folder, those for training are to be divided."""
     names = tuple(file.path for file in files)
     return Part(
         client=client, where=f"client {client!r}", y=y, side=_find_sides(files), rows=np.arange(len(files)),
-        files=names, source=source,
+        files=names, group=find_groups(reading.groups, names), source=source,
     )  # fmt: skip
 
 
@@ -165,7 +166,9 @@ def inspect_images(path: Path, clients: Mapping[str, tuple[ImageFile, ...]], rea
     sizes: dict[tuple[int, int], str] = {}  # the first file of each (width, height)
     for name, own in clients.items():
         fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
-        entries[name] = image_store.cache_entry(reading.cache_directory, path, own, name, reading.image_size, fraction)
+        choices = (reading.image_size, fraction)  # and groups: what is for training decides how gray is scaled
+        groups = () if reading.groups is None else find_groups(reading.groups, [file.path for file in own]).tolist()
+        entries[name] = image_store.cache_entry(reading.cache_directory, path, own, name, *choices, *groups)
         store = image_store.load_store(entries[name])
         if store is None:
             headers[name] = found, _ = image_store.inspect_all(path, own, f"headers of {name}", reading.progress)

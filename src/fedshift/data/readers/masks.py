@@ -27,7 +27,7 @@ from ..scan import Assign, Loaded, Scan
 from .images import Images, decode_images, inspect_images, list_clients, make_part, require_task
 
 holds = "images with masks"
-options = frozenset({"test_fraction", "image_size"})
+options = frozenset({"test_fraction", "image_size", "groups"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +66,9 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     parts = []
     for name, store in masks.items():
         y = torch.from_numpy(store.pixels[:, 0])
-        parts.append(make_part(name, images.clients[name], y if classes else (y > 0).to(torch.uint8), places[name]))
+        parts.append(
+            make_part(name, images.clients[name], y if classes else (y > 0).to(torch.uint8), places[name], reading)
+        )
     return Scan(
         name=source.resolve().name,
         parts=tuple(parts),

@@ -17,10 +17,11 @@ from ...utils.files import open_regular
 from ..files.read_options import ReadOptions
 from ..samples import keep_or_map, read_targets, to_store
 from ..scan import Assign, Loaded, Part, Scan, choose_clients
+from . import arrays
 from .arrays import SUFFIXES
 
 holds = ".npy files"
-options = frozenset({"image_size"})
+options = frozenset({"image_size", "groups"})
 
 
 def can_read(source: object) -> bool:
@@ -55,7 +56,10 @@ def _scan_client(name: str, folder: Path, reading: ReadOptions) -> Iterator[Part
         where = f"{folder}, {split} data"
         x, y = map(_map, files)
         kept = keep_or_map(x, where)
-        yield Part.whole(name, where, read_targets(kept, y, where, reading.task), split, kept)
+        targets = read_targets(kept, y, where, reading.task)
+        named = {file.stem: file for file in (folder / part).glob("*.npy")}
+        group = arrays.check_groups(reading, named, str(reading.groups), targets, where, _map)
+        yield Part.whole(name, where, targets, split, kept, group)
 
 
 def _map(file: Path) -> NDArray[Any]:

@@ -21,10 +21,11 @@ from ..formats import open_arrays, read_header
 from ..samples import read_targets, to_store
 from ..scan import Assign, Loaded, Part, Scan, choose_clients
 from ..stores import LazyStore
+from . import arrays
 from .arrays import SUFFIXES
 
 holds = ".npz files"
-options = frozenset({"image_size"})
+options = frozenset({"image_size", "groups"})
 
 
 def can_read(source: object) -> bool:
@@ -74,9 +75,9 @@ def _scan_file(name: str, file: Path, reading: ReadOptions) -> Iterator[Part]:
             if f"x_{end}" in packed and f"{y}_{end}" in packed:
                 where = f"{file}, {split} data"
                 x = read_header(packed, f"x_{end}")
-                yield Part.whole(
-                    name, where, read_targets(x, packed[f"{y}_{end}"], where, reading.task), split, (file, f"x_{end}")
-                )
+                targets = read_targets(x, packed[f"{y}_{end}"], where, reading.task)
+                group = arrays.check_groups(reading, packed, f"{reading.groups}_{end}", targets, where)
+                yield Part.whole(name, where, targets, split, (file, f"x_{end}"), group)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides
 TARGETS = ("target", "label", "y", "class", "outcome")
 CLIENTS = ("client", "site", "hospital", "center", "institution")
 holds = "tables"
-options = frozenset({"test_fraction", "client_column", "target", "split_column", "group_column", "missing", "scaling"})
+options = frozenset({"test_fraction", "client_column", "target", "split_column", "groups", "missing", "scaling"})
 
 SIDES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
 """Values of a split column (case-insensitive), and the index in :data:`~fedshift.data.scan.SPLITS` of each."""
@@ -194,8 +194,8 @@ def _make_part(rows: TableRows, y: Tensor, client: int, reading: ReadOptions) ->
     """Return the rows of one client."""
     here, name = np.flatnonzero(rows.client == client), rows.names[client]
     group = np.empty(0, np.str_)
-    if reading.group_column:
-        group = np.array(rows.values[reading.group_column])[rows.codes[reading.group_column][here]]
+    if reading.groups:
+        group = np.array(rows.values[reading.groups])[rows.codes[reading.groups][here]]
     return Part(
         client=name, where=f"client {name!r}", y=y[torch.from_numpy(here)], side=_read_sides(rows, here, reading),
         rows=np.arange(len(here)), group=group, source=here,

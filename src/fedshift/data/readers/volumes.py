@@ -33,7 +33,7 @@ from ..stores import RecentArrays
 from .images import list_clients, make_part, require_task
 
 holds = "medical images with masks"
-options = frozenset({"test_fraction", "image_size"})
+options = frozenset({"test_fraction", "image_size", "groups"})
 
 Found = TypeVar("Found")
 
@@ -91,7 +91,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     parts = []
     for name, own in pairs.items():
         targets = torch.from_numpy(y[name] if classes else (y[name] > 0).astype(np.uint8))
-        parts.append(make_part(name, [image for image, _ in own], targets, places[name]))
+        parts.append(make_part(name, [image for image, _ in own], targets, places[name], reading))
         notices += pairing.list_empty(name, own, held[name], left_out, classes)
     task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
     task, said = choose_spacing(task, list(shown.values()), shape[1:])
