@@ -90,7 +90,7 @@ def hash_tensors(tensors: dict[str, Tensor]) -> str:
 
 
 def hash_run(directory: Path) -> str:
-    """Return the digest of the one trial in a run directory."""
+    """Return the digest of the one trial in the directory of a run, or of a trial."""
     (checkpoint,) = directory.rglob("checkpoint.safetensors")
     rows = [json.loads(line) for line in (checkpoint.parent / "metrics.jsonl").read_text().splitlines()]
     text = json.dumps([{key: row[key] for key in sorted(row) if key not in ("seconds", "method")} for row in rows])
@@ -118,6 +118,14 @@ def compare(method: str, **settings: Any) -> str:
             BASES.get(method, method), data=draw_clients(), model=network, seeds=[3], jobs=1, out=out, **given
         )
         return hash_run(Path(out))
+
+
+def compare_several(jobs: int) -> str:
+    """Return the digest of two methods with two seeds, ``jobs`` trials at a time; it does not depend on ``jobs``."""
+    given = {"rounds": 3, "batch_size": 8, "lr": 0.05, "model": "fnn2", "seeds": [3, 4], "engine": "sequential"}
+    with tempfile.TemporaryDirectory() as out:
+        fedshift.compare("fedavg, scaffold", data=draw_clients(), jobs=jobs, out=out, **given)
+        return " ".join(hash_run(folder) for folder in sorted((Path(out) / "trials").iterdir()))
 
 
 def resume(method: str) -> str:
@@ -164,6 +172,8 @@ def list_cases() -> Iterator[tuple[str, Callable[[], str]]]:
     for partner in PARTNERS:
         for name in names:
             yield f"{name}+{partner}", partial(compare, f"{BASES.get(name, name)}+{partner}", engine="sequential")
+    for jobs in (1, 2):
+        yield f"trials/{jobs}", partial(compare_several, jobs)
     for name in RESUMED:
         yield f"{name}/resumed", partial(resume, name)
     yield "fedbn/adamw", partial(compare, "fedbn", optimizer="adamw", momentum=0.0, lr=0.01)

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fedshift.engines.process_pool import dismiss
 
 from fedshift.core.aggregation import Aggregated, Aggregation, Mixes, average
 from fedshift.core.kernel import broadcast
@@ -29,11 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def path(monkeypatch):
-    """Where other processes find the method, which begin here and end with the test."""
+    """Where other processes find the method."""
     monkeypatch.syspath_prepend(str(ROOT))
-    dismiss()
-    yield
-    dismiss()
 
 
 def draw(shape, seed):
