@@ -89,14 +89,8 @@ class Glimpse(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LookContext(RoundContext):
-    """A client's round before local work.
+    """A client's round before local work."""
 
-    Args:
-        prelude: Before the first round, when no steps follow.
-
-    """
-
-    prelude: bool
     _targets: Tensor
     _first: Glimpse
 

@@ -184,8 +184,6 @@ class Bound:
         reads: What it reads that must be declared.
         sends: What every client uploads for the rule in each round: exactly the tensors of :meth:`Rule.end`.
         sets: Entries of the server that :meth:`Rule.fold` computes, in place of their aggregate.
-        prelude: Before the first round every client that trains looks and sends once, without steps, and the server
-            folds.
         notices: What users should know before the rule runs, one sentence each.
 
     """
@@ -196,7 +194,6 @@ class Bound:
     reads: Reads = field(default_factory=Reads, kw_only=True)
     sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
     sets: frozenset[str] = field(default=frozenset(), kw_only=True)
-    prelude: bool = field(default=False, kw_only=True)
     notices: tuple[str, ...] = field(default=(), kw_only=True)
 
     def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:

@@ -270,19 +270,17 @@ def _begin(plan: Plan, state: State, contexts: Sequence[RoundContext]) -> State:
     return state
 
 
-def look(
-    plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen, *, prelude: bool = False
-) -> list[RoundContext]:
+def look(plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen) -> list[RoundContext]:
     """Return the rules' contexts with their memories for the round, having looked at the model under ``state``."""
     return [
-        replace(each, memory=each.bound.rule.look(_look_context(plan, each, state, seen, prelude=prelude)))
+        replace(each, memory=each.bound.rule.look(_look_context(plan, each, state, seen)))
         if index in plan.defines("look")
         else each
         for index, each in enumerate(contexts)
     ]
 
 
-def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen, *, prelude: bool) -> LookContext:
+def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen) -> LookContext:
     count = context.bound.reads.first
     x, y, layers = seen.x[:count], seen.y[:count], dict(plan.module.named_modules())
 
@@ -298,7 +296,7 @@ def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen, *
         return plan.loss(forward(plan, clone({**state, **entries}), x, training=False), y)
 
     given = {each.name: getattr(context, each.name) for each in fields(context)}
-    return LookContext(**given, prelude=prelude, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
+    return LookContext(**given, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
 
 
 def restart(plan: Plan, job: LocalTrainingState) -> LocalTrainingState:
