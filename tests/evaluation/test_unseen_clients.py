@@ -364,5 +364,5 @@ def test_what_cannot_work_is_refused_before_anything_starts():
         trial(fedbn(), "average", newcomers=tuple(SIZES))
     with pytest.raises(UsageError, match="'nobody'"):
         trial(fedbn(), "average", newcomers=("nobody",))
-    with pytest.raises(UsageError, match="unknown value of unseen 'averag': did you mean 'average'"):
+    with pytest.raises(UsageError, match="unknown policy for new clients 'averag': did you mean 'average'"):
         Settings(unseen="averag")

@@ -262,7 +262,7 @@ def test_auto_takes_an_engine_that_knows_clients_apart_where_they_are_measured(m
 @pytest.mark.parametrize(
     ("moments", "said"),
     [
-        ("trained", "moments=trained: tables report models just after aggregation: give loaded as well"),
+        ("trained", "moments='trained': tables report models just after aggregation: give loaded as well"),
         ("loaded,train", "unknown moment 'train'"),
     ],
 )

@@ -10,7 +10,6 @@ from fedshift.config.expressions import trust_only
 from fedshift.data.columns import Column
 from fedshift.data.federation import count_labels
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
-from fedshift.flower.site.local_data import relabel
 from fedshift.results.summary import read_summary
 from fedshift.utils.errors import FedshiftError, UsageError
 from tests.flower.sites import Heard, SiteGrid, coordinator, in_process, same_as_in_process, sites_of, spec_for
@@ -201,13 +200,15 @@ def test_labels_of_a_site_mean_what_they_mean_at_all():
     import torch
 
     from fedshift.data.federation import ClientData, Federation
+    from fedshift.data.joining import match_labels
     from fedshift.data.samples import Samples
+    from fedshift.data.schema import Layout
 
     split = Samples(x=torch.zeros(3, 2), y=torch.tensor([0, 1, 0]))
     own = Federation(
         name="own", clients=(ClientData(name="a", train=split, test=split),), classes=2, class_names=("10", "9")
     )
-    found = relabel(own, 3, ("2", "9", "10"))
+    found = match_labels(own, Layout(name="run", task=own.task, classes=3, class_names=("2", "9", "10")), "the run")
     assert found.clients[0].train.y.tolist() == [2, 1, 2]
     assert (found.classes, found.class_names) == (3, ("2", "9", "10"))
 

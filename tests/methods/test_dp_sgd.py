@@ -519,7 +519,7 @@ def mixing():
     return mix
 
 
-@pytest.mark.parametrize("name", [n for n in AUGMENTATIONS if n not in ("sequence", "sometimes")])
+@pytest.mark.parametrize("name", [n for n in AUGMENTATIONS.entries if n not in ("none", "sequence", "sometimes")])
 def test_no_augmentation_of_the_catalog_mixes_images(name):
     x = torch.rand(4, 3, 32, 32)
     assert not mixes_images(AUGMENTATIONS.parse(f"{name}()"), x)

@@ -149,7 +149,7 @@ def test_surfaces_are_counted_where_they_are_asked_for_and_an_answer_names_the_o
     assert set(METRICS) < set(Segmentation(surface=True).metrics)
     described = json.loads(json.dumps(describe_task(Segmentation(surface=True, spacing=(2, 0.5)))))
     assert restore_task(described) == Segmentation(surface=True, spacing=(2.0, 0.5))
-    with pytest.raises(UsageError, match=r"counted with task 'segmentation\(surface=True\)'"):
+    with pytest.raises(UsageError, match=r"counted with task='segmentation\(surface=True\)'"):
         fedshift.compare(data="nuclei", methods="fedavg", metric="hausdorff95", rounds=1)
 
 
