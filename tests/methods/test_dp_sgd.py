@@ -25,6 +25,7 @@ from fedshift.data.assembly import federation
 from fedshift.data.augmentation import AUGMENTATIONS, mixes_images
 from fedshift.data.federation import encode_targets
 from fedshift.data.partition import repeat
+from fedshift.data.preparation import FeatureScaling
 from fedshift.data.samples import Samples
 from fedshift.engines.identity import Identity
 from fedshift.engines.stacked import Stacked
@@ -584,7 +585,7 @@ def test_what_epsilon_does_not_cover_is_said(make, tmp_path, Listener):
     x, y = np.random.default_rng(0).normal(size=(2, 12, 3))
     numbers = federation({"a": (x, y[:, 0], x, y[:, 0])}, task="regression")
     numbers = encode_targets(numbers)
-    table = replace(numbers.clients[0].train.normalization, features=object())
+    table = FeatureScaling(fill=np.zeros(2), mean=np.zeros(2), std=np.ones(2))
     numbers = numbers.map_splits(lambda split: split.with_samples(split.store, table))
     weights = as_initial_weights({"w": torch.zeros(1)})
     settings = Settings(weights=weights).for_task(numbers.task)
