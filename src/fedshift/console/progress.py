@@ -58,7 +58,7 @@ class _ProgressObserver(Observer):
 
     @override
     def turn(self, method: str, seed: int) -> None:
-        self.now = self.running[method, seed]
+        self.now = self.running.get((method, seed), self.now)  # one that has ended tells only its notices
 
     @override
     def client(self, client: str, loss: float) -> None:
