@@ -221,6 +221,23 @@ def test_of_trials_side_by_side_each_keeps_its_figures():
     assert ["fedbn", "0", "of", "1", "60.00", "%", "in", "round", "1"] in found
 
 
+def test_the_notices_of_a_trial_that_ended_before_another_began_are_taken():
+    row = {**TESTED, "client": "ann", "samples": 100, "support": [100], "hits": [40], "round": 1}
+    console = Console(file=io.StringIO(), width=200)
+    lines = PlainLines(console)
+    lines.begin(["fedavg", "fedbn"], [0], 1, ["ann"], "accuracy")
+    lines.trial("fedavg", 0, 0)
+    lines.round(RoundResult(round=1, participants=("ann",), down=0, up=0, seconds=0.1, rows=[row]))
+    lines.trial("fedbn", 0, 0)
+    lines.turn("fedavg", 0)
+    lines.notice("said at the end of fedavg")
+    lines.turn("fedbn", 0)
+    lines.round(RoundResult(round=1, participants=("ann",), down=0, up=0, seconds=0.1, rows=[row]))
+    said = console.file.getvalue().splitlines()
+    assert said[1] == "note: said at the end of fedavg"
+    assert said[2].startswith("fedbn seed 0 round 1/1")
+
+
 def test_a_resumed_run_shows_the_macro_metrics_of_what_was_done_before(experiment, tmp_path):
     stop = Event()
 

@@ -1,4 +1,4 @@
-"""What a setting may name: methods, models, losses, tasks, ... Each list is a :class:`Catalog`, beside what it lists.
+"""Catalogs: lists of what a setting may name (methods, models, losses, tasks, ...), each beside what it lists.
 
 A value is given as a text, an expression (:mod:`fedshift.config.expressions`) of names of the list or of the user's
 functions, ``package.module:name``, or in Python as an object. ``parse`` reads either; ``write`` returns the text that a

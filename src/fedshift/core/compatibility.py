@@ -102,7 +102,7 @@ def _check_declarations(plan: Plan, index: int) -> None:
     entries = [entry for part in (own.model, own.params, own.buffers, own.memory) for entry in part]
     if len(own.kept) < len(entries):
         twice = min(entry for entry in entries if entries.count(entry) > 1)
-        raise UsageError(f"{name}: {source} has two entries of its own that are called {twice!r}: rename one")
+        raise UsageError(f"{name}: {source} declares {twice!r} twice among its own entries: rename one")
     for what, names, known, allowed in (
         ("bounds", own.bounds.keys(), own.params.keys(), "Own.params"),
         ("another network's entry", own.model.keys(), plan.initial.keys(), "the model's entries"),
@@ -116,12 +116,12 @@ def _check_declarations(plan: Plan, index: int) -> None:
     apart = [phase for phase in bound.phases if phase.when != "during"]
     if apart and any(phase.trains == "own" and phase.when == "during" for phase in bound.phases):
         raise UsageError(
-            f"{name}: {source} trains parameters of its own both in the model's steps and apart from them: choose one"
+            f"{name}: {source} trains its own parameters both in the model's steps and apart from them: choose one"
         )
     for phase in bound.phases:
         if phase.trains == "own":
             if not (own.model.keys() & plan.trained or own.params):
-                raise UsageError(f"{name}: {source} has a phase for parameters of its own, and has none: leave it out")
+                raise UsageError(f"{name}: {source} has a phase for its own parameters, and has none: leave it out")
         elif not phase.trains & plan.trained:
             raise UsageError(
                 f"{name}: {source} has a phase that trains {min(phase.trains, default='nothing')!r}, which is left "

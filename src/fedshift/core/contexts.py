@@ -77,7 +77,7 @@ class RoundContext(ClientContext):
 
 
 class Glimpse(NamedTuple):
-    """What :meth:`Rule.look` works on: some samples, and functions of the model that the round would start from.
+    """Some samples, and functions of the model that the round would start from, for :meth:`Rule.look`.
 
     ``samples``: how many. ``run`` and ``loss_at``: as of :class:`LookContext`.
     """

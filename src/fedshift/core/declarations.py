@@ -105,7 +105,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """What costs or reveals something to read: a context refuses, by name, what is not declared.
+    """Declaration of what costs or reveals something to read; a context refuses, by name, what is not declared.
 
     Args:
         targets: :attr:`LookContext.targets`, those of all of a client's training samples.

@@ -94,7 +94,7 @@ class Update:
 
 
 class Seen(NamedTuple):
-    """What rules see of a client's samples before local work; empty where none reads it.
+    """The part of a client's samples that rules see before local work; empty where none reads it.
 
     ``targets``: those of all training samples, ``[N, ...]``. ``x [B, ...]`` and ``y [B, ...]``: the round's first
     samples. ``key``: that of its first step.

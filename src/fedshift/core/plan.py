@@ -151,7 +151,7 @@ class Plan:
 
     @cached_property
     def reads(self) -> Reads:
-        """What some rule reads, ``first`` being the most; features are those of :attr:`feature_layers`."""
+        """Return the union of what rules read: the largest ``first``; features are those of :attr:`feature_layers`."""
         each = [bound.reads for bound in self.rules]
         return Reads(
             targets=any(reads.targets for reads in each),
@@ -187,7 +187,7 @@ class Plan:
 
     @cached_property
     def after(self) -> tuple[Apart, ...]:
-        """Those after the model."""
+        """Return the phases that follow the model's steps."""
         return self._list_apart("after")
 
     def _list_apart(self, when: Literal["before", "after"]) -> tuple[Apart, ...]:

@@ -10,7 +10,7 @@ from ..utils.errors import UsageError
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
 """Texts that mark a missing value, after surrounding spaces are removed."""
 Holds = Literal["numbers", "0 and 1", "True and False"]
-"""What a column of numbers holds: any numbers, only 0 and 1, or also True and False for them."""
+"""Kinds of values in a column of numbers: any numbers, only 0 and 1, or also True and False for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

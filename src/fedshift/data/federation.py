@@ -177,7 +177,7 @@ class Federation:
 
     @cached_property
     def schema(self) -> Schema:
-        """What samples and targets mean, for data that join these.
+        """Return the meaning of samples and targets, for data that join these.
 
         The scaling is that of all clients or, where theirs differ, the first client's, as fitted to its own samples.
         """
