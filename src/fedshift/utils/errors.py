@@ -116,9 +116,15 @@ class UsageError(FedshiftError, ValueError):
     exit_code = 2
 
 
+MOVED = {"group_column": "groups"}
+"""Former names of settings, each with the one that took its place."""
+
+
 def unknown_name(kind: str, value: str, allowed: Iterable[str]) -> UsageError:
     """Return the error for a name that is not among ``allowed``, with the nearest valid one."""
     allowed = sorted(allowed)
     near = get_close_matches(value, allowed, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
+    if MOVED.get(value) in allowed:
+        hint = f"it is now {MOVED[value]!r}; "
     return UsageError(f"unknown {kind} {value!r}: {hint}allowed are {', '.join(allowed)}")
