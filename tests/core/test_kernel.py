@@ -172,13 +172,8 @@ def test_rules_chain_in_order_and_never_meet():
     assert server.memory == ({"total": 1.5}, {"total": 7.5})
 
 
-def test_a_rule_decides_what_is_trained():
-    @dataclass(frozen=True)
-    class HeadOnly(Rule):
-        def trainable(self, names, entries):
-            return frozenset(name for name in names if name.startswith("5."))
-
-    plan = plan_of(replace(fedavg(), rules=(HeadOnly(),)))
+def test_a_method_decides_what_is_trained():
+    plan = plan_of(fedavg().leave_untrained(~name_matches("5.*")))
     assert plan.trained == {"5.weight", "5.bias"}
     job, _ = client_step(plan, client_init(plan, init_client(plan), init_server(plan)), *batch(0), KEY)
     client, update = client_final(plan, job)

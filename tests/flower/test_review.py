@@ -183,7 +183,7 @@ def test_copies_of_a_sample_at_the_site_spend_as_if_they_were_in_one_batch(tmp_p
 
 
 def test_a_delta_that_is_too_large_for_the_samples_is_said():
-    rule = dp_sgd(delta=1e-2, secret=True).rules[0]
+    rule = dp_sgd(delta=1e-2, secret=True).gradient
     assert describe_delta(rule, {"ann": 99}) == []
     (said,) = describe_delta(rule, {"ann": 99, "bob": 100, "cid": 250})
     assert said.startswith("delta = 0.01 is not below one in the number of samples of bob, cid (250 at most)")

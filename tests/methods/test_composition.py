@@ -80,7 +80,7 @@ REFUSED = {
     "FedHEAL weighs changes of what clients share": both_ways(ALONE + POOLED, ["fedheal"]),
     "FedDG-GA compares each client's model with the shared one": both_ways(ALONE + POOLED, ["feddg_ga"]),
     "APFL mixes each client's model": both_ways(ALONE + POOLED, ["apfl"]),
-    "FedBABU fine-tunes the body": both_ways(ALONE + POOLED, ["fedbabu"]),
+    "fine-tuning for use starts from what clients share": both_ways(ALONE + POOLED, ["fedbabu"]),
     "FedALA chooses how much to take over": both_ways(ALONE + POOLED, ["fedala"]),
     "but another part keeps '4.bias' on clients: use one of the two, or other layers": both_ways(
         ["fedala", "fedrod"], KEEPS_HEAD
@@ -103,12 +103,11 @@ REFUSED = {
             "feddg_elcfs",
             "harmofl",
             "scaffold",
-            "dp_sgd",
             "moon",
             "fedrod",
             "fedsr",
             *PROTOTYPES,
-            *OWN_MODEL,
+            *(name for name in OWN_MODEL if name != "fedbabu"),
         )
     },
     "matches no entry of the model": {
@@ -116,9 +115,11 @@ REFUSED = {
         *both_ways(NO_NORM + GROUPS, ["fixbn"]),
         *both_ways(MEASURED, [*KEEPS_NORM, "fixbn"]),
     },
-    "dp_sgd bounds what one sample adds to a gradient, but in BatchNorm": both_ways(
+    "dp_sgd combines the gradients of single samples, but in BatchNorm": both_ways(
         SAMPLES, METHODS.keys() - {*GROUPS, *NO_NORM, *SAMPLES}
     ),
+    "already fine-tunes models for use": {("fedbabu", "fedbabu")},
+    "already combines the gradients of samples": {("dp_sgd", "dp_sgd")},
     "both decide what becomes of normalization": both_ways(NO_NORM + GROUPS + MEASURED, NO_NORM + GROUPS + MEASURED),
     "another model on each client, for which the server computes no": both_ways(FROM_SERVER, ["ditto", "apfl"]),
     "from what clients measure, but another part keeps it on clients": both_ways(ALONE, ["harmofl"]),

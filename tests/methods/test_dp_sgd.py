@@ -38,7 +38,7 @@ from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods import METHODS as CATALOG
 from fedshift.methods.agc import agc
-from fedshift.methods.dp_sgd import PrivateGradients, dp_sgd
+from fedshift.methods.dp_sgd import dp_sgd
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedwon import fedwon
@@ -216,7 +216,7 @@ REFUSED = dict.fromkeys(LOSSES, "changes the loss") | {"harmofl": "sees the mode
 def test_every_method_trains_on_private_gradients_or_is_refused(name):
     method = dp_sgd(METHODS[name](gn()), noise_multiplier=0.1)
     if name in REFUSED:
-        with pytest.raises(UsageError, match=f"adds to a gradient, and {name} {REFUSED[name]}"):
+        with pytest.raises(UsageError, match=f"of single samples, and {name} {REFUSED[name]}"):
             trial(method)
         return
     assert {send.reveals for bound in plan_of(method).rules for send in bound.sends.values()} <= {"update"}
@@ -289,10 +289,6 @@ class Counts(nn.Module):
         return x
 
 
-class OtherGradients(PrivateGradients):
-    """Another rule that would be left out in silence."""
-
-
 class Choosy(nn.Linear):
     """Reads its inputs in Python."""
 
@@ -313,8 +309,7 @@ WEIGHTED = CrossEntropy(weights=(1.0, 2.0, 3.0))
         (lambda: dp_sgd(noise_multiplier=inf), "noise_multiplier=inf"),
         (lambda: dp_sgd(delta=0.0), "delta=0: give"),
         (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* in BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
-        (lambda: plan_of(dp_sgd(dp_sgd(gn()))), "has dp_sgd twice"),
-        (lambda: plan_of(dp_sgd(gn()).with_rule(OtherGradients(1.0, 1.0, 1e-5))), "both combine the gradients"),
+        (lambda: dp_sgd(dp_sgd(gn())), "dp_sgd.gn already combines the gradients of samples; choose one of the two"),
         (
             lambda: plan_of(dp_sgd(), nn.Sequential(Counts(), nn.Flatten(), nn.Linear(25, 3)).double()),
             r"'dp_sgd': the model writes into '0\.seen' as it trains, which dp_sgd cannot clip sample by sample",
@@ -426,7 +421,7 @@ def test_clients_that_took_part_less_spend_less():
     pytest.importorskip("opacus")
     from fedshift.analysis.privacy import SampleUses, describe_sample_guarantee
 
-    rule = dp_sgd(noise_multiplier=2.0, secret=True).rules[0]
+    rule = dp_sgd(noise_multiplier=2.0, secret=True).gradient
     said = describe_sample_guarantee(rule, SampleUses(passes={"a": 2, "b": 1, "c": 2}))
     assert said.startswith("(epsilon = 3.19, delta = 1e-05)-differentially private")
     assert said.endswith("; epsilon = 2.17 after 1 of b")
@@ -485,7 +480,7 @@ def test_ten_copies_in_ten_batches_spend_ten_passes():
     pytest.importorskip("opacus")
     from fedshift.analysis.privacy import SampleUses, bound_squares, compute_epsilon, describe_sample_guarantee
 
-    rule = dp_sgd(secret=True).rules[0]
+    rule = dp_sgd(secret=True).gradient
     assert compute_epsilon(1.0, 1.0, 1, 1e-5) < 4.73
     assert 19.05 < compute_epsilon(1.0, 1.0, 10, 1e-5) < 19.06
     assert describe_sample_guarantee(rule, SampleUses(passes={"a": 1, "b": 1}, copies=10, squares=10)) == (

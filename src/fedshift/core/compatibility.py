@@ -18,7 +18,6 @@ from .method import Method
 from .optimizer import SGD
 from .plan import Plan
 from .requirements import Requirements
-from .rule import Rule
 from .selection import norm_layers
 
 NAMED = 5
@@ -32,12 +31,10 @@ def check_rules(plan: Plan) -> None:
         if sum(type(other) is type(rule) for other in method.rules) > 1:
             raise UsageError(f"{name} has {rule.source_method} twice: remove one of the two")
         _check_shared(plan, rule.requires)
-    combining = [rule.source_method for rule in method.rules if type(rule).combine_samples is not Rule.combine_samples]
-    if len(combining) > 1:
-        raise UsageError(
-            f"{name}: {' and '.join(combining)} both combine the gradients of samples: choose one of the two"
-        )
+    if method.finetune:
+        _check_shared(plan, Requirements(shared_entries="fine-tuning for use starts from what clients share"))
     personalizing = [rule.source_method for rule in method.rules if rule.personalizes]
+    personalizing += ["fine-tuning for use"] if method.finetune else []
     if len(personalizing) > 1:
         raise UsageError(f"{name}: {' and '.join(personalizing)} both make the client's model: choose one of the two")
     if method.pooled and personalizing:
@@ -53,6 +50,8 @@ def check_compatibility(plan: Plan) -> None:
     for index, bound in enumerate(plan.rules):
         _check_needs(plan, bound.rule.requires)
         _check_declarations(plan, index)
+    if method.gradient is not None:
+        _check_separate_samples(plan, f"{method.gradient.source_method} combines the gradients of single samples")
     nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
     if nothing_to_aggregate and (method.server is not None or not method.aggregate.sums):
         raise UsageError(
@@ -137,8 +136,6 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
         raise UsageError(f"{name}: {needs.several_steps}: remove it")
     if needs.plain_steps:
         _check_plain_steps(plan, needs.plain_steps, momentum=needs.momentum)
-    if needs.separate_samples:
-        _check_separate_samples(plan, needs.separate_samples)
     for bound in plan.rules if needs.entries_only else ():
         if bound.sends:
             raise UsageError(

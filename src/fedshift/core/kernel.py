@@ -438,7 +438,7 @@ def compute_gradients(
     Arguments as of :func:`compute_objective`.
     """
     x = to_memory_format(x, plan.image_format)
-    if plan.combining is not None:
+    if plan.method.gradient is not None:
         grads, rest, loss = combine_samples(plan, job, x, y, key)
         return transform_gradients(plan, job, grads, key), rest, loss
     leaves = {name: job.params[name].detach().requires_grad_() for name in list_active(plan, job)}
@@ -452,12 +452,12 @@ def compute_gradients(
 def combine_samples(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[State, State, Tensor]:
-    """Return what a rule makes of the gradients of a batch's samples, ``rest`` as it is, and the mean data loss. Pure.
+    """Return what ``Method.gradient`` makes of a batch's samples, ``rest`` as it is, and the mean data loss. Pure.
 
     Arguments as of :func:`compute_objective`. Each sample is a separate batch with a separate key, and no buffer
     that its forward pass writes is kept. As many samples are differentiated together as ``SAMPLE_GRADIENTS`` holds.
     """
-    assert plan.combining is not None
+    assert plan.method.gradient is not None
 
     def objective(params: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
         return compute_objective(plan, job, {**job.params, **params}, x[None], y[None], key)[0]
@@ -476,7 +476,7 @@ def combine_samples(
             yield grads
 
     with use_torch_func():
-        grads = plan.method.rules[plan.combining].combine_samples(differentiate(), key)
+        grads = plan.method.gradient.combine(differentiate(), key)
     return grads, job.rest, torch.cat(losses).mean()
 
 

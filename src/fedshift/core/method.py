@@ -16,8 +16,9 @@ from torch import nn
 
 from ..utils.errors import UsageError, unknown_name
 from .aggregation import Aggregation, AggregationFunction, FunctionAggregation, Mean
+from .gradient import GradientEstimator
 from .rule import Rule
-from .selection import Scope, Select, nothing
+from .selection import Scope, Select, everything, nothing
 from .server_optimizer import ServerOptimizer
 from .work import Work
 
@@ -60,6 +61,10 @@ class Method:
         name: Name in tables.
         surgery: Changes of the network, in order.
         scope: Entries that clients load and send.
+        trains: Parameters that the federation trains, of those that the network trains.
+        finetune: Rounds of local work, of all parameters, that make of the model which a client loads the one that it
+            uses, whenever that is measured or handed out; they leave the federation as it is.
+        gradient: Makes a batch's gradient of its samples', before any rule sees it; None: their mean.
         rules: Changes of local training and of what is remembered, applied in order.
         freeze: When BatchNorm's statistics are frozen.
         aggregate: Combines the uploads.
@@ -75,6 +80,9 @@ class Method:
     name: str = "fedavg"
     surgery: tuple[Surgery, ...] = ()
     scope: Scope = field(default_factory=Scope)
+    trains: Select = everything
+    finetune: int = 0
+    gradient: GradientEstimator | None = None
     rules: tuple[Rule, ...] = ()
     freeze: Freeze | None = None
     aggregate: Aggregation = field(default_factory=Mean)
@@ -89,8 +97,9 @@ class Method:
         """All choices in one line; two methods that differ in anything differ here."""
         parts: dict[str, Any] = {
             "begin with": None if self.scope.begin is nothing else self.scope.begin,
-            "surgery": self.surgery, "rules": self.rules, "freeze": self.freeze, "server": self.server,
-            "pooled": self.pooled, "work": dict(self.work), "optimizer": dict(self.optimizer),
+            "train": None if self.trains is everything else self.trains, "fine-tune": self.finetune,
+            "gradient": self.gradient, "surgery": self.surgery, "rules": self.rules, "freeze": self.freeze,
+            "server": self.server, "pooled": self.pooled, "work": dict(self.work), "optimizer": dict(self.optimizer),
         }  # fmt: skip
         return (
             f"{self.name}: load {self.scope.load}, send {self.scope.send}, "
@@ -120,6 +129,22 @@ class Method:
     def keep_on_client(self, selection: Select) -> Self:
         """Return the method with ``selection`` neither loaded nor sent."""
         return replace(self, scope=self.scope.keep_on_client(selection))
+
+    def leave_untrained(self, selection: Select) -> Self:
+        """Return the method with ``selection`` not trained in the federation."""
+        return replace(self, trains=self.trains & ~selection)
+
+    def with_finetuning(self, rounds: int) -> Self:
+        """Return the method with models fine-tuned for use; raises :class:`UsageError` where it does so already."""
+        if self.finetune:
+            raise UsageError(f"{self.name} already fine-tunes models for use; choose one of the two")
+        return replace(self, finetune=rounds)
+
+    def with_gradient(self, gradient: GradientEstimator) -> Self:
+        """Return the method with a gradient estimator; raises :class:`UsageError` where it has one already."""
+        if self.gradient is not None:
+            raise UsageError(f"{self.name} already combines the gradients of samples; choose one of the two")
+        return replace(self, gradient=gradient)
 
     def with_rule(self, rule: Rule) -> Self:
         """Return the method with ``rule`` applied after its own."""

@@ -111,12 +111,8 @@ class Plan:
         Factors of HybridBatchNorm act in training alone, and make no model another one.
         """
         own = any(entry.name in self.personal and not hybrid_factors(entry) for entry in self.entries)
-        return own or self.mixes or any(bound.rule.personalizes for bound in self.rules)
-
-    @cached_property
-    def finetune_rounds(self) -> int:
-        """Rounds of local work that make a client's model of the one that it loads, whenever that is measured."""
-        return max((rule.finetune_rounds for rule in self.method.rules), default=0)
+        makes = self.method.finetune or any(bound.rule.personalizes for bound in self.rules)
+        return own or self.mixes or bool(makes)
 
     def entries_fixed_in(self, round: int) -> frozenset[str]:
         """Return entries that no local work of ``round`` (from 0) changes: frozen parameters, and frozen statistics."""
@@ -164,7 +160,8 @@ class Plan:
     @cached_property
     def draws(self) -> bool:
         """Return whether a step draws from its key."""
-        return self.reads.draws or self.combining is not None or any(isinstance(each, Keyed) for each in self.layers)
+        keyed = any(isinstance(each, Keyed) for each in self.layers)
+        return keyed or self.reads.draws or self.method.gradient is not None
 
     @cached_property
     def lanes_alike(self) -> bool:
@@ -178,7 +175,7 @@ class Plan:
         """Return whether a step subtracts the objective's gradients, times the learning rate, and does nothing else."""
         plain = isinstance(self.optimizer, SGD) and not (self.optimizer.momentum or self.optimizer.weight_decay)
         own = any(self.own_trained) or any(bound.phases for bound in self.rules)
-        return plain and not self.defines("gradients") and self.combining is None and not own
+        return plain and not self.defines("gradients") and self.method.gradient is None and not own
 
     @cached_property
     def before(self) -> tuple[Apart, ...]:
@@ -231,12 +228,6 @@ class Plan:
             else:
                 yield Updated((phase.trains & self.trained) - taken, None, phase.lr_scale, decay=True)
                 taken |= phase.trains
-
-    @cached_property
-    def combining(self) -> int | None:
-        """Position of the rule that combines the gradients of a batch's samples; None: they are never told apart."""
-        rules = enumerate(self.method.rules)
-        return next((at for at, rule in rules if type(rule).combine_samples is not Rule.combine_samples), None)
 
     @cached_property
     def dtype(self) -> torch.dtype:

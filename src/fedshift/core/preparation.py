@@ -31,7 +31,7 @@ from .kernel import client_final, init_client, init_server, load_state
 from .method import Method
 from .optimizer import Optimizer
 from .plan import Loss, Plan, Precision, compute_features, compute_outputs, forward, to_inputs, to_memory_format
-from .selection import entries, norm_statistics
+from .selection import entries, everything, norm_statistics
 from .work import Work
 
 
@@ -107,8 +107,8 @@ def prepare(
             "use centralized without a personal method"
         )
     trained = frozenset(name for name in initial if tensors[name].requires_grad)
-    for rule in method.rules:
-        trained = rule.trainable(trained, found)
+    if method.trains is not everything:
+        trained &= method.trains.names(found, "left untrained")
     if not trained:
         raise UsageError(f"method {method.name!r} trains no parameter of the model: leave some requires_grad=True")
     work = resolve_work(method, work or Work(epochs=1), clients)
@@ -346,21 +346,21 @@ def _check_features(plan: Plan, sample: Tensor) -> None:
 
 
 def _check_single_samples(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` where a rule combines gradients of single samples, which the model has not.
+    """Raise :class:`UsageError` where gradients of single samples are combined, which the model has not.
 
     It has none if it writes into an entry as it trains, or if ``torch.func`` cannot run it.
     """
-    if plan.combining is None:
+    gradient, state, inputs = plan.method.gradient, clone(plan.initial), to_inputs(plan, sample)
+    if gradient is None:
         return
-    rule, state, inputs = plan.method.rules[plan.combining], clone(plan.initial), to_inputs(plan, sample)
     if inputs.is_floating_point():  # its values do not matter, and may be zeros
         inputs = torch.linspace(0, 1, inputs.numel(), dtype=inputs.dtype, device=inputs.device).reshape(inputs.shape)
     forward(plan, state, inputs, training=True)
     moved = [name for name, tensor in state.items() if not torch.equal(tensor, plan.initial[name])]
     if moved:
         raise UsageError(
-            f"method {plan.method.name!r}: the model writes into {moved[0]!r} as it trains, which {rule.source_method} "
-            "cannot clip sample by sample: use a model without running statistics"
+            f"method {plan.method.name!r}: the model writes into {moved[0]!r} as it trains, which "
+            f"{gradient.source_method} cannot clip sample by sample: use a model without running statistics"
         )
 
     def add_outputs(params: State, x: Tensor) -> Tensor:
@@ -373,8 +373,8 @@ def _check_single_samples(plan: Plan, sample: Tensor) -> None:
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(
-            f"method {plan.method.name!r}: {rule.source_method} computes the gradient of each sample by torch.func, "
-            f"which cannot run this model (in {plan.precision}): {reason}"
+            f"method {plan.method.name!r}: {gradient.source_method} computes the gradient of each sample by "
+            f"torch.func, which cannot run this model (in {plan.precision}): {reason}"
         ) from error
 
 

@@ -31,5 +31,4 @@ class Requirements:
     momentum: bool = False
     entries_only: str = ""
     no_constant_buffers: str = ""
-    separate_samples: str = ""
     classes: str = ""

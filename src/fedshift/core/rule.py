@@ -7,7 +7,6 @@ and each receives the value that the one before returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,7 +17,6 @@ from ..utils.state import State
 from .contexts import EndContext, FoldContext, Folded, LookContext, LossContext, RoundContext, StepContext
 from .declarations import Bound
 from .requirements import Requirements
-from .selection import Entry
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -33,7 +31,9 @@ OLD_HOOKS = {
     "restrict_": "Own.bounds in bind",
     "sends": "Bound.sends in bind",
     "notices": "Bound.notices in bind",
+    "trainable": "Method.leave_untrained",
     "trainable_at_step": "a Phase in bind",
+    "combine_samples": "a GradientEstimator in Method.with_gradient",
     "read_targets": "look, with Reads.targets in bind",
     "observe": "look, with Reads.first in bind",
     "init_local": "personalize, with personalizes = 'start'",
@@ -53,6 +53,7 @@ OLD_ATTRIBUTES = {
     "features": "Reads.features in bind",
     "observes": "Reads.first in bind",
     "growing": "Own.growing in bind",
+    "finetune_rounds": "Method.with_finetuning",
 }
 """Class attributes of that interface; as a field of a rule such a name means nothing by itself."""
 
@@ -105,16 +106,6 @@ class Rule:
     def source_method(self) -> str:
         """Name of the method that brings the rule, used in messages: its module."""
         return type(self).__module__.rpartition(".")[2]
-
-    finetune_rounds: int = 0
-
-    def trainable(self, names: frozenset[str], entries: tuple[Entry, ...]) -> frozenset[str]:
-        """Return which of the parameters ``names`` the optimizer changes."""
-        return names
-
-    def combine_samples(self, parts: Iterable[State], key: Tensor) -> State:
-        """Return a batch's gradients, given those of its samples."""
-        raise NotImplementedError
 
     def bind(self, plan: Plan) -> Bound:
         """Return the rule resolved against a plan whose rules are not bound yet, and all that it declares.

@@ -22,6 +22,8 @@ from ..nn.recognition import find_parts, runs_as_torch
 from ..nn.surgery import LEARNED
 from ..utils.errors import UsageError
 
+KEPT = "kept on the client"
+
 
 @dataclass(frozen=True, eq=False)
 class Entry:
@@ -118,11 +120,11 @@ class Select:
         for part in self.parts:
             yield from part.claims()
 
-    def names(self, found: Iterable[Entry]) -> frozenset[str]:
+    def names(self, found: Iterable[Entry], taken: str = KEPT) -> frozenset[str]:
         """Return the names of the matching entries.
 
         Raises :class:`UsageError` where a part of the selection matches no entry at all, or where one of several
-        selections that are taken away takes nothing that the others leave.
+        selections that are taken away takes nothing that the others leave. ``taken``: what becomes of these.
         """
         found = tuple(found)
         for claim in self.claims():
@@ -132,12 +134,13 @@ class Select:
         for index, part in enumerate(parts):
             others = parts[:index] + parts[index + 1 :]
             if part.operator == "~" and not any(not part(e) and all(other(e) for other in others) for e in found):
+                what = part.parts[0].text
                 kept = " and ".join(other.parts[0].text for other in others if other.operator == "~")
-                raise UsageError(
-                    f"{part.parts[0].text} is kept on the client twice, also by {kept}: remove one of the methods"
-                    if kept
-                    else f"{part.parts[0].text} cannot stay on the client, because it is never sent: remove a method"
-                )
+                if kept:
+                    raise UsageError(f"{what} is {taken} twice, also by {kept}: remove one of the methods")
+                if taken != KEPT:
+                    raise UsageError(f"{what} cannot be {taken}, because another part leaves it out: remove a method")
+                raise UsageError(f"{what} cannot stay on the client, because it is never sent: remove a method")
         return frozenset(entry.name for entry in found if self(entry))
 
     def _conjuncts(self) -> list[Select]:

@@ -148,7 +148,7 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
         len(part) for c in experiment.data.clients for name, part in c.splits.items() if name == "validation"
     )
     forward = seconds * len(sizes) / clients / samples / 3  # a step costs three forward passes
-    tuning = plan.finetune_rounds * seconds * len(sizes) / clients
+    tuning = plan.method.finetune * seconds * len(sizes) / clients
     return Cost(round=seconds, evaluation=prepared + forward * measured + tuning), _describe_work(plan)
 
 
@@ -160,8 +160,8 @@ def count_passes(plan: Plan) -> int:
 def _describe_work(plan: Plan) -> str:
     """Return the work of a method beyond the local work of FedAvg's rounds, in words; empty if there is none."""
     parts = []
-    if plan.finetune_rounds:
-        rounds = f"{plan.finetune_rounds} further round{'s' * (plan.finetune_rounds > 1)}"
+    if plan.method.finetune:
+        rounds = f"{plan.method.finetune} further round{'s' * (plan.method.finetune > 1)}"
         parts.append(f"each client fine-tunes its model by {rounds} of local work whenever the model is used")
     if passes := count_passes(plan):
         count = f"{passes} further pass{'es' * (passes > 1)}"

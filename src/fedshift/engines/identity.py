@@ -50,7 +50,8 @@ class Identity(Engine):
             return f"is for one step of each client a round, not {work}"
         if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
             return f"is for SGD that starts anew each round, not {plan.optimizer}"
-        if method.rules or not method.aggregate.sums or plan.personal or plan.initial.keys() != plan.sent:
+        alone = method.rules or method.gradient is not None or not method.aggregate.sums
+        if alone or plan.personal or plan.initial.keys() != plan.sent:
             return f"is for methods that only average whole models, which {method.name} does not"
         return _find_batch_dependence(plan, data)
 

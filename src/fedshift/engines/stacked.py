@@ -98,9 +98,9 @@ class Stacked(Engine):
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
-        for rule in plan.method.rules:
-            if getattr(rule, "secret", False):
-                return f"cannot run {plan.method.name}: its lanes would share the secret draws of {rule.source_method}"
+        gradient = plan.method.gradient
+        if gradient is not None and gradient.secret:
+            return f"cannot run {plan.method.name}: its lanes would share the secret draws of {gradient.source_method}"
         try:
             prepare_steps(plan, data, 2, 1)()
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
@@ -358,7 +358,7 @@ def find_shared(plan: Plan, data: Data) -> frozenset[str]:
     size, is the step along their mean gradient: found in one pass, without any lane's own copy. None where steps are
     not so, or ``torch.vmap`` cannot run the network over parameters without lanes; found by trying one step.
     """
-    same = not plan.defines("gradients") and plan.combining is None and not (plan.before or plan.after)
+    same = not plan.defines("gradients") and plan.method.gradient is None and not (plan.before or plan.after)
     linear = isinstance(plan.optimizer, SGD) and not plan.optimizer.keep and same
     once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
     shared = frozenset(entry.name for entry in plan.entries if not entry.is_buffer) & plan.loaded

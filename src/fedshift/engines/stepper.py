@@ -207,7 +207,7 @@ def _compute_lanes(
         return total, loss, after, {name: weight.input for name, weight in weights.items()}
 
     params, rest, loaded, *memory = parts
-    if plan.combining is not None:
+    if plan.method.gradient is not None:
 
         def combine(
             params: State, rest: State, loaded: State, memory: Stack, *batch: Tensor

@@ -137,7 +137,7 @@ class Capabilities:
 
 def find_capabilities(method: Method) -> Capabilities:
     """Derive the properties of ``method``, which may be a custom one."""
-    refuses = any(rule.requires.separate_samples for rule in method.rules) and not method.surgery
+    refuses = method.gradient is not None and not method.surgery
     model, optimizer = (fnn2 if refuses else small_cnn)((1, 8, 8), 10), SGD(lr=0.1)
     plan = prepare(method, model, optimizer=optimizer)
     summary, fedavg = (

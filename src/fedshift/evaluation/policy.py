@@ -79,7 +79,7 @@ class Policy:
 
     def _uncovered(self, plan: Plan) -> str:
         """Return what the policy takes of other clients without the noise of differential privacy; empty if nothing."""
-        of_samples = any(getattr(rule, "noise_multiplier", 0) for rule in plan.method.rules)
+        of_samples = getattr(plan.method.gradient, "noise_multiplier", 0)
         if hides_clients(plan) and self.takes_others(plan):
             return "clients' labels, or entries that they keep, have no noise of differential privacy"
         if of_samples and self.learns:

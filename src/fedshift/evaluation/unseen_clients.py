@@ -15,7 +15,7 @@ from ..core.aggregation import StreamingMean
 from ..core.kernel import ClientState, ServerState, broadcast, global_state, init_client, personal_state
 from ..core.plan import Plan
 from ..core.preparation import bind_rules
-from ..core.rule import Rule
+from ..core.selection import everything
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..engines.sequential import Sequential
@@ -119,7 +119,8 @@ def make_personal_state(
 ) -> State:
     """Return the model that client ``name``, which has trained, would use now: fine-tuned if the method requires it."""
     state = personal_state(plan, client, server)
-    return finetune(plan, state, server, name, train, plan.finetune_rounds, augment) if plan.finetune_rounds else state
+    rounds = plan.method.finetune
+    return finetune(plan, state, server, name, train, rounds, augment) if rounds else state
 
 
 def finetune(
@@ -128,18 +129,15 @@ def finetune(
 ) -> State:  # fmt: skip
     """Return ``start`` after local work as in a client's first rounds, at the learning rate of the last round.
 
-    The client loads its own uploads, as in a federation of one client. Parameters that a rule leaves untrained in the
-    federation are trained, without that rule.
+    The client loads its own uploads, as in a federation of one client. Parameters that the federation leaves untrained
+    are trained.
     """
-    rules = plan.method.rules
-    kept = [index for index, rule in enumerate(rules) if type(rule).trainable is Rule.trainable]
-    if len(kept) < len(rules):
+    if plan.method.trains is not everything:
         free = frozenset(name for name, tensor in plan.module.named_parameters() if tensor.requires_grad)
-        method = replace(plan.method, rules=tuple(rules[index] for index in kept))
-        plan = replace(plan, method=method, trained=free & plan.initial.keys())
+        plan = replace(plan, method=replace(plan.method, trains=everything), trained=free & plan.initial.keys())
     plan = bind_rules(replace(plan, initial=start))
-    known = [server.memory[index] for index in kept]
-    memory = tuple({**bound.own.server, **state} for bound, state in zip(plan.rules, known, strict=True))
+    known = zip(plan.rules, server.memory, strict=False)  # which may be a plan without rules
+    memory = tuple({**bound.own.server, **state} for bound, state in known)
     round = max(0, server.round - 1)
     server = replace(server, round=round, shared=pick(start, plan.sent), memory=memory, mixes=None)
     client = init_client(plan)

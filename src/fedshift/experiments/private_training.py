@@ -25,7 +25,7 @@ def refuse_uncovered(plan: Plan, settings: Settings, data: Federation) -> None:
 
     ``data``: the clients that train.
     """
-    mechanism, name = find_mechanism(plan.method.rules), plan.method.name
+    mechanism, name = find_mechanism((plan.method.gradient,)), plan.method.name
     if not (mechanism and mechanism.noise_multiplier):
         return
     for client in data.clients:
@@ -60,7 +60,7 @@ def _iterate_uncovered(plan: Plan, settings: Settings, data: Federation, trials:
     of_clients = find_mechanism((plan.method.aggregate,)) is not None
     if of_clients and (plan.personal or any(map(bool, plan.own_names)) or plan.personalizes):
         yield "what clients keep and the models that they use"
-    elif plan.finetune_rounds:
+    elif plan.method.finetune:
         yield "models that clients fine-tune for use"
     if not of_clients and any(isinstance(client.train.normalization, FeatureScaling) for client in data.clients):
         yield "the scaling of each table by its own training rows"

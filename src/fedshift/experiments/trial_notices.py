@@ -24,7 +24,7 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     plan = trial.plan
     for bound in plan.rules:
         yield from bound.notices
-    if mechanism := find_mechanism(trial.plan.method.rules):
+    if mechanism := find_mechanism((trial.plan.method.gradient,)):
         sizes = {name: len(split) for name, split in trial.train.items()}
         yield from (f"{trial.plan.method.name}: {text}" for text in describe_delta(mechanism, sizes))
     if trial.plan.work.is_one_step(map(len, trial.train.values()), trial.plan.smallest_batch):
@@ -69,7 +69,7 @@ def list_notices_after(experiment: Experiment, trial: Trial) -> Iterator[str]:
     if mechanism := find_mechanism((method.aggregate,)):
         share = len(settings.draw_participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
         yield f"{method.name}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
-    if mechanism := find_mechanism(method.rules):
+    if mechanism := find_mechanism((method.gradient,)):
         yield f"{method.name}: {describe_sample_guarantee(mechanism, trial.count_uses(), uncovered)}"
 
 

@@ -18,20 +18,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..core.gradient import GradientEstimator
 from ..core.method import Method, method
-from ..core.requirements import Requirements
-from ..core.rule import Rule
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal
 from ..utils.state import State
 
 DRAW = 2**21
-"""Number of the draws of this rule under a step's key, beyond any that dropout layers make."""
+"""Number of these draws under a step's key, beyond any that dropout layers make."""
 
 
 @dataclass(frozen=True)
-class PrivateGradients(Rule):
+class PrivateGradients(GradientEstimator):
     """The mean of samples' gradients clipped to ``clipping_norm``, noise of ``noise_multiplier`` norms on their sum.
 
     ``delta``: the delta for which epsilon is accounted. ``secret``: noise by the operating system in place of noise
@@ -42,7 +41,6 @@ class PrivateGradients(Rule):
     noise_multiplier: float
     delta: float
     secret: bool = False
-    requires = Requirements(separate_samples="dp_sgd bounds what one sample adds to a gradient")
 
     def __post_init__(self) -> None:
         if not (0 < self.clipping_norm < inf and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1):
@@ -52,7 +50,7 @@ class PrivateGradients(Rule):
             )
 
     @override
-    def combine_samples(self, parts: Iterable[State], key: Tensor) -> State:
+    def combine(self, parts: Iterable[State], key: Tensor) -> State:
         total: State = {}
         samples = 0
         for grads in parts:
@@ -97,4 +95,4 @@ def dp_sgd(
             then does epsilon hold; without it, whoever knows the seed can subtract the noise.
 
     """
-    return base.with_rule(PrivateGradients(float(clipping_norm), float(noise_multiplier), float(delta), secret))
+    return base.with_gradient(PrivateGradients(float(clipping_norm), float(noise_multiplier), float(delta), secret))

@@ -5,35 +5,9 @@ same directions. A client's model is the global one, fine-tuned as a whole on it
 the model is measured or handed out, and nothing of it returns to the federation.
 """
 
-from dataclasses import dataclass
-
-from typing_extensions import override
-
-from ..core.contexts import RoundContext
 from ..core.method import Method, method
-from ..core.requirements import Requirements
-from ..core.rule import Rule
-from ..core.selection import Entry, parse_selection
+from ..core.selection import parse_selection
 from ..utils.errors import UsageError
-from ..utils.state import State
-
-
-@dataclass(frozen=True)
-class UntrainedHead(Rule):
-    """Federated training without the last ``layers`` layers, or those of a pattern."""
-
-    layers: int | str
-    finetune_rounds: int
-    personalizes = "use"
-    requires = Requirements(shared_entries="FedBABU fine-tunes the body that clients share")
-
-    @override
-    def trainable(self, names: frozenset[str], entries: tuple[Entry, ...]) -> frozenset[str]:
-        return names - parse_selection(self.layers).names(entries)
-
-    @override
-    def personalize(self, state: State, client: RoundContext) -> State:
-        return state
 
 
 @method
@@ -48,4 +22,4 @@ def fedbabu(base: Method, *, layers: int | str = 1, rounds: int = 5) -> Method:
     """
     if rounds < 0:
         raise UsageError(f"rounds={rounds}: give 0 (the global model) or more")
-    return base.with_rule(UntrainedHead(layers, rounds))
+    return base.leave_untrained(parse_selection(layers)).with_finetuning(rounds)

@@ -202,14 +202,14 @@ class TimeEstimates:
         passed = [work.average_round(size) for size in members.values()]
         count, samples = (sum(found) / len(members) for found in zip(*passed, strict=True))
         taking_part = len(settings.draw_participants(spec.first_seed, 1, tuple(members)))
-        plain = not method.rules and method.aggregate.sums and method.scope == Scope()
+        plain = not method.rules and method.gradient is None and method.aggregate.sums and method.scope == Scope()
         steps, visits = self._costs_of(spec, method, settings, sizes)
         together = plain and steps.apart and count == 1  # the engine identity combines all clients' steps
         training = (1 if together else taking_part * count) * steps.step + taking_part * samples * steps.sample
         whole = settings.rounds * (training + taking_part * visits.visit + visits.save)
         looks = sum(map(settings.is_evaluated, range(1, settings.rounds + 1)))
-        personal = method.scope.load != Scope().load or any(rule.personalizes for rule in method.rules)
-        looked_at = personal * sum(sizes.tests) + (method.scope.send == Scope().send) * sizes.distinct
+        personal = method.scope.load != Scope().load or method.finetune or any(r.personalizes for r in method.rules)
+        looked_at = bool(personal) * sum(sizes.tests) + (method.scope.send == Scope().send) * sizes.distinct
         return float(spec.seeds * (whole + looks * looked_at * steps.look))
 
     def _sizes_of(self, spec: RunSpec) -> _Sizes:

@@ -5,7 +5,7 @@ FedBN (Li et al. 2021, arXiv:2102.07623), appendix G.
 
 from dataclasses import replace
 
-from ...core.selection import batch_norm
+from ...core.selection import batch_norm, everything
 from ...data.samples import Samples
 from ...utils.state import State, pick
 from ..batch_norm import list_batch_norm_parameters, reestimate_statistics
@@ -28,6 +28,6 @@ def finetune_bn(context: PolicyContext, train: Samples) -> State:
     plan = context.plan
     own = frozenset(entry.name for entry in plan.entries if batch_norm(entry))
     start = reestimate_statistics(plan, {**context.average, **pick(plan.initial, own & plan.personal)}, train)
-    method = replace(plan.method, rules=())
+    method = replace(plan.method, rules=(), gradient=None, trains=everything)
     alone = replace(plan, method=method, trained=list_batch_norm_parameters(plan), rules=())
     return {**start, **pick(context.finetune(start, train, alone), own)}

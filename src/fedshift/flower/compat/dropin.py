@@ -20,7 +20,7 @@ from ...core.optimizer import SGD
 from ...core.plan import Plan
 from ...core.preparation import apply_surgery, prepare
 from ...core.rule import Rule
-from ...core.selection import nothing
+from ...core.selection import everything, nothing
 from ...methods.agc import Clipping
 from ...methods.fednova import NormalizedAveraging
 from ...methods.fedprox import Proximal
@@ -132,6 +132,9 @@ def _refuse_rules_of_training(method: Method) -> None:
         "changes the training loop by a rule": [
             r.source_method for r in method.rules if not isinstance(r, IN_ANY_LOOP)
         ],
+        "combines the gradients of samples": [method.gradient.source_method] if method.gradient else [],
+        "leaves parameters untrained": [str(method.trains)] if method.trains is not everything else [],
+        "fine-tunes models for use": [f"for {method.finetune} rounds"] if method.finetune else [],
         "freezes statistics in training": [str(method.freeze)] if method.freeze else [],
         "starts a client's first round from other entries": [str(method.scope.begin)]
         if method.scope.begin is not nothing

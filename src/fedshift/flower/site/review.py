@@ -90,7 +90,7 @@ class TrialReview:
         said = []
         if mechanism := find_mechanism((self.plan.method.aggregate,)):
             said.append(describe_guarantee(mechanism, 1.0, self.rounds, self.uncovered))
-        if mechanism := find_mechanism(self.plan.method.rules):
+        if mechanism := find_mechanism((self.plan.method.gradient,)):
             used = SampleUses(
                 passes={"this site": self.passes},
                 copies=self.copies,
@@ -163,7 +163,7 @@ def compute_spent(plan: Plan, uses: int) -> float:
     a / (2 z^2) (Mironov 2017, arXiv:1702.07476, Corollary 3), and divergences add up under composition (Proposition 1).
     The result is 0 without noise that a site can account for; a policy with ``sample_epsilon`` refuses this case.
     """
-    mechanism = find_mechanism(plan.method.rules)
+    mechanism = find_mechanism((plan.method.gradient,))
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
         return 0.0
     return uses / mechanism.noise_multiplier**2
@@ -306,7 +306,7 @@ class SitePolicy(BaseModel):
 
     def _check_samples(self, plan: Plan, uses: int, spent: float, told: str) -> None:
         if self.sample_epsilon is not None:
-            mechanism = find_mechanism(plan.method.rules)
+            mechanism = find_mechanism((plan.method.gradient,))
             told += " and what this site sent before" if spent else ""
             _check_epsilon("sample_epsilon", "dp_sgd", self.sample_epsilon, mechanism, uses, told, spent)
 

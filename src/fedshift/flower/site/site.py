@@ -436,7 +436,7 @@ class Site:
             validates=self.validates,
             samples=len(client.train),
             uncovered=list_uncovered(plan, settings, data),
-            copies=count_copies({client.name: client.train}) if find_mechanism(method.rules) else 1,
+            copies=count_copies({client.name: client.train}) if find_mechanism((method.gradient,)) else 1,
         )
         experiment = str(asked["experiment"])
         if not experiment.isalnum():
