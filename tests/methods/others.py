@@ -1,9 +1,43 @@
 """Methods as a stranger would write them, from CONTRIBUTING.md alone."""
 
+from dataclasses import dataclass
+
 import torch
 
-from fedshift import Aggregated, Aggregation, method
-from fedshift.core.aggregation import average
+from fedshift import Aggregated, Aggregation, Bound, Folded, Own, Reads, Rule, Send, method
+from fedshift.core.aggregation import average, weighted_mean
+
+
+@dataclass(frozen=True)
+class ClipNorm(Rule):
+    limit: float
+
+    def gradients(self, grads, step):
+        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+        return {name: grad * (self.limit / norm).clamp(max=1.0) for name, grad in grads.items()}
+
+
+@method
+def clipped(base, *, limit=0.5):
+    return base.with_rule(ClipNorm(limit))
+
+
+@dataclass(frozen=True)
+class SmallFeatures(Rule):
+    """Keeps what the classifier reads small."""
+
+    strength: float
+
+    def bind(self, plan):
+        return Bound(self, reads=Reads(features="last"))
+
+    def loss(self, loss, step):
+        return loss + self.strength * step.features.square().mean()
+
+
+@method
+def small_features(base, *, strength=0.1):
+    return base.with_rule(SmallFeatures(strength))
 
 
 class LayerMixes(Aggregation):
@@ -23,3 +57,41 @@ class LayerMixes(Aggregation):
 @method
 def layer_mixes(base):
     return base.with_aggregation(LayerMixes())
+
+
+class Clusters(Rule):
+    """The server holds two models; each client trains the one that fits its first samples better (IFCA)."""
+
+    personalizes = "start"
+
+    def bind(self, plan):
+        two = {name: torch.stack([plan.initial[name], 1.1 * plan.initial[name]]) for name in plan.trained & plan.loaded}
+        own, sends = (
+            Own(memory={"chosen": torch.tensor(0)}, server=two),
+            {"chosen": Send(shape=(), dtype=torch.int64, reveals="client")},
+        )
+        return Bound(self, own=own, reads=Reads(first=64, entries=True), sends=sends)
+
+    def look(self, client):
+        losses = [client.loss_at({name: both[k] for name, both in client.server.items()}) for k in range(2)]
+        return {"chosen": torch.stack(losses).argmin()}
+
+    def personalize(self, state, client):
+        chosen = client.memory["chosen"].reshape(1)
+        return state | {name: both.index_select(0, chosen)[0] for name, both in client.server.items()}
+
+    def end(self, client):
+        return client.memory, client.memory
+
+    def fold(self, server):
+        models = [{name: both[k] for name, both in server.memory.items()} for k in range(2)]
+        for k, before in enumerate(models):
+            those = [each for each in server.received if each.of(Clusters)["chosen"] == k]
+            entries = [{name: each.entries[name] for name in before} for each in those]
+            models[k] = weighted_mean(entries, [each.weight for each in those]) if those else before
+        return Folded({name: torch.stack([model[name] for model in models]) for name in server.memory})
+
+
+@method
+def clusters(base):
+    return base.with_rule(Clusters())

@@ -36,6 +36,7 @@ class Received:
         size: Its training samples; 1 where clients count equally.
         share: Its part of the sizes of all clients that train; less than one in all where some sat the round out.
         kinds: Types of the method's rules, in order.
+        withheld: Its entries are not shown, since only their sum is needed.
 
     """
 
@@ -45,10 +46,16 @@ class Received:
     size: float
     share: float
     kinds: tuple[type[Rule], ...] = ()
+    withheld: bool = False
 
     @property
     def entries(self) -> State:
-        """The entries of the model that the client sent."""
+        """The entries of the model that the client sent; a rule needs ``Reads(entries=True)``."""
+        if self.withheld:
+            raise UsageError(
+                "a rule's fold() reads the entries of single clients, which it does not declare: return "
+                "Bound(self, reads=Reads(entries=True)) from its bind()"
+            )
         return self.update.shared
 
     def of(self, rule: type[Rule]) -> State:

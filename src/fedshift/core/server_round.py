@@ -114,10 +114,11 @@ def fold_rules(plan: Plan, server: ServerState, received: Sequence[Received]) ->
 
     Raises :class:`UsageError` where a rule returns anything but what it declares.
     """
-    memory, made = [*server.memory], State()
+    memory, made, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
     for index in plan.defines("fold"):
         uploads = [each.update.memory[index] for each in received]
-        context = FoldContext(memory=memory[index], uploads=uploads, received=received, plan=plan, server=server)
+        seen = received if plan.rules[index].reads.entries else withheld
+        context = FoldContext(memory=memory[index], uploads=uploads, received=seen, plan=plan, server=server)
         folded = plan.rules[index].rule.fold(context)
         check_fold(plan, index, *folded)
         memory[index] = folded.memory
