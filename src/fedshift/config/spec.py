@@ -119,7 +119,7 @@ class TrialSpec:
     accuracy, balanced_accuracy (the mean over classes) or auc (area under the ROC curve, one class against the rest);
     of segmentation, dice, iou, accuracy or balanced_accuracy, with --task 'segmentation(surface=True)' also
     surface_distance or hausdorff95; of several labels, f1, auc or exact_match; of regression,
-    rmse, mae or r2. The report page has all of them."""
+    rmse, mae or r2; of survival, c_index. The report page has all of them."""
 
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """Round that tables report: the last, or the best on validation data; never the best on test data."""
@@ -204,11 +204,12 @@ class DataSpec:
 
     task: Annotated[str | None, Parameter(group=FILES)] = None
     """Kind of prediction: classification, segmentation (a class for each pixel), multilabel (several labels
-    of 0 and 1), regression (numbers) or your own, package.module:Class. Regression standardizes targets by all clients'
-    training data, regression(standardize=False) does not. By default classes, or masks where there are some."""
+    of 0 and 1), regression (numbers), survival (time and event) or your own, package.module:Class. Regression
+    standardizes targets by all clients' training data, regression(standardize=False) does not. By default classes, or
+    masks where there are some."""
 
     target: Annotated[str | None, Parameter(group=FILES)] = None
-    """Column of a table with the label; for several labels or numbers, comma-separated columns."""
+    """Column of a table with the label; for several labels or numbers, or time and event, comma-separated columns."""
 
     split_column: Annotated[str | None, Parameter(group=FILES)] = None
     """Column of a table with the values train, validation or test."""

@@ -89,11 +89,11 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         for (name, splits), files in zip(clients.items(), _list_files(scan), strict=True)
     )
     samples = sum(len(split) for splits in clients.values() for split in splits.values())
-    classes = scan.classes or reading.classes
-    if classes is None:
+    if reading.classes is None:
         trained = (part for part, side in zip(scan.parts, sides, strict=True) if (side == SPLITS.index("train")).any())
         task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
-        classes = task.count_outputs(splits["train"].y for splits in clients.values())
+    classes = scan.classes or reading.classes
+    classes = classes or task.count_outputs(splits["train"].y for splits in clients.values())
     return Federation(
         name=scan.name,
         clients=made,

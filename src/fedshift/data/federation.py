@@ -47,7 +47,7 @@ UNREPEATABLE = (
     "a transform draws from a generator that cannot be set, so a resumed run differs from one that never stopped"
 )
 """Notice for lazy samples that differ on each read; it follows the split's name."""
-PLURALS = {"class": "classes", "label": "labels", "target": "targets"}
+PLURALS = {"class": "classes", "label": "labels", "target": "targets", "risk": "risks"}
 """Plural names of a task's outputs."""
 
 

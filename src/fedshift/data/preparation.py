@@ -221,6 +221,11 @@ class Preparation:
         return self.scaling.fitted
 
     @property
+    def scales(self) -> bool:
+        """Return whether inputs differ from stored samples: pixels and a table's rows are scaled, other numbers not."""
+        return self.dtype == "uint8" or isinstance(self.scaling, FeatureScaling)
+
+    @property
     def keeps_raw(self) -> bool:
         """Return whether samples are stored raw, as a program takes them; a table's rows are not."""
         return not isinstance(self.scaling, FeatureScaling)
@@ -244,7 +249,7 @@ class Preparation:
         """Return the preparation as JSON values."""
         facts: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype, "description": str(self)}
         facts["decoding"] = asdict(self.decoding)
-        if self.dtype == "uint8" or isinstance(self.scaling, FeatureScaling):
+        if self.scales:
             kind = "features" if isinstance(self.scaling, FeatureScaling) else "pixels"
             facts[kind] = self.scaling.to_json()
         if self.columns:

@@ -74,7 +74,7 @@ def examine(data: Federation) -> Quality:
         *judge_values(surveys, names),
         *judge_form(surveys),
         *judge_scales(data),
-        *judge_duplicates(surveys),
+        *judge_duplicates(data, surveys),
         *judge_constant(surveys, names),
         *judge_scale(surveys, names),
         *judge_names(data),
@@ -109,7 +109,7 @@ def find_errors(data: Federation) -> tuple[str, ...]:
     """
 
     def find_copies() -> dict[str, list[str]]:
-        found = judge_duplicates(survey_splits(data, statistics=False))
+        found = judge_duplicates(data, survey_splits(data, statistics=False))
         return {"errors": [finding.text for finding in found if finding.severity == "error"]}
 
     copies = [] if data.lazy else cached_measurement("checks.json", data.fingerprint, find_copies)["errors"]

@@ -59,7 +59,8 @@ def describe_scaling(data: Federation) -> str:
     pixels = [scaling for scaling in scalings if isinstance(scaling, Normalization)]
     found = list(dict.fromkeys(map(str, pixels)))
     if not found:
-        return "as given" if not data.columns else "by columns, see the settings missing and scaling"
+        by_columns = any(not isinstance(client.train.normalization, Normalization) for client in data.clients)
+        return "by columns, see the settings missing and scaling" if by_columns else "as given"
     return found[0] if len(found) == 1 else f"of each client: {pixels[0].source}"
 
 

@@ -25,8 +25,8 @@ class ExportedModel:
     Attributes:
         directory: The model's directory.
         classes: Names of the classes, labels or targets, in the order of the outputs.
-        task: Name of the task: ``classification``, ``segmentation``, ``multilabel``, ``regression``, or the name of a
-            user task that derives from none of these.
+        task: Name of the task: ``classification``, ``segmentation``, ``multilabel``, ``regression``, ``survival``, or
+            the name of a user task that derives from none of these.
         inputs: How samples become the program's inputs.
         facts: Facts about the model, as in ``model.json``.
 
@@ -84,7 +84,7 @@ class ExportedModel:
         if self.task == "multilabel":
             pairs = (zip(self.classes, row, strict=True) for row in predictions.tolist())
             return [[name for name, chosen in row if chosen] for row in pairs]
-        if self.task == "regression":
+        if self.task in ("regression", "survival"):
             return (predictions[:, 0] if len(self.classes) == 1 else predictions).tolist()
         return predictions
 

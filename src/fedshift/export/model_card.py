@@ -38,6 +38,11 @@ DOES: Mapping[str, tuple[str, str, str]] = {
     "regression": (
         "predicts {}", "numbers [N, targets] in the unit of the data, in the order of the targets", "the numbers",
     ),
+    "survival": (
+        "ranks patients by {}",
+        "log-risks [N, 1]; of two patients of one client, the event is expected first for the one with the higher risk",
+        "the log-risks",
+    ),
 }  # fmt: skip
 """What models of each task do, output and predict, in words."""
 OWN = ("gives {}", "what the network gives of each sample, [N, ...]", "the same")
@@ -232,6 +237,7 @@ def _describe_metrics(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
         "class 0",
         "multilabel": "; F1 and AUC are means over the labels",
         "regression": "; errors are means over the targets, in the unit of the data",
+        "survival": "; the concordance index counts pairs of one client's patients",
     }.get(facts.kind, "")
     yield (
         f"Measured after round {facts.round}, on {'images' if masks else 'samples'} that training did not "

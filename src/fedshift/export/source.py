@@ -17,7 +17,7 @@ from ..core.plan import Plan
 from ..data.datasets._card import get_card
 from ..data.federation import Federation
 from ..data.nuclei import nuclei
-from ..data.preparation import Scaling
+from ..data.preparation import Preparation
 from ..data.schema import Schema
 from ..experiments.description import describe_weighting, describe_work
 from ..experiments.experiment import Experiment
@@ -116,7 +116,7 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
             clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
             measured=tuple(_find_rows(trial, directory, client, here)),
             spread=tuple(_spread_over_seeds(summary, plan.method.name, client)),
-            settings=describe_settings(plan, trial.settings, schema.preparation.scaling) | describe_targets(schema),
+            settings=describe_settings(plan, trial.settings, schema.preparation) | describe_targets(schema),
             versions=list_versions(summary.environment),
             notices=summary.notices,
         ),
@@ -160,7 +160,7 @@ def describe_network(plan: Plan, model: ModelFactory) -> str:
     return f"Network {describe_factory(model)}{changed}, {parameters:,} parameters"
 
 
-def describe_settings(plan: Plan, settings: Settings, scaling: Scaling) -> dict[str, str]:
+def describe_settings(plan: Plan, settings: Settings, preparation: Preparation) -> dict[str, str]:
     """Return the resolved training settings by name."""
     share = settings.participation
     return {
@@ -172,7 +172,7 @@ def describe_settings(plan: Plan, settings: Settings, scaling: Scaling) -> dict[
         "initial weights": settings.weights.source if settings.weights else "random, by the seed",
         "clients in a round": "all" if str(share) in ("None", "1.0") else str(share),
         "precision": plan.precision,
-        "scaling": str(scaling),
+        "scaling": str(preparation.scaling) if preparation.scales else "none",
     }
 
 

@@ -16,6 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ._common import Shape, _dense_layers, _vector_length
 
 
+def linear(shape: Shape = (13,), classes: int = 2) -> nn.Module:
+    """A linear layer: logistic regression, linear regression or Cox's model; FLamby's baseline (arXiv:2210.04620)."""
+    layers = {"flatten": nn.Flatten(), "linear": nn.Linear(_vector_length("linear", shape), classes)}
+    return nn.Sequential(OrderedDict(layers))
+
+
 def abide_mlp(shape: Shape = (5995,), classes: int = 2) -> nn.Module:
     """MLP of FedBN for ABIDE I (arXiv:2102.07623, section 5.2): 5995-16-16-2, BatchNorm after the first two layers."""
     dense = _dense_layers((_vector_length("abide-mlp", shape), 16, 16, classes), 1, norm=True)

@@ -22,6 +22,7 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `total`, `square` | list of float | for numbers: the sum of each target and of its square |
 | `distances`, `elements` | list of float, of int | of masks' surfaces: sum of distances by class, and their number |
 | `hausdorff`, `surfaces` | list of float, of int | sum of images' 95 % Hausdorff distances by class, and their number |
+| `concordant`, `comparable` | float | for survival: pairs ranked correctly (half for equal risks), and all pairs |
 
 For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label.
 
@@ -49,16 +50,19 @@ from .disclosure import Disclosure
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
     "predicted", "exact", "squared", "absolute", "total", "square", "distances", "elements", "hausdorff", "surfaces",
+    "concordant", "comparable",
 )  # fmt: skip
 COUNTS = (
     "samples", "loss_sum", "hits", "support", "predicted", "exact", "squared", "absolute", "total", "square",
     "distances", "elements", "hausdorff", "surfaces",
+    "concordant", "comparable",
 )  # fmt: skip
 """Columns whose sums over clients are the counts of all their samples together."""
 METRICS = {
     "accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "dice": "Dice", "iou": "IoU",
     "f1": "F1", "exact_match": "exact match", "rmse": "RMSE", "mae": "MAE", "r2": "R2",
-    "surface_distance": "surface distance", "hausdorff95": "95 % Hausdorff distance", "loss": "loss",
+    "surface_distance": "surface distance", "hausdorff95": "95 % Hausdorff distance", "c_index": "concordance index",
+    "loss": "loss",
 }  # fmt: skip
 """Metrics, and their names in a sentence."""
 UNITS = {
@@ -76,7 +80,7 @@ DISTANCES = {"surface_distance": ("distances", "elements"), "hausdorff95": ("hau
 """Metrics that are ratios of sums and counts by class, and both columns."""
 
 METRIC_COUNTS = {
-    "loss": ("loss_sum",), "auc": ("auc",), "exact_match": ("exact",),
+    "loss": ("loss_sum",), "auc": ("auc",), "exact_match": ("exact",), "c_index": ("concordant", "comparable"),
     **dict.fromkeys(("accuracy", "balanced_accuracy"), ("hits", "support")),
     **dict.fromkeys(("dice", "iou", "f1"), ("hits", "support", "predicted")),
     **dict.fromkeys(("rmse", "mae", "r2"), ("squared", "absolute", "total", "square")), **DISTANCES,
@@ -143,7 +147,8 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     labels that some samples have and others lack), ``exact_match``, and ``dice``, ``f1`` and ``iou`` (means over
     classes that occur or are predicted; of masks without the background) lie in 0..1; ``rmse`` and ``mae`` are means
     over targets, ``r2`` (at most 1) over those that vary, ``surface_distance`` and ``hausdorff95`` over the classes
-    that occur or are predicted, without the background; ``loss`` is the mean loss of a sample. :func:`find_missing`
+    that occur or are predicted, without the background; ``c_index`` is the fraction of comparable pairs of a client's
+    patients that are ranked correctly, in 0..1; ``loss`` is the mean loss of a sample. :func:`find_missing`
     returns what is left out.
     """
     if metric == "loss":
@@ -154,6 +159,8 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
         raise KeyError(f"metric {metric!r}; known are {tuple(METRICS)}")
     if metric == "exact_match":
         return rows["exact"].astype(float) / rows["samples"]
+    if metric == "c_index":
+        return rows["concordant"].astype(float) / rows["comparable"].astype(float).replace(0, np.nan)
     names = METRIC_COUNTS[metric]
     values = np.full(len(rows), np.nan)
     counted = rows[list(names)].notna().all(axis=1).to_numpy(dtype=bool)
@@ -330,7 +337,10 @@ class RunSummary:
     @property
     def outputs(self) -> str:
         """Number of classes, labels or targets in words."""
-        noun = "label" if "f1" in self.metrics else "target" if self.of_numbers else "class"
+        noun = (
+            "label" if "f1" in self.metrics else "target" if self.of_numbers else "risk" if "c_index" in self.metrics
+            else "class"
+        )  # fmt: skip
         return f"{self.classes} {noun}{'' if self.classes == 1 else 'es' if noun == 'class' else 's'}"
 
     @property

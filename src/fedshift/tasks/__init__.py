@@ -14,4 +14,5 @@ from .classification import Classification as Classification
 from .multilabel import Multilabel as Multilabel
 from .regression import Regression as Regression
 from .segmentation import Segmentation as Segmentation
+from .survival import Survival as Survival
 from .task import Task as Task

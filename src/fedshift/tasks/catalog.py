@@ -15,6 +15,7 @@ from .classification import CLASSIFICATION, Classification
 from .multilabel import Multilabel
 from .regression import Regression
 from .segmentation import Segmentation
+from .survival import Survival
 from .task import Task
 
 
@@ -30,7 +31,9 @@ def _accept(task: object, text: str | None) -> Task:
     return task
 
 
-_KINDS: Mapping[str, type[Task]] = {kind.name: kind for kind in (Classification, Segmentation, Multilabel, Regression)}
+_KINDS: Mapping[str, type[Task]] = {
+    kind.name: kind for kind in (Classification, Segmentation, Multilabel, Regression, Survival)
+}
 TASKS = Catalog[Task]("task", _KINDS, _accept)
 """Tasks; your own is a subclass of :class:`Task`."""
 

@@ -349,7 +349,9 @@ def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[Te
                     Ref("target"),
                 ) from error
         read.append(numbers[rows.codes[name]])
-    return task.read_targets(np.stack(read, axis=1), (), "the table"), len(read), tuple(reading.targets)
+    y = task.read_targets(np.stack(read, axis=1), (), "the table")
+    outputs = task.count_outputs([y])
+    return y, outputs, tuple(reading.targets)[-outputs:]
 
 
 def _refuse_other_labels(rows: TableRows, target: str) -> None:

@@ -71,7 +71,7 @@ def collect_site_model(
             licenses=find_licenses(None, client.name),
             clients={client.name: {part: len(split) for part, split in client.splits.items()}},
             measured=tuple(row for row in rows if row["model"] == "personal"),
-            settings=describe_settings(plan, settings, schema.preparation.scaling) | describe_targets(schema),
+            settings=describe_settings(plan, settings, schema.preparation) | describe_targets(schema),
             versions=list_versions(describe_environment()),
         ),
         tests={client.name: client.test},

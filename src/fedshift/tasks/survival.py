@@ -1,0 +1,109 @@
+"""Survival: time and event of each patient, float64 ``[N, 2]``; the network outputs one log-risk.
+
+Risks rank patients within a client only: clients share no baseline hazard, and Cox's partial likelihood is computed
+within each client's batches. The concordance index therefore counts pairs of one client's patients, and pooled values
+add up clients' pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from ..utils.errors import UsageError
+from .task import Counts, Task
+
+CHUNK = 1024
+"""Number of patients who are compared with all others at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survival(Task):
+    """The time to an event or to the end of observation, and 1 for an event, 0 for the end (censoring)."""
+
+    name = "survival"
+    metrics = ("c_index", "loss")
+    loss = "cox"
+    output = "risk"
+
+    @override
+    def read_targets(self, y: NDArray[Any], shape: tuple[int, ...], where: str) -> Tensor:
+        if y.ndim != 2 or y.shape[1] != 2:
+            raise UsageError(f"{where}: targets of shape {y.shape}; give [samples, 2] for survival: time and event")
+        return super().read_targets(y, shape, where)
+
+    @override
+    def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
+        return torch.tensor([[1.0, 0.0]], dtype=torch.float64).expand(samples, 2)
+
+    @override
+    def count_outputs(self, targets: Any) -> int:
+        return 1
+
+    @override
+    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> None:
+        for where, y in targets.items():
+            if len(y) and not bool((y[:, 1] > 0).any()):
+                raise UsageError(
+                    f"{where}: no event among {len(y)} training patients, so that no risk can be learned: leave the "
+                    "client out (domains), or measure it as a newcomer"
+                )
+
+    @override
+    def encode(self, y: Tensor) -> Tensor:
+        """Return targets as the loss compares them, float32."""
+        return y.float()
+
+    @override
+    def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:
+        if y.ndim != 2 or y.shape[1] != 2:
+            raise UsageError(f"{where}: targets of shape {tuple(y.shape)}; they must be [samples, 2]: time and event")
+        for wrong, what in (
+            (~y.isfinite().all(dim=1), "time or event is missing or infinite"),
+            (y[:, 0] < 0, "time is negative"),
+            ((y[:, 1] != 0) & (y[:, 1] != 1), "event is neither 0 nor 1"),
+            ((y[:, 0] == 0) & (y[:, 1] == 1), "event is at time 0, before observation began"),
+        ):
+            if bool(wrong.any()):
+                at = int(wrong.nonzero()[0, 0])
+                raise UsageError(
+                    f"{where}: of sample {at} (time {float(y[at, 0]):g}, event {float(y[at, 1]):g}) the {what}: "
+                    "correct or remove it"
+                )
+
+    @override
+    def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
+        risk, time, event = predictions[:, 0].double(), y[:, 0].double(), y[:, 1] > 0
+        concordant = comparable = loss = 0.0
+        for at in event.nonzero()[:, 0].split(CHUNK):
+            own = time[at, None]
+            later = (time > own) | ((time == own) & ~event)  # a patient censored at the time of an event outlives it
+            higher, equal = risk[at, None] > risk, risk[at, None] == risk
+            concordant += float((later & higher).sum()) + 0.5 * float((later & equal).sum())
+            comparable += float(later.sum())
+            at_risk = torch.where(time >= own, risk, -torch.inf)
+            loss += float((at_risk.logsumexp(dim=1) - risk[at]).sum())
+        return {
+            "samples": len(y), "loss_sum": max(loss, 0.0), "concordant": concordant, "comparable": comparable
+        }  # fmt: skip
+
+    @override
+    def is_possible(self, counts: Counts) -> bool:
+        pairs = counts["samples"] * (counts["samples"] - 1) / 2
+        return bool(0 <= counts["concordant"] <= counts["comparable"] <= pairs and counts["loss_sum"] >= 0)
+
+    @override
+    def strata(self, y: Tensor) -> Tensor:
+        """Return 1 for patients with an event, so that splits keep the share of events."""
+        return (y[:, 1] > 0).long()
+
+    @override
+    def describe(self, y: Tensor) -> Mapping[str, str]:
+        events = int((y[:, 1] > 0).sum())
+        return {"events": f"{events} of {len(y)}", "median time": f"{float(y[:, 0].median()):g}" if len(y) else "-"}

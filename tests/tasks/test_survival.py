@@ -1,0 +1,157 @@
+"""Survival: concordance and Cox's partial likelihood against independent loops and closed forms; tables; refusals."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import fedshift
+from fedshift.core.loss import LOSSES, Cox
+from fedshift.results.schema import compute_metric, rows_to_frame
+from fedshift.tasks import Survival
+from fedshift.utils.errors import UsageError
+
+SURVIVAL = Survival()
+
+
+def draw(patients, seed, ties=True):
+    """Draw risks ``[N, 1]`` and targets ``[N, 2]`` in float64, with ties in both where asked."""
+    random = np.random.default_rng(seed)
+    time, risk = random.exponential(5, patients) + 0.1, random.normal(size=patients)
+    if ties:
+        time, risk = np.ceil(time), np.round(risk, 1)
+    event = random.random(patients) < 0.6
+    event[0] = True
+    return torch.tensor(risk)[:, None], torch.tensor(np.column_stack([time, event]), dtype=torch.float64)
+
+
+def rank_by_loops(risk, y):
+    """The pairs that are comparable, and those that are ranked correctly, as Harrell et al. 1982 count them."""
+    comparable = concordant = 0.0
+    for i in range(len(y)):
+        for j in range(len(y)):
+            (time, event), (other, other_event) = y[i].tolist(), y[j].tolist()
+            if event and (time < other or (time == other and not other_event)):
+                comparable += 1
+                concordant += 1.0 if risk[i] > risk[j] else 0.5 if risk[i] == risk[j] else 0.0
+    return concordant, comparable
+
+
+def likelihood_by_loops(risk, y, ties):
+    """The negative log partial likelihood, event by event in the textbooks' sums."""
+    time, event, risk = y[:, 0].tolist(), y[:, 1].tolist(), risk[:, 0].tolist()
+    total = 0.0
+    for t in sorted({each for each, died in zip(time, event, strict=True) if died}):
+        tied = [i for i in range(len(time)) if time[i] == t and event[i]]
+        at_risk = sum(math.exp(risk[i]) for i in range(len(time)) if time[i] >= t)
+        own = sum(math.exp(risk[i]) for i in tied)
+        for place, i in enumerate(tied):
+            below = at_risk
+            if ties == "efron":
+                below -= place / len(tied) * own
+            if ties == "order":
+                below = sum(math.exp(risk[j]) for j in range(len(time)) if time[j] > t or (time[j] == t and j <= i))
+            total += math.log(below) - risk[i]
+    return total
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_concordance_counts_the_pairs_that_loops_count(seed, monkeypatch):
+    monkeypatch.setattr("fedshift.tasks.survival.CHUNK", 7)
+    risk, y = draw(60, seed)
+    counts = SURVIVAL.count(risk, y, 1)
+    assert (counts["concordant"], counts["comparable"]) == rank_by_loops(risk, y)
+    assert SURVIVAL.is_possible(counts)
+    assert not SURVIVAL.is_possible(counts | {"concordant": counts["comparable"] + 1})
+    value = compute_metric(rows_to_frame([counts]), "c_index").iloc[0]
+    assert value == counts["concordant"] / counts["comparable"]
+    assert counts["loss_sum"] == pytest.approx(likelihood_by_loops(risk, y, "breslow"), rel=1e-12)
+
+
+def test_without_comparable_pairs_there_is_no_concordance():
+    counts = SURVIVAL.count(torch.zeros(2, 1), torch.tensor([[3.0, 0.0], [4.0, 0.0]]), 1)
+    assert math.isnan(compute_metric(rows_to_frame([counts]), "c_index").iloc[0])
+
+
+@pytest.mark.parametrize("ties", ["breslow", "efron", "order"])
+def test_cox_is_the_textbooks_likelihood_and_works_side_by_side(ties):
+    loss, several = Cox(ties=ties), [draw(25, seed) for seed in range(3)]
+    values = [loss(risk, y) for risk, y in several]
+    for value, (risk, y) in zip(values, several, strict=True):
+        assert float(value) == pytest.approx(likelihood_by_loops(risk, y, ties) / len(y), rel=1e-12)
+    stacked = torch.func.vmap(torch.func.grad(loss))(*map(torch.stack, zip(*several, strict=True)))
+    for gradient, (risk, y) in zip(stacked, several, strict=True):
+        free = risk.clone().requires_grad_()
+        loss(free, y).backward()
+        assert torch.allclose(gradient, free.grad, atol=1e-14)
+        assert abs(float(gradient.sum())) < 1e-12  # a shift of all risks changes nothing
+
+
+def test_without_ties_all_treatments_agree_and_without_events_the_loss_is_zero():
+    risk, y = draw(40, 5, ties=False)
+    values = {float(Cox(ties=ties)(risk, y)) for ties in ("breslow", "efron", "order")}
+    assert max(values) - min(values) < 1e-14
+    y[:, 1] = 0
+    free = risk.clone().requires_grad_()
+    Cox()(free, y).backward()
+    assert float(Cox()(risk, y)) == 0
+    assert not free.grad.any()
+
+
+def test_risks_too_large_for_exponentials_have_finite_losses():
+    risk, y = draw(30, 1)
+    assert math.isfinite(float(Cox()(1e4 * risk.float(), y.float())))
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ([-1.0, 0.0], "time is negative"),
+        ([0.0, 1.0], "event is at time 0"),
+        ([2.0, 2.0], "neither 0 nor 1"),
+        ([float("nan"), 1.0], "missing or infinite"),
+    ],
+)
+def test_impossible_times_and_events_are_refused_by_sample(row, told):
+    y = torch.tensor([[5.0, 1.0], row])
+    with pytest.raises(UsageError, match=f"north: of sample 1 .*{told}"):
+        SURVIVAL.check_targets(y, (3,), 1, "north")
+
+
+def test_settings_that_mean_nothing_are_refused():
+    assert LOSSES.parse("cox(ties='efron')") == Cox(ties="efron")
+    with pytest.raises(UsageError, match="ties='exact' is unknown"):
+        LOSSES.parse("cox(ties='exact')")
+    with pytest.raises(UsageError, match="no event among 2 training patients"):
+        SURVIVAL.check_outputs({"client 'north'": torch.tensor([[1.0, 0.0], [2.0, 0.0]])}, 2)
+
+
+@pytest.fixture(scope="module")
+def clinics(tmp_path_factory):
+    """Two tables of patients whose risk grows with their age, and with the dose in one clinic alone."""
+    folder, random = tmp_path_factory.mktemp("clinics"), np.random.default_rng(0)
+    for name, effect in (("north", 0.0), ("south", 1.0)):
+        age, dose = random.normal(60, 10, 200), random.normal(size=200)
+        death = random.exponential(1000 * np.exp(-(age - 60) / 8 - effect * dose))
+        end = random.uniform(100, 3000, 200)
+        rows = {"age": age, "dose": dose, "days": np.ceil(np.minimum(death, end)), "died": (death <= end).astype(int)}
+        pd.DataFrame(rows).to_csv(folder / f"{name}.csv", index=False)
+    return folder
+
+
+def test_a_linear_model_of_tables_learns_to_rank_patients(clinics, tmp_path):
+    run = fedshift.compare(
+        "single, fedavg", data=clinics, target="days, died", task="survival", model="linear", rounds=10, lr=0.1,
+        out=tmp_path / "run",
+    )  # fmt: skip
+    table = run.table("c_index")
+    assert (table.loc[["north", "south"]].xs("mean", axis=1, level=1) > 0.65).all(axis=None)
+    page = run.report().read_text(encoding="utf-8")
+    assert "concordance index" in page
+
+
+def test_a_column_too_many_is_refused_with_what_to_give(clinics):
+    with pytest.raises(UsageError, match="time and event"):
+        fedshift.load_data(clinics, target="days, died, age", task="survival")
