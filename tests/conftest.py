@@ -25,6 +25,7 @@ from fedshift.data.federation import Federation
 from fedshift.engines import ENGINES
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.observer import Observer
+from fedshift.utils.execution.workers import Workers
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -101,6 +102,24 @@ def unsynced():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+class LastingWorkers(Workers):
+    """Worker processes that stay when whoever used them closes them; they end with this process."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_workers():
+    """Let all pools of this process train in the same worker processes, of which each takes seconds to start."""
+    workers = LastingWorkers()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fedshift.engines.spread.Workers", lambda: workers)
+        patched.syspath_prepend(Path(__file__).parents[1])  # where they find tests' own modules
+        yield
+    Workers.close(workers)
 
 
 @pytest.fixture

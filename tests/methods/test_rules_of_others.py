@@ -21,7 +21,6 @@ from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process,
 from tests.laws.course import make_trial
 from tests.methods import others, plain
 
-ROOT = Path(__file__).resolve().parents[2]
 BASES = {"fedavg": Method, "ditto": ditto, "scaffold": scaffold, "fedbn": fedbn}
 OTHERS = ("clipped", "small_features", "layer_mixes", "clusters")
 REFUSED = {
@@ -67,8 +66,7 @@ def test_what_cannot_go_together_is_refused_for_its_reason(pair):
 
 @pytest.mark.parametrize("engine", ["stacked", "pool"])
 @pytest.mark.parametrize("pair", RUNNING, ids="+".join)
-def test_every_engine_equals_the_loop(pair, engine, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))  # for the workers
+def test_every_engine_equals_the_loop(pair, engine):
     if pair not in KNOWN:
         KNOWN[pair] = run(pair, "sequential")
     found, expected = run(pair, engine), KNOWN[pair]
