@@ -110,7 +110,8 @@ def load_states(checkpoint: Path) -> dict[str, Tensor]:
 
 def compare(method: str, **settings: Any) -> str:
     """Return the digest of three rounds of ``method``."""
-    given = {"rounds": 3, "batch_size": 8, "lr": 0.05, "moments": "loaded,trained", "momentum": 0.5} | settings
+    given = {"rounds": 3, "batch_size": 8, "lr": 0.05, "moments": "loaded,trained"} | settings
+    given = {"optimizer": "sgd(momentum=0.5)"} | given
     if given.get("engine") == "identity":
         given |= {"moments": "loaded", "batches": 1, "epochs": None}
     with tempfile.TemporaryDirectory() as out:
@@ -176,9 +177,9 @@ def list_cases() -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"trials/{jobs}", partial(compare_several, jobs)
     for name in RESUMED:
         yield f"{name}/resumed", partial(resume, name)
-    yield "fedbn/adamw", partial(compare, "fedbn", optimizer="adamw", momentum=0.0, lr=0.01)
-    yield "ditto/decay", partial(compare, "ditto", weight_decay=0.01)
-    yield "fedala/decay", partial(compare, "fedala", weight_decay=0.01)
+    yield "fedbn/adamw", partial(compare, "fedbn", optimizer="adamw(weight_decay=0)", lr=0.01)
+    yield "ditto/decay", partial(compare, "ditto", optimizer="sgd(momentum=0.5, weight_decay=0.01)")
+    yield "fedala/decay", partial(compare, "fedala", optimizer="sgd(momentum=0.5, weight_decay=0.01)")
     yield "fedbn/part", partial(compare, "fedbn", participation=0.7, unseen="average")
     for policy in POLICIES:
         yield f"fedbn/{policy}", partial(compare, "fedbn", newcomers="c", unseen=policy)

@@ -95,8 +95,8 @@ def test_without_a_name_runs_get_directories_of_their_own(cli, unpublished, tiny
 def test_the_settings_that_a_run_writes_down_reproduce_it(cli, unpublished, tiny_folder, tmp_path, assert_same):
     asked = (
         "--data", tiny_folder, "--method", "fedbn+fedprox(mu=0.3)", "--rounds", 3, "--batch-size", 8, "--lr", "0.03",
-        "--momentum", 0.5, "--keep-optimizer", "--schedule", "cosine(floor=0.1)", "--domains", "cid,ann",
-        "--samples", 20, "--validation", 0.2, "--select", "best", "--participation", 0.5, "--first-seed", 3,
+        "--optimizer", "sgd(momentum=0.5, keep=True)", "--schedule", "cosine(floor=0.1)", "--domains", "cid,ann",
+        "--samples", 20, "--validation", 0.2, "--select", "best", "--participation", 0.5, "--seeds", "3,",
         "--evaluate-every", 2,
     )  # fmt: skip
     assert cli("run", *asked, "--out", "one").code == 0

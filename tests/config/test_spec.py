@@ -2,14 +2,17 @@
 
 import dataclasses
 import inspect
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import fedshift
 from fedshift.cli import app as program
 from fedshift.config.settings_file import format_settings, to_toml
 from fedshift.config.spec import CompareSpec, RunSpec
+from fedshift.utils.errors import MOVED, as_argument, as_flag
 
 OTHER = {
     "data": "some/where", "domains": "ann,bob", "samples": 20, "validation": 0.25, "image_size": 16, "classes": 4,
@@ -19,10 +22,10 @@ OTHER = {
     "split_column": "part", "groups": "patient", "missing": "refuse", "scaling": "none",
     "loss": "focal(gamma=1.0)", "augment": "flip()",
     "metric": "auc", "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "steps": 4, "batch_size": 0,
-    "optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.001,
-    "schedule": "step(every=3, gamma=0.5)", "keep_optimizer": True, "participation": 0.5, "seeds": 3, "first_seed": 5,
+    "optimizer": "adamw(keep=True)", "lr": 1e-05,
+    "schedule": "step(every=3, gamma=0.5)", "participation": 0.5, "seeds": "5..7",
     "weights": "own.safetensors", "weights_skip_classifier": True,
-    "agc": 0.64, "agc_skip_classifier": True, "newcomers": "cleo", "unseen": "average",
+    "newcomers": "cleo", "unseen": "average",
     "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
     "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "target_metric": 0.9,
     "log": "tensorboard,wandb",
@@ -81,9 +84,9 @@ def test_what_a_run_writes_down_is_what_it_was_asked(resolved, tmp_path):
 
 def test_flags_win_over_toml_one_by_one(resolved, tmp_path):
     file = tmp_path / "settings.toml"
-    file.write_text("lr = 0.5\nrounds = 3\nkeep_optimizer = true\n")
+    file.write_text("lr = 0.5\nrounds = 3\nallow_single_class = true\n")
     spec, _, _ = resolved("run", "--rounds", 9, "--config", file)
-    assert (spec.lr, spec.rounds, spec.keep_optimizer) == (0.5, 9, True)
+    assert (spec.lr, spec.rounds, spec.allow_single_class) == (0.5, 9, True)
 
 
 def test_lists_and_dashes_may_be_written_in_toml(resolved, tmp_path):
@@ -105,7 +108,7 @@ def test_the_settings_of_a_resumed_run_are_those_it_was_begun_with(resolved, tmp
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("lrr = 1", "unknown setting 'lrr': did you mean 'lr'? allowed are agc, agc_skip_classifier,"),
+        ("lrr = 1", "unknown setting 'lrr': did you mean 'lr'? allowed are allow_single_class,"),
         ("batchsize = 1", "unknown setting 'batchsize': did you mean 'batch_size'?"),
         ("[training]\nlr = 1", "'training' is a table; write settings at the top, key = value, without [tables]"),
         ("resume = 'there'", "unknown setting 'resume'"),
@@ -117,7 +120,7 @@ def test_the_settings_of_a_resumed_run_are_those_it_was_begun_with(resolved, tmp
         ("lr = [1, 2]", "--lr 1,2: should be a valid number"),
         ("rounds = 1.5", "--rounds 1.5: should be a valid integer"),
         ("rounds = true", "--rounds True: should be a valid integer"),
-        ("nesterov = 3", "--nesterov 3: should be a valid boolean"),
+        ("allow_single_class = 3", "--allow-single-class 3: should be a valid boolean"),
         ("select = 'first'", "--select first: should be 'last' or 'best'"),
         ("lr = -1", "--lr -1: should be greater than or equal to 0"),
         ("lr = {a = 1}", "'lr' is a table; write settings at the top"),
@@ -142,6 +145,23 @@ def test_a_settings_file_that_is_no_text_is_refused(resolved, tmp_path):
     assert "no run to resume at gone/config.toml" in resolved("run", "--resume", "gone").err
 
 
+@pytest.mark.parametrize("name", MOVED)
+def test_a_former_name_is_refused_with_the_new_spelling_wherever_it_is_given(name, resolved, tmp_path):
+    place, example = MOVED[name]
+    told = f"write {as_flag(place, example)} instead"
+    (tmp_path / "old.toml").write_text(f"{name} = 1\n")
+    for words in ((as_flag(name), 1), ("--config", tmp_path / "old.toml")):
+        outcome = resolved("compare", *words)
+        assert (outcome.code, told in outcome.err) == (2, True), outcome.err
+    with pytest.raises(TypeError, match=re.escape(f"write {as_argument(place, example)} instead")):
+        fedshift.compare("fedavg", "digits", **{name: 1})
+
+
+def test_a_list_of_one_seed_in_toml_is_that_seed(resolved, tmp_path):
+    (tmp_path / "own.toml").write_text("seeds = [7]\n")
+    assert resolved("compare", "--config", tmp_path / "own.toml")[0].seeds == "7,"
+
+
 def test_a_single_runs_settings_are_not_for_compare(resolved, tmp_path):
     (tmp_path / "config.toml").write_text(format_settings({"method": "fedbn"}, tmp_path))
     outcome = resolved("compare", "--resume", tmp_path)
@@ -152,9 +172,9 @@ def test_a_single_runs_settings_are_not_for_compare(resolved, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--lr", "-1", "--momentum", "2"], "--lr -1: should be greater than or equal to 0; --momentum 2: should be"),
+        (["--lr", "-1", "--validation", "2"], "--lr -1: should be greater than or equal to 0"),
         (["--lrr", "1"], 'Unknown option: --lrr. Did you mean --lr?'),
-        (["--no-nesterov"], "Unknown option: --no-nesterov. Did you mean --nesterov?"),
+        (["--no-allow-single-class"], "Unknown option: --no-allow-single-class. Did you mean --allow-single-class?"),
         (["--methods", "fedavg"], "Unknown option: --methods. Did you mean --method?"),
         (["--lr"], "parameter --lr requires an argument"),
         (["fedavg"], "'fedavg' belongs to no flag: write --flag value, and lists with commas"),

@@ -52,9 +52,9 @@ def test_a_class_takes_the_learning_rate_given_and_torchs_other_defaults():
     assert as_optimizer(torch.optim.SGD, lr=0.3) == SGD(lr=0.3)
     assert as_optimizer(partial(torch.optim.SGD, momentum=0.9), lr=0.3) == SGD(lr=0.3, momentum=0.9)
     assert as_optimizer(partial(adam, lr=0.1), lr=0.3) == AdamW(lr=0.1, weight_decay=0.0)
-    kept = as_optimizer(decayed, 0.3, Exponential(gamma=0.5), keep=True)
-    assert kept == AdamW(lr=0.3, weight_decay=0.01, schedule=Exponential(gamma=0.5), keep=True)
-    assert as_optimizer(kept, lr=7.0) is kept
+    decaying = as_optimizer(decayed, 0.3, Exponential(gamma=0.5))
+    assert decaying == AdamW(lr=0.3, weight_decay=0.01, schedule=Exponential(gamma=0.5))
+    assert as_optimizer(decaying, lr=7.0) is decaying
 
 
 def test_adam_without_weight_decay_equals_its_counterpart():

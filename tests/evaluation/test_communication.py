@@ -62,16 +62,18 @@ def test_every_method_has_a_row(capsys):
     assert [line.split()[0] for line in table.splitlines() if line[:1].isalpha()][2:] == list(list_catalog("methods"))
 
 
-def test_clipping_for_every_method_takes_the_place_of_their_own(tiny):
+def test_clipping_takes_the_place_of_a_methods_own(tiny):
     from fedshift.config.spec import CompareSpec
     from fedshift.experiments.factory import make_experiment
 
-    spec = CompareSpec(methods="fedavg,fedwon,fedbn+agc(clip=2.0)", agc=0.64, agc_skip_classifier=True)
+    spec = CompareSpec(methods="fedavg+agc, fedwon+agc(classifier=False), agc+agc(clip=2.0)+fedbn")
     made = make_experiment(spec).methods
     assert [method.name for method in made] == [
-        "fedavg+agc(classifier=False)", "fedwon+agc(classifier=False)", "fedbn+agc(clip=2)+agc(classifier=False)",
+        "fedavg+agc", "fedwon+agc(classifier=False)", "fedbn+agc(clip=2)+agc",
     ]  # fmt: skip
-    assert [repr(method.rules) for method in made] == ["(Clipping(clip=0.64, classifier=False),)"] * 3
+    assert [repr(method.rules) for method in made] == [
+        f"(Clipping(clip=0.64, classifier={classifier}),)" for classifier in (True, False, True)
+    ]
     assert ScaledStandardization() in made[1].surgery
     both = agc(fedbn(), clip=0.64), fedbn(agc(clip=0.64))
     assert both[0].text.partition(":")[2] == both[1].text.partition(":")[2]

@@ -93,8 +93,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(make, tmp_path)
         ({"schedule": "constant,cosine"}, "schedule 'constant,cosine': give one, not 2"),
         ({"schedule": "step"}, "argument 'every' is missing; step takes every, gamma=0.1"),
         ({"schedule": "step(every=0)"}, "every=0 must be at least 1"),
-        ({"optimizer": "adamw", "momentum": 0.9}, "momentum and nesterov belong to SGD"),
-        ({"nesterov": True}, "nesterov needs a momentum above 0"),
+        ({"optimizer": "adamw(momentum=0.9)"}, "unknown argument 'momentum'; adamw takes"),
+        ({"optimizer": "sgd(nesterov=True)"}, "nesterov needs a momentum above 0"),
         ({"method": "fedavg,fedbn"}, "run takes one method, not 'fedavg,fedbn': use `fedshift compare --methods`"),
         ({"data": "nowhere"}, "unknown data 'nowhere'"),
         ({"data": "digits", "classes": 5}, "label 5 is out of range; labels must be 0..4"),
@@ -359,9 +359,7 @@ def test_best_is_the_first_round_of_the_best_validation_accuracy_and_its_model_i
 
 def test_a_round_that_measured_fewer_clients_is_never_the_best(make, tmp_path):
     for seed in range(4):
-        make(rounds=6, validation=0.3, participation=1, select="best", first_seed=seed, lr=0.0).run(
-            tmp_path / str(seed)
-        )
+        make(rounds=6, validation=0.3, participation=1, select="best", seeds=[seed], lr=0.0).run(tmp_path / str(seed))
         trial = tmp_path / str(seed) / "trials" / f"fedbn-seed{seed}"
         (best, facts), (last, _) = (load_checkpoint(trial / f"{name}.safetensors") for name in ("best", "checkpoint"))
         assert torch.equal(best["clients/steps"] > 0, last["clients/steps"] > 0)

@@ -60,7 +60,7 @@ def test_every_seed_and_method_starts_from_them_and_fedwon_only_where_it_keeps_w
     with pytest.raises(UsageError, match=r"method 'fedwon' draws 'conv1.weight' anew, .*fedwon\(init='keep'\)"):
         make(method="fedwon", **weights)._make_first_trials()
     # as the method makes the network, which is what it leaves behind
-    trained = start_of(make(method="fedwon", seeds=1, first_seed=7))
+    trained = start_of(make(method="fedwon", seeds="7,"))
     save_file(trained, tmp_path / "won.safetensors")
     assert is_equal(start_of(make(method="fedwon", weights=str(tmp_path / "won.safetensors"))), trained)
 

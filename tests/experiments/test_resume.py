@@ -23,11 +23,11 @@ class Killed(BaseException):
 
 MANY = {
     "fedavg": {"method": "fedavg"},
-    "fedbn, momentum kept": {"method": "fedbn", "momentum": 0.9, "keep_optimizer": True},
+    "fedbn, momentum kept": {"method": "fedbn", "optimizer": "sgd(momentum=0.9, keep=True)"},
     "scaffold, two of three": {"method": "scaffold", "participation": 2, "evaluate_every": 1},
     "fedbn, one of three, best": {"participation": 1, "validation": 0.2, "select": "best", "batches": 2},
     "silobn+fedprox, adamw, cosine": {
-        "method": "silobn+fedprox", "optimizer": "adamw", "lr": 0.001, "schedule": "cosine", "keep_optimizer": True,
+        "method": "silobn+fedprox", "optimizer": "adamw(keep=True)", "lr": 0.001, "schedule": "cosine",
         "participation": 0.5,
     },
     "centralized": {"method": "centralized", "epochs": 2},
@@ -129,7 +129,7 @@ ROWS_HALF_WRITTEN = KILL + (
     [
         pytest.param(["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)], id="fedavg"),
         pytest.param(
-            ["--method", "fedbn", "--keep-optimizer", "--momentum", "0.9"],
+            ["--method", "fedbn", "--optimizer", "sgd(momentum=0.9, keep=True)"],
             [(BETWEEN_CLIENTS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
             id="fedbn, momentum kept",
         ),
@@ -189,7 +189,7 @@ def test_ended_in_the_middle_and_resumed_equals_uninterrupted(
     make, tmp_path, monkeypatch, assert_same, moment, at, instead
 ):
     """As the processes above, which end for real."""
-    experiment = make("fedbn", momentum=0.9, keep_optimizer=True, rounds=3)
+    experiment = make("fedbn", optimizer="sgd(momentum=0.9, keep=True)", rounds=3)
     experiment.run(tmp_path / "whole")
     module, _, name = f"fedshift.{moment}".rpartition(".")
     real, calls = getattr(sys.modules[module], name), []
@@ -268,7 +268,7 @@ def test_ended_between_any_two_files_and_resumed_equals_uninterrupted(
     [
         ({"lr": 0.02}, "begun with another optimizer: then 'SGD(lr=0.01"),
         ({"schedule": "cosine"}, "begun with another optimizer"),
-        ({"keep_optimizer": True}, "begun with another optimizer"),
+        ({"optimizer": "sgd(keep=True)"}, "begun with another optimizer"),
         ({"batch_size": 9}, "begun with another work: then 'Work(batch_size=8"),
         ({"model": "digit-cnn-bn"}, "begun with another model"),
         ({"domains": "ann,bob"}, "begun with another data"),

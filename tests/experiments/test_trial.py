@@ -64,7 +64,7 @@ def test_other_participation_is_refused(share, said):
 @pytest.mark.parametrize("method", ["fedbn", "fedavg"])
 def test_a_client_that_never_took_part_is_measured_only_where_it_has_a_model(make, tmp_path, method, Listener):
     watch = Listener()
-    make(method, rounds=2, participation=1, first_seed=2, evaluate_every=1).run(tmp_path / "run", observer=watch)
+    make(method, rounds=2, participation=1, seeds="2,", evaluate_every=1).run(tmp_path / "run", observer=watch)
     took_part = [done.participants[0] for done in watch.rounds]
     absent = {"ann", "bob", "cid"} - set(took_part)
     assert absent

@@ -214,7 +214,7 @@ def test_a_client_of_one_sample_lacks_what_needs_several_and_the_others_have_it(
 
 
 def test_more_rounds_of_finetuning_and_each_seed(cli, make, tiny_folder, tmp_path):
-    make(methods="fedbn", seeds=2, first_seed=3, **LEFT).run(tmp_path / "run")
+    make(methods="fedbn", seeds="3,4", **LEFT).run(tmp_path / "run")
     spec, experiment = load_experiment(tmp_path / "run")
     new = load_site(str(tiny_folder), spec, experiment.data.schema, "cid").client("cid")
     assert experiment.seeds == (3, 4)

@@ -48,7 +48,7 @@ class FinishedRun:
         self.path = folder / "run"
         spec = RunSpec(
             data=str(folder / "data"), model=f"{__name__}:network", split="only(clients='*')", rounds=3, lr=0.3,
-            evaluate_every=1, batch_size=8, batches=2, select="best", validation=0.3, first_seed=1, engine="sequential",
+            evaluate_every=1, batch_size=8, batches=2, select="best", validation=0.3, seeds="1,", engine="sequential",
         )  # fmt: skip
         make_experiment(spec).run(self.path)
         self.whole, self.cases, self.lag = self.read(), None, ""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from ..config.seeds import parse_seeds
 from ..config.settings_file import read_run_settings
 from ..config.spec import AUTO, AdviseSpec, CompareSpec, RunOptions
 from ..console.terminal import (
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
 
 COMPUTING = frozenset(("engine", "workers", "device", "threads", "data", "root", "log"))
 """Settings that may be changed when a search continues."""
-CHANGED = frozenset(
-    ("data", "methods", "agc", "agc_skip_classifier", "lr", "rounds", "seeds", "first_seed", "validation", "log")
-)
+CHANGED = frozenset(("data", "methods", "lr", "rounds", "seeds", "validation", "log"))
 """Settings that the suggested command expresses differently or does not need."""
 
 
@@ -56,8 +55,6 @@ def advise(
         require_packages(parse_loggers(spec.log))
         use_threads(spec.threads)
         spec = anchor_paths(spec)
-        if spec.methods == AUTO and spec.agc is not None:
-            raise UsageError(f"--agc {spec.agc} changes methods that are named: give --methods too, or leave it out")
         methods = None if spec.methods == AUTO else make_methods(spec)
         shared = {each.name: getattr(spec, each.name) for each in fields(CompareSpec)} | {"methods": BASELINE}
         experiment = hold_out(lambda fraction: make_checked(CompareSpec(**shared | fraction), progress))
@@ -128,11 +125,14 @@ def _publish(spec: AdviseSpec, directory: Path, console: Console) -> None:
 
 
 def _format_flags(spec: AdviseSpec) -> str:
-    """Return the settings of ``spec`` other than defaults, as flags of `fedshift compare`."""
+    """Return the settings of ``spec`` other than defaults, with seeds that chose nothing, as flags of `compare`."""
+    from ..diagnosis.search import CONFIRMING
+
+    unused = max(parse_seeds(spec.seeds)) + 1
     words = ["--data", spec.data]
     for each in fields(CompareSpec):
         value = getattr(spec, each.name)
         if each.name not in CHANGED and value != each.default:
             flag = f"--{each.name.replace('_', '-')}"
             words += [flag] if value is True else [flag, str(value)]
-    return shlex.join(words)
+    return shlex.join([*words, "--seeds", f"{unused}..{unused + CONFIRMING - 1}"])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..config.seeds import parse_seeds
 from ..config.settings_file import read_run_settings
 from ..config.spec import CompareSpec, OutputOptions
 from ..console.terminal import choose_directory, make_console, print_line, show_loading
@@ -312,7 +313,8 @@ def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[
     seeds = seed_table(rows, metric)
     table = mean_over_seeds(seeds)
     needs, missing = collect_needs(rows), explain_missing(rows, metric)
-    over = f"mean (std) over {spec.seeds} seeds" if spec.seeds > 1 else "one seed"
+    number = len(parse_seeds(spec.seeds))
+    over = f"mean (std) over {number} seeds" if number > 1 else "one seed"
     numbers = is_of_numbers(rows[0])
     measure = f"{METRICS[metric]} in {metric_unit(metric, numbers=numbers)[2]}"
     caption = f"Test {measure} of the client that was left out, {over}, {spec.select} round"

@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
+from .seeds import parse_seeds, write_seeds
 from .settings_file import FILE, WRITTEN
 
 EXPRESSIONS = ("method", "methods", "model", "loss", "augment", "task", "over", "unseen")
@@ -54,6 +55,14 @@ def _parse_number(value: Any) -> Any:
     return value
 
 
+def _read_seeds(value: Any) -> int | str:
+    """Return the shortest form of seeds (:mod:`fedshift.config.seeds`)."""
+    try:
+        return write_seeds(parse_seeds(value))
+    except ValueError as error:
+        raise PydanticCustomError("seeds", "should be {allowed}", {"allowed": str(error)}) from error
+
+
 def _split_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
@@ -62,6 +71,7 @@ Names = Annotated[str, BeforeValidator(_join)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split_list)]
 Number = Annotated[float | int, BeforeValidator(_parse_number)]
 Positive = Annotated[int, Field(ge=1)]
+Seeds = Annotated[int | str, BeforeValidator(_read_seeds)]
 AUTO = "auto"
 """Value of a setting that is chosen for the user."""
 PYTHON = "python"
@@ -253,13 +263,6 @@ class Spec(DataSpec, SharedSpec):
     weights_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
     """Ignore the last layer of --weights, for example for different classes; it starts from random weights."""
 
-    agc: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MODEL)] = None
-    """Adaptive gradient clipping for every method: clip each unit's gradient to this multiple of its weights' norm
-    (FedWon uses 0.64, 1.28)."""
-
-    agc_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
-    """Do not apply --agc to the last layer's gradients."""
-
     loss: Annotated[str, Parameter(group=TRAINING)] = "auto"
     """Training loss, by default the task's: cross_entropy or focal(gamma=2.0), either with weights='balanced', by the
     classes of all training data, weights='inverse_frequency', these times the number of classes, or weights=(1.0, 2.5),
@@ -274,33 +277,21 @@ class Spec(DataSpec, SharedSpec):
     """Samples in a batch; 0 puts all of a client's samples into one batch."""
 
     optimizer: Annotated[str, Parameter(group=TRAINING)] = "sgd"
-    """Local optimizer: sgd or adamw, with arguments adamw(beta1=0.9, beta2=0.999, eps=1e-08)."""
-
-    momentum: Annotated[float, Field(ge=0, lt=1), Parameter(group=TRAINING)] = 0.0
-    """Momentum of SGD."""
-
-    nesterov: Annotated[bool, Parameter(group=TRAINING, negative=())] = False
-    """Nesterov's momentum."""
-
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.0
-    """L2 weight decay of SGD, decoupled weight decay of AdamW."""
+    """Local optimizer: sgd(momentum=0.0, nesterov=False, weight_decay=0.0), with L2 weight decay, or
+    adamw(weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-08), with decoupled weight decay; keep=True keeps its state
+    on the client from round to round instead of resetting it."""
 
     schedule: Annotated[str, Parameter(group=TRAINING)] = "constant"
     """Schedule of the learning rate over rounds: constant, cosine(floor=0.0), step(every=10, gamma=0.1) or
     exponential(gamma=0.99)."""
 
-    keep_optimizer: Annotated[bool, Parameter(group=TRAINING, negative=())] = False
-    """Keep the optimizer's state on the client from round to round instead of resetting it."""
-
     newcomers: Annotated[Names | None, Parameter(group=TRAINING)] = None
     """Clients, comma-separated, that never take part in training and are only measured; usps-* matches all such
     names."""
 
-    seeds: Annotated[Positive, Parameter(group=TRAINING)] = 1
-    """Number of seeds, starting at --first-seed; 3 or more give standard deviations and intervals."""
-
-    first_seed: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 0
-    """The first seed."""
+    seeds: Annotated[Seeds, Parameter(group=TRAINING)] = 1
+    """Number of seeds, 0, 1, ...; or the seeds themselves, 3,4,5 or 3..5, and 7, (with a comma) for one alone. 3 or
+    more give standard deviations and intervals."""
 
     threads: Annotated[Positive | None, Parameter(group=COMPUTING)] = None
     """Threads of torch; by default torch's choice. Small networks run faster on one thread, and results are equal bit
@@ -440,8 +431,10 @@ def select_settings(
         if isinstance(value, dict):
             raise UsageError(f"{path}: {key!r} is a table; write settings at the top, key = value, without [tables]")
         if name not in allowed:
-            raise UsageError(f"{path}: {unknown_name('setting', key, allowed)}")
-        settings[name] = ",".join(map(str, value)) if isinstance(value, list) else value
+            raise UsageError(f"{path}: {{}}", unknown_name("setting", name, allowed))
+        if isinstance(value, list):
+            value = write_seeds(value) if name == "seeds" and len(value) == 1 else ",".join(map(str, value))
+        settings[name] = value
     return settings
 
 

@@ -197,7 +197,7 @@ OPTIMIZERS = Catalog[Optimizer](
     "optimizer",
     {"sgd": SGD, "adamw": AdamW},
     _accept_optimizer,
-    settings=("lr", "schedule", "weight_decay", "keep", "momentum", "nesterov"),
+    settings=("lr", "schedule"),
 )
 """Local optimizers; the learning rate ``lr`` and its ``schedule`` are supplied."""
 
@@ -218,7 +218,7 @@ IMPLEMENTATION: Mapping[str, Any] = {
 """Such arguments that all of them have."""
 
 
-def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None, *, keep: bool = False) -> Optimizer:
+def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None) -> Optimizer:
     """Return an optimizer of torch as one of this module, step for step equal.
 
     Args:
@@ -226,7 +226,6 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None,
             the class, a ``functools.partial`` of it with arguments, or an instance made of any parameters.
         lr: learning rate of a class or partial without one; further arguments keep torch's defaults.
         schedule: schedule of the learning rate; None: constant.
-        keep: whether the optimizer's state survives on the client from round to round.
 
     Raises:
         UsageError: it is another optimizer, or an argument has no counterpart here.
@@ -255,10 +254,10 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None,
             f"optimizer={name} has {len(groups)} groups of parameters: give it one, since all parameters are trained "
             "with the same settings here"
         )
-    return _translate(name, groups[0], schedule or Schedule(), keep=keep)
+    return _translate(name, groups[0], schedule or Schedule())
 
 
-def _translate(name: str, given: Mapping[str, Any], schedule: Schedule, *, keep: bool) -> Optimizer:
+def _translate(name: str, given: Mapping[str, Any], schedule: Schedule) -> Optimizer:
     """Return the counterpart of torch's optimizer ``name``; raise :class:`UsageError` for an argument without one."""
     for argument, neutral in {**IMPLEMENTATION, **NEUTRAL[getattr(torch.optim, name.rpartition(".")[2])]}.items():
         value = given.get(argument, neutral)
@@ -266,7 +265,7 @@ def _translate(name: str, given: Mapping[str, Any], schedule: Schedule, *, keep:
             instead = "use torch.optim.AdamW, or leave it out" if argument == "weight_decay" else "leave it out"
             raise UsageError(f"optimizer={name}({argument}={value!r}): {argument} has no counterpart here: {instead}")
     common: dict[str, Any] = {
-        "lr": float(given["lr"]), "weight_decay": float(given["weight_decay"]), "schedule": schedule, "keep": keep,
+        "lr": float(given["lr"]), "weight_decay": float(given["weight_decay"]), "schedule": schedule,
     }  # fmt: skip
     if "betas" not in given:
         return SGD(momentum=float(given["momentum"]), nesterov=given["nesterov"], **common)

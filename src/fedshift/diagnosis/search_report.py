@@ -99,10 +99,7 @@ def describe_search(search: Search, flags: str | None = None) -> Iterator[str]:
         minutes = sum(known) * search.asked * CONFIRMING / 60
         took = f", in about {minutes:.2g} minutes" if len(known) == len(methods) else ""
         yield f"To confirm it on test data, with seeds that chose nothing{took}, which are not part of the budget:"
-        yield (
-            f"fedshift compare {flags} --methods {quote(','.join(names))} --rounds {search.asked} "
-            f"--first-seed {search.seeds} --seeds {CONFIRMING}"
-        )
+        yield f"fedshift compare {flags} --methods {quote(','.join(names))} --rounds {search.asked}"
 
 
 def _describe_rest(search: Search) -> str:

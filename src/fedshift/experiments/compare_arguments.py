@@ -43,8 +43,8 @@ class CompareArguments(CompareSpec):
     """Name of a network (``auto`` depends on the samples' shape), or a function ``(sample_shape, classes)`` that makes
     an ``nn.Module``."""
 
-    seeds: int | Sequence[int] = Spec.seeds
-    """Number of seeds (0, 1, ..., or starting at ``first_seed``), or a list of seeds."""
+    seeds: int | str | Sequence[int] = Spec.seeds
+    """Number of seeds (0, 1, ...), or the seeds themselves: ``[3, 4, 5]``, or the text ``"3..5"``."""
 
     batch_size: int | None = Spec.batch_size
     """Samples in a batch; None or 0: all of a client's samples."""

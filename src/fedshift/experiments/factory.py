@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config.expressions import EMBEDDED
+from ..config.seeds import parse_seeds
 from ..config.spec import CompareSpec, RunSpec, SharedSpec, Spec, TrialSpec
 from ..core.loss import LOSSES, Loss
 from ..core.method import Method
@@ -20,10 +21,9 @@ from ..data.files.read_options import Progress
 from ..data.partition import match_names
 from ..data.sources import data_root, load_source, prepare_clients, write_assignment
 from ..methods import METHODS
-from ..methods.agc import agc
 from ..models import MODELS, ModelFactory
 from ..tasks import CLASSIFICATION, Segmentation, Task
-from ..utils.errors import Ref, UsageError
+from ..utils.errors import UsageError
 from .experiment import Experiment
 from .initial_weights import InitialWeights, as_initial_weights
 from .loggers import parse_loggers
@@ -50,7 +50,6 @@ class GivenObjects:
     optimizer: Optimizer | None = None
     augment: Augmentation | None = None
     newcomers: tuple[str, ...] | None = None
-    seeds: tuple[int, ...] | None = None
     weights: InitialWeights | None = None
     task: Task | None = None
 
@@ -70,20 +69,14 @@ def name_model(name: str, shape: tuple[int, ...], task: Task = CLASSIFICATION) -
 
 
 def make_optimizer(spec: Spec) -> Optimizer:
-    """Return the local optimizer that ``spec`` names, with its learning rate, schedule and other settings."""
-    if spec.optimizer.startswith("adamw") and (spec.momentum or spec.nesterov):
-        raise UsageError("momentum and nesterov belong to SGD: leave them out with {}", Ref(optimizer="adamw"))
-    return OPTIMIZERS.parse(
-        spec.optimizer, lr=spec.lr, weight_decay=spec.weight_decay, keep=spec.keep_optimizer, momentum=spec.momentum,
-        nesterov=spec.nesterov, schedule=SCHEDULES.parse(spec.schedule, rounds=spec.rounds),
-    )  # fmt: skip
+    """Return the local optimizer that ``spec`` names, with its learning rate and schedule."""
+    schedule = SCHEDULES.parse(spec.schedule, rounds=spec.rounds)
+    return OPTIMIZERS.parse(spec.optimizer, lr=spec.lr, schedule=schedule)
 
 
 def make_methods(spec: RunSpec | CompareSpec, given: tuple[Method, ...] | None = None) -> tuple[Method, ...]:
-    """Return the methods that ``spec`` names, or ``given``, with adaptive gradient clipping if ``spec`` sets it."""
+    """Return the methods that ``spec`` names, or ``given``."""
     methods = given if given is not None else METHODS.parse_all(_method_text(spec))
-    if spec.agc is not None:
-        methods = tuple(agc(method, clip=spec.agc, classifier=not spec.agc_skip_classifier) for method in methods)
     if isinstance(spec, RunSpec) and len(methods) != 1:
         raise UsageError(f"run takes one method, not {spec.method!r}: use `fedshift compare --methods` for several")
     return methods
@@ -190,11 +183,6 @@ def anchor_paths(spec: S, began: Path | None = None) -> S:
     return replace(spec, **changes)
 
 
-def list_seeds(spec: Spec) -> tuple[int, ...]:
-    """Return the seeds that ``spec`` asks for."""
-    return tuple(range(spec.first_seed, spec.first_seed + spec.seeds))
-
-
 def make_experiment(
     spec: RunSpec | CompareSpec, progress: Progress | None = None, given: GivenObjects | None = None
 ) -> Experiment:
@@ -213,7 +201,7 @@ def make_experiment(
         data=encode_targets(data, settings.newcomers),
         model=given.model or resolve_model(spec.model, data.sample_shape, data.task),
         settings=settings,
-        seeds=list_seeds(spec) if given.seeds is None else given.seeds,
+        seeds=parse_seeds(spec.seeds),
         config=asdict(spec),
         files={"split.csv": write_assignment(source, spec)} if spec.split else {},
         log=log,

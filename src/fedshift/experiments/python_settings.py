@@ -20,7 +20,7 @@ from ..config.expressions import EMBEDDED, find_user_function
 from ..config.spec import PYTHON, CompareSpec, DataSpec, check_settings
 from ..core.loss import LOSSES
 from ..core.method import Method
-from ..core.optimizer import SCHEDULES, SGD, AdamW, Optimizer, as_optimizer
+from ..core.optimizer import OPTIMIZERS, SCHEDULES, Optimizer, as_optimizer
 from ..data.augmentation import AUGMENTATIONS
 from ..data.federation import Federation
 from ..data.readers import FORMS
@@ -35,7 +35,7 @@ from .factory import GivenObjects, make_experiment, make_optimizer
 from .initial_weights import as_initial_weights
 
 DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in fields(CompareSpec)}
-OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "weight_decay", "schedule", "keep_optimizer")
+OF_OPTIMIZER = ("optimizer", "lr", "schedule")
 """Settings that an optimizer object replaces."""
 SIGNS = frozenset(",*?[]")
 """Characters with a special meaning in lists of client names."""
@@ -108,8 +108,6 @@ def simplify(name: str, value: Any) -> Any:
 
 def _is_plain(name: str, value: Any) -> bool:
     """Return whether ``value`` is in command-line form, or can only be a mistaken attempt at it."""
-    if name == "seeds":
-        return isinstance(value, int | float | str)
     return isinstance(value, str) or (value is None and DEFAULTS[name] is None)
 
 
@@ -162,9 +160,9 @@ def read_optimizer(value: Any, values: Mapping[str, Any]) -> Reading:
     if isinstance(value, str):
         return _write_optimizer(replace(said, schedule=schedule or said.schedule), values["rounds"])
     given = {name for name in OF_OPTIMIZER if values[name] != DEFAULTS[name]} | ({"schedule"} if schedule else set())
-    made = as_optimizer(value, values["lr"], schedule or said.schedule, keep=values["keep_optimizer"])
+    made = as_optimizer(value, values["lr"], schedule or said.schedule)
     if made is not value:  # a torch optimizer has no schedule, and as a class no learning rate
-        given -= {"schedule", "keep_optimizer", *(["lr"] if made.lr == values["lr"] else [])}
+        given -= {"schedule", *(["lr"] if made.lr == values["lr"] else [])}
     for name in sorted(given):
         raise UsageError(f"{name} beside optimizer={made}: give {name} to the optimizer alone")
     return _write_optimizer(made, values["rounds"])
@@ -172,21 +170,10 @@ def read_optimizer(value: Any, values: Mapping[str, Any]) -> Reading:
 
 def _write_optimizer(made: Optimizer, rounds: int) -> Reading:
     schedule = SCHEDULES.write(made.schedule, rounds=rounds)
-    if schedule is None:
+    text = OPTIMIZERS.write(made, lr=made.lr, schedule=made.schedule)
+    if schedule is None or text is None:
         return Reading(value=made, described=repr(made))
-    texts: dict[str, Any] = {
-        "optimizer": "sgd", "lr": made.lr, "weight_decay": made.weight_decay, "keep_optimizer": made.keep,
-        "momentum": 0.0, "nesterov": False, "schedule": schedule,
-    }  # fmt: skip
-    if isinstance(made, SGD):
-        texts |= {"momentum": made.momentum, "nesterov": made.nesterov}
-    elif isinstance(made, AdamW):
-        changed = [name for name in ("beta1", "beta2", "eps") if getattr(made, name) != getattr(AdamW, name)]
-        arguments = ", ".join(f"{name}={getattr(made, name)!r}" for name in changed)
-        texts["optimizer"] = f"adamw({arguments})" if changed else "adamw"
-    if make_optimizer(CompareSpec(**texts, rounds=rounds)) == made:
-        return Reading(value=made, texts=texts)
-    return Reading(value=made, described=repr(made))
+    return Reading(value=made, texts={"optimizer": text, "lr": made.lr, "schedule": schedule})
 
 
 def read_augment(value: Any, _values: Mapping[str, Any]) -> Reading:
@@ -221,24 +208,9 @@ def read_task(value: Any, _values: Mapping[str, Any]) -> Reading:
     return Reading(value=task, described=f"{task!r} of {describe_function(type(task))}")
 
 
-def read_seeds(value: Any, values: Mapping[str, Any]) -> Reading:
-    """Read a list of seeds."""
-    several = value if isinstance(value, Iterable) else [None]
-    seeds: list[Any] = [one.item() if isinstance(one, np.generic) else one for one in several]
-    if not all(type(seed) is int and seed >= 0 for seed in seeds):
-        raise UsageError("{}: give a number of seeds, or a list of whole numbers of 0 or more", Ref(seeds=value))
-    if first := values["first_seed"]:
-        raise UsageError(
-            f"first_seed={first} beside seeds={value!r}, which begin with their own: remove one of the two"
-        )
-    if seeds and seeds == list(range(seeds[0], seeds[0] + len(seeds))):
-        return Reading(value=tuple(seeds), texts={"seeds": len(seeds), "first_seed": seeds[0]})
-    return Reading(value=tuple(seeds), described=f"the seeds {', '.join(map(str, seeds))}")
-
-
 READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Reading]] = {
     "methods": read_methods, "data": read_data, "model": read_model, "loss": read_loss, "optimizer": read_optimizer,
-    "schedule": read_optimizer, "augment": read_augment, "newcomers": read_newcomers, "seeds": read_seeds,
+    "schedule": read_optimizer, "augment": read_augment, "newcomers": read_newcomers,
     "weights": read_weights, "task": read_task,
 }  # fmt: skip
 """Settings that may also be Python objects, and the function that reads each."""

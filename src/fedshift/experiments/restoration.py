@@ -81,8 +81,7 @@ def read_python_settings(directory: Path, given: Mapping[str, Any], code: Collec
     values = select_settings(kept, directory / FILE, allowed, given)
     values["methods"] = values.pop("method", None) or values.get("methods")
     values["device"] = resolve_device(RunSpec(device=values.get("device", RunSpec.device)))[0]
-    whole = {"optimizer": OF_OPTIMIZER, "seeds": ("seeds", "first_seed")}
-    replaced = {each for name, several in whole.items() if name in given for each in several}
+    replaced = set(OF_OPTIMIZER if "optimizer" in given else ())
     values = {name: value for name, value in values.items() if name not in replaced} | dict(given)
     for name in ("methods", "data"):
         if values.get(name) is None:

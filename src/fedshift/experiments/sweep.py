@@ -17,7 +17,6 @@ from typing import Any
 from ..config.expressions import split_expressions
 from ..config.spec import CompareSpec, SweepSpec
 from ..data.sources import parse_changes
-from ..methods import METHODS
 from ..report.curves import CurvePoint, format_setting
 from ..results.run_directory import to_file_name
 from ..results.summary import holds_run, read_summary
@@ -34,7 +33,7 @@ WHOLE = {
     "methods": "every combination compares all methods: list them with --methods",
     "log": "it changes no result: give it alone",
     **dict.fromkeys(
-        ("metric", "select", "target_metric", "seeds", "first_seed"),
+        ("metric", "select", "target_metric", "seeds"),
         "a sweep's table is over one such for all: give it alone",
     ),
 }
@@ -145,22 +144,11 @@ def check_combination(
 
 
 def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[Combination, CurvePoint]]:
-    """Yield the results so far of the combinations of sweep ``path`` that have started.
-
-    Methods have the same names in all combinations: as written, without additions from swept settings.
-    """
+    """Yield the results so far of the combinations of sweep ``path`` that have started."""
     for combination in wanted:
         folder = path / combination.folder
         if holds_run(folder):
-            study = read_summary(folder)
-            names = dict(zip(study.methods, (m.name for m in METHODS.parse_all(combination.spec.methods)), strict=True))
-            renamed = replace(
-                study,
-                rows=study.rows.assign(method=study.rows["method"].map(names)),
-                traffic=study.traffic.assign(method=study.traffic["method"].map(names)),
-                methods={names[name]: facts for name, facts in study.methods.items()},
-            )
-            yield combination, CurvePoint(combination.values, renamed)
+            yield combination, CurvePoint(combination.values, read_summary(folder))
 
 
 def _parse_expressions(combination: Combination) -> None:

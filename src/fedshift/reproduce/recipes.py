@@ -125,7 +125,7 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
     recipe = _merge(recipe, recipe.get("of", {}).get(coordinates.get("method"), {}))
     settings = {key: value for key, value in recipe.items() if key in SETTINGS}
     for key, value in coordinates.items():
-        if key in SETTINGS and key != "agc":
+        if key in SETTINGS:
             settings[key] = value
         templates = recipe.get("keys", {}).get(key, {})
         if templates and all(isinstance(each, Mapping) for each in templates.values()):
@@ -136,8 +136,8 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
     clip = recipe.get("clip") if clip is True else None if clip is False else clip
     method = str(settings["method"])
     settings["method"] = _fill_template(recipe.get("methods", {}).get(method, method), {**coordinates, "clip": clip})
-    if "agc" in coordinates and method != "fedwon":
-        settings["agc"] = clip
+    if clip and "agc" in coordinates and method != "fedwon":
+        settings["method"] = f"agc(clip={clip})+{settings['method']}"
     if settings.keys() & {"batches", "steps"}:
         settings.pop("epochs", None)
         if method == "fedmmb":

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import torch
 
+from ..config.seeds import parse_seeds
 from ..config.spec import DataSpec, RunSpec
 from ..core.kernel import client_final, client_init, client_step_, init_client, init_server
 from ..core.method import Method
@@ -201,7 +202,7 @@ class TimeEstimates:
         work = resolve_work(method, settings.work, len(sizes.train) - len(settings.newcomers))
         passed = [work.average_round(size) for size in members.values()]
         count, samples = (sum(found) / len(members) for found in zip(*passed, strict=True))
-        taking_part = len(settings.draw_participants(spec.first_seed, 1, tuple(members)))
+        taking_part = len(settings.draw_participants(parse_seeds(spec.seeds)[0], 1, tuple(members)))
         plain = not method.rules and method.gradient is None and method.aggregate.sums and method.scope == Scope()
         steps, visits = self._costs_of(spec, method, settings, sizes)
         together = plain and steps.apart and count == 1  # the engine identity combines all clients' steps
@@ -210,7 +211,7 @@ class TimeEstimates:
         looks = sum(map(settings.is_evaluated, range(1, settings.rounds + 1)))
         personal = method.scope.load != Scope().load or method.finetune or any(r.personalizes for r in method.rules)
         looked_at = bool(personal) * sum(sizes.tests) + (method.scope.send == Scope().send) * sizes.distinct
-        return float(spec.seeds * (whole + looks * looked_at * steps.look))
+        return float(len(parse_seeds(spec.seeds)) * (whole + looks * looked_at * steps.look))
 
     def _sizes_of(self, spec: RunSpec) -> _Sizes:
         asked = repr({name: getattr(spec, name) for name in ("data", *(field.name for field in fields(DataSpec)))})
@@ -254,7 +255,7 @@ def _make_plan(spec: RunSpec, method: Method, settings: Settings, sizes: _Sizes)
     """Return the plan of a run that uses only the surgery of ``method``."""
     shape, plain = tuple(sizes.shape), Method(name="plain", surgery=method.surgery)
     return make_plan(
-        plain, resolve_model(spec.model, shape), settings, spec.first_seed, sample=torch.zeros(1, *shape),
+        plain, resolve_model(spec.model, shape), settings, parse_seeds(spec.seeds)[0], sample=torch.zeros(1, *shape),
         classes=len(sizes.labels), labels=torch.tensor(sizes.labels), clients=1,
     )  # fmt: skip
 

@@ -21,12 +21,13 @@ from flwr.serverapp import Grid, ServerApp
 from typing_extensions import override
 
 from ...config.expressions import trust_only
+from ...config.seeds import parse_seeds
 from ...config.spec import CompareSpec, RunSpec
 from ...core.plan import Plan
 from ...data.federation import count_labels
 from ...engines.engine import Data
 from ...experiments.experiment import Experiment
-from ...experiments.factory import list_seeds, make_methods, make_settings, name_model, resolve_model
+from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
 from ...experiments.loggers import parse_loggers
 from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
@@ -223,7 +224,7 @@ class Coordinator:
         return Experiment(
             methods=methods, data=data, settings=settings,
             model=resolve_model(self.spec.model, data.sample_shape, data.task),
-            seeds=list_seeds(self.spec), config=asdict(self.spec), make_engine=make_engine,
+            seeds=parse_seeds(self.spec.seeds), config=asdict(self.spec), make_engine=make_engine,
             log=parse_loggers(self.spec.log),
         )  # fmt: skip
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Never
 
 from ...config.expressions import trust_only
+from ...config.seeds import parse_seeds
 from ...config.settings_file import FILE
 from ...data.sources import SCALES
 from ...experiments.experiment import Experiment
-from ...experiments.factory import list_seeds, make_methods, resolve_model
+from ...experiments.factory import make_methods, resolve_model
 from ...experiments.restoration import AT_SITE, load_spec, select_trials
 from ...results.run_directory import MACHINES, POPULATION
 from ...utils.errors import UsageError
@@ -40,7 +41,8 @@ def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
         data = registry.to_federation(spec.classes, spec.task).normalize(SCALES[scales.pop()])
         experiment = Experiment(
             methods=make_methods(spec), data=data, model=resolve_model(spec.model, data.sample_shape, data.task),
-            settings=registry.make_settings(spec), seeds=list_seeds(spec), config=asdict(spec), make_engine=_refuse,
+            settings=registry.make_settings(spec), seeds=parse_seeds(spec.seeds), config=asdict(spec),
+            make_engine=_refuse,
         )  # fmt: skip
     return select_trials(experiment)
 
