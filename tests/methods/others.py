@@ -95,3 +95,57 @@ class Clusters(Rule):
 @method
 def clusters(base):
     return base.with_rule(Clusters())
+
+
+class Styles(Rule):
+    """Brings each batch halfway to the mean and deviation of a client drawn from a bank, filled before round 1."""
+
+    def bind(self, plan):
+        neutral = torch.tensor([0.0, 1.0], dtype=plan.dtype)
+        own = Own(server={"bank": neutral[None]}, growing={"bank": (0,)})
+        prelude = Send.like({"style": neutral}, "client", passed_on=True)
+        return Bound(self, own=own, reads=Reads(first=64, draws=True), prelude=prelude)
+
+    def look(self, client):
+        if not client.prelude:
+            return {}
+        seen = []
+        client.run({"": lambda network, given: seen.append(given[0])})
+        return {"style": torch.stack([seen[0].mean(), seen[0].std()])}
+
+    def end(self, client):
+        return {}, {"style": client.memory["style"]} if client.prelude else {}
+
+    def fold(self, server):
+        if not server.prelude:
+            return Folded(server.memory)
+        return Folded({"bank": torch.stack([sent["style"] for sent in server.uploads])})
+
+    def batch(self, x, y, step):
+        bank = step.server["bank"]
+        mean, deviation = bank.index_select(0, (step.key % len(bank)).reshape(1))[0]
+        return (x + deviation * (x - x.mean()) / x.std() + mean) / 2, y
+
+
+@method
+def styles(base):
+    return base.with_rule(Styles())
+
+
+class Mixup(Rule):
+    """Trains on each sample mixed with another of the batch, by a share that each step draws."""
+
+    def bind(self, plan):
+        return Bound(self, reads=Reads(draws=True))
+
+    def batch(self, x, y, step):
+        return torch.lerp(x, x.flip(0), (step.key % 1000 / 1000).to(x)), y
+
+    def loss(self, loss, step):
+        other = step.criterion(step.outputs, step.y.flip(0))
+        return torch.lerp(loss, other, (step.key % 1000 / 1000).to(loss))
+
+
+@method
+def mixup(base):
+    return base.with_rule(Mixup())

@@ -1,4 +1,4 @@
-"""Four methods as a stranger would write them, composed with ours, on every engine and across machines."""
+"""Six methods as a stranger would write them, composed with ours, on every engine and across machines."""
 
 import ast
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.laws.course import make_trial
 from tests.methods import others, plain
 
 BASES = {"fedavg": Method, "ditto": ditto, "scaffold": scaffold, "fedbn": fedbn}
-OTHERS = ("clipped", "small_features", "layer_mixes", "clusters")
+OTHERS = ("clipped", "small_features", "layer_mixes", "clusters", "styles", "mixup")
 REFUSED = {
     ("clusters", "ditto"): "both make the client's model: choose one of the two",
     ("clusters", "scaffold"): "SCAFFOLD's control variate holds where every step moves every parameter",
@@ -64,7 +64,7 @@ def test_what_cannot_go_together_is_refused_for_its_reason(pair):
         plain.trial(made(pair))
 
 
-@pytest.mark.parametrize("engine", ["stacked", "pool"])
+@pytest.mark.parametrize("engine", ["stacked", "pool", pytest.param("ray", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pair", RUNNING, ids="+".join)
 def test_every_engine_equals_the_loop(pair, engine):
     if pair not in KNOWN:
@@ -93,7 +93,14 @@ def test_the_identity_engine_refuses_them_in_words(name):
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     "pair",
-    [("clipped", "ditto"), ("small_features", "scaffold"), ("layer_mixes", "fedbn"), ("clusters", "fedbn")],
+    [
+        ("clipped", "ditto"),
+        ("small_features", "scaffold"),
+        ("layer_mixes", "fedbn"),
+        ("clusters", "fedbn"),
+        ("mixup", "fedbn"),
+        *(("styles", base) for base in BASES if base != "fedavg"),
+    ],
     ids="+".join,
 )
 def test_sites_compute_what_one_process_does(pair, tmp_path):

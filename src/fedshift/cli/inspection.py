@@ -69,7 +69,10 @@ def describe_method(model: str, method: str, shape: tuple[int, ...], classes: in
     local = [row for row in facts.entries if not row["load"]]
     layers = len({row["name"].rpartition(".")[0] for row in local})
     parameters = sum(plan.initial[name].numel() for name in plan.trained)
-    yield Text("\n".join(("Leaves a client each round:", *map(str, group_disclosures(facts.leaves)))))
+    for once in (False, True):
+        if leaving := [each for each in facts.leaves if each.once == once]:
+            groups = group_disclosures(leaving)
+            yield Text("\n".join((f"Leaves a client {groups[0].when}:", *map(str, groups))))
     beside = [each for each in facts.leaves if each.source != MODEL]
     if beside:
         yield Text("Beside entries: " + ", ".join(f"{each.name} ({each.bytes:,} bytes)" for each in beside))

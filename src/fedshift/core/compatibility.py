@@ -137,10 +137,10 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
     if needs.plain_steps:
         _check_plain_steps(plan, needs.plain_steps, momentum=needs.momentum)
     for bound in plan.rules if needs.entries_only else ():
-        if bound.sends:
+        if bound.uploads:
             raise UsageError(
                 f"{name}: {bound.rule.source_method} sends more than the entries that {needs.entries_only} "
-                f"({', '.join(sorted(bound.sends))}): remove one of the two"
+                f"({', '.join(sorted(dict(bound.uploads)))}): remove one of the two"
             )
     for entry in plan.entries if needs.no_constant_buffers else ():
         sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
@@ -199,7 +199,7 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
                 "and statistics: add gn, ln, nonorm or fedwon"
             )
     for index, bound in enumerate(plan.rules):
-        beyond = [f"{send.reveals}: {entry!r}" for entry, send in bound.sends.items() if send.reveals != "update"]
+        beyond = [f"{send.reveals}: {entry!r}" for entry, send in bound.uploads if send.reveals != "update"]
         reads = {
             "changes the loss": index in plan.defines("loss"),
             "changes the batch": index in plan.defines("batch"),

@@ -89,8 +89,14 @@ class Glimpse(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LookContext(RoundContext):
-    """A client's round before local work."""
+    """A client's round before local work.
 
+    Args:
+        prelude: This is the exchange before round 1, in which the samples are those of a first pass.
+
+    """
+
+    prelude: bool
     _targets: Tensor
     _first: Glimpse
 
@@ -247,17 +253,19 @@ class EndContext(RoundContext):
         params: Trained entries of the model.
         buffers: Its other entries.
         steps: Steps of the round.
+        prelude: This is the exchange before round 1, which has no steps, and of which the client keeps nothing.
 
     """
 
     params: State
     buffers: State
     steps: int
+    prelude: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldContext:
-    """The server after a round.
+    """The server after a round, or after the exchange before round 1: the ``prelude``.
 
     Args:
         memory: The rule's memory on the server.
@@ -265,6 +273,7 @@ class FoldContext:
         received: The clients' rounds, in the same order.
         plan: The plan.
         server: The server before the round.
+        prelude: This is the exchange before round 1, in which :attr:`Bound.sets` are not computed.
 
     """
 
@@ -273,6 +282,7 @@ class FoldContext:
     received: Sequence[Received]
     plan: Plan
     server: ServerState
+    prelude: bool
 
 
 class Folded(NamedTuple):

@@ -134,7 +134,7 @@ GRAINS: tuple[Reveals, ...] = get_args(Reveals)
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """One tensor that every client uploads for a rule in each round.
+    """One tensor that every client uploads for a rule, in each round or once before round 1.
 
     Args:
         shape: Its shape, the same for all clients and rounds; what varies in length is padded.
@@ -183,6 +183,10 @@ class Bound:
         phases: When parameters are trained.
         reads: What it reads that must be declared.
         sends: What every client uploads for the rule in each round: exactly the tensors of :meth:`Rule.end`.
+        prelude: What every client uploads once, before round 1; nothing: the rule has no exchange there. In it, every
+            client that trains takes no step and sends no entries: :meth:`Rule.look` runs, on the samples of a first
+            pass, then :meth:`Rule.end`, and at the server :meth:`Rule.fold`. Clients keep nothing of it, and one that
+            joins later has no part in it.
         sets: Entries of the server that :meth:`Rule.fold` computes, in place of their aggregate.
         notices: What users should know before the rule runs, one sentence each.
 
@@ -193,8 +197,14 @@ class Bound:
     phases: tuple[Phase, ...] = field(default=(), kw_only=True)
     reads: Reads = field(default_factory=Reads, kw_only=True)
     sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
+    prelude: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
     sets: frozenset[str] = field(default=frozenset(), kw_only=True)
     notices: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def uploads(self) -> tuple[tuple[str, Send], ...]:
+        """All that clients upload for the rule, each with its name: before round 1, and in each round."""
+        return *self.prelude.items(), *self.sends.items()
 
     def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:
         """Return the phases of ``when``; unless one says otherwise, own parameters are trained during all steps."""

@@ -125,6 +125,7 @@ class LocalTrainingState:
         frozen: Whether BatchNorm's statistics are frozen.
         samples: Samples used this round.
         apart: The phase whose passes these are, which train a rule's own parameters alone, and do not count.
+        prelude: This is the exchange before round 1, which has no steps.
 
     """
 
@@ -142,6 +143,7 @@ class LocalTrainingState:
     frozen: bool
     samples: int = 0
     apart: Apart | None = None
+    prelude: bool = False
     counter: Tensor | None = None
 
     @property
@@ -233,14 +235,20 @@ def client_init(
 
 
 def load_state(
-    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
+    plan: Plan,
+    client: ClientState,
+    server: ServerState,
+    planned_steps: int = 0,
+    seen: Seen | None = None,
+    *,
+    prelude: bool = False,
 ) -> LocalTrainingState:
     """Return :func:`client_init`'s job over the tensors of server and client themselves: copy before a step."""
     contexts = [_context_between_rounds(plan, client, server, index) for index in range(len(plan.rules))]
     merged = _merge_loaded_and_personal(plan, client, server)
     state = _begin(plan, merged, contexts)
     if seen is not None and plan.defines("look"):
-        contexts = look(plan, contexts, state, seen)
+        contexts = look(plan, contexts, state, seen, prelude=prelude)
         state = _begin(plan, merged, contexts)
     for index, names in enumerate(plan.own_names):
         state = state | {name: client.memory[index][entry] for entry, name in names.items()}
@@ -259,6 +267,7 @@ def load_state(
         done=client.steps,
         planned_steps=planned_steps,
         frozen=server.round >= plan.freeze_from,
+        prelude=prelude,
     )
 
 
@@ -270,17 +279,19 @@ def _begin(plan: Plan, state: State, contexts: Sequence[RoundContext]) -> State:
     return state
 
 
-def look(plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen) -> list[RoundContext]:
+def look(
+    plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen, *, prelude: bool
+) -> list[RoundContext]:
     """Return the rules' contexts with their memories for the round, having looked at the model under ``state``."""
     return [
-        replace(each, memory=each.bound.rule.look(_look_context(plan, each, state, seen)))
-        if index in plan.defines("look")
+        replace(each, memory=each.bound.rule.look(_look_context(plan, each, state, seen, prelude=prelude)))
+        if index in plan.defines("look") and (each.bound.prelude or not prelude)
         else each
         for index, each in enumerate(contexts)
     ]
 
 
-def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen) -> LookContext:
+def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen, *, prelude: bool) -> LookContext:
     count = context.bound.reads.first
     x, y, layers = seen.x[:count], seen.y[:count], dict(plan.module.named_modules())
 
@@ -296,7 +307,7 @@ def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen) -
         return plan.loss(forward(plan, clone({**state, **entries}), x, training=False), y)
 
     given = {each.name: getattr(context, each.name) for each in fields(context)}
-    return LookContext(**given, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
+    return LookContext(**given, prelude=prelude, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
 
 
 def restart(plan: Plan, job: LocalTrainingState) -> LocalTrainingState:
@@ -549,12 +560,13 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
     memory, uploads = [], []
     for index, bound in enumerate(plan.rules):
         kept, sent = {name: job.memory[index][name] for name in bound.own.memory}, State()
-        if index in plan.defines("end"):
+        if index in plan.defines("end") and (bound.prelude or not job.prelude):
             facts, end = _client_facts(plan, job, index, together), bound.rule.end
             params, rest = ({name: together[name] for name in part} for part in (plan.params, plan.buffers))
             steps = job.done - job.start
-            kept, sent = end(EndContext(**facts, round=job.round, params=params, buffers=rest, steps=steps))
-        check_end(plan, index, kept, sent)
+            facts |= {"params": params, "buffers": rest, "steps": steps, "prelude": job.prelude}
+            kept, sent = end(EndContext(**facts, round=job.round))
+        check_end(plan, index, kept, sent, prelude=job.prelude)
         memory.append(kept | {entry: together[name] for entry, name in plan.own_names[index].items()})
         uploads.append(sent)
     client = ClientState(
@@ -563,5 +575,16 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
         memory=tuple(memory),
         steps=job.done,
     )
-    shared, steps = pick(state, plan.sent), job.done - job.start
+    shared, steps = {} if job.prelude else pick(state, plan.sent), job.done - job.start
     return client, Update(shared=shared, memory=tuple(uploads), weight=float(job.samples), steps=steps)
+
+
+def client_prelude(plan: Plan, samples: int, seen: Seen | None) -> Update:
+    """Return the upload of a client with ``samples`` in the exchange before round 1, which is of its data and the plan.
+
+    Server and clients start from the plan, so that nothing has to be received, and whoever asks again gets the same.
+
+    Raises :class:`UsageError` where a rule would upload or keep anything but what it declares.
+    """
+    job = load_state(plan, init_client(plan), init_server(plan), 0, seen, prelude=True)
+    return client_final(plan, replace(job, samples=samples))[1]

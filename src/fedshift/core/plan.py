@@ -133,6 +133,11 @@ class Plan:
         """The model's other entries, at their first values."""
         return pick(self.initial, self.initial.keys() - self.trained)
 
+    @cached_property
+    def prelude(self) -> bool:
+        """Return whether rules have an exchange before round 1."""
+        return any(bound.prelude for bound in self.rules)
+
     def defines(self, hook: str) -> tuple[int, ...]:
         """Return the positions of the rules that define ``hook``."""
         return self._defined[hook]

@@ -27,7 +27,7 @@ from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .compatibility import check_compatibility, check_rules
 from .declarations import Bound
-from .kernel import client_final, init_client, init_server, load_state
+from .kernel import client_final, client_prelude, init_client, init_server, load_state
 from .method import Method
 from .optimizer import Optimizer
 from .plan import Loss, Plan, Precision, compute_features, compute_outputs, forward, to_inputs, to_memory_format
@@ -187,6 +187,7 @@ def _check_sends(plan: Plan) -> None:
     """
     if not plan.defines("look"):
         client_final(plan, load_state(plan, init_client(plan), init_server(plan)))
+        client_prelude(plan, 1, None)
 
 
 def _refuse_unsupported(module: nn.Module) -> None:

@@ -82,18 +82,25 @@ class StreamingAggregator:
         )
 
     def _receive(self) -> list[Received]:
-        """Return what was received, in the order of the clients' names."""
-        method = self._plan.method
-        total = sum(self._weigh(name, update) for name, update in self._folded)
-        sizes = {name: method.weigh(samples=size, used=size) for name, size in self._sizes.items()}
-        everyone, kinds = sum(sizes.values()), tuple(map(type, method.rules))
-        return [
-            Received(
-                client=name, update=update, weight=self._weigh(name, update) / total, size=sizes[name],
-                share=sizes[name] / everyone, kinds=kinds,
-            )
-            for name, update in self._folded
-        ]  # fmt: skip
+        return receive(self._plan, self._folded, self._sizes)
+
+
+def receive(plan: Plan, updates: Sequence[tuple[str, Update]], sizes: Mapping[str, int]) -> list[Received]:
+    """Return ``updates``, in the order of the clients' names, as the server has received them.
+
+    ``sizes``: training samples of every client that trains.
+    """
+    method = plan.method
+    raw = [method.weigh(samples=sizes[name], used=update.weight) for name, update in updates]
+    weighed = {name: method.weigh(samples=size, used=size) for name, size in sizes.items()}
+    total, everyone, kinds = sum(raw), sum(weighed.values()), tuple(map(type, method.rules))
+    return [
+        Received(
+            client=name, update=update, weight=weight / total, size=weighed[name], share=weighed[name] / everyone,
+            kinds=kinds,
+        )
+        for (name, update), weight in zip(updates, raw, strict=True)
+    ]  # fmt: skip
 
 
 def _check_declared(plan: Plan, made: Aggregated) -> Aggregated:
@@ -109,18 +116,24 @@ def _check_declared(plan: Plan, made: Aggregated) -> Aggregated:
     return made
 
 
-def fold_rules(plan: Plan, server: ServerState, received: Sequence[Received]) -> tuple[tuple[State, ...], State]:
+def fold_rules(
+    plan: Plan, server: ServerState, received: Sequence[Received], *, prelude: bool = False
+) -> tuple[tuple[State, ...], State]:
     """Return the rules' memories on the server, and the entries that they compute.
 
     Raises :class:`UsageError` where a rule returns anything but what it declares.
     """
     memory, made, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
     for index in plan.defines("fold"):
+        if prelude and not plan.rules[index].prelude:
+            continue
         uploads = [each.update.memory[index] for each in received]
         seen = received if plan.rules[index].reads.entries else withheld
-        context = FoldContext(memory=memory[index], uploads=uploads, received=seen, plan=plan, server=server)
+        context = FoldContext(
+            memory=memory[index], uploads=uploads, received=seen, plan=plan, server=server, prelude=prelude
+        )
         folded = plan.rules[index].rule.fold(context)
-        check_fold(plan, index, *folded)
+        check_fold(plan, index, *folded, prelude=prelude)
         memory[index] = folded.memory
         made |= folded.entries
     return tuple(memory), made
@@ -134,3 +147,11 @@ def server_round(
     for name, update in updates.items():
         folding.add(name, update)
     return folding.finalize()
+
+
+def server_prelude(
+    plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int]
+) -> ServerState:
+    """Return the server after the exchange before round 1, given all its uploads by client name; no round is done."""
+    received = receive(plan, sorted(updates.items()), sizes)
+    return replace(server, memory=fold_rules(plan, server, received, prelude=True)[0])

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from ..core.aggregation import SummedUploads
 from ..core.declarations import Phase
-from ..core.kernel import ClientState, Seen, ServerState, Update
+from ..core.kernel import ClientState, Seen, ServerState, Update, client_prelude
 from ..core.plan import Plan
 from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
 from ..utils.errors import FedshiftError, UsageError
-from ..utils.random_streams import key_bits, stream
+from ..utils.random_streams import key_bits, stream, torch_stream
 from ..utils.state import State
+from ..utils.threads import limit_threads
 
 if TYPE_CHECKING:  # a worker has no tables and starts sooner without pandas
     from ..results.schema import Row
@@ -97,6 +98,23 @@ class Engine(ABC):
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:  # noqa: ARG003
         """Return why the engine cannot run ``plan`` on ``data``, as the end of a sentence; None where it can."""
         return None
+
+    def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
+        """Yield each of the clients ``names`` with its upload in the exchange before round 1.
+
+        They are run here, each on one thread, so that all engines give the same bits. A remote engine may leave out
+        clients that fail.
+        """
+        for name in names:
+            yield name, self.introduce_client(name)
+
+    def introduce_client(self, name: str) -> Update:
+        """Return a client's upload in the exchange before round 1."""
+        samples = len(self.data[name])
+        bounds = self.plan.work.batch_bounds(samples, self.plan.smallest_batch)
+        whole_pass = list(iterate_batches(self.seed, name, samples, bounds, range(len(bounds))))
+        with limit_threads(1), torch_stream(self.seed, "prelude", name):
+            return client_prelude(self.plan, samples, self.see(name, whole_pass))
 
     @abstractmethod
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:

@@ -33,7 +33,7 @@ from ..core.kernel import (
 )
 from ..core.method import Method
 from ..core.preparation import apply_surgery
-from ..core.server_round import StreamingAggregator
+from ..core.server_round import StreamingAggregator, server_prelude
 from ..core.work import square_uses
 from ..data.augmentation import check_augmentable
 from ..data.copies import number_samples
@@ -154,6 +154,8 @@ class Trial:
             self.train, lambda: init_client(self.plan), device, client_memory, self.plan.rule_names
         )
         self._known: PolicyContext | None = None
+        self._prelude: dict[str, int] = {}
+        self._prelude_seconds = 0.0
 
     @property
     def engine_choice(self) -> EngineChoice:
@@ -275,11 +277,27 @@ class Trial:
             "precision": self.settings.precision,
         }
 
+    def introduce(self) -> bool:
+        """Hold the exchange before round 1, where rules have one and it is still to come; return whether it was held.
+
+        All clients take part that can now, whatever a round's participation is.
+        """
+        if not self.plan.prelude or self._prelude or self.server.round:
+            return False
+        began = time.perf_counter()
+        updates = dict(self.engine.introduce(self.engine.find_available(self.clients.names)))
+        self.server = server_prelude(self.plan, self.server, updates, self._sizes)
+        up = 0 if self.plan.method.pooled else sum(map(uplink_bytes, updates.values()))
+        self._prelude, self._prelude_seconds = {"clients": len(updates), "up": up}, time.perf_counter() - began
+        return True
+
     def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundResult:
         """Run the next round, and evaluate if due; call ``progress(client, loss)`` as each client finishes.
 
-        Raises ``Diverged`` if a loss becomes NaN; the trial is then in its state before the round.
+        What :meth:`introduce` uploads counts in round 1. Raises ``Diverged`` if a loss becomes NaN; the trial is then
+        in its state before the round.
         """
+        self.introduce()
         began = time.perf_counter()
         self.clients.spill(self.server.round)
         number = self.server.round + 1
@@ -289,7 +307,7 @@ class Trial:
         rows: list[Row] = []
         after_work: list[Row] = []
         measures, measuring = self._measures_trained(number), 0.0
-        down, up = len(names) * self._downlink_bytes(), 0
+        down, up = len(names) * self._downlink_bytes(), self._prelude.get("up", 0) if number == 1 else 0
         for name, trained in self._train(names):
             with timed_section("aggregation"):
                 folding.add(name, trained.update, trained.summed)
@@ -315,7 +333,7 @@ class Trial:
         self.clients.put(after)
         if is_recording():
             add_seconds({OPERATIONS: sum(row["samples"] for row in rows) * self._operations})
-        seconds = time.perf_counter() - began - measuring
+        seconds = time.perf_counter() - began - measuring + (self._prelude_seconds if number == 1 else 0)
         rows.sort(key=lambda row: self._place[row["client"]])
         rows += sorted(after_work, key=lambda row: self._place[row["client"]])
         if self.settings.is_evaluated(number):
@@ -436,7 +454,7 @@ class Trial:
 
     def to_tensors(self) -> tuple[State, dict[str, Any]]:
         """Return all state as flat tensors and JSON facts, without clients that never took part."""
-        facts = {"round": self.server.round, "identity": self.identity}
+        facts = {"round": self.server.round, "identity": self.identity, "prelude": self._prelude}
         return self._server_tensors() | self.clients.tensors(), facts
 
     def save(self, folder: Path, *names: str) -> None:
@@ -455,7 +473,7 @@ class Trial:
     def _facts(self) -> dict[str, Any]:
         engine = (self.choice.engine, self.choice.threads) if self.choice and self.server.round else None
         facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
-        facts["products"] = list_products(self.plan.module)
+        facts |= {"products": list_products(self.plan.module), "prelude": self._prelude}
         return facts | (self._engine.facts() if self._engine else {})
 
     def _server_tensors(self) -> State:
@@ -485,6 +503,7 @@ class Trial:
         if self.settings.engine == "auto" and facts.get("engine"):  # another engine would round differently
             name, threads = facts["engine"]
             self.choice = EngineChoice(engine=name, threads=threads, reason=BEGUN)
+        self._prelude = dict(facts.get("prelude", {}))
         self._restore_products(facts.get("products", {}))
         if self._engine:
             self._engine.restore(facts)

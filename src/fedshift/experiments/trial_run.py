@@ -105,12 +105,12 @@ class TrialRun:
 
     def train(self) -> None:
         """Train the next round; :meth:`round` then saves it."""
-        self._trained = self.trial.advance(self.progress)
+        self._trained = self._advance()
 
     def round(self) -> tuple[Row, RoundResult]:
         """Run the next round and save it; return its line in ``rounds.jsonl``, and its outcome."""
         trial, folder = self.trial, self.folder
-        outcome, self._trained = self._trained or trial.advance(self.progress), None
+        outcome, self._trained = self._trained or self._advance(), None
         self._before, elapsed = time.perf_counter(), time.perf_counter() - self._before
         cost = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
         cost |= {"elapsed": elapsed, "ended": format_now(), "engine": trial.engine_choice.engine}
@@ -124,6 +124,12 @@ class TrialRun:
                 self._record_lag()
             trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
         return cost, outcome
+
+    def _advance(self) -> RoundResult:
+        """Train the next round; the exchange before round 1 is saved by itself, so that it is not held twice."""
+        if self.trial.introduce():
+            self.trial.save(self.folder, CHECKPOINT)
+        return self.trial.advance(self.progress)
 
     def end(self) -> tuple[str, ...]:
         """Record what is left to record of a trial that has had its last round; return its notices."""

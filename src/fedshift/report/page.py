@@ -318,7 +318,13 @@ def _leaving_table(method: MethodSummary) -> TextTable:
     """Return a table of what leaves a client in a round: what it reveals, and who receives it."""
     header = ("sent", "of", "bytes", "reveals", "received by")
     rows = [
-        (join_some(group.names, shown=NAMED), group.source, f"{group.bytes:,}", group.reveals, group.receivers)
+        (
+            join_some(group.names, shown=NAMED) + (f" ({group.when})" if group.members[0].once else ""),
+            group.source,
+            f"{group.bytes:,}",
+            group.reveals,
+            group.receivers,
+        )
         for group in group_disclosures(method.leaves)
     ]
     return make_table(header, rows)

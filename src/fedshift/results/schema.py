@@ -263,8 +263,9 @@ class MethodSummary:
 
     ``entries``: one mapping for each named entry with ``name``, ``type`` (of the owning module), ``shape``, ``bytes``,
     ``buffer``, ``load``, ``send``, ``trained`` (bools). ``down``/``up``: bytes for one client in one round.
-    ``leaves``: all that leaves a client in a round; ``kept``: what the server keeps of single clients, in words.
-    ``has_global``: whether the server holds a whole model. ``pooled``: whether all data train together in one place.
+    ``leaves``: all that leaves a client, in a round or before the first; ``kept``: what the server keeps of single
+    clients, in words. ``has_global``: whether the server holds a whole model. ``pooled``: whether all data train
+    together in one place.
     """
 
     text: str

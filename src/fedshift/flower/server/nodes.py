@@ -30,7 +30,7 @@ MOST_PULLS, PATIENCE = 64, 0.5
 """Maximum number of answers to fetch at a time, and seconds to wait for them before processing those that arrived."""
 LONGEST = 500
 """Maximum number of characters to show of a site's text."""
-KINDS = {"describe": "query", "end": "query", "train": "train", "evaluate": "evaluate"}
+KINDS = {"describe": "query", "end": "query", "introduce": "query", "train": "train", "evaluate": "evaluate"}
 """Flower's message types."""
 FAILED = (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.INVALID_FAB)
 """Errors that a connected node reports; other errors mean that the message or its answer was lost."""

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ...core.compatibility import check_client_count
 from ...core.disclosure import like_sends
-from ...core.kernel import ClientState, ServerState, broadcast
+from ...core.kernel import ClientState, ServerState, Update, broadcast
 from ...core.plan import Plan
 from ...data.federation import Federation
 from ...engines.engine import ClientResult, Data, Diverged, Engine
@@ -25,8 +25,8 @@ from ...evaluation.metrics import measured_splits
 from ...experiments.settings import Settings
 from ...results.schema import REESTIMATED, Row
 from ...utils.errors import FedshiftError
-from ...utils.state import State, join_states, pick
-from ..transport.arrays import RefusedMessage, check_update, from_record, to_record
+from ...utils.state import State, join_states, pick, split_state
+from ..transport.arrays import RefusedMessage, check_state, check_update, from_record, to_record
 from ..transport.exchange import Exchange
 from .answers import RowReader, read_evaluated, read_trained, refusing
 from .history import SUSPICIOUS, SpoiledModel, TrialHistory
@@ -57,7 +57,7 @@ class RemoteEngine(Engine):
         self._sizes = UpdateSizes(update_bound)
         least = min(min_clients, len(settings.draw_participants(seed, 1, tuple(data))))
         check_client_count(plan.method.aggregate, least)
-        self._memory = like_sends(plan)
+        self._memory, self._prelude = like_sends(plan), like_sends(plan, prelude=True)
         self._most_bytes = sum(each.bytes + HEADER for each in list_disclosures(plan))
         self._rows = RowReader(federation.task, federation.classes)
 
@@ -66,6 +66,30 @@ class RemoteEngine(Engine):
         """Return the connected clients, once there are enough of them."""
         self.nodes.wait(min(self.min_clients, len(names)), self.seconds, frozenset(names))
         return tuple(name for name in names if name in self.nodes.online)
+
+    @override
+    def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
+        left_out = self.history.read_left_out().get(1)
+        asked = [name for name in names if name != left_out]
+        enough, updates = min(self.min_clients, len(asked)), dict[str, Update]()
+        question = Exchange(kind="introduce", facts={"trial": self.description, "round": 0})
+        self.nodes.allow(self._most_bytes)
+        for name, answer in self.nodes.ask(dict.fromkeys(asked, question), enough, self.seconds):
+            try:
+                _, arrays = _check_answer(name, answer, "introduced", 0)
+                with refusing("its upload cannot be read"):
+                    memory = self._to_device(arrays["memory"])
+                    check_state(memory, self._prelude, "the upload's rule memory")
+                    parts = split_state(self.plan.rule_names, memory)
+                updates[name] = Update(shared={}, memory=parts, weight=float(len(self.data[name])), steps=0)
+            except FedshiftError as error:
+                self.nodes.say(f"before round 1: {name} is left out: {error}")
+        if len(updates) < enough:
+            raise FedshiftError(
+                f"before round 1: of {len(asked)} clients that were asked, {len(updates)} sent an upload that can be "
+                f"used; {enough} must (--min-clients). Nothing is trained yet: continue with --resume"
+            )
+        yield from updates.items()
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
@@ -223,7 +247,7 @@ def _check_answer(
     said = answer.kind, answer.facts.get("name"), answer.facts.get("round")
     if said != (kind, name, round):
         raise RefusedMessage(f"it answers {said[0]!r} as {said[1]!r} for round {said[2]}, where {kind!r} was asked")
-    wanted = {"shared", "memory"} if kind == "trained" else set[str]()
+    wanted = {"trained": {"shared", "memory"}, "introduced": {"memory"}}.get(kind, set[str]())
     if missing := wanted - answer.arrays.keys():
         raise RefusedMessage(f"it sent no {' and no '.join(sorted(missing))} entries")
     if extra := answer.arrays.keys() - wanted:

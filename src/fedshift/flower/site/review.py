@@ -79,7 +79,7 @@ class TrialReview:
 
     @property
     def leaving(self) -> tuple[Disclosure, ...]:
-        """Entries of the model, and what rules send beside them, that leave the site each round."""
+        """Entries of the model, and what rules send beside them, that leave the site each round or before round 1."""
         return () if self.validates else list_disclosures(self.plan)
 
     @property
@@ -105,7 +105,9 @@ class TrialReview:
         """Return the review as lines of text."""
         leaving = {each.name for each in self.leaving}
         staying = [name for name in self.plan.initial if name not in leaving]
-        groups = [f"leaves each round: {group}: {', '.join(group.names)}" for group in group_disclosures(self.leaving)]
+        groups = [
+            f"leaves {group.when}: {group}: {', '.join(group.names)}" for group in group_disclosures(self.leaving)
+        ]
         measured = "loss, sizes and counts by class of its test and validation samples"
         told = f"numbers of training samples and steps, mean training loss; {measured}, without noise"
         work = f"a round: {describe_work(self.plan.work)}; {describe_optimizer(self.plan.optimizer)}"

@@ -224,12 +224,18 @@ class Site:
         """
         answer = self._find_answer(asked)
         self._ledger = self._ledger or Ledger(self.folder, VALIDATES if self.validates else TRAINS)
-        trained = [trial.plan for trial in self._trials.values()] if answer.kind == "trained" else []
-        self._ledger.write(asked, answer, list_disclosures(trained[-1]) if trained else ())
+        once = {"introduced": True, "trained": False}.get(answer.kind)
+        leaving = [each for trial in self._trials.values() for each in list_disclosures(trial.plan)]
+        self._ledger.write(asked, answer, [each for each in leaving if each.once is once])
         return answer
 
     def _find_answer(self, asked: Exchange) -> Exchange:
-        answers = {"describe": self._describe, "train": self._train, "evaluate": self._evaluate}
+        answers = {
+            "describe": self._describe,
+            "introduce": self._introduce,
+            "train": self._train,
+            "evaluate": self._evaluate,
+        }
         try:
             question = self.checked(asked, asked.run)
             if question.kind == "end":
@@ -296,10 +302,22 @@ class Site:
             except FedshiftError as error:
                 self.say(f"the model of {trial.plan.method.name} is not exported: {error.render(as_flag)}")
 
-    def _train(self, asked: Exchange) -> Exchange:
+    def _introduce(self, asked: Exchange) -> Exchange:
+        """Answer with what rules send once, before round 1: the same however often it is asked."""
+        trial = self._trial_to_train(asked)
+        update = trial.engine.introduce_client(trial.kept.name)
+        check_upload(trial.plan, update.shared, update.memory, prelude=True)
+        self.say(f"{trial.plan.method.name}, before round 1: {update.weight:.0f} samples")
+        arrays = {"memory": to_record(join_states(trial.plan.rule_names, update.memory))}
+        return Exchange(kind="introduced", facts={"name": trial.kept.name, "round": 0}, arrays=arrays)
+
+    def _trial_to_train(self, asked: Exchange) -> _Trial:
         if self.validates:
             raise RefusedMessage(f"this site {VALIDATES} (join --validate-only): it trains nothing")
-        trial = self._trial(asked.facts["trial"])
+        return self._trial(asked.facts["trial"])
+
+    def _train(self, asked: Exchange) -> Exchange:
+        trial = self._trial_to_train(asked)
         server, base = self._broadcast(trial.plan, trial.plan.received, asked)
         round = server.round + 1
         client, reached = trial.kept.load_after(base), self.past.reached(trial.name)
