@@ -1,0 +1,121 @@
+"""Law 5 and the rules' own: what a rule declares is what it does, and it leaves alone what is another's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fedshift.core.kernel import client_init, compute_gradients, init_client, init_server, transform_gradients
+from fedshift.core.server_round import fold_rules, receive
+from fedshift.methods.agc import agc
+from fedshift.methods.fedavg import fedavg
+from fedshift.methods.feddyn import feddyn
+from fedshift.methods.fedprox import fedprox
+from fedshift.methods.scaffold import scaffold
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import is_equal
+from tests.laws.conftest import FEDERATED, METHODS, by_name
+from tests.laws.course import ROUNDS, make_trial
+from tests.laws.test_methods import ADDING
+from tests.methods.others import ClipNorm
+
+SIZES = {"a": 21, "b": 16, "c": 9}
+CHANGING = [agc(clip=0.05), fedprox(mu=0.5), scaffold(), feddyn(alpha=0.5), fedavg().with_rule(ClipNorm(0.1))]
+"""Methods whose rules change gradients, as every such method of the catalog."""
+WITH_RULES = [method for method in FEDERATED if method.rules]
+
+
+def without_dropout(shape, classes):
+    """Layers of the laws' network that draw nothing."""
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
+        nn.Linear(4 * shape[1] * shape[2], 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, classes),
+    ).double()  # fmt: skip
+
+
+def test_the_methods_that_change_gradients_are_those_of_the_catalog():
+    known = {type(rule) for method in CHANGING for rule in method.rules}
+    found = {
+        type(bound.rule)
+        for method in METHODS
+        for plan in [make_trial(method).plan]
+        for index, bound in enumerate(plan.rules)
+        if index in plan.defines("gradients")
+    }
+    assert found == known - {ClipNorm}
+
+
+@pytest.mark.parametrize("change", CHANGING, ids=lambda method: str(method.rules))
+@pytest.mark.parametrize("method", ADDING, ids=by_name)
+def test_no_rule_changes_the_gradients_of_anothers_parameters(method, change):
+    """Nor those of another's network, unless it treats all networks alike."""
+    try:
+        plan = make_trial(replace(method, rules=(*method.rules, *change.rules))).plan
+    except UsageError:  # as the composition tests demand
+        return
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=9)
+    grads = {name: torch.rand_like(tensor) for name, tensor in job.params.items()}
+    found = transform_gradients(plan, job, grads, torch.tensor(3))
+    alike = any(bound.rule.on_copies for bound in plan.rules)
+    assert found.keys() == grads.keys()
+    for names, bound in zip(plan.own_names, plan.rules, strict=True):
+        spared = bound.own.params if alike else {**bound.own.params, **bound.own.model}
+        assert all(torch.equal(found[names[e]], grads[names[e]]) for e in spared if names[e] in grads)
+
+
+@pytest.mark.parametrize("method", WITH_RULES, ids=by_name)
+def test_the_server_computes_the_entries_that_a_rule_sets_and_no_others(course, method):
+    running = course(method)
+    plan, before = running.plan, running.start
+    sets = frozenset().union(*(bound.sets for bound in plan.rules))
+    for number in range(1, ROUNDS + 1):
+        moment = running[number]
+        memory, made = fold_rules(plan, before, receive(plan, sorted(moment.updates.items()), SIZES))
+        assert made.keys() == sets
+        assert all(torch.equal(moment.server.shared[name], tensor) for name, tensor in made.items())
+        assert all(map(is_equal, memory, moment.server.memory))
+        for bound, state in zip(plan.rules, memory, strict=True):
+            assert state.keys() == bound.own.server.keys()
+            for name, first in bound.own.server.items():
+                free = bound.own.growing.get(name, ())
+                assert state[name].dtype == first.dtype
+                lengths = zip(state[name].shape, first.shape, strict=True)
+                assert all(now == was or axis in free for axis, (now, was) in enumerate(lengths)), name
+        before = moment.server
+
+
+@pytest.mark.parametrize("method", METHODS, ids=by_name)
+def test_another_key_of_a_step_changes_nothing_unless_draws_are_declared(method):
+    plan = make_trial(method, model=without_dropout).plan
+    client, x, y = init_client(plan), torch.rand(8, 1, 5, 5, dtype=torch.float64), torch.arange(8) % 3
+    job = client_init(plan, client, init_server(plan), planned_steps=2)
+    for apart in (None, *plan.before, *plan.after):
+        now = replace(job, apart=apart)
+        one, other = (compute_gradients(plan, now, x, y, torch.tensor(key)) for key in (1, 2**40 + 1))
+        if not plan.draws:
+            assert is_equal(one[0], other[0])
+            assert is_equal(one[1], other[1])
+
+
+def test_the_rules_that_draw_are_these():
+    plans = [make_trial(method, model=without_dropout).plan for method in METHODS]
+    drawing = {bound.rule.source_method for plan in plans for bound in plan.rules if bound.reads.draws}
+    assert drawing == {"fedsr", "feddg_elcfs", "partialfed_adaptive"}
+
+
+@pytest.mark.parametrize("method", ADDING, ids=by_name)
+def test_own_parameters_stay_within_their_bounds(course, method):
+    running = course(method)
+    for index, bound in enumerate(running.plan.rules):
+        for number in range(1, ROUNDS + 1):
+            for client in running[number].clients.values():
+                for name, (least, most) in bound.own.bounds.items():
+                    value = client[f"memory/{running.plan.rule_names[index]}/{name}"]
+                    assert bool((value >= least).all() and (value <= most).all()), name
+
+
+def test_some_method_has_bounds():
+    assert {bound.rule.source_method for m in ADDING for bound in make_trial(m).plan.rules if bound.own.bounds} == {
+        "apfl", "fedala",
+    }  # fmt: skip
