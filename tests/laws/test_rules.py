@@ -7,18 +7,21 @@ import torch
 from torch import nn
 
 from fedshift.core.kernel import client_init, compute_gradients, init_client, init_server, transform_gradients
+from fedshift.core.optimizer import SGD, StepDecay
 from fedshift.core.server_round import fold_rules, receive
+from fedshift.engines import stepper
 from fedshift.methods.agc import agc
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.feddyn import feddyn
 from fedshift.methods.fedprox import fedprox
+from fedshift.methods.moon import moon
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.laws.conftest import FEDERATED, METHODS, by_name
-from tests.laws.course import ROUNDS, make_trial
+from tests.laws.course import ROUNDS, make_trial, unequal
 from tests.laws.test_methods import ADDING
-from tests.methods.others import ClipNorm
+from tests.methods.others import ClipNorm, mixup, styles
 
 SIZES = {"a": 21, "b": 16, "c": 9}
 CHANGING = [agc(clip=0.05), fedprox(mu=0.5), scaffold(), feddyn(alpha=0.5), fedavg().with_rule(ClipNorm(0.1))]
@@ -102,6 +105,48 @@ def test_the_rules_that_draw_are_these():
     plans = [make_trial(method, model=without_dropout).plan for method in METHODS]
     drawing = {bound.rule.source_method for plan in plans for bound in plan.rules if bound.reads.draws}
     assert drawing == {"fedsr", "feddg_elcfs", "partialfed_adaptive"}
+
+
+def acts_in_steps(method):
+    plan = make_trial(method).plan
+    return bool(plan.defines("loss") or plan.defines("batch"))
+
+
+ACTING = [method for method in METHODS if acts_in_steps(method)]
+DRAWING = [styles(), mixup()]
+"""Methods that change batches, of which the catalog has none."""
+
+
+@pytest.mark.parametrize("method", ACTING + DRAWING, ids=by_name)
+def test_recorded_steps_of_rules_are_the_others_bit_for_bit(course, monkeypatch, method):
+    """Over rounds in which loaded entries, memories and the server's all change."""
+    made = []
+
+    class Counted(stepper.Tape):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            made.append(self)
+
+    def refuse(*given, **named):
+        raise stepper.Untraceable
+
+    ends = []
+    for tape in (Counted, refuse):
+        monkeypatch.setattr(stepper, "Tape", tape)
+        running = make_trial(method, "stacked", data=unequal({"a": 16, "b": 16, "c": 8}))
+        for _ in range(ROUNDS):
+            running.advance()
+        ends.append(running.to_tensors()[0])
+    assert made
+    assert is_equal(*ends)
+
+
+def test_steps_of_rules_are_not_recorded_where_their_rate_changes_each_round(monkeypatch):
+    made = []
+    monkeypatch.setattr(stepper, "Tape", lambda *given, **named: made.append(given))
+    running = make_trial(moon(), "stacked", optimizer=SGD(lr=0.1, schedule=StepDecay(every=1, gamma=0.9)))
+    running.advance()
+    assert not made
 
 
 @pytest.mark.parametrize("method", ADDING, ids=by_name)

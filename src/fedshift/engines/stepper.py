@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.kernel import (
     LocalTrainingState,
@@ -59,7 +60,7 @@ class Stepper:
         self._plan, self._shared = plan, shared
         self.template = Lock()  # whoever runs the plan's module exchanges its tensors
         self._tapes: dict[object, Tape | None] = {}
-        self._objective_alone = not (plan.defines("loss") or plan.defines("batch"))
+        self._rules_act = bool(plan.defines("loss") or plan.defines("batch"))
         self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
 
     def step(
@@ -120,6 +121,18 @@ class Stepper:
         params = {n: tensor.expand(len(x), *tensor.shape) if n in shared else tensor for n, tensor in params.items()}
         return (params, rest, *stack[2:]), loss
 
+    def _may_record(self, job: LocalTrainingState) -> bool:
+        """Return whether the step may be recorded; rules may read the rate and the round, which a tape holds constant.
+
+        A tape for each round would cost more than it saves.
+        """
+        lasts = self._plan.optimizer.lr_in_round(job.round + 1) == job.lr and not self._plan.reads.round
+        return not job.apart and (lasts or not self._rules_act)
+
+    def _list_read(self, job: LocalTrainingState, stack: Stack) -> tuple[Any, ...]:
+        """Return what rules read in a step beside what it changes, which a tape must not hold constant."""
+        return (stack[3:], job.global_params, job.server_memory, job.steps) if self._rules_act else ()
+
     def _update_lane(self, job: LocalTrainingState, grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
         lane = replace_parts(job, own)
         after = update_(self._plan, lane, transform_gradients(self._plan, lane, grads, key), rest, 0)
@@ -144,23 +157,30 @@ class Stepper:
         held = held or {}
         count, end = len(params), len(params) + len(rest)
         factors = [tensor for each in held.values() for tensor in each.factors()]
+        last_factor = end + 3 + len(factors)
+        read, spec = tree_flatten(self._list_read(job, stack))
 
         def run(*flat: Tensor) -> list[Tensor]:
             own, before = dict(zip(params, flat, strict=False)), dict(zip(rest, flat[count:end], strict=True))
-            pairs = zip(held.items(), flat[end + 3 :: 2], flat[end + 4 :: 2], strict=True)
+            pairs = zip(held.items(), flat[end + 3 : last_factor : 2], flat[end + 4 : last_factor : 2], strict=True)
             lanes = {name: (s_KRO, x_KRI, each.fast) for (name, each), s_KRO, x_KRI in pairs}
+            now, around = job, stack[3:]
+            if self._rules_act:
+                around, loaded, server, steps = tree_unflatten(list(flat[last_factor:]), spec)
+                now = replace(job, global_params=loaded, server_memory=server, counter=steps)
             with self.template:
-                parts = own, before, *stack[3:]
+                parts = own, before, *around
                 batch = flat[end : end + 3]
-                grads, after, loss = _compute_lanes(self._plan, job, parts, *batch, shared=self._shared, held=lanes)
+                grads, after, loss = _compute_lanes(self._plan, now, parts, *batch, shared=self._shared, held=lanes)
             pairs_of = [tensor for name in held for tensor in grads.pop(name)]
             return [*grads.values(), *after.values(), loss, *pairs_of]
 
-        inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys, *factors)
+        inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys, *factors, *read)
         tape = None
-        if recorded and self._objective_alone and not job.apart:
-            kind = x.shape, y.shape, job.frozen, *(factor.shape for factor in factors), list_updates(self._plan, job)
-            factored = count - len(held) if self._plan.subtracts and not self._shared else 0
+        if recorded and self._may_record(job):
+            shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
+            kind = shapes, job.frozen, job.lr if self._rules_act else None, list_updates(self._plan, job)
+            factored = count - len(held) if self._plan.subtracts and not (self._shared or self._rules_act) else 0
             if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
                 try:
                     self._tapes[kind] = Tape(run, inputs, factored=factored)
