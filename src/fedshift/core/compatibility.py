@@ -18,7 +18,6 @@ from .method import Method
 from .optimizer import SGD
 from .plan import Plan
 from .requirements import Requirements
-from .selection import norm_layers
 
 NAMED = 5
 """Most names that a message lists."""
@@ -141,13 +140,6 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
             raise UsageError(
                 f"{name}: {bound.rule.source_method} sends more than the entries that {needs.entries_only} "
                 f"({', '.join(sorted(dict(bound.uploads)))}): remove one of the two"
-            )
-    for entry in plan.entries if needs.no_constant_buffers else ():
-        sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
-        if sent and entry.is_buffer and not norm_layers(entry):
-            raise UsageError(
-                f"{name}: entry {entry.name!r} is a buffer of a {entry.layer}, "
-                f"{needs.no_constant_buffers}: register it with persistent=False, or keep it on clients"
             )
 
 

@@ -15,7 +15,8 @@ class Requirements:
 
     Args:
         shared_entries: Clients load parameters that they train. Begins the refusal: what the part does with them.
-        several_steps: Clients may take more than one step a round. Begins the refusal: why one step is too few.
+        several_steps: Clients may take more than one step a round. Begins the refusal: why one step is too few; and the
+            notice where a round turns out to be one step, by the sizes of clients, of which a plan knows nothing.
         plain_steps: Each local step moves every parameter along its gradient, starting from the loaded values: SGD
             without momentum, and no rule that changes the start or has phases for entries of the model. Begins the
             refusal: the claim that holds only then.
@@ -30,5 +31,4 @@ class Requirements:
     plain_steps: str = ""
     momentum: bool = False
     entries_only: str = ""
-    no_constant_buffers: str = ""
     classes: str = ""

@@ -13,6 +13,7 @@ round and entry, all of which a run directory holds: that is for experiments tha
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..core.kernel import ServerState
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
+from ..core.selection import norm_layers
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal, stream
 from ..utils.state import State, clone
@@ -40,10 +42,7 @@ class PrivateMean(Aggregation):
     noise_multiplier: float
     delta: float
     secret: bool
-    requires = Requirements(
-        entries_only="dp clips, which noise does not hide",
-        no_constant_buffers="to which dp would add noise even if it is a constant",
-    )
+    requires = Requirements(entries_only="dp clips, which noise does not hide")
     passes_on = False
 
     def __post_init__(self) -> None:
@@ -56,6 +55,17 @@ class PrivateMean(Aggregation):
             raise UsageError(
                 "clipping_norm=inf bounds nothing, so that no noise hides it: give a clip, or noise_multiplier=0"
             )
+
+    @override
+    def bind(self, plan: Plan) -> Self:
+        for entry in plan.entries:
+            sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
+            if sent and entry.is_buffer and not norm_layers(entry):
+                raise UsageError(
+                    f"method {plan.method.name!r}: entry {entry.name!r} is a buffer of a {entry.layer}, to which dp "
+                    "would add noise even if it is a constant: register it with persistent=False, or keep it on clients"
+                )
+        return self
 
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
