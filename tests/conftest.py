@@ -113,12 +113,13 @@ class LastingWorkers(Workers):
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_workers():
-    """Let all pools of this process train in the same worker processes, of which each takes seconds to start."""
+    """Let engines, runs and searches of this process use the same worker processes: each takes seconds to start."""
     workers = LastingWorkers()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("fedshift.engines.spread.Workers", lambda: workers)
+        for module in ("engines.spread", "experiments.experiment", "experiments.run_queue", "diagnosis.search"):
+            patched.setattr(f"fedshift.{module}.Workers", lambda: workers)
         patched.syspath_prepend(Path(__file__).parents[1])  # where they find tests' own modules
-        yield
+        yield workers
     Workers.close(workers)
 
 

@@ -25,7 +25,6 @@ from fedshift.engines.spread import Pool, Ray
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.execution.executor import InProcess
-from fedshift.utils.execution.workers import Workers
 from fedshift.utils.profiling import record_seconds
 from fedshift.utils.state import is_equal
 from tests.engines.conftest import (
@@ -47,21 +46,13 @@ RAY = pytest.param("ray", marks=pytest.mark.slow)
 BOTH = pytest.mark.parametrize("engine", ["pool", RAY])
 
 
-@pytest.fixture(scope="module")
-def workers():
-    """Worker processes that the tests share, as the trials of a run do."""
-    opened = Workers()
-    yield opened
-    opened.close()
-
-
 @pytest.fixture
-def begin(workers):
+def begin(shared_workers):
     """Begin a trial of an engine; it is closed at the end."""
     begun = []
 
     def make(engine, *given, **options):
-        shared = {"executor": workers} if engine == "pool" else {}
+        shared = {"executor": shared_workers} if engine == "pool" else {}
         begun.append(trial(engine, *given, **shared, **options))
         return begun[-1]
 
@@ -71,12 +62,13 @@ def begin(workers):
 
 
 @pytest.fixture
-def spread_over(workers):
+def spread_over(shared_workers):
     """Make an engine of a plan; it is closed at the end."""
     made = []
 
     def make(engine, plan, at_once=2):
-        made.append(Pool(plan, DATA, 0, at_once, executor=workers) if engine == "pool" else Ray(plan, DATA, 0, at_once))
+        pool = partial(Pool, executor=shared_workers)
+        made.append((pool if engine == "pool" else Ray)(plan, DATA, 0, at_once))
         return made[-1]
 
     yield make
