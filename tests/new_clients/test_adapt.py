@@ -135,8 +135,8 @@ def test_some_of_the_methods_and_seeds_alone(cli, make, tiny_folder, tmp_path):
     lines = cli(*words, "--methods", "fedprox*,gn", "--seeds", 1, "--save", "saved").out.splitlines()
     assert lines[0] == "Test accuracy in percent of new clients, one seed, last round"
     titles = [line.split()[0] for line in lines if "global model" in line and "note" not in line]
-    assert titles == ["fedprox(mu=0.1):", "fedavg+gn:"]
-    assert {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()} == {"fedprox-mu=0.1", "fedavg+gn"}
+    assert titles == ["fedprox(mu=0.1):", "gn:"]
+    assert {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()} == {"fedprox-mu=0.1", "gn"}
     assert "mean (std) over 2 seeds" in cli(*words, "--methods", "fedprox(mu=0.1)").out
     for asked, said in (
         (("--methods", "fedbm"), "unknown method 'fedbm': did you mean 'fedbn'? allowed are fedavg+gn, fedbn, fedprox"),

@@ -73,6 +73,7 @@ def facts(method):
         if entry["send"]
     )  # fmt: skip
     return MethodSummary(
+        name=method,
         text=f"{method}()",
         entries=tuple(entries),
         down=size,

@@ -248,7 +248,7 @@ def test_the_command_writes_tables_records_and_pictures(cli, tmp_path, vector_on
     assert "mean image" in done.out
     names = {path.relative_to(tmp_path / "seen").as_posix() for path in (tmp_path / "seen").rglob("*.*")}
     assert {"records.csv", "likeness-0-rounds.md", "labels.tex", "images-0-rounds-batch-2.svg"} <= names
-    assert {"cells/fedbn-seed0.safetensors", "cells/fedavg+gn-seed0.safetensors"} <= names
+    assert {"cells/fedbn-seed0.safetensors", "cells/gn-seed0.safetensors"} <= names
 
 
 @pytest.mark.parametrize(

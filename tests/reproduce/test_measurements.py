@@ -63,7 +63,7 @@ def test_clients_that_train_may_be_measured_after_their_work_in_the_reported_rou
         for client in ("a", "b", "new")
         if client != "new" or (moment, split) == ("loaded", "test")
     ]  # fmt: skip
-    fedbn = MethodSummary(text="fedbn", entries=(), down=0, up=0, leaves=(), kept="", has_global=False)
+    fedbn = MethodSummary(name="fedbn", text="fedbn", entries=(), down=0, up=0, leaves=(), kept="", has_global=False)
     study = RunSummary(
         name="", methods={"fedbn": fedbn},
         seeds=(0, 1), rounds=3, select="best", clients={"a": {}, "b": {}, "new": {}}, classes=2,

@@ -318,7 +318,7 @@ class Comparison:
         cross_validate(chosen, self.directory, moment)
         summary = self.summary
         return pd.concat(
-            {method.name: cross_table(summary, method.name, moment) for method in chosen.methods}, names=["method"]
+            {method.label: cross_table(summary, method.label, moment) for method in chosen.methods}, names=["method"]
         )
 
     def features(
@@ -400,6 +400,8 @@ def compare(given: CompareArguments) -> Comparison:
         experiment = replace(experiment, notices=check_data(experiment.data, given.on_data_error))
         scratch = None if directory else ScratchDirectory()
         path = scratch.path if scratch else Path(directory or "")
+        if resume:
+            experiment = experiment.keep_labels(path)
         result = Comparison(experiment, path)
         try:
             with limit_threads(given.threads), _observe(given) as observer:
@@ -444,7 +446,7 @@ def read_run(directory: str | Path, *, code: str | Sequence[str] = (), **given: 
 
     def make() -> Experiment:
         with trust_only(allowed, path / FILE):
-            return make_python_experiment(read_python_settings(path, given, allowed))
+            return make_python_experiment(read_python_settings(path, given, allowed)).keep_labels(path)
 
     return Comparison(make, path)
 

@@ -178,7 +178,7 @@ def find_kind(directory: Path) -> str | None:
 
 def summarize_experiment(experiment: Experiment) -> str:
     """Return an experiment in one line: methods, data, rounds and seeds."""
-    data, names = experiment.data, ", ".join(method.name for method in experiment.methods)
+    data, names = experiment.data, ", ".join(method.label for method in experiment.methods)
     rounds, seeds = experiment.settings.rounds, len(experiment.seeds)
     return (
         f"{names} on {data.name} ({len(data.clients)} clients, {sum(len(c.train) for c in data.clients)} training "

@@ -15,7 +15,15 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ..utils.errors import UsageError, unknown_name
 from ..utils.user_code import find_import_path
-from .expressions import BY_MODULE, expressions, find_user_function, list_catalog, read_catalog, spell
+from .expressions import (
+    BY_MODULE,
+    expressions,
+    find_user_function,
+    list_catalog,
+    read_catalog,
+    spell,
+    split_expressions,
+)
 
 Value = TypeVar("Value")
 Made = TypeVar("Made", covariant=True)
@@ -87,7 +95,8 @@ class Catalog(Generic[Value]):
     def parse_all(self, text: str, **supplied: object) -> tuple[Value, ...]:
         """Return the values of expressions with commas between; ``supplied`` as for :meth:`parse`."""
         try:
-            return tuple(self._accept(made, text) for made in self._call(text, supplied))
+            several = split_expressions(self.kind, text.rstrip().removesuffix(","))
+            return tuple(self._accept(made, each) for each in several for made in self._call(each, supplied))
         except UsageError as error:
             error.about(self.setting)
             raise

@@ -186,6 +186,13 @@ def split_expressions(kind: str, text: str) -> list[str]:
     return [part.strip() for part in found]
 
 
+def tidy(text: str) -> str:
+    """Return an expression with spaces after its commas alone; what quotes hold is left as it is."""
+    found = re.split(r"""('[^']*'|"[^"]*")""", text.strip())
+    found[::2] = (re.sub(r"\s*,\s*", ", ", re.sub(r"\s*([-+=:.()\[\]{}])\s*", r"\1", part)) for part in found[::2])
+    return "".join(found)
+
+
 def _describe_parameters(signature: inspect.Signature) -> str:
     """Return the arguments as a user writes them, ``clients, seed=0``, without the base method that ``+`` passes."""
     shown = [

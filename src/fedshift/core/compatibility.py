@@ -25,7 +25,7 @@ NAMED = 5
 
 def check_rules(plan: Plan) -> None:
     """Raise :class:`UsageError` where rules do not go together, or with the plan: before they are bound to it."""
-    method, name = plan.method, f"method {plan.method.name!r}"
+    method, name = plan.method, f"method {plan.method.label!r}"
     for rule in method.rules:
         if sum(type(other) is type(rule) for other in method.rules) > 1:
             raise UsageError(f"{name} has {rule.source_method} twice: remove one of the two")
@@ -45,7 +45,7 @@ def check_rules(plan: Plan) -> None:
 
 def check_compatibility(plan: Plan) -> None:
     """Raise :class:`UsageError` where parts of the method do not go together or do not fit the plan."""
-    method, name = plan.method, f"method {plan.method.name!r}"
+    method, name = plan.method, f"method {plan.method.label!r}"
     for index, bound in enumerate(plan.rules):
         _check_needs(plan, bound.rule.requires)
         _check_declarations(plan, index)
@@ -72,7 +72,7 @@ def check_task(method: Method, task: Task) -> None:
     for rule in method.rules:
         if rule.requires.classes and not isinstance(task, Classification):
             raise UsageError(
-                f"method {method.name!r}: {rule.requires.classes}, so each sample must have one class, "
+                f"method {method.label!r}: {rule.requires.classes}, so each sample must have one class, "
                 f"but the data's task is {task}: remove {rule.source_method}"
             )
 
@@ -90,12 +90,12 @@ def check_client_count(aggregate: Aggregation, clients: int) -> None:
 def _check_shared(plan: Plan, needs: Requirements) -> None:
     if needs.shared_entries and (plan.method.pooled or not plan.trained & plan.loaded):
         where = "with all data in one place" if plan.method.pooled else "here"
-        raise UsageError(f"method {plan.method.name!r}: {needs.shared_entries}, but there are none {where}: remove it")
+        raise UsageError(f"method {plan.method.label!r}: {needs.shared_entries}, but there are none {where}: remove it")
 
 
 def _check_declarations(plan: Plan, index: int) -> None:
     """Raise :class:`UsageError` where what a rule declares does not fit the plan, or is inconsistent."""
-    bound, name = plan.rules[index], f"method {plan.method.name!r}"
+    bound, name = plan.rules[index], f"method {plan.method.label!r}"
     source, own = bound.rule.source_method, bound.own
     entries = [entry for part in (own.model, own.params, own.buffers, own.memory) for entry in part]
     if len(own.kept) < len(entries):
@@ -130,7 +130,7 @@ def _check_declarations(plan: Plan, index: int) -> None:
 
 
 def _check_needs(plan: Plan, needs: Requirements) -> None:
-    method, name = plan.method, f"method {plan.method.name!r}"
+    method, name = plan.method, f"method {plan.method.label!r}"
     if needs.several_steps and method.work.get("batches") == 1:
         raise UsageError(f"{name}: {needs.several_steps}: remove it")
     if needs.plain_steps:
@@ -145,7 +145,7 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
 
 def _check_sets(plan: Plan, bound: Bound) -> None:
     """Raise :class:`UsageError` unless clients load what the server computes, and no rule has copies of it."""
-    name = f"method {plan.method.name!r}"
+    name = f"method {plan.method.label!r}"
     if kept := bound.sets - plan.loaded:
         where = "pooling leaves no client to measure" if plan.method.pooled else "another part keeps it on clients"
         raise UsageError(f"{name}: the server computes {min(kept)!r} from what clients measure, but {where}: remove it")
@@ -173,7 +173,7 @@ def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
     for bound in plan.rules:
         if bound.rule.personalizes == "start" or any(phase.trains != "own" for phase in bound.phases):
             raise UsageError(
-                f"method {plan.method.name!r}: {what} holds where every step moves every parameter from what was "
+                f"method {plan.method.label!r}: {what} holds where every step moves every parameter from what was "
                 f"loaded, which {bound.rule.source_method} changes: remove one of the two"
             )
 
@@ -183,7 +183,7 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
 
     What rules then send, and declare to reveal the update, follows from combined gradients.
     """
-    name = f"method {plan.method.name!r}"
+    name = f"method {plan.method.label!r}"
     for layer, module in plan.module.named_modules():
         if isinstance(module, _BatchNorm | HybridBatchNorm):
             raise UsageError(

@@ -21,7 +21,7 @@ def check_sends(plan: Plan, index: int, sent: State, *, prelude: bool = False) -
     where, when = ("prelude", "uploads before round 1") if prelude else ("sends", "uploads")
     if why := _find_difference(_list_declared(plan, index, prelude=prelude), sent):
         raise UsageError(
-            f"method {plan.method.name!r}: {bound.rule.source_method} {why}: the {where} of its bind() must be exactly "
+            f"method {plan.method.label!r}: {bound.rule.source_method} {why}: the {where} of its bind() must be exactly "
             f"what its end() {when} (fedshift.Send), since consent of sites, policies and differential privacy rest on "
             "them"
         )
@@ -38,7 +38,7 @@ def check_end(plan: Plan, index: int, kept: State, sent: State, *, prelude: bool
     _check_names(plan, index, "end() returns memory", kept, memory, "Own.memory")
     if prelude and not is_equal(kept, memory):
         raise UsageError(
-            f"method {plan.method.name!r}: {plan.rules[index].rule.source_method}: end() returns other memory before "
+            f"method {plan.method.label!r}: {plan.rules[index].rule.source_method}: end() returns other memory before "
             "round 1 than Own.memory in its bind(), but clients keep nothing of that exchange: return the first values "
             "where client.prelude is true; look() of round 1 may find what is to be kept"
         )
@@ -59,7 +59,7 @@ def _check_names(
         both = (", ".join(sorted(names)) or "none" for names in (made, declared))
         found, named = both
         raise UsageError(
-            f"method {plan.method.name!r}: {plan.rules[index].rule.source_method}: {what} ({found}), but {where} in "
+            f"method {plan.method.label!r}: {plan.rules[index].rule.source_method}: {what} ({found}), but {where} in "
             f"its bind() declares {named}: return exactly these"
         )
 
@@ -72,7 +72,7 @@ def check_upload(plan: Plan, shared: State, memory: Sequence[State], *, prelude:
     """
     entries = {} if prelude else Send.like(pick(plan.initial, plan.sent), "update")
     if why := _find_difference(entries, shared):
-        raise UsageError(f"method {plan.method.name!r} {why}: entries of the model are sent exactly as its scope says")
+        raise UsageError(f"method {plan.method.label!r} {why}: entries of the model are sent exactly as its scope says")
     for index, sent in enumerate(memory):
         check_sends(plan, index, sent, prelude=prelude)
 

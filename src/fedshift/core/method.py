@@ -58,7 +58,8 @@ class Method:
     """A federated method; with all defaults, FedAvg.
 
     Args:
-        name: Name in tables.
+        name: Its expression, made of the functions that composed it.
+        typed: The text that was typed for it, which :attr:`label` shows in its place; None: none was.
         surgery: Changes of the network, in order.
         scope: Entries that clients load and send.
         trains: Parameters that the federation trains, of those that the network trains.
@@ -78,6 +79,7 @@ class Method:
     """
 
     name: str = "fedavg"
+    typed: str | None = field(default=None, compare=False, repr=False)
     surgery: tuple[Surgery, ...] = ()
     scope: Scope = field(default_factory=Scope)
     trains: Select = everything
@@ -91,6 +93,11 @@ class Method:
     pooled: Literal[False, "same", "scaled"] = False
     work: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """What tables, folders and messages call it; what is computed does not depend on it."""
+        return self.typed or self.name
 
     @property
     def text(self) -> str:
@@ -226,7 +233,10 @@ def _compose(
         changed = {
             each.name: values[each.name] for each in options if values.get(each.name, each.default) != each.default
         }
-        return made if made is start else replace(made, name=join(_title(function.__name__, changed), start.name))
+        if made is start:
+            return made
+        title = _title(function.__name__, changed)
+        return replace(made, name=join(title, start.name), typed=join(title, start.typed) if start.typed else None)
 
     optional = first.replace(default=None, annotation="Method | None")
     compose.__signature__ = signature.replace(parameters=[optional, *options], return_annotation="Method")  # type: ignore[attr-defined]

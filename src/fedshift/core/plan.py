@@ -266,7 +266,7 @@ class Plan:
         if wanted not in named:
             near = get_close_matches(wanted, filter(None, named), cutoff=0.3)
             raise UsageError(
-                f"method {self.method.name!r}: {bound.rule.source_method} reads the input of layer {wanted!r}, which "
+                f"method {self.method.label!r}: {bound.rule.source_method} reads the input of layer {wanted!r}, which "
                 f"the model has not{'; near it are ' + ', '.join(near) if near else ''}: name a layer of the model, or "
                 "'last'"
             )
@@ -374,7 +374,7 @@ def compute_features(plan: Plan, state: State, x: Tensor) -> tuple[Tensor, dict[
     for index, layer in plan.feature_layers.items():
         if layer not in seen:
             raise UsageError(
-                f"method {plan.method.name!r}: {plan.rules[index].rule.source_method} reads the input of a "
+                f"method {plan.method.label!r}: {plan.rules[index].rule.source_method} reads the input of a "
                 f"{type(layer).__name__}, which the model does not call in its forward pass: name a layer that it calls"
             )
     return outputs, {index: seen[layer].to(plan.dtype) for index, layer in plan.feature_layers.items()}

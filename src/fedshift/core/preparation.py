@@ -42,13 +42,13 @@ def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
     if len(fates) > 1:
         both = " and ".join(map(str, fates))
         raise UsageError(
-            f"method {method.name!r}: {both} both decide what becomes of normalization: remove one of the two"
+            f"method {method.label!r}: {both} both decide what becomes of normalization: remove one of the two"
         )
     for change in method.surgery:
         try:
             module = change(module)
         except UsageError as error:
-            raise UsageError(f"method {method.name!r}: {{}}", error) from error
+            raise UsageError(f"method {method.label!r}: {{}}", error) from error
     return module
 
 
@@ -87,7 +87,7 @@ def prepare(
 
     """
     if optimizer is None:
-        raise UsageError(f"method {method.name!r} has no optimizer: pass one, for example SGD(lr=0.01)")
+        raise UsageError(f"method {method.label!r} has no optimizer: pass one, for example SGD(lr=0.01)")
     _refuse_unknown_settings(optimizer, method.optimizer, method)
     _refuse_unsupported(model)
     template = use_fast_convolutions(use_fast_linear(key_dropouts(apply_surgery(method, model))))
@@ -98,19 +98,19 @@ def prepare(
     adopted = frozenset(entry.name for entry in found if method.scope.begin(entry)) & sent - loaded
     if loaded - sent:
         raise UsageError(
-            f"method {method.name!r} loads {min(loaded - sent)!r}, which no client sends: "
+            f"method {method.label!r} loads {min(loaded - sent)!r}, which no client sends: "
             "the server would hand out its first value for ever; send it too, or do not load it"
         )
     if method.pooled and loaded != frozenset(initial):
         raise UsageError(
-            f"method {method.name!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
+            f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             "use centralized without a personal method"
         )
     trained = frozenset(name for name in initial if tensors[name].requires_grad)
     if method.trains is not everything:
         trained &= method.trains.names(found, "left untrained")
     if not trained:
-        raise UsageError(f"method {method.name!r} trains no parameter of the model: leave some requires_grad=True")
+        raise UsageError(f"method {method.label!r} trains no parameter of the model: leave some requires_grad=True")
     work = resolve_work(method, work or Work(epochs=1), clients)
     plan = Plan(
         method=method.resolve_weighting(work),
@@ -155,7 +155,7 @@ def _refuse_unknown_settings(settings: Work | Optimizer, changes: Mapping[str, A
     for name in changes:
         if name not in known:
             raise UsageError(
-                f"method {method.name!r} sets {name}, which {type(settings).__name__} has not: it has "
+                f"method {method.label!r} sets {name}, which {type(settings).__name__} has not: it has "
                 f"{', '.join(sorted(known))}"
             )
 
@@ -170,10 +170,10 @@ def bind_rules(plan: Plan) -> Plan:
         try:
             bound = rule.bind(plan)
         except UsageError as error:
-            raise UsageError(f"method {plan.method.name!r}: {error}") from error
+            raise UsageError(f"method {plan.method.label!r}: {error}") from error
         if not isinstance(bound, Bound):
             raise UsageError(
-                f"method {plan.method.name!r}: {type(rule).__name__}.bind() returned a {type(bound).__name__}: return "
+                f"method {plan.method.label!r}: {type(rule).__name__}.bind() returned a {type(bound).__name__}: return "
                 "fedshift.Bound(self, ...)"
             )
         found.append(bound)
@@ -267,7 +267,7 @@ def _smallest_batch(plan: Plan, sample: Tensor, model: nn.Module) -> int:
     except Exception as error:
         if plan.method.surgery and _accepts(model, inputs):
             raise UsageError(
-                f"method {plan.method.name!r}: the model accepts a sample, but no longer does after the method has "
+                f"method {plan.method.label!r}: the model accepts a sample, but no longer does after the method has "
                 f"changed its layers ({describe_error(error)}): its forward may read layers that are now others; call "
                 "them alone, or use a method that keeps them"
             ) from error
@@ -306,8 +306,8 @@ def _check_groups(plan: Plan, sample: Tensor) -> None:
             handle.remove()
     if found:
         raise UsageError(
-            f"method {plan.method.name!r}: {found[0]}, and a group of one value is normalized to 0 whatever it is: use "
-            "fewer groups (ln, gn(groups=1)), larger inputs, or a model without normalization there"
+            f"method {plan.method.label!r}: {found[0]}, and a group of one value is normalized to 0 whatever it is: "
+            "use fewer groups (ln, gn(groups=1)), larger inputs, or a model without normalization there"
         )
 
 
@@ -323,7 +323,7 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
     for entry in plan.entries:
         if norm_statistics(entry) and not torch.equal(state[entry.name], plan.initial[entry.name]):
             raise UsageError(
-                f"method {plan.method.name!r} freezes statistics, but layer {entry.name.rpartition('.')[0]!r} is a "
+                f"method {plan.method.label!r} freezes statistics, but layer {entry.name.rpartition('.')[0]!r} is a "
                 f"{type(entry.owner).__name__}, which writes into {entry.name!r} in evaluation too: use torch's "
                 f"{torch_kind(entry.owner).__name__}"
             )
@@ -340,7 +340,7 @@ def _check_features(plan: Plan, sample: Tensor) -> None:
             bound = plan.rules[index]
             if bound.rule.requires.classes and each.ndim != 2:
                 raise UsageError(
-                    f"method {plan.method.name!r}: {bound.rule.source_method} takes one vector a sample as features, "
+                    f"method {plan.method.label!r}: {bound.rule.source_method} takes one vector a sample as features, "
                     f"but the layer {bound.reads.features!r} reads {tuple(each.shape[1:])} numbers: choose a model "
                     "whose classifier reads a vector"
                 )
@@ -360,7 +360,7 @@ def _check_single_samples(plan: Plan, sample: Tensor) -> None:
     moved = [name for name, tensor in state.items() if not torch.equal(tensor, plan.initial[name])]
     if moved:
         raise UsageError(
-            f"method {plan.method.name!r}: the model writes into {moved[0]!r} as it trains, which "
+            f"method {plan.method.label!r}: the model writes into {moved[0]!r} as it trains, which "
             f"{gradient.source_method} cannot clip sample by sample: use a model without running statistics"
         )
 
@@ -374,7 +374,7 @@ def _check_single_samples(plan: Plan, sample: Tensor) -> None:
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(
-            f"method {plan.method.name!r}: {gradient.source_method} computes the gradient of each sample by "
+            f"method {plan.method.label!r}: {gradient.source_method} computes the gradient of each sample by "
             f"torch.func, which cannot run this model (in {plan.precision}): {reason}"
         ) from error
 

@@ -71,7 +71,7 @@ class StreamingAggregator:
         if aggregated.mixes:
             loaded = plan.loaded - made.keys()
             mixes = Mixes(uploads=tuple(pick(each.entries, loaded) for each in received), weights=aggregated.mixes)
-            mixes.check(f"method {plan.method.name!r}: {plan.method.aggregate.source_method}")
+            mixes.check(f"method {plan.method.label!r}: {plan.method.aggregate.source_method}")
         if plan.method.server:
             before = pick(server.shared, plan.trained & plan.loaded)
             delta = {name: shared[name] - tensor for name, tensor in before.items()}
@@ -110,7 +110,7 @@ def _check_declared(plan: Plan, made: Aggregated) -> Aggregated:
         declared = getattr(aggregate, what)
         if held and not declared:
             raise UsageError(
-                f"method {plan.method.name!r}: {aggregate.source_method} returns Aggregated({field}=...), of which "
+                f"method {plan.method.label!r}: {aggregate.source_method} returns Aggregated({field}=...), of which "
                 f"sites are not told: declare {what} = True in an Aggregation"
             )
     return made

@@ -123,7 +123,7 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
     """
     if method.freeze and isinstance(method.freeze.after, float):
         raise UsageError(
-            f"{method.name} freezes after a share of all rounds, and a search trains for more and more: give a number "
+            f"{method.label} freezes after a share of all rounds, and a search trains for more and more: give a number "
             "of rounds, fixbn(switch=10)"
         )
     began, settings = time.monotonic(), experiment.settings

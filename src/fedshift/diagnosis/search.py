@@ -37,7 +37,7 @@ from ..experiments.observer import Observer
 from ..methods import METHODS
 from ..methods.tuned import tuned
 from ..results.run_directory import trial_folder
-from ..results.schema import LOWER_IS_BETTER, compute_metric, rows_to_frame
+from ..results.schema import LOWER_IS_BETTER, compute_metric, find_baseline, is_plain, rows_to_frame
 from ..results.trial_records import read_lag, read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
@@ -78,6 +78,10 @@ class Candidate:
     name: str
     method: str
     rate: float | None
+
+    def is_of(self, method: str) -> bool:
+        """Return whether this is ``method``, in some spelling of it."""
+        return self.method == method or is_plain(self.method, method)
 
 
 Values = dict[str, dict[str, float | None]]
@@ -176,7 +180,7 @@ class Search:
 
     def find(self, method: str, rung: int = -1) -> Candidate | None:
         """Return ``method`` at its best learning rate in a rung; None where it is not among its candidates."""
-        return next((each for each in self.rank(rung) if each.method == method), None)
+        return next((each for each in self.rank(rung) if each.is_of(method)), None)
 
     def find_baseline(self, rung: int) -> Candidate:
         """Return the baseline at its best learning rate in a rung."""
@@ -222,7 +226,7 @@ class Search:
     def expected_over(self, method: str) -> PairedDifference | None:
         """Return the gain like :attr:`expected` over ``method``; None where the last rung has not measured it."""
         table = self.sign * self.table(-1)
-        base = [each.name for each in self.candidates if each.method == method and each.name in table]
+        base = [each.name for each in self.candidates if each.is_of(method) and each.name in table]
         if not base:
             return None
         ours, theirs = list[float](), list[float]()
@@ -288,13 +292,13 @@ def begin_search(
         reasons = list_candidates(found, settings.work.batch_size)
         methods, named = METHODS.parse_all(",".join(reasons)), False
     else:
-        reasons, named = {method.name: "as asked for" for method in methods}, True
-    known = {each.name: each for each in methods}
+        methods = list({each.name: each for each in methods}.values())
+        reasons, named = {method.label: "as asked for" for method in methods}, True
+    known = {each.label: each for each in methods}
     if named:
         found = diagnose(members, progress=progress)
-    reasons = dict(zip(known, reasons.values(), strict=True))  # by the name that a method has
     costs, refused, work = dict[str, Cost](), dict[str, str](), dict[str, str]()
-    always = [] if named else [each.name for each in METHODS.parse_all(",".join((BASELINE, *GENERAL)))]
+    always = [] if named else [BASELINE, *GENERAL]
     order = [*(name for name in always if name in known), *(name for name in known if name not in always)]
     for number, name in enumerate(order):
         if progress is not None:
@@ -307,7 +311,7 @@ def begin_search(
             refused[name] = str(error)
         if len(costs) == MOST_METHODS and not named:
             break
-    baseline = BASELINE if BASELINE in costs else next(iter(costs), "")
+    baseline = find_baseline(costs)
     if len(costs) < 2:
         raise UsageError(
             f"methods: {', '.join(costs) or 'none'} fits the data and the model, and a search needs two: name more "
@@ -318,7 +322,7 @@ def begin_search(
     keep = 2 if named else max(2, sum(name in costs for name in always))
     several = len(experiment.seeds)
     scaled = {name: Cost(round=several * c.round, evaluation=several * c.evaluation) for name, c in costs.items()}
-    held, spent = 1 + (ALONE in costs), time.monotonic() - began
+    held, spent = 1 + any(is_plain(name, ALONE) for name in costs), time.monotonic() - began
     chosen, left, rounds = fit_budget(scaled, rates, settings.rounds, 60 * budget, keep=keep, spent=spent, held=held)
     candidates = [each for name in chosen for each in tune(known[name], left)]
     rungs = plan_rungs(len(candidates), rounds, len(chosen))
@@ -359,10 +363,10 @@ def list_candidates(found: Diagnosis, batch_size: int | None) -> dict[str, str]:
 def tune(method: Method, rates: Sequence[float]) -> Iterator[Candidate]:
     """Yield ``method`` at each learning rate, or as it is where it sets its own."""
     if "lr" in method.optimizer:
-        yield Candidate(name=method.name, method=method.name, rate=None)
+        yield Candidate(name=method.label, method=method.label, rate=None)
         return
     for rate in rates:
-        yield Candidate(name=tuned(method, lr=rate).name, method=method.name, rate=rate)
+        yield Candidate(name=tuned(method, lr=rate).label, method=method.label, rate=rate)
 
 
 def continue_search(
@@ -408,7 +412,7 @@ def _run_rungs(
     run: Callable[..., bool],
 ) -> Search:  # fmt: skip
     """Run the rungs that are left, each by ``run``, given its experiment, its directory and whether it continues."""
-    known = {each.name: each for each in methods} if methods is not None else {}
+    known = {each.label: each for each in methods} if methods is not None else {}
     save_search(search, directory)
     while not search.ended:
         number = len(search.results)
@@ -418,7 +422,7 @@ def _run_rungs(
             experiment,
             methods=chosen,
             settings=replace(experiment.settings, rounds=rounds, evaluate_every=rounds),
-            config={**experiment.config, "methods": ",".join(m.name for m in chosen), "rounds": rounds},
+            config={**experiment.config, "methods": ", ".join(m.label for m in chosen), "rounds": rounds},
         )
         path = directory / RUN
         try:
@@ -452,7 +456,7 @@ def read_values(experiment: Experiment, path: Path, rounds: int, asked: int) -> 
     for method in experiment.methods:
         values = pd.DataFrame(index=trained, columns=list(experiment.seeds), dtype=float)
         for seed in experiment.seeds:
-            folder = trial_folder(path, method.name, seed)
+            folder = trial_folder(path, method.label, seed)
             kept = rows_to_frame(
                 row
                 for row in stream_measurements(folder, read_rounds(folder)[:rounds])
@@ -466,7 +470,7 @@ def read_values(experiment: Experiment, path: Path, rounds: int, asked: int) -> 
                 measured = compute_metric(kept, experiment.settings.metric)
                 values[seed] = pd.Series(measured.to_numpy(dtype=float), index=kept["client"]).reindex(trained)
         mean = values.mean(axis=1, skipna=False)
-        found[method.name] = {str(name): None if math.isnan(value) else float(value) for name, value in mean.items()}
+        found[method.label] = {str(name): None if math.isnan(value) else float(value) for name, value in mean.items()}
     return found
 
 

@@ -52,7 +52,7 @@ class Identity(Engine):
             return f"is for SGD that starts anew each round, not {plan.optimizer}"
         alone = method.rules or method.gradient is not None or not method.aggregate.sums
         if alone or plan.personal or plan.initial.keys() != plan.sent:
-            return f"is for methods that only average whole models, which {method.name} does not"
+            return f"is for methods that only average whole models, which {method.label} does not"
         return _find_batch_dependence(plan, data)
 
     @override
@@ -126,7 +126,7 @@ def _find_batch_dependence(plan: Plan, data: Data) -> str | None:
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
     before, job = clone(job.rest), replace(job, rest=clone(job.rest))  # statistics move, and these may be the plan's
     plan.set_mode(training=True)
-    why = f"is for models that treat each sample by itself, unlike this one (in training, under {plan.method.name})"
+    why = f"is for models that treat each sample by itself, unlike this one (in training, under {plan.method.label})"
     try:
         with torch.no_grad():
             whole = _run(plan, job.params, job, x)

@@ -78,7 +78,7 @@ class Spread(Engine):
         try:
             pickle_without_tensors((plan, augment))
         except Exception as error:
-            return f"cannot send {plan.method.name} or the model to another process ({error})"
+            return f"cannot send {plan.method.label} or the model to another process ({error})"
         for name, split in data.items():
             try:
                 pickle_without_tensors(split if split.lazy else None)

@@ -100,12 +100,12 @@ class Stacked(Engine):
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         gradient = plan.method.gradient
         if gradient is not None and gradient.secret:
-            return f"cannot run {plan.method.name}: its lanes would share the secret draws of {gradient.source_method}"
+            return f"cannot run {plan.method.label}: its lanes would share the secret draws of {gradient.source_method}"
         try:
             prepare_steps(plan, data, 2, 1)()
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            return f"cannot run {plan.method.name} on this model, for which torch.vmap says: {reason}"
+            return f"cannot run {plan.method.label} on this model, for which torch.vmap says: {reason}"
         return None
 
     @override

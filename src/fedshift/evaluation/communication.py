@@ -61,6 +61,7 @@ def summarize_method(plan: Plan) -> MethodSummary:
     ]
     pooled = plan.method.pooled
     return MethodSummary(
+        name=plan.method.name,
         text=plan.method.text,
         entries=tuple(rows),
         down=0 if pooled else downlink_bytes(plan, init_server(plan)),

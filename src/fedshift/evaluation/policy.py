@@ -180,7 +180,7 @@ def explain_inapplicable(plans: Iterable[Plan], wanted: Iterable[str], task: Tas
         affected: dict[str, list[str]] = {}
         for plan in plans:
             if excuse := POLICIES.parse(name).excuse(plan, task):
-                affected.setdefault(excuse, []).append(plan.method.name)
+                affected.setdefault(excuse, []).append(plan.method.label)
         for excuse, methods in affected.items():
             reasons.setdefault((excuse, ", ".join(methods)), []).append(name)
     return [f"{' and '.join(names)}: {excuse} under {methods}" for (excuse, methods), names in reasons.items()]
@@ -194,7 +194,7 @@ def check_policy(plan: Plan, name: str, training: Mapping[str, Samples], task: T
     if excuse := made.excuse(plan, task):
         others = [repr(other) for other in list_policies() if not POLICIES.parse(other).excuse(plan, task)]
         raise UsageError(
-            f"unseen={name!r}: {excuse} under {plan.method.name}: use {join_choices(others) or repr(SKIP)}"
+            f"unseen={name!r}: {excuse} under {plan.method.label}: use {join_choices(others) or repr(SKIP)}"
         )
     for client, split in training.items() if made.trains else ():
         if len(split) < plan.smallest_batch:
@@ -239,7 +239,7 @@ def make_lone_state(
     made = POLICIES.parse(name)
     if not is_possible(made):
         others = [repr(other) for other in list_policies() if is_possible(POLICIES.parse(other))]
-        own = f"entries that {plan.method.name} keeps at its clients"
+        own = f"entries that {plan.method.label} keeps at its clients"
         taken = "other clients' labeled data" if made.learns else own
         without = "a method with a global model, or one that keeps BatchNorm statistics alone (silobn)"
         raise UsageError(

@@ -95,4 +95,6 @@ def train_further(trial: Trial, clients: Sequence[str]) -> Iterator[tuple[str, S
         for name, done in trial.engine.train(last, kept):
             yield name, personal_state(plan, done.client, replace(last, shared=done.update.shared))
     except Diverged as error:
-        raise Diverged(f"{plan.method.name}, seed {trial.seed}, one round further than the run: {{}}", error) from error
+        raise Diverged(
+            f"{plan.method.label}, seed {trial.seed}, one round further than the run: {{}}", error
+        ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -28,10 +28,10 @@ from ..models import ModelFactory
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import RunDirectory, to_file_name, trial_folder
 from ..results.schema import PICTURED, MethodSummary
-from ..results.summary import write_summary
+from ..results.summary import read_facts, write_summary
 from ..results.trial_records import CHECKPOINT, load_facts, require_checkpoint
 from ..utils.allocator import keep_freed_memory
-from ..utils.errors import Ref, UsageError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.execution.executor import Executor, InProcess
 from ..utils.execution.workers import Workers
 from .client_store import check_segments
@@ -75,20 +75,17 @@ class Experiment:
     log: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [method.name for method in self.methods]
-        if not names:
+        if not self.methods:
             raise UsageError("no method is given: name at least one, for example fedavg")
-        clash = [name for name in names if [to_file_name(other) for other in names].count(to_file_name(name)) > 1]
-        if clash:
-            raise UsageError(f"method {clash[0]!r} is given twice: give one of them another name (Method.name)").about(
-                "methods"
-            )
+        for one, other in combinations(self.methods, 2):
+            if one.name == other.name or to_file_name(one.label) == to_file_name(other.label):
+                raise UsageError(_explain_clash(one, other)).about("methods")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
         object.__setattr__(self, "settings", self.settings.for_task(self.data.task))
         if self.make_engine is None:
             check_counts(self.data)
-        private = [each.name for each in self.methods if find_mechanism((each.aggregate, each.gradient))]
+        private = [each.label for each in self.methods if find_mechanism((each.aggregate, each.gradient))]
         if private and self.settings.loss and self.settings.loss.uses_counts:
             raise UsageError(
                 f"method {private[0]!r}: {self.settings.loss.weights} weights come from all clients' label counts, "
@@ -141,7 +138,12 @@ class Experiment:
             FedshiftError: the disk, the directory or a logger fails.
 
         """
-        observer, stop = observer or Observer(), stop or Event()
+        experiment = self.keep_labels(path) if resume else self
+        return experiment._run(path, resume, observer or Observer(), stop or Event(), jobs, workers)
+
+    def _run(
+        self, path: Path, resume: bool, observer: Observer, stop: Event, jobs: Jobs, workers: Workers | None
+    ) -> bool:
         require_packages(self.log)
         with ExitStack() as opened:
             workers = workers or opened.enter_context(closing(Workers()))
@@ -150,7 +152,7 @@ class Experiment:
             directory = opened.enter_context(closing(RunDirectory(path, resume=resume)))
             if resume:
                 self._check_kept(path, trials)
-            names, settings = [method.name for method in self.methods], self.settings
+            names, settings = [method.label for method in self.methods], self.settings
             plans = {name: trial.plan for name, trial in trials.items()}
             resolved = describe_training(plans, self.data, self.model, self.settings, remote=bool(self.make_engine))
 
@@ -176,7 +178,7 @@ class Experiment:
         """Run all trials, first those side by side; ``trials``: those that were made already, by method."""
         observer, threads = conductor.session.observer, torch.get_num_threads()
         begun = [
-            TrialRun(number=number, method=method.name, seed=seed, folder=trial_folder(path, method.name, seed))
+            TrialRun(number=number, method=method.label, seed=seed, folder=trial_folder(path, method.label, seed))
             for number, (seed, method) in enumerate(product(self.seeds, self.methods))
         ]
         choices, processes = choose_jobs(begun, trials, jobs)
@@ -203,8 +205,8 @@ class Experiment:
         conductor.run(InProcess(), alone, 1, self, workers, threads)
 
     def make_trial(self, method: str, seed: int, executor: Executor | None = None) -> Trial:
-        """Return the trial of the method of this name; a pool trains on ``executor``, or else opens its own."""
-        (chosen,) = (each for each in self.methods if each.name == method)
+        """Return the trial of the method with this label; a pool trains on ``executor``, or else opens its own."""
+        (chosen,) = (each for each in self.methods if each.label == method)
         return Trial(
             chosen, self.model, self.data, self.settings, seed, make_engine=self.make_engine, executor=executor
         )
@@ -214,11 +216,21 @@ class Experiment:
 
         Nothing is trained, and nothing in ``path`` is changed.
         """
-        self._check_kept(path, self._make_first_trials())
+        experiment = self.keep_labels(path)
+        experiment._check_kept(path, experiment._make_first_trials())
+
+    def keep_labels(self, path: Path) -> Experiment:
+        """Return the experiment with its methods called as the run in ``path``, if there is one, calls them."""
+        try:
+            recorded = {facts.get("name"): label for label, facts in read_facts(path)["methods"].items()}
+        except FedshiftError:  # none is recorded, or it is written anew
+            return self
+        kept = (replace(method, typed=recorded.get(method.name, method.typed)) for method in self.methods)
+        return replace(self, methods=tuple(kept))
 
     def _make_first_trials(self, executor: Executor | None = None) -> dict[str, Trial]:
         """Make each method's trial of the first seed, which shows whether method, model and data fit."""
-        return {method.name: self.make_trial(method.name, self.seeds[0], executor) for method in self.methods}
+        return {method.label: self.make_trial(method.label, self.seeds[0], executor) for method in self.methods}
 
     def _check_kept(self, path: Path, trials: Mapping[str, Trial]) -> None:
         """Raise an error if a trial in ``path`` belongs to another run, or its files are damaged or missing."""
@@ -273,3 +285,14 @@ class Experiment:
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }
         write_summary(directory, facts, {} if self.make_engine else self._sample_images(), sessions)
+
+
+def _explain_clash(one: Method, other: Method) -> str:
+    """Return why two methods of a run cannot both be called what they are."""
+    named = f"method {one.label!r} is given twice"
+    if one.label != other.label:
+        named = f"methods {one.label!r} and {other.label!r} are both {one.name!r}"
+        if one.name != other.name:
+            named = f"methods {one.label!r} and {other.label!r} would share the folder {to_file_name(one.label)}"
+    same = one.text == other.text
+    return f"{named}: {'leave one out' if same else 'give one of them another name (Method.name)'}"

@@ -112,7 +112,7 @@ class InitialWeights:
             if given is None or name in skipped or given.shape != tensor.shape or torch.equal(given.to(tensor), tensor):
                 continue
             raise UsageError(
-                f"method {plan.method.name!r} draws {name!r} anew, so that {self.source} would be lost: choose an "
+                f"method {plan.method.label!r} draws {name!r} anew, so that {self.source} would be lost: choose an "
                 "option of the method that keeps weights, such as fedwon(init='keep')"
             )
 

@@ -25,7 +25,7 @@ def refuse_uncovered(plan: Plan, settings: Settings, data: Federation) -> None:
 
     ``data``: the clients that train.
     """
-    mechanism, name = find_mechanism((plan.method.gradient,)), plan.method.name
+    mechanism, name = find_mechanism((plan.method.gradient,)), plan.method.label
     if not (mechanism and mechanism.noise_multiplier):
         return
     for client in data.clients:

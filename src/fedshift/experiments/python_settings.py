@@ -121,7 +121,7 @@ def read_methods(value: Any, _values: Mapping[str, Any]) -> Reading:
         texts.append(one if isinstance(one, str) else METHODS.write(made[0]) or find_import_path(one))
     if None not in texts:
         return Reading(value=tuple(methods), texts={"methods": ",".join(map(str, texts))})
-    return Reading(value=tuple(methods), described=", ".join(method.name for method in methods))
+    return Reading(value=tuple(methods), described=", ".join(method.label for method in methods))
 
 
 def read_data(value: Any, _values: Mapping[str, Any]) -> Reading:

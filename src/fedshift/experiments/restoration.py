@@ -8,14 +8,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..config.expressions import split_expressions, trust_only
+from ..config.expressions import split_expressions, tidy, trust_only
 from ..config.settings_file import FILE, read_run_settings
 from ..config.spec import CompareSpec, RunSpec, select_settings
+from ..core.method import Method
 from ..data.files.read_options import Progress
 from ..methods import METHODS
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import trial_folder
-from ..results.schema import RunSummary
+from ..results.schema import MethodSummary, RunSummary
 from ..results.summary import holds_run, read_facts
 from ..results.trial_records import BEST, CHECKPOINT, load_facts
 from ..utils.errors import Ref, UsageError, unknown_name
@@ -135,7 +136,7 @@ def load_experiment(
             f"{experiment.data.fingerprint}): give those ({{}})",
             Ref(run_data="PATH"),
         )
-    return spec, select_trials(experiment)
+    return spec, select_trials(experiment.keep_labels(directory))
 
 
 def select_trials(
@@ -145,20 +146,19 @@ def select_trials(
 
     Args:
         experiment: experiment to select from.
-        methods: names, patterns such as ``"fed*"``, or the expressions given to the run; None: all.
+        methods: labels or names, or patterns of these such as ``"fed*"``; None: all.
         seeds: how many of the first seeds, or a list of seeds; None: all.
 
     Raises:
         UsageError: the experiment has no such method or seed.
 
     """
-    names, labels = [method.name for method in experiment.methods], find_labels(experiment)
-    known = {*names, *labels}
-    asked = names if methods is None else [methods] if isinstance(methods, str) and methods in known else methods
-    texts = split_expressions("methods", asked) if isinstance(asked, str) else asked
-    found = {name for text in texts for name in match_methods(text.strip(), names, labels)}
+    known = {method.label: method for method in experiment.methods}
+    whole = [methods] if isinstance(methods, str) and _match_exactly(methods, known) else methods
+    texts = known if whole is None else split_expressions("methods", whole) if isinstance(whole, str) else whole
+    found = {label for text in texts for label in match_methods(text, known)}
     if not found:
-        raise unknown_name("method", "", names)
+        raise unknown_name("method", "", known)
     chosen = experiment.seeds[:seeds] if isinstance(seeds, int) else experiment.seeds if seeds is None else tuple(seeds)
     if not chosen or (isinstance(seeds, int) and not 1 <= seeds <= len(experiment.seeds)):
         raise UsageError(f"{{}}: the run has {len(experiment.seeds)}; give a number from 1 to that", Ref(seeds=seeds))
@@ -167,48 +167,46 @@ def select_trials(
             raise UsageError(f"no seed {seed} here: there are {', '.join(map(str, experiment.seeds))}")
     return replace(
         experiment,
-        methods=tuple(method for method in experiment.methods if method.name in found),
+        methods=tuple(method for method in experiment.methods if method.label in found),
         seeds=chosen,
         settings=replace(experiment.settings, engine="sequential"),
     )
 
 
-def find_labels(run: Experiment | RunSummary) -> dict[str, str]:
-    """Return the name of each method of ``run`` by the text that was typed for it, where its settings hold that."""
-    names = [each.name for each in run.methods] if isinstance(run, Experiment) else list(run.methods)
-    text = run.config.get("methods") or run.config.get("method")
-    labels = split_expressions("methods", text) if isinstance(text, str) else []
-    return dict(zip(labels, names, strict=True)) if len(labels) == len(names) else {}
+def match_methods(text: str, known: Mapping[str, Method | MethodSummary]) -> list[str]:
+    """Return the labels of the methods that are called ``text``, or match it as a pattern or an expression.
 
-
-def match_methods(text: str, names: Sequence[str], labels: Mapping[str, str]) -> list[str]:
-    """Return the ``names`` of methods that equal ``text``, or match it as a pattern or an expression.
-
-    ``labels``: names by what was typed for them (:func:`find_labels`). Raises :class:`UsageError` if there is none.
+    ``known``: methods by label. Raises :class:`UsageError` if there is none.
     """
-    if text in names:
-        return [text]
-    if text in labels:
-        return [labels[text]]
-    matching = {labels.get(name, name) for name in (*names, *labels) if fnmatchcase(name, text)}
-    if matching:
-        return [name for name in names if name in matching]
-    try:
-        made = METHODS.parse(text)
-    except ValueError:  # no method, or several
-        made = None
-    if made is None or made.name not in names:
-        raise unknown_name("method", text, {*names, *labels})
-    return [made.name]
+    if found := _match_exactly(text, known):
+        return found
+    names = {label: (label, method.name) for label, method in known.items()}
+    matching = [label for label, several in names.items() if any(fnmatchcase(name, text.strip()) for name in several)]
+    if not matching:
+        try:
+            made = METHODS.parse(text)
+        except ValueError:  # no method, or several
+            made = None
+        matching = [label for label, method in known.items() if made is not None and method.name == made.name]
+    if not matching:
+        raise unknown_name("method", text.strip(), sorted({name for several in names.values() for name in several}))
+    return matching
+
+
+def _match_exactly(text: str, known: Mapping[str, Method | MethodSummary]) -> list[str]:
+    """Return the label that is ``text``, else that of the method with this name or all these choices, in a list."""
+    written = text.strip(), tidy(text)
+    found = [each for each in dict.fromkeys(written) if each in known]
+    return found or [label for label, each in known.items() if {each.name, each.text} & set(written)]
 
 
 def find_method(text: str, run: Experiment | RunSummary) -> str:
-    """Return the name of the one method of ``run`` that ``text`` names, as typed or as in tables.
+    """Return the label of the one method of ``run`` that ``text`` names, as typed or canonically.
 
     Raises :class:`UsageError` if there is none, or several.
     """
-    names = [each.name for each in run.methods] if isinstance(run, Experiment) else list(run.methods)
-    found = match_methods(text.strip(), names, find_labels(run))
+    known = run.methods if isinstance(run, RunSummary) else {each.label: each for each in run.methods}
+    found = match_methods(text, known)
     if len(found) > 1:
         raise UsageError(f"method {text!r} matches {', '.join(found)}: name one")
     return found[0]
@@ -225,13 +223,14 @@ def count_rounds_done(directory: Path, name: str, seed: int) -> int:
 def restore_trial(experiment: Experiment, directory: Path, name: str, seed: int) -> Trial:
     """Return the trial of a method in ``directory`` after its last round, or the best with ``select="best"``.
 
-    ``name``: the method as it was typed, or as tables name it. Raises :class:`UsageError` for an unknown method or
+    ``name``: the method's label or name. Raises :class:`UsageError` for an unknown method or
     different settings, and :class:`FedshiftError` if the run has not reached that round or its files are damaged.
     """
-    name = find_method(name, experiment)
-    (method,) = (each for each in experiment.methods if each.name == name)
+    experiment = experiment.keep_labels(directory)
+    label = find_method(name, experiment)
+    (method,) = (each for each in experiment.methods if each.label == label)
     trial = Trial(method, experiment.model, experiment.data, experiment.settings, seed)
-    folder = trial_folder(directory, name, seed)
+    folder = trial_folder(directory, label, seed)
     kept = BEST if experiment.settings.select == "best" else CHECKPOINT
     trial.restore(*load_checkpoint(folder / kept), folder)
     return trial
@@ -239,4 +238,4 @@ def restore_trial(experiment: Experiment, directory: Path, name: str, seed: int)
 
 def iterate_trials(experiment: Experiment) -> Iterator[tuple[str, int]]:
     """Return an iterator over method and seed of every trial, method by method."""
-    return ((method.name, seed) for method in experiment.methods for seed in experiment.seeds)
+    return ((method.label, seed) for method in experiment.methods for seed in experiment.seeds)

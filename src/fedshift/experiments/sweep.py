@@ -17,12 +17,15 @@ from typing import Any
 from ..config.expressions import split_expressions
 from ..config.spec import CompareSpec, SweepSpec
 from ..data.sources import parse_changes
+from ..methods import METHODS
 from ..report.curves import CurvePoint, format_setting
 from ..results.run_directory import to_file_name
+from ..results.schema import RunSummary
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import Ref, UsageError, unknown_name
 from .experiment import Experiment
 from .factory import anchor_paths, make_experiment, make_methods, make_settings
+from .restoration import find_method
 from .run_queue import QueuedRun, read_outcome
 
 NONE = "none"
@@ -144,11 +147,28 @@ def check_combination(
 
 
 def collect_points(wanted: Sequence[Combination], path: Path) -> Iterator[tuple[Combination, CurvePoint]]:
-    """Yield the results so far of the combinations of sweep ``path`` that have started."""
+    """Yield the results so far of the combinations of sweep ``path`` that have started.
+
+    Methods have the same labels in all combinations, those given now, however a sweep that was continued spelled them.
+    """
     for combination in wanted:
         folder = path / combination.folder
         if holds_run(folder):
-            yield combination, CurvePoint(combination.values, read_summary(folder))
+            study = read_summary(folder)
+            given = {m.label: find_method(m.label, study) for m in METHODS.parse_all(combination.spec.methods)}
+            yield combination, CurvePoint(combination.values, _rename(study, given))
+
+
+def _rename(study: RunSummary, old: Mapping[str, str]) -> RunSummary:
+    """Return ``study`` with other labels; ``old``: its labels by the new ones."""
+    new = {label: name for name, label in old.items()}
+    return replace(
+        study,
+        rows=study.rows.assign(method=study.rows["method"].map(new)),
+        traffic=study.traffic.assign(method=study.traffic["method"].map(new)),
+        methods={new[label]: facts for label, facts in study.methods.items()},
+        read_cases=lambda method, seed: study.read_cases(old[method], seed),
+    )
 
 
 def _parse_expressions(combination: Combination) -> None:

@@ -339,7 +339,7 @@ class Trial:
         if self.settings.is_evaluated(number):
             with timed_section("evaluation"):
                 rows += self.evaluate()
-        rows = [{"method": self.plan.method.name, "seed": self.seed, "round": number, **row} for row in rows]
+        rows = [{"method": self.plan.method.label, "seed": self.seed, "round": number, **row} for row in rows]
         took_part = tuple(name for name in names if name in after)
         return RoundResult(round=number, participants=took_part, down=down, up=up, seconds=seconds, rows=rows)
 
@@ -404,7 +404,7 @@ class Trial:
         state = self.personal_state(self.measured.client(client))
         if state is None:
             raise UsageError(
-                f"client {client!r} has never trained, and {self.plan.method.name} keeps its models on clients: use a "
+                f"client {client!r} has never trained, and {self.plan.method.label} keeps its models on clients: use a "
                 "policy for unseen clients (unseen='average'), or a method with a global model"
             )
         return state

@@ -26,11 +26,11 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
         yield from bound.notices
     if mechanism := find_mechanism((trial.plan.method.gradient,)):
         sizes = {name: len(split) for name, split in trial.train.items()}
-        yield from (f"{trial.plan.method.name}: {text}" for text in describe_delta(mechanism, sizes))
+        yield from (f"{trial.plan.method.label}: {text}" for text in describe_delta(mechanism, sizes))
     if trial.plan.work.is_one_step(map(len, trial.train.values()), trial.plan.smallest_batch):
         for needs in (*(rule.requires for rule in plan.method.rules), plan.method.aggregate.requires):
             if needs.several_steps:
-                yield f"{plan.method.name}: {needs.several_steps}; a round is one step here"
+                yield f"{plan.method.label}: {needs.several_steps}; a round is one step here"
     merged = trial.find_merged_batches()
     for who in [f"client {name!r}" for name in merged] if len(merged) <= MAX_NAMED else [f"{len(merged)} clients"]:
         yield (
@@ -41,13 +41,13 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     short = {name: count for name, count in trial.count_batches().items() if count < asked}
     if short:
         yield (
-            f"{trial.plan.method.name}: a pass has fewer than batches={asked} at {_list_batches(short)}, where a "
+            f"{trial.plan.method.label}: a pass has fewer than batches={asked} at {_list_batches(short)}, where a "
             "round ends with the pass and takes fewer steps. --steps takes the same number at each client, over as "
             "many passes as that needs"
         )
     if trial.plan.personalizes and trial.settings.unseen == "skip" and _may_lack_models(experiment):
         yield (
-            f"{trial.plan.method.name} keeps models on its clients, and not all take part in every round: one that "
+            f"{trial.plan.method.label} keeps models on its clients, and not all take part in every round: one that "
             f"never did has none and is not measured. --unseen {join_choices(list_policies())} gives it one"
         )
 
@@ -64,13 +64,13 @@ def list_notices_after(experiment: Experiment, trial: Trial) -> Iterator[str]:
             else f"are measured by the policy unseen={settings.unseen}"
             + (" where their sites can follow it" if experiment.make_engine else "")
         )
-        yield f"{method.name}, seed {trial.seed}: clients that never took part {fate}: {which}"
+        yield f"{method.label}, seed {trial.seed}: clients that never took part {fate}: {which}"
     uncovered = list_uncovered(trial.plan, settings, trial.data, len(experiment.methods) * len(experiment.seeds))
     if mechanism := find_mechanism((method.aggregate,)):
         share = len(settings.draw_participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
-        yield f"{method.name}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
+        yield f"{method.label}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
     if mechanism := find_mechanism((method.gradient,)):
-        yield f"{method.name}: {describe_sample_guarantee(mechanism, trial.count_uses(), uncovered)}"
+        yield f"{method.label}: {describe_sample_guarantee(mechanism, trial.count_uses(), uncovered)}"
 
 
 def _needing(experiment: Experiment, names: tuple[str, ...]) -> tuple[str, ...]:

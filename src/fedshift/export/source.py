@@ -65,7 +65,7 @@ def export_run(
     require_new(out)
     chosen = select_trials(experiment, method, None if seed is None else (seed,))
     if len(chosen.methods) > 1:
-        names = ", ".join(each.name for each in chosen.methods)
+        names = ", ".join(each.label for each in chosen.methods)
         raise UsageError(
             f"the run has {len(chosen.methods)} methods ({names}): say which one's model ({{}})", Ref("method")
         )
@@ -82,10 +82,12 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
     here = experiment.make_engine is None  # otherwise samples and client state are at the sites
     state = trial.model_state(client) if here or client is None else None
     if state is None and not here:
-        lacking = "clients' models are" if client else f"{plan.method.name} has no global model, and clients' are"
+        lacking = "clients' models are" if client else f"{plan.method.label} has no global model, and clients' are"
         raise UsageError(f"{lacking} not where the run was coordinated: {AT_SITE}")
     if state is None:
-        raise UsageError(f"{plan.method.name} has no global model: name a client ({{}}), one of {names}", Ref("client"))
+        raise UsageError(
+            f"{plan.method.label} has no global model: name a client ({{}}), one of {names}", Ref("client")
+        )
     scales = {each.train.normalization for each in data.clients}
     if client is None and len(scales) > 1:
         raise UsageError(
@@ -102,7 +104,7 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
         schema=schema,
         facts=ModelFacts(
             **describe_answers(data),
-            method=plan.method.name,
+            method=plan.method.label,
             meaning=plan.method.text,
             sources=tuple(find_sources(plan.method)),
             client=client,
@@ -115,7 +117,7 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
             licenses=find_licenses(experiment.config.get("data"), data.name),
             clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
             measured=tuple(_find_rows(trial, directory, client, here)),
-            spread=tuple(_spread_over_seeds(summary, plan.method.name, client)),
+            spread=tuple(_spread_over_seeds(summary, plan.method.label, client)),
             settings=describe_settings(plan, trial.settings, schema.preparation) | describe_targets(schema),
             versions=list_versions(summary.environment),
             notices=summary.notices,
@@ -155,7 +157,7 @@ def find_sources(method: Method) -> Iterator[str]:
 
 def describe_network(plan: Plan, model: ModelFactory) -> str:
     """Return the network's name and size in a sentence."""
-    changed = f", changed by {plan.method.name}" if plan.method.surgery else ""
+    changed = f", changed by {plan.method.label}" if plan.method.surgery else ""
     parameters = sum(plan.initial[entry.name].numel() for entry in plan.entries if not entry.is_buffer)
     return f"Network {describe_factory(model)}{changed}, {parameters:,} parameters"
 
@@ -215,7 +217,7 @@ def _explain_origin(trial: Trial, client: str | None) -> str:
 
 def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) -> Iterator[Row]:
     """Yield the model's records in the trial's round; if there are none, measure it if the data are ``here``."""
-    name, seed, number = trial.plan.method.name, trial.seed, trial.server.round
+    name, seed, number = trial.plan.method.label, trial.seed, trial.server.round
     kept = (row for row in stream_rows(trial_folder(directory, name, seed) / METRICS) if row["round"] == number)
     rows = [row for row in kept if row["split"] != "train"] or (trial.evaluate() if here else [])
     for row in rows:

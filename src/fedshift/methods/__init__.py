@@ -5,7 +5,10 @@ There is no registry: ``fedbn`` resolves to ``fedshift.methods.fedbn:fedbn``, an
 of yours.
 """
 
+from dataclasses import replace
+
 from ..config.catalog import Catalog
+from ..config.expressions import tidy
 from ..core.method import Method
 from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function
@@ -19,7 +22,7 @@ def _accept(given: object, text: str | None) -> Method:
         except Exception as error:
             raise UsageError(f"methods: {describe_function(given)} makes none: {describe_error(error)}") from error
     if isinstance(made, Method):
-        return made
+        return made if text is None else replace(made, typed=tidy(text))
     if text is not None:
         raise UsageError(f"method {text!r} made a {type(made).__name__}, not a Method: return fedshift.Method")
     raise UsageError(

@@ -42,7 +42,7 @@ class Clipping(Rule):
     def bind(self, plan: Plan) -> Bound:
         left_out = frozenset() if self.classifier else last_layers(1).names(plan.entries)
         bound = replace(self, names=frozenset(entry.name for entry in plan.entries) - left_out)
-        return Bound(bound, notices=tuple(bound._warn(plan.method.name, plan.work.batch_size, plan.params)))
+        return Bound(bound, notices=tuple(bound._warn(plan.method.label, plan.work.batch_size, plan.params)))
 
     def _warn(self, method: str, batch_size: int | None, params: State) -> Iterator[str]:
         if batch_size is not None and batch_size <= SMALL_BATCH:

@@ -62,7 +62,7 @@ class PrivateMean(Aggregation):
             sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
             if sent and entry.is_buffer and not norm_layers(entry):
                 raise UsageError(
-                    f"method {plan.method.name!r}: entry {entry.name!r} is a buffer of a {entry.layer}, to which dp "
+                    f"method {plan.method.label!r}: entry {entry.name!r} is a buffer of a {entry.layer}, to which dp "
                     "would add noise even if it is a constant: register it with persistent=False, or keep it on clients"
                 )
         return self

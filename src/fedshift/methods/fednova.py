@@ -40,7 +40,7 @@ class NormalizedAveraging(Aggregation):
         lr, mu = plan.optimizer.lr, _find_strength(plan)
         if lr * mu >= 1:
             raise UsageError(
-                f"method {plan.method.name!r}: FedNova's normalization holds where no step overshoots the proximal "
+                f"method {plan.method.label!r}: FedNova's normalization holds where no step overshoots the proximal "
                 f"term, lr * mu < 1, not for lr={lr:g} and mu={mu:g}: lower one of the two"
             )
         return self

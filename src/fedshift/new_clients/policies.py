@@ -100,7 +100,7 @@ def make_models(
     plan, task = trial.plan, trial.data.task
     policies = {name: find_policy(name) for name in applicable_policies(plan, wanted, task)}
     if trial.server.round == 0:
-        raise FedshiftError(f"{plan.method.name}, seed {trial.seed}, has done no round: continue the run first")
+        raise FedshiftError(f"{plan.method.label}, seed {trial.seed}, has done no round: continue the run first")
     for policy in policies if notices is None else ():
         if policy != UNCHANGED:
             check_policy(plan, policy, training, task)
@@ -118,12 +118,12 @@ def make_models(
                 state = trial.make_unseen_state(policies[policy].text, name, data[policy], rounds)
             except Diverged as error:
                 if notices is not None:
-                    where = f"{plan.method.name}, seed {trial.seed}"
+                    where = f"{plan.method.label}, seed {trial.seed}"
                     _add_once(notices, f"{where}: {error}. Adapted there by {policy}, it has no model.")
                 continue
             assert state is not None  # a round was done
             yield AdaptedModel(
-                method=plan.method.name, seed=trial.seed, policy=policy, client=name,
+                method=plan.method.label, seed=trial.seed, policy=policy, client=name,
                 needs=describe_needs(plan, policy), state=state,
             )  # fmt: skip
 

@@ -21,7 +21,7 @@ from ..report.formatting import (
 )
 from ..report.formatting import write_table as write_report_table
 from ..report.tables import ONE_BY_ONE, describe_missing, mask_incomparable, summarize_seeds
-from ..results.schema import Row, compute_metric
+from ..results.schema import Row, compute_metric, is_plain
 from ..utils.files import write_atomically
 from .policies import NEEDS, UNCHANGED
 
@@ -87,7 +87,7 @@ def policy_differences(seeds: pd.DataFrame, level: float = 0.95) -> pd.DataFrame
     Columns as in ``report.claims.difference_table``, where ``seeds`` is the number of pairs.
     """
     titles = list(seeds.columns.get_level_values(0).unique())
-    baseline = f"fedavg: {UNCHANGED}" if f"fedavg: {UNCHANGED}" in titles else titles[0]
+    baseline = next((each for each in titles if is_plain(each.removesuffix(f": {UNCHANGED}"), "fedavg")), titles[0])
     found = {}
     for title in titles:
         if title != baseline:

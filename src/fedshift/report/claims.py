@@ -24,7 +24,7 @@ import pandas as pd
 from ..analysis.sampling import SampleVariance
 from ..analysis.similarity import CONCORDANT
 from ..analysis.statistics import FEWEST, PairedDifference, correct_family, include_samples, paired_difference
-from ..results.schema import LOWER_IS_BETTER, RunSummary
+from ..results.schema import LOWER_IS_BETTER, RunSummary, find_baseline
 from ..utils.errors import unknown_name
 from ..utils.words import join_some
 from .concordance import compute_discordances
@@ -65,8 +65,8 @@ class Claims:
 
     @property
     def baseline(self) -> str:
-        """The method that others are compared with: FedAvg, else the first; empty if there is none."""
-        return "fedavg" if "fedavg" in self.methods else next(iter(self.methods), "")
+        """The method that others are compared with."""
+        return find_baseline(self.methods)
 
     def between(self, one: str, other: str) -> PairedDifference:
         """Return the difference ``one - other``."""

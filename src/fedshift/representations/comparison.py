@@ -311,7 +311,7 @@ def list_convolutions(plan: Plan, x: Tensor) -> tuple[str, ...]:
     found = tuple(record_maps(plan, plan.initial, x, names))
     if not found:
         raise UsageError(
-            f"the network of {plan.method.name} has no convolution, and so no feature maps: choose a run of one that "
+            f"the network of {plan.method.label} has no convolution, and so no feature maps: choose a run of one that "
             "has, for example small-cnn"
         )
     return found

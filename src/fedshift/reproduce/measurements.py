@@ -119,7 +119,7 @@ class FinishedRuns:
         newcomer = self._newcomers[key]
         rows = []
         for seed in experiment.seeds:
-            trial = restore_trial(experiment, folder, method.name, seed)
+            trial = restore_trial(experiment, folder, method.label, seed)
             policies = ("reestimate",) if trial.plan.personalizes else ()
             (model,) = make_models(trial, {name: newcomer.train}, policies)
             rows.append(evaluate_model(trial, model, newcomer))

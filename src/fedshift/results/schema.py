@@ -4,7 +4,7 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 
 | column     | type        | meaning |
 |------------|-------------|---------|
-| `method`   | str         | method's name |
+| `method`   | str         | method's label: the text typed for it, else its name |
 | `seed`     | int         | seed of the run |
 | `round`    | int         | communication round, from 1 |
 | `client`   | str         | client's name |
@@ -100,6 +100,17 @@ PICTURED = 24
 """Largest number of clients whose images a run keeps and a report shows."""
 
 Row = dict[str, Any]
+
+
+def is_plain(label: str, name: str) -> bool:
+    """Return whether a method's ``label`` is the ``name`` of one of fedshift's, in some spelling of it."""
+    return label.lower().removesuffix("()") == name
+
+
+def find_baseline(labels: Iterable[str]) -> str:
+    """Return the method that others are compared with: FedAvg, else the first; empty if there is none."""
+    labels = list(labels)
+    return next((label for label in labels if is_plain(label, "fedavg")), next(iter(labels), ""))
 
 
 def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int, str]:
@@ -259,8 +270,9 @@ def stream_rows(path: Path, up_to: int | None = None) -> Iterator[Row]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MethodSummary:
-    """Summary of one method: its expression, its scope table, and the traffic of one client and round.
+    """Summary of one method: its scope table, and the traffic of one client and round.
 
+    ``name``: its canonical expression. ``text``: all its choices.
     ``entries``: one mapping for each named entry with ``name``, ``type`` (of the owning module), ``shape``, ``bytes``,
     ``buffer``, ``load``, ``send``, ``trained`` (bools). ``down``/``up``: bytes for one client in one round.
     ``leaves``: all that leaves a client, in a round or before the first; ``kept``: what the server keeps of single
@@ -268,6 +280,7 @@ class MethodSummary:
     together in one place.
     """
 
+    name: str
     text: str
     entries: tuple[Mapping[str, Any], ...]
     down: int
@@ -282,7 +295,7 @@ class MethodSummary:
 class RunSummary:
     """Results of a finished or interrupted comparison, sufficient to make tables, figures and the page.
 
-    ``methods`` in the requested order; ``rounds`` planned; ``metric`` is the one that tables report, ``target_metric``
+    ``methods`` by label, as requested; ``rounds`` planned; ``metric`` is the one that tables report, ``target_metric``
     the value up to which rounds and bytes are counted (None: no target); ``select`` is ``last`` or ``best`` (round of
     the best macro metric on validation data, never on test data); ``clients`` maps each name to the sizes of its
     splits, ``samples`` to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the columns ``method``,

@@ -143,11 +143,8 @@ def read_summary(path: Path) -> RunSummary:
 
 
 def _read_method(method: Mapping[str, Any], path: Path) -> MethodSummary:
-    if "leaves" not in method:
-        raise FedshiftError(
-            f"{path / STUDY} was written by another version of fedshift and does not say what leaves clients: "
-            f"{_written_again(path)}"
-        )
+    if not {"name", "leaves"} <= method.keys():
+        raise FedshiftError(f"{path / STUDY} was written by another version of fedshift: {{}}", _written_again(path))
     leaves = tuple(Disclosure(**{**each, "shape": tuple(each["shape"])}) for each in method["leaves"])
     return MethodSummary(**{**method, "entries": tuple(method["entries"]), "leaves": leaves})
 

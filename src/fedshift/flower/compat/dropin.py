@@ -108,12 +108,12 @@ def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
     if getattr(model, MARK, ()) != method.surgery:
         wanted = ", ".join(map(str, method.surgery)) or "none"
         raise UsageError(
-            f"method {method.name!r} and the model differ in surgery (the method's: {wanted}): make the model by "
+            f"method {method.label!r} and the model differ in surgery (the method's: {wanted}): make the model by "
             "fedshift.flower.prepare_model(method, model) with this method, on the server and on all clients"
         )
     plan = _prepare(method, model, seed)
     if not plan.sent:
-        raise UsageError(f"method {method.name!r} sends nothing, for which no server is needed: choose another method")
+        raise UsageError(f"method {method.label!r} sends nothing, for which no server is needed: choose another method")
     if tied := model.state_dict().keys() - plan.initial.keys():
         raise UsageError(
             f"entry {min(tied)!r} of the model is a second name of another, or is no tensor, so that it would travel "
@@ -147,6 +147,6 @@ def _refuse_rules_of_training(method: Method) -> None:
     for what, found in parts.items():
         if found:
             raise UsageError(
-                f"method {method.name!r} {what} ({', '.join(found)}), which is not possible in a training loop that "
+                f"method {method.label!r} {what} ({', '.join(found)}), which is not possible in a training loop that "
                 "the app brings: run it by `fedshift serve` and `fedshift join`, or leave that part out"
             )

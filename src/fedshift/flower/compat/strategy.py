@@ -96,7 +96,7 @@ class MethodStrategy(Strategy):
         """Log the method and the entries that are sent."""
         plan = self.plan
         down, up = (nbytes(pick(plan.initial, names)) for names in (plan.loaded, plan.sent))
-        LOG.info("\t├──> Method: %s", plan.method.name)
+        LOG.info("\t├──> Method: %s", plan.method.label)
         LOG.info("\t├──> To a client: %d entries, %d bytes", len(plan.loaded), down)
         LOG.info("\t├──> From a client: %d entries, %d bytes", len(plan.sent), up)
         LOG.info("\t├──> Kept on clients: %d entries", len(plan.personal))
@@ -237,7 +237,7 @@ class MethodStrategy(Strategy):
             raise RefusedMessage(f"it holds {len(records)} array records in place of one")
         if leaked := sorted(name for name in records[0] if name in self.plan.initial.keys() - self.plan.sent):
             raise LeakedEntries(
-                f"it holds {leaked[0]!r} and {len(leaked) - 1} more entries that {self.plan.method.name} keeps on "
+                f"it holds {leaked[0]!r} and {len(leaked) - 1} more entries that {self.plan.method.label} keeps on "
                 "clients: give the ClientApp the mod, ClientApp(mods=[fedshift.flower.keep_local(model, method)])"
             )
         weight = self._weight(content)

@@ -197,7 +197,7 @@ class Coordinator:
         methods, settings = make_methods(self.spec), self.population.make_settings(self.spec)
         for method in methods:
             if method.pooled:
-                raise UsageError(f"{method.name} needs all data in one place: leave it out across machines")
+                raise UsageError(f"{method.label} needs all data in one place: leave it out across machines")
         names = [method.name for method in methods]
         members = [client for client in data.clients if client.name not in settings.newcomers]
         asked = {client.name: client.labels for client in self.population.clients}
@@ -217,7 +217,7 @@ class Coordinator:
             return RemoteEngine(
                 plan, samples, seed, federation=data, settings=settings, nodes=self.nodes,
                 min_clients=self.min_clients, seconds=self.seconds, update_bound=self.update_bound,
-                history=TrialHistory(trial_folder(self.directory, plan.method.name, seed)),
+                history=TrialHistory(trial_folder(self.directory, plan.method.label, seed)),
                 description={**description, "method": names.index(plan.method.name), "seed": seed},
             )  # fmt: skip
 

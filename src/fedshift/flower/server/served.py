@@ -44,7 +44,7 @@ def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
             settings=registry.make_settings(spec), seeds=parse_seeds(spec.seeds), config=asdict(spec),
             make_engine=_refuse,
         )  # fmt: skip
-    return select_trials(experiment)
+    return select_trials(experiment.keep_labels(directory))
 
 
 def _refuse(*_: object) -> Never:

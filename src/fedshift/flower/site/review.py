@@ -115,7 +115,7 @@ class TrialReview:
             work, told = f"this site {VALIDATES}: nothing is trained here", f"{measured}, without noise"
         return "\n".join(
             (
-                f"method: {self.plan.method.name}, seed {self.seed}; model: {self.model}",
+                f"method: {self.plan.method.label}, seed {self.seed}; model: {self.model}",
                 f"rounds: {self.rounds}; sites: {self.sites}; {work}",
                 *(groups or ["leaves each round: nothing"]),
                 f"kept by the server: {'nothing of this site' if self.validates else describe_kept(self.plan)}",

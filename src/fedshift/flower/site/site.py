@@ -300,7 +300,7 @@ class Site:
                 for text in (*report.checks, *report.notices):
                     self.say(text)
             except FedshiftError as error:
-                self.say(f"the model of {trial.plan.method.name} is not exported: {error.render(as_flag)}")
+                self.say(f"the model of {trial.plan.method.label} is not exported: {error.render(as_flag)}")
 
     def _introduce(self, asked: Exchange) -> Exchange:
         """Answer with what rules send once, before round 1: the same however often it is asked."""
@@ -329,7 +329,7 @@ class Site:
         trial.kept.save(trained.client, base, round)
         update = trained.update
         loss = trained.loss_sum / update.weight
-        self.say(f"{trial.plan.method.name}, round {round}: {update.weight:.0f} samples, training loss {loss:.4f}")
+        self.say(f"{trial.plan.method.label}, round {round}: {update.weight:.0f} samples, training loss {loss:.4f}")
         facts = {
             "name": trial.kept.name, "round": round, "weight": update.weight, "steps": update.steps,
             "loss_sum": trained.loss_sum,
@@ -377,7 +377,7 @@ class Site:
                 said = f"{METRICS[metric]} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit} here"
                 if value != value:
                     said = f"{METRICS[metric]} is not defined by the test data here"
-                self.say(f"{plan.method.name}, after round {server.round}: {said}")
+                self.say(f"{plan.method.label}, after round {server.round}: {said}")
         return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
 
     def _evaluate_reestimated(
@@ -459,6 +459,7 @@ class Site:
         experiment = str(asked["experiment"])
         if not experiment.isalnum():
             raise RefusedMessage(f"{experiment!r} is no experiment's name")
+        # by name, so that a site finds its state however the experiment spells the method
         folder = self.folder / experiment / f"{to_file_name(method.name)}-seed{seed}"
         self.policy.check(review, self.past.sum_spent(without=f"{experiment}/{folder.name}"))
         if self.confirmation:

@@ -58,7 +58,7 @@ def collect_site_model(
         schema=schema,
         facts=ModelFacts(
             **describe_answers(data),
-            method=plan.method.name,
+            method=plan.method.label,
             meaning=plan.method.text,
             sources=tuple(find_sources(plan.method)),
             client=client.name,

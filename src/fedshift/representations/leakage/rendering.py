@@ -19,6 +19,7 @@ from ...analysis.statistics import PairedDifference, correct_family, mean_and_st
 from ...report.figures import FigurePanel, save_each
 from ...report.formatting import MISSING, TextTable, format_mean, format_signed, make_table, to_terminal, write_table
 from ...report.style import figure_settings, shorten
+from ...results.schema import find_baseline
 from .study import ANOTHER, INFERRED, KNOWN, MEAN, ORIGINAL, Leakage, name_row
 
 Measure = Literal["psnr", "correlation"]
@@ -82,7 +83,7 @@ def likeness_table(found: Leakage, rounds: int) -> TextTable:
 def difference_table(found: Leakage, measure: Measure) -> TextTable:
     """Return differences in a measure, averaged over batch sizes, from FedAvg (else the first method) and a guess."""
     means = tabulate_seeds(found)[measure].groupby(["rounds", "row", "seed"], sort=False).mean()
-    references = ("fedavg" if "fedavg" in found.methods else found.methods[0], MEAN)
+    references = (find_baseline(found.methods), MEAN)
     places = [
         (rounds, row)
         for rounds in sorted(found.settings.rounds)

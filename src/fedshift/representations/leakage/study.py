@@ -187,7 +187,7 @@ def measure_leakage(
         cells = [(method, seed) for seed in seeds for method in experiment.methods]
         for done, (method, seed) in enumerate(cells):
             if progress:
-                progress(f"{method.name}, seed {seed}", done, len(cells))
+                progress(f"{method.label}, seed {seed}", done, len(cells))
             rows, images = _attack_or_read(_make_trial(experiment, method, seed), settings, directory)
             records += rows
             for key, tensor in images.items() if seed == seeds[0] else ():
@@ -195,7 +195,7 @@ def measure_leakage(
                 pictures[int(moment), int(of)][row] = _to_unit(tensor)
         for seed in seeds:
             records += _measure_guesses(data, settings, seed)
-    names, table = tuple(method.name for method in experiment.methods), pd.DataFrame(records, columns=COLUMNS)
+    names, table = tuple(method.label for method in experiment.methods), pd.DataFrame(records, columns=COLUMNS)
     return Leakage(settings=settings, methods=names, seeds=seeds, records=table, pictures=pictures)
 
 
@@ -206,7 +206,7 @@ def _attack_or_read(
     identity = {**trial.identity, "rounds": str(trial.settings.rounds), "study": str(settings)}
     if directory is None:
         return _attack_trial(trial, settings)
-    path = directory / "cells" / f"{to_file_name(trial.plan.method.name)}-seed{trial.seed}.safetensors"
+    path = directory / "cells" / f"{to_file_name(trial.plan.method.label)}-seed{trial.seed}.safetensors"
     if path.exists():
         images, facts = load_checkpoint(path)
         refuse_other(facts["identity"], identity)
@@ -228,10 +228,10 @@ def _attack_trial(trial: Trial, settings: LeakageSettings) -> tuple[list[dict[st
             for size in settings.batch_sizes:
                 for batch in _draw_batches(trial.data, size, settings, trial.seed):
                     for facts, found in _attack_batch(trial, batch, settings):
-                        common = {"method": trial.plan.method.name, "seed": trial.seed, "rounds": rounds, **facts}
+                        common = {"method": trial.plan.method.label, "seed": trial.seed, "rounds": rounds, **facts}
                         records += [{**common, **row} for row in batch.score(found)]
                         if facts["labels"] == KNOWN:
-                            row = f"{rounds}/{size}/{name_row(trial.plan.method.name, facts['attack'])}"
+                            row = f"{rounds}/{size}/{name_row(trial.plan.method.label, facts['attack'])}"
                             shown = match_images(found, batch.originals).mul(255).round().to(torch.uint8)
                             images.setdefault(row, []).append(shown)
     finally:
@@ -339,7 +339,7 @@ def _check_trial(trial: Trial, settings: LeakageSettings) -> None:
     trial.close()
     if smallest < plan.smallest_batch:
         raise UsageError(
-            f"batch-sizes={smallest}: the network of {plan.method.name} cannot train on one sample, since a BatchNorm "
+            f"batch-sizes={smallest}: the network of {plan.method.label} cannot train on one sample, since a BatchNorm "
             "after a linear layer has no variance over it: use 2 or more, or small-cnn(dense_norm=False)"
         )
     optimizer = plan.optimizer
@@ -349,9 +349,9 @@ def _check_trial(trial: Trial, settings: LeakageSettings) -> None:
             "above 0, without momentum and weight decay"
         )
     if not plan.trained & plan.loaded & plan.sent or plan.method.pooled:
-        raise UsageError(f"method {plan.method.name!r} sends no trained entry, so that there is nothing to invert")
+        raise UsageError(f"method {plan.method.label!r} sends no trained entry, so that there is nothing to invert")
     if plan.reads.first:
         raise UsageError(
-            f"method {plan.method.name!r} sends statistics of samples beside its entries, which leak does not attack: "
+            f"method {plan.method.label!r} sends statistics of samples beside its entries, which leak does not attack: "
             "leave it out"
         )
