@@ -173,10 +173,10 @@ def test_tables_have_mean_and_spread_over_seeds(found):
 def test_a_network_without_batchnorm_has_a_table_less(tmp_path):
     run = trained(tmp_path / "run", RunSpec, method="nonorm", rounds=1)
     found = compare_representations(run, samples=4, layer="conv1")
-    assert found.layers == {"fedavg+nonorm": "conv1"}
+    assert found.layers == {"nonorm": "conv1"}
     assert len([*render_comparison(found)]) == 3
     assert [panel.name for panel in draw_panels(found)] == ["maps-01-pen", "maps-02-photo", "maps-03-faded"]
-    assert [*found.drawn["fedavg+nonorm"].maps["pen"]] == ["conv1"]
+    assert [*found.drawn["nonorm"].maps["pen"]] == ["conv1"]
 
 
 # What is drawn and written

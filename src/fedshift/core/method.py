@@ -221,10 +221,13 @@ def _compose(
 ) -> MethodFunction[Options]:
     signature = inspect.signature(function)
     first, *options = signature.parameters.values()
+    reals = {each.name for each in options if each.annotation in (float, float | None, "float", "float | None")}
 
     @wraps(function)
     def compose(base: Method | None = None, *args: Options.args, **given: Options.kwargs) -> Method:
         start = base or Method()
+        real = {name: float(value) if name in reals and type(value) is int else value for name, value in given.items()}
+        given = cast("Any", real)  # 1 and 1.0 are one value, in whose name noise is drawn
         try:
             made = function(start, *args, **given)
         except UsageError as error:
