@@ -575,7 +575,7 @@ def test_what_other_methods_did_before_one_diverged_is_kept(tiny, tmp_path):
     assert f"resume='{tmp_path / 'run'}'" in failed.value.__notes__[0]
     rest = fedshift.read_run(tmp_path / "run")
     assert rest.table()["fedavg"]["mean"].notna().all()
-    assert "note: fedprox(mu=1e+30), seed 0: training diverged" in str(rest)
+    assert "note: fedprox(mu=1e30), seed 0: training diverged" in str(rest)
     with pytest.raises(FedshiftError, match="training diverged"):
         fedshift.compare("fedavg", data=tiny, lr=1e29, batch_size=8, out=tmp_path / "none")
     assert str(fedshift.read_run(tmp_path / "none")).endswith(

@@ -327,7 +327,7 @@ def test_in_a_comparison_the_other_trials_go_on(make, tmp_path, Listener):
     for seed in (0, 1):
         for method in ("fedavg", "scaffold"):
             assert {row["round"] for row in rows_of(tmp_path / "run", f"{method}-seed{seed}")} == {1, 2}
-        said = [text for text in watch.notices if text.startswith(f"fedprox(mu=1e+30), seed {seed}: training diverged")]
+        said = [text for text in watch.notices if text.startswith(f"fedprox(mu=1e30), seed {seed}: training diverged")]
         assert len(said) == 1
         assert said[0].endswith("Its numbers are those of the round before.")
     with pytest.raises(Diverged):
