@@ -21,9 +21,9 @@ def check_sends(plan: Plan, index: int, sent: State, *, prelude: bool = False) -
     where, when = ("prelude", "uploads before round 1") if prelude else ("sends", "uploads")
     if why := _find_difference(_list_declared(plan, index, prelude=prelude), sent):
         raise UsageError(
-            f"method {plan.method.label!r}: {bound.rule.source_method} {why}: the {where} of its bind() must be exactly "
-            f"what its end() {when} (fedshift.Send), since consent of sites, policies and differential privacy rest on "
-            "them"
+            f"method {plan.method.label!r}: {bound.rule.source_method} {why}: the {where} of its bind() must be "
+            f"exactly what its end() {when} (fedshift.Send), since consent of sites, policies and differential "
+            "privacy rest on them"
         )
 
 
