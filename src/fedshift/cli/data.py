@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..data.datasets._card import Card
     from ..data.federation import Federation
 
-LOOKED_AT = 64
+LOOKED_AT = (64, 64)
 """Height and width in pixels to which images of several sizes are resized for display."""
 Where = Annotated[str, Parameter(help="Directory of your own, benchmark or embedded data, as for --data.")]
 Reading = Annotated[DataSpec, Parameter(name="*")]
@@ -200,8 +200,8 @@ def diagnose(
         note = "Numbers were scaled by each client's own training rows, which takes shifts of mean and spread away; "
         remarks.append(f"{note}--scaling none shows them.")
         print_parts(console, [Text(f"Note: {remarks[-1]}", style="dim")])
-    if made.sample_shape[1:] == (LOOKED_AT, LOOKED_AT):
-        spec = replace(spec, image_size=LOOKED_AT)
+    if made.sample_shape[1:] == LOOKED_AT:
+        spec = replace(spec, image_size=LOOKED_AT[0])
     flags = _format_flags(where, spec)
     print_parts(console, [*format_notices(made), *render_diagnosis(found, flags)])
     _write_json(console, found.as_dict(), json)

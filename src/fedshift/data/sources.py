@@ -61,7 +61,7 @@ def load_source(
     data: object,
     spec: DataSpec,
     progress: Progress | None = None,
-    differing: int | None = None,
+    differing: tuple[int, int] | None = None,
     schema: Layout | None = None,
     task: Task | None = None,
 ) -> Federation:
@@ -72,7 +72,7 @@ def load_source(
             (:data:`~fedshift.data.readers.FORMS`).
         spec: Settings of the data.
         progress: Callback for progress.
-        differing: Side in pixels to which images of different sizes are resized; None: refuse such images.
+        differing: Height and width to which images of different sizes are resized; None: refuse such images.
         schema: Layout of the data that user files join, see :class:`~fedshift.data.files.read_options.ReadOptions`.
         task: The prediction task; None: the one in ``spec``, or else that of the data.
 
@@ -131,7 +131,11 @@ def _exact_names(domains: str | None) -> tuple[str, ...] | None:
 
 
 def _read_options(
-    spec: DataSpec, progress: Progress | None, differing: int | None, schema: Layout | None, task: Task | None
+    spec: DataSpec,
+    progress: Progress | None,
+    differing: tuple[int, int] | None,
+    schema: Layout | None,
+    task: Task | None,
 ) -> ReadOptions:
     task = schema.task.forget() if isinstance(schema, Schema) else task
     own = {name: getattr(spec, name) for name in READ}
@@ -185,7 +189,7 @@ def normalize(data: Federation, choice: str | None) -> Federation:
 
 
 def load_federation(
-    data: str, spec: DataSpec, progress: Progress | None = None, differing: int | None = None
+    data: str, spec: DataSpec, progress: Progress | None = None, differing: tuple[int, int] | None = None
 ) -> Federation:
     """Load, split, scale and check the clients of ``data``, with targets in the form that networks learn.
 

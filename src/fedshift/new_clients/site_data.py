@@ -13,21 +13,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..config.spec import DataSpec
 from ..data.federation import ClientData, Federation
 from ..data.files.image_decoding import SUFFIXES
-from ..data.files.image_store import ImageFile, cache_entry, decode_all, describe_headers, inspect_all, load_store
-from ..data.files.read_options import Progress
+from ..data.files.image_store import ImageFile
+from ..data.files.images import describe_broken, refuse_broken
+from ..data.files.read_options import Progress, ReadOptions
 from ..data.formats import open_arrays
 from ..data.joining import join_schema
 from ..data.readers._objects import holds_hub_datasets, holds_tables
+from ..data.readers.images import decode_images, inspect_images, make_part
 from ..data.samples import Samples, to_samples
+from ..data.scan import Part
 from ..data.schema import Schema
 from ..data.sources import READ, load_source
 from ..experiments.experiment import Experiment
-from ..utils.errors import Ref, UsageError
-from ..utils.files import cache_directory
+from ..utils.errors import UsageError
 
 
 def load_site(
@@ -47,9 +50,9 @@ def load_site(
     if not read:  # settings for the run's files do not apply to data by name, nor to arrays
         own = {field.name: field.default for field in fields(DataSpec) if field.name in READ or field.name == "task"}
     asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
-    shape = schema.preparation.shape
-    side = shape[-1] if len(shape) == 3 else None
-    return join_schema(load_source(data, asked, progress, differing=side, schema=schema), schema)
+    size = schema.preparation.shape[1:]
+    differing = (size[0], size[1]) if len(size) == 2 else None
+    return join_schema(load_source(data, asked, progress, differing, schema), schema)
 
 
 def load_unlabeled(
@@ -101,32 +104,27 @@ def _read_images(
     found = {name: below[name] for name in sorted(below) if not any(part[0] == "." for part in name.parts)}
     if not found:
         raise UsageError(f"{path} holds no image ({', '.join(sorted(SUFFIXES))}): {wanted}")
-    files = [ImageFile(str(n), "", "", f.stat().st_size, f.stat().st_mtime_ns) for n, f in found.items()]
-    headers, broken = inspect_all(path, files, "headers", progress)
-    kinds = sorted({header.kind for header in headers.values()})
-    if len(kinds) > 1:
-        raise UsageError(f"{path} has images of different depth, {kinds[0]} and {kinds[1]}: convert all to one")
-    sizes = {(header.height, header.width) for header in headers.values()}
-    size = (
-        (spec.image_size,) * 2 if spec.image_size else sizes.pop() if len(sizes) == 1 else schema.preparation.shape[1:]
+    files = tuple(ImageFile(str(n), "", "", f.stat().st_size, f.stat().st_mtime_ns) for n, f in found.items())
+    height, width = schema.preparation.shape[1:]
+    reading = ReadOptions(
+        image_size=spec.image_size, differing=(height, width), on_unreadable=spec.on_unreadable, progress=progress
     )
-    entry = cache_entry(cache_directory(), path, files, "unlabeled", size)
-    facts = describe_headers(headers, broken, *size)
+    name = client_name(path)
+    images = inspect_images(path, {name: files}, reading)
+    y = torch.zeros(len(files), dtype=torch.int64)
+    part = make_part(name, files, y, path, reading)
 
-    def list_usable(broken: Collection[str]) -> dict[str, list[int]]:
-        return {"train": [row for row, file in enumerate(files) if file.path not in broken]}
+    def find_usable(part: Part, broken: Collection[str]) -> NDArray[np.int8]:
+        """Return 0, the split of training, for each file that can be read."""
+        return np.array([-1 if file in broken else 0 for file in part.files], np.int8)
 
-    store = load_store(entry) or decode_all(path, files, facts, entry, list_usable, "images", progress)
-    unread = store.facts.broken
-    if unread:
-        file, why = next(iter(unread.items()))
-        said = f"{len(unread)} of {len(files)} images in {path} cannot be read: {file}: {why}"
-        if spec.on_unreadable == "refuse" or len(unread) == len(files):
-            raise UsageError(f"{said}; remove them, or leave them out ({{}})", Ref(on_data_error="warn"))
-        if notices is not None:
-            notices.append(f"{said}; left out")
-    rows = torch.tensor(list_usable(unread)["train"])
-    return Samples(x=torch.from_numpy(store.pixels), y=torch.zeros(len(rows), dtype=torch.int64), rows=rows)
+    (store,) = decode_images(images, [part], reading, find_usable)
+    broken = store.facts.broken
+    usable = torch.from_numpy(np.flatnonzero(find_usable(part, broken) == 0))
+    refuse_broken(path, broken, len(files), reading if len(usable) else replace(reading, on_unreadable="refuse"))
+    if broken and notices is not None:
+        notices.append(describe_broken(name, broken, len(files)))
+    return Samples(x=torch.from_numpy(store.pixels), y=y[usable], rows=usable)
 
 
 def find_overlap(data: Federation, experiment: Experiment) -> list[str]:

@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
+from ...utils.files import cache_directory
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.image_store import ImageFacts, ImageFile, cache_entry, decode_all, load_store
 from ..files.images import list_files
-from ..files.read_options import Progress, ReadOptions
+from ..files.read_options import Progress
 from ..partition import split_stratified
 from ..pickles import read_pickle
 
@@ -174,35 +177,45 @@ def read_listed(
 
     ``size``: the side of a square, or height and width, in pixels.
     """
-    height, width = size if isinstance(size, tuple) else (size, size)
-    if min(height, width) < 1:
-        raise UsageError(f"size={size} pixels: must be at least 1")
-    facts = ImageFacts(kind="byte", channels=3, height=height, width=width)
     data = []
     for client, listed in clients.items():
-        files = stat_files(root, client, listed)
+        pixels = decode_listed(root, client, listed, size, progress)
         rows = {part: np.flatnonzero(listed["part"] == part) for part in ("train", "validation", "test")}
         lacking = [part for part in ("train", "test") if not len(rows[part])]
         if lacking:
             raise UsageError(f"client {client!r} has no image for {lacking[0]} under {root}: get its files again")
-        place = cache_entry(ReadOptions().cache_directory, root, files, "listed", client, size)
-        store = load_store(place) or decode_all(
-            root, files, facts, place, lambda _: {"train": ()}, f"images of {client}", progress
-        )
-        if store.facts.broken:
-            first, why = next(iter(store.facts.broken.items()))
-            raise UsageError(
-                f"client {client!r}: {len(store.facts.broken)} of {len(listed)} images cannot be read, first "
-                f"{root / first}: {why}; get them again"
-            )
-        x, y = torch.from_numpy(store.pixels), torch.tensor(listed["label"].to_numpy())
-        data.append(ClientData.from_rows(client, x, y, rows))
+        y = torch.tensor(listed["label"].to_numpy())
+        data.append(ClientData.from_rows(client, torch.from_numpy(pixels), y, rows))
     return Federation(
         name=name, clients=tuple(data), classes=len(class_names), note=note, class_names=tuple(class_names)
     )
 
 
-def stat_files(root: Path, client: str, listed: pd.DataFrame) -> list[ImageFile]:
+def decode_listed(
+    root: Path,
+    client: str,
+    listed: pd.DataFrame,
+    size: int | tuple[int, int],
+    progress: Progress | None,
+    kind: Literal["byte", "mask"] = "byte",
+) -> NDArray[Any]:
+    """Return the images or masks of a client, uint8 ``[N, C, H, W]``, from the cache or decoded."""
+    height, width = size if isinstance(size, tuple) else (size, size)
+    if min(height, width) < 1:
+        raise UsageError(f"size={size} pixels: must be at least 1")
+    facts = ImageFacts(kind=kind, channels=1 if kind == "mask" else 3, height=height, width=width)
+    files, what = _stat_files(root, client, listed), "masks" if kind == "mask" else "images"
+    place = cache_entry(cache_directory(), root, files, "listed", kind, client, size)
+    store = load_store(place) or decode_all(root, files, facts, place, f"{what} of {client}", progress)
+    for file, why in store.facts.broken.items():
+        raise UsageError(
+            f"client {client!r}: {len(store.facts.broken)} of {len(listed)} {what} cannot be read, first "
+            f"{root / file}: {why}; get them again"
+        )
+    return store.pixels
+
+
+def _stat_files(root: Path, client: str, listed: pd.DataFrame) -> list[ImageFile]:
     files, missing = [], []
     for path, label, part in zip(listed["path"], listed["label"], listed["part"], strict=True):
         try:

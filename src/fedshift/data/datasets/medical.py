@@ -20,15 +20,15 @@ from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import LAZY, ClientData, Federation
-from ..files.image_store import ImageFacts, cache_entry, decode_all, load_store
-from ..files.read_options import Progress, ReadOptions
+from ..files.image_store import read_all
+from ..files.read_options import Progress
 from ..files.volume_decoding import decode_mask, decode_volume, find_stem
-from ..files.volumes import VolumeStore, read_all
+from ..files.volumes import VolumeStore
 from ..formats import explain_errors, read_csv
 from ..resizing import resize_mask, resize_volume
 from ..stores import RecentArrays
 from ._card import make_card
-from ._file_lists import LISTED, DomainFolders, find_domains, read_listed, stat_files
+from ._file_lists import LISTED, DomainFolders, decode_listed, find_domains, read_listed
 
 _FUNDUS = {"Domain1": "drishti-gs", "Domain2": "rim-one-r3", "Domain3": "refuge", "Domain4": "refuge-validation"}
 _SITES = ("BIDMC", "BMC", "HK", "I2CVB", "RUNMC", "UCL")
@@ -119,7 +119,7 @@ def feddg_fundus(root: Path, *, size: int = 384, progress: Progress | None = Non
     for owner in data.clients:
         listed = lists[owner.name]
         masks = listed.assign(path=listed["path"].str.replace("/image/", "/mask/", regex=False))
-        y = torch.from_numpy(classes[_read_gray(found.root, owner.name, masks, size, progress)])
+        y = torch.from_numpy(classes[decode_listed(found.root, owner.name, masks, size, progress, "mask")[:, 0]])
         clients.append(owner.with_splits({k: s.with_targets(y[s.rows]) for k, s in owner.splits.items()}))
     return replace(data, clients=tuple(clients), task=Segmentation())
 
@@ -262,21 +262,6 @@ def fed_ixi(
     )  # fmt: skip
 
 
-def _read_gray(
-    root: Path, client: str, listed: pd.DataFrame, size: int, progress: Progress | None
-) -> NDArray[np.uint8]:
-    """Return the gray values of masks, ``[N, size, size]``, from the image cache or decoded."""
-    files = stat_files(root, client, listed)
-    facts = ImageFacts(kind="mask", channels=1, height=size, width=size)
-    place = cache_entry(ReadOptions().cache_directory, root, files, "listed masks", client, size)
-    store = load_store(place) or decode_all(
-        root, files, facts, place, lambda _: {"train": ()}, f"masks of {client}", progress
-    )
-    _refuse({root / file: why for file, why in store.facts.broken.items()})
-    gray: NDArray[np.uint8] = np.asarray(store.pixels[:, 0])
-    return gray
-
-
 def _list_prostate(folder: Path) -> list[_Case]:
     """Return the patients in a site's folder."""
     files = {find_stem(file.name).lower(): file for file in sorted(folder.iterdir()) if ".nii" in file.name.lower()}
@@ -353,7 +338,7 @@ def _read_volumes(
     def fit(file: Path) -> NDArray[np.uint8]:
         return resize_mask(torch.from_numpy(table[decode_mask(file, turn=False)]), places).numpy()
 
-    masks, broken = read_all([case.mask for case in flat], fit, "masks", progress)
+    masks, broken = read_all({case.mask: case.mask for case in flat}, fit, "masks", progress)
     _refuse(broken)
     recent, clients = RecentArrays(_KEPT), []
     for client, own in cases.items():
@@ -372,9 +357,9 @@ def _read_slices(site: str, cases: Sequence[_Case], size: int, progress: Progres
     """Return a client with the slices that show the prostate, uint8 ``[N, 1, size, size]``."""
     _require(cases)
 
-    def fit(file: Path) -> Any:
-        case = by_image[file]
-        volume, mask = decode_volume(file, turn=False)[0], decode_mask(case.mask, turn=False)
+    def fit(image: Path) -> Any:
+        case = by_image[image]
+        volume, mask = decode_volume(image, turn=False)[0], decode_mask(case.mask, turn=False)
         if volume.shape != mask.shape:
             sizes = (" x ".join(map(str, each.shape)) for each in (mask, volume))
             raise UsageError(f"mask {case.mask} has {next(sizes)} voxels, but its image {next(sizes)}: get both again")
@@ -384,7 +369,7 @@ def _read_slices(site: str, cases: Sequence[_Case], size: int, progress: Progres
         return x.add(1).mul(127.5).round().to(torch.uint8), torch.stack(y) if y else torch.zeros(0, size, size).byte()
 
     by_image = {case.images[0]: case for case in cases}
-    found, broken = read_all(list(by_image), fit, f"volumes of {site}", progress)
+    found, broken = read_all({image: image for image in by_image}, fit, f"volumes of {site}", progress)
     _refuse(broken)
     parts = [found[case.images[0]] for case in cases]
     of = np.repeat(np.arange(len(cases)), [len(x) for x, _ in parts])

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -42,6 +42,7 @@ from .image_decoding import Header, Kind, Unreadable, decode_image, quiet_pillow
 from .read_options import Progress
 
 Pixels = NDArray[np.generic]
+Key, Found = TypeVar("Key"), TypeVar("Found")
 
 _VERSION = 1
 _SCALED = ("integer", "real")  # kinds whose values are scaled to floats from -1 to 1
@@ -128,22 +129,28 @@ def load_store(place: Path) -> ImageStore | None:
     return store
 
 
+def read_all(
+    files: Mapping[Key, Path], read: Callable[[Path], Found], what: str, progress: Progress | None
+) -> tuple[dict[Key, Found], dict[Key, str]]:
+    """Return the result of ``read`` for each readable file, and the reason why each other file is broken."""
+    found: dict[Key, Found] = {}
+    broken: dict[Key, str] = {}
+
+    def one(key: Key) -> None:
+        try:
+            found[key] = read(files[key])
+        except Unreadable as error:
+            broken[key] = str(error)
+
+    run_in_parallel(one, list(files), what, progress)
+    return {key: found[key] for key in files if key in found}, {key: broken[key] for key in files if key in broken}
+
+
 def inspect_all(
     root: Path, files: Sequence[ImageFile], what: str, progress: Progress | None
 ) -> tuple[dict[str, Header], dict[str, str]]:
-    """Return the headers of readable files, and the reason why each other file is broken."""
-    found: list[Header | str] = [""] * len(files)
-
-    def one(row: int) -> None:
-        try:
-            found[row] = read_header(root / files[row].path)
-        except Unreadable as error:
-            found[row] = str(error)
-
-    run_in_parallel(one, len(files), what, progress)
-    paired = [(file.path, header) for file, header in zip(files, found, strict=True)]
-    headers = {path: header for path, header in paired if isinstance(header, Header)}
-    return headers, {path: why for path, why in paired if isinstance(why, str)}
+    """Return the headers of readable files below ``root``, and the reason why each other file is broken."""
+    return read_all({file.path: root / file.path for file in files}, read_header, what, progress)
 
 
 def describe_headers(headers: Mapping[str, Header], broken: dict[str, str], height: int, width: int) -> ImageFacts:
@@ -163,13 +170,14 @@ def decode_all(
     files: Sequence[ImageFile],
     facts: ImageFacts,
     place: Path,
-    split: Callable[[frozenset[str]], Mapping[str, Iterable[int]]],
     what: str,
     progress: Progress | None,
+    training: Callable[[frozenset[str]], Iterable[int]] = lambda _: (),
 ) -> ImageStore:
     """Decode ``files`` as described by ``facts`` into an entry at ``place``, or into memory if it cannot be written.
 
-    ``split(broken)["train"]`` returns the rows of the training images, once the broken files are known.
+    ``training(broken)`` returns the rows of the training images, by which gray is scaled, once the broken files are
+    known.
     """
     shape = (len(files), facts.channels, facts.height, facts.width)
     dtype = np.dtype(np.float32 if facts.kind in _SCALED else np.uint8)
@@ -192,8 +200,8 @@ def decode_all(
             else:
                 put(row, pixels)
 
-        run_in_parallel(one, len(files), what, progress)
-        top = max((peaks[row] for row in split(frozenset(broken))["train"]), default=0.0)
+        run_in_parallel(one, range(len(files)), what, progress)
+        top = max((peaks[row] for row in training(frozenset(broken))), default=0.0)
         bits = next(bits for bits in _BITS if top < 2**bits) if facts.kind == "integer" else 0
         return replace(facts, broken=dict(sorted(broken.items())), bits=bits), peaks
 
@@ -252,20 +260,20 @@ def _rescale(pixels: Pixels, facts: ImageFacts, rows: Iterable[int]) -> None:
             pixels[row] = facts.decoding.rescale(pixels[row])
 
 
-def run_in_parallel(work: Callable[[int], None], count: int, what: str, progress: Progress | None) -> None:
-    """Call ``work`` with 0..``count - 1`` on a few threads (Pillow releases the GIL while it decodes)."""
+def run_in_parallel(work: Callable[[Key], None], items: Sequence[Key], what: str, progress: Progress | None) -> None:
+    """Call ``work`` with each of ``items`` on a few threads (Pillow releases the GIL while it decodes)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def some(start: int) -> int:
-        end = min(start + _AT_ONCE, count)
-        for row in range(start, end):
-            work(row)
+        end = min(start + _AT_ONCE, len(items))
+        for item in items[start:end]:
+            work(item)
         return end
 
     with quiet_pillow(), ThreadPoolExecutor(min(cores, 8)) as pool:
-        for done in pool.map(some, range(0, count, _AT_ONCE)):
+        for done in pool.map(some, range(0, len(items), _AT_ONCE)):
             if progress is not None:
-                progress(what, done, count)
+                progress(what, done, len(items))
 
 
 @dataclass(frozen=True, kw_only=True)

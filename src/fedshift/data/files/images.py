@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
+from ...utils.words import join_some
 from .image_decoding import SUFFIXES
 from .image_store import ImageFacts, ImageFile, ImageStore
 from .read_options import ReadOptions
@@ -33,7 +34,6 @@ CLASSES, MASKS, VOLUMES = KINDS = ("classes", "masks", "volumes")
 
 _IGNORED = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 _DEEPEST = 4  # levels below DIR to search for images: client, part, class, and one level too deep
-_LISTED = 5
 
 Rows = NDArray[np.int64]
 
@@ -54,7 +54,7 @@ def refuse_broken(path: Path, broken: Mapping[str, str], count: int, reading: Re
     if broken and reading.on_unreadable == "refuse":
         raise UsageError(
             f"{len(broken)} of {count} files cannot be read: "
-            f"{format_few(f'{path / file}: {why}' for file, why in broken.items())}; "
+            f"{join_some(f'{path / file}: {why}' for file, why in broken.items())}; "
             "mend or remove them, or leave them out ({})",
             Ref(on_data_error="warn"),
         )
@@ -233,7 +233,7 @@ def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, rea
     """Return remarks on how the client's images were read."""
     said = []
     if facts.frames:
-        frames = format_few(f"{file}: {count}" for file, count in facts.frames.items())
+        frames = join_some(f"{file}: {count}" for file, count in facts.frames.items())
         said.append(f"client {name!r}: {len(facts.frames)} files hold several frames, the first is read ({frames})")
     if facts.bits:
         said.append(f"client {name!r}: gray read as {facts.bits} bits, 0..{2**facts.bits - 1} scaled to [-1, 1]")
@@ -242,12 +242,15 @@ def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, rea
     return said
 
 
-def list_faults(folder: Path, name: str, files: tuple[ImageFile, ...], facts: ImageFacts) -> list[str]:
-    """Return sentences about skipped images of client ``name`` in ``folder``."""
-    said = []
-    if facts.broken:
-        why = format_few(f"{file}: {why}" for file, why in facts.broken.items())
-        said.append(f"client {name!r}: {len(facts.broken)} of {len(files)} files cannot be read, left out ({why})")
+def describe_broken(name: str, broken: Mapping[str, str], count: int) -> str:
+    """Return a sentence about the ``broken`` ones of a client's ``count`` files."""
+    why = join_some(f"{file}: {why}" for file, why in broken.items())
+    return f"client {name!r}: {len(broken)} of {count} files cannot be read, left out ({why})"
+
+
+def list_faults(folder: Path, name: str, broken: Mapping[str, str], count: int) -> list[str]:
+    """Return sentences about skipped images of client ``name`` in ``folder``, which has ``count`` files."""
+    said = [describe_broken(name, broken, count)] if broken else []
     folders = [Path(inside) for several in _find_parts(folder).values() for inside in several]
     lost = Counter(Path(file.name).suffix for inside in folders for file in list_content(inside)[0] if _is_lost(file))
     if lost:
@@ -255,10 +258,3 @@ def list_faults(folder: Path, name: str, files: tuple[ImageFile, ...], facts: Im
         images = f"{lost.total()} image{'s' * (lost.total() > 1)}"
         said.append(f"client {name!r}: {images} in a format that is not read, left out ({kinds})")
     return said
-
-
-def format_few(items: Iterable[str]) -> str:
-    """Return the first five items and the number of the remaining ones."""
-    named = list(items)
-    more = f", and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
-    return ", ".join(named[:_LISTED]) + more

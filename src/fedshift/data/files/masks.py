@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from ...tasks.segmentation import IGNORED
 from ...utils.errors import Ref, UsageError
+from ...utils.words import join_some
 from .image_store import ImageFile
-from .images import format_few
 from .read_options import ReadOptions
 from .volume_decoding import find_stem
 
@@ -38,7 +38,7 @@ def list_empty(
         for (image, mask), values in zip(pairs, held, strict=True)
         if image.path not in unusable and not values[1:IGNORED].any() and (classes is not None or not values[IGNORED])
     ]
-    return [f"client {name!r}: {len(empty)} of {len(pairs)} masks are empty ({format_few(empty)})"] if empty else []
+    return [f"client {name!r}: {len(empty)} of {len(pairs)} masks are empty ({join_some(empty)})"] if empty else []
 
 
 def pair_files(path: Path, name: str, files: tuple[ImageFile, ...]) -> tuple[Pair, ...]:

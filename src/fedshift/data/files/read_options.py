@@ -46,7 +46,7 @@ class ReadOptions:
     domains: tuple[str, ...] | None = None
     classes: int | None = None
     image_size: int | None = None
-    differing: int | None = None
+    differing: tuple[int, int] | None = None
     on_unreadable: Literal["refuse", "skip"] = "refuse"
     test_fraction: float = 0.2
     client_column: str | None = None

@@ -7,10 +7,9 @@ the most recently used :data:`KEPT` bytes over all clients are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,19 +22,13 @@ from ...utils.errors import Ref, UsageError
 from ..resizing import resize_volume
 from ..stores import Keys, LazyStore, RecentArrays
 from .image_decoding import Unreadable
-from .image_store import run_in_parallel
-from .read_options import Progress, ReadOptions
-from .volume_decoding import (
-    CLOSE,
-    VolumeHeader,
-    decode_volume,
-)
+from .read_options import ReadOptions
+from .volume_decoding import CLOSE, VolumeHeader, decode_volume
 
 KEPT = 2**28
 """Bytes of decoded images to keep."""
 
 Shape = tuple[int, ...]
-Found = TypeVar("Found")
 
 
 class VolumeStore(LazyStore):
@@ -136,20 +129,3 @@ def choose_spacing(task: Segmentation, headers: Sequence[VolumeHeader], size: Sh
 
 def _describe(shape: Shape) -> str:
     return f"{' x '.join(map(str, shape[1:]))} voxels of {shape[0]} channel{'s' * (shape[0] > 1)}"
-
-
-def read_all(
-    files: Sequence[Path], read: Callable[[Path], Found], what: str, progress: Progress | None
-) -> tuple[dict[Path, Found], dict[Path, str]]:
-    """Return the result of ``read`` for each readable file, and the reason why each other file is broken."""
-    found: dict[Path, Found] = {}
-    broken: dict[Path, str] = {}
-
-    def one(row: int) -> None:
-        try:
-            found[files[row]] = read(files[row])
-        except Unreadable as error:
-            broken[files[row]] = str(error)
-
-    run_in_parallel(one, len(files), what, progress)
-    return found, {file: broken[file] for file in files if file in broken}

@@ -11,8 +11,9 @@ one of its images is in color. Labels number the class folders of all clients, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ...tasks import CLASSIFICATION, Classification
 from ...utils.errors import Ref, UsageError
+from ...utils.words import join_some
 from ..agreement import refuse_other_labels
 from ..files import image_store
 from ..files import images as folders
@@ -84,8 +86,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     classes = len(labels) if reading.classes is None else reading.classes
     if classes < len(labels):
         raise UsageError(
-            f"classes={classes}: {source} has {len(labels)} class folders ({folders.format_few(labels)}); ask for as "
-            "many"
+            f"classes={classes}: {source} has {len(labels)} class folders ({join_some(labels)}); ask for as many"
         )
     files, notices = list_clients(source, places, reading)
     parts = [
@@ -115,7 +116,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     for part, store in zip(scan.parts, stores, strict=True):
         files = images.clients[part.client]
         notices += folders.list_notices(part.client, files, store.facts, reading)
-        faults += folders.list_faults(part.source, part.client, files, store.facts)
+        faults += folders.list_faults(part.source, part.client, store.facts.broken, len(files))
     return Loaded(
         stores=[torch.from_numpy(store.pixels) for store in stores],
         decodings=[store.facts.decoding for store in stores],
@@ -158,15 +159,24 @@ def _find_sides(files: Sequence[ImageFile]) -> Sides:
     return np.array([sides[file.part] for file in files], np.int8)
 
 
-def inspect_images(path: Path, clients: Mapping[str, tuple[ImageFile, ...]], reading: ReadOptions) -> Images:
-    """Find every client's array in the cache, or read the headers of its files; all are read before any is decoded."""
+def inspect_images(
+    path: Path,
+    clients: Mapping[str, tuple[ImageFile, ...]],
+    reading: ReadOptions,
+    size: tuple[int, int] | None = None,
+) -> Images:
+    """Find every client's array in the cache, or read the headers of its files; all are read before any is decoded.
+
+    ``size``: height and width of the images, in place of those that ``reading`` says.
+    """
+    asked = size or ((reading.image_size,) * 2 if reading.image_size else None)
     entries: dict[str, Path] = {}
     cached: dict[str, ImageStore] = {}
     headers: dict[str, tuple[dict[str, Header], dict[str, str]]] = {}
     sizes: dict[tuple[int, int], str] = {}  # the first file of each (width, height)
     for name, own in clients.items():
         fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
-        choices = (reading.image_size, fraction)  # and groups: what is for training decides how gray is scaled
+        choices = (asked, fraction)  # and groups: what is for training decides how gray is scaled
         groups = () if reading.groups is None else find_groups(reading.groups, [file.path for file in own]).tolist()
         entries[name] = image_store.cache_entry(reading.cache_directory, path, own, name, *choices, *groups)
         store = image_store.load_store(entries[name])
@@ -179,12 +189,10 @@ def inspect_images(path: Path, clients: Mapping[str, tuple[ImageFile, ...]], rea
             cached[name] = store
             for file in [file.path for file in own if file.path not in store.facts.broken][:1]:
                 sizes.setdefault((store.facts.width, store.facts.height), file)
-    if len(sizes) > 1 and not reading.image_size and reading.differing:
-        return replace(
-            inspect_images(path, clients, replace(reading, image_size=reading.differing)), resized=True
-        )  # the cache is asked again
-    size = (reading.image_size,) * 2 if reading.image_size else _find_common_size(path, sizes)
-    return Images(path=path, clients=clients, entries=entries, cached=cached, headers=headers, size=size)
+    if len(sizes) > 1 and not asked and reading.differing:  # the cache is asked again
+        return replace(inspect_images(path, clients, reading, reading.differing), resized=True)
+    wide = asked[::-1] if asked else _find_common_size(path, sizes)
+    return Images(path=path, clients=clients, entries=entries, cached=cached, headers=headers, size=wide)
 
 
 def _refuse_other_depths(path: Path, name: str, headers: dict[str, Header]) -> None:
@@ -221,13 +229,13 @@ def decode_images(images: Images, parts: Sequence[Part], reading: ReadOptions, a
             images.clients[part.client],
             image_store.describe_headers(*images.headers[part.client], *images.size[::-1]),
             images.entries[part.client],
-            _find_training(part, assign),
             f"images of {part.client}",
             reading.progress,
+            partial(_find_training, part, assign),
         )
         for part in parts
     ]
 
 
-def _find_training(part: Part, assign: Assign) -> Callable[[Collection[str]], Mapping[str, NDArray[np.intp]]]:
-    return lambda broken: {"train": np.flatnonzero(assign(part, broken) == SPLITS.index("train"))}
+def _find_training(part: Part, assign: Assign, broken: Collection[str]) -> NDArray[np.intp]:
+    return np.flatnonzero(assign(part, broken) == SPLITS.index("train"))

@@ -93,8 +93,8 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     for part, store in zip(scan.parts, stores, strict=True):
         name, own = part.client, found.pairs[part.client]
         notices += folders.list_notices(name, images.clients[name], store.facts, reading)
-        facts = replace(store.facts, broken=store.facts.broken | found.masks[name].facts.broken)
-        faults += folders.list_faults(part.source, name, tuple(file for pair in own for file in pair), facts)
+        lost = store.facts.broken | found.masks[name].facts.broken
+        faults += folders.list_faults(part.source, name, lost, 2 * len(own))
         notices += pairing.list_empty(name, own, found.held[name], left_out, found.classes)
     if found.classes is None:
         notices.append(pairing.TWO_VALUES)
@@ -130,4 +130,4 @@ def _load_masks(images: Images, name: str, pairs: tuple[Pair, ...], reading: Rea
             )
     facts = replace(image_store.describe_headers(headers, broken, height, width), kind="mask", channels=1, frames={})
     what = f"masks of {name}"
-    return image_store.decode_all(path, masks, facts, entry, lambda _: {"train": ()}, what, reading.progress)
+    return image_store.decode_all(path, masks, facts, entry, what, reading.progress)

@@ -19,7 +19,7 @@ column are one client each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ...tasks import CLASSIFICATION, Classification, Task
 from ...utils.errors import Ref, UsageError, unknown_name
+from ...utils.words import join_some
 from ..agreement import refuse_other_labels
 from ..columns import Column, Holds
 from ..files import table_schema as schema
@@ -77,7 +78,7 @@ class TableRows:
         place = int(np.searchsorted(ends, rows[0], side="right"))
         table, count = list(self.files.items())[place]
         here = rows[rows < ends[place]] - ends[place] + count + 1
-        return f"{table.path}, data row{'s' * (len(here) > 1)} {format_list(here)}"
+        return f"{table.path}, data row{'s' * (len(here) > 1)} {join_some(map(str, here))}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,7 +178,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     constant = [repr(column.name) for column, features in schema.feature_slices(columns) if same[features].all()]
     notices = []
     if constant:
-        notices.append(f"the same in all rows, so nothing can be learned from it: {format_list(constant)}")
+        notices.append(f"the same in all rows, so nothing can be learned from it: {join_some(constant)}")
     stores = np.split(x, np.cumsum([len(part.rows) for part in scan.parts])[:-1])
     train = [np.flatnonzero(assign(part, ()) == SPLITS.index("train")) for part in scan.parts]
     clients = {part.client: (store, rows) for part, store, rows in zip(scan.parts, stores, train, strict=True)}
@@ -519,19 +520,13 @@ def _impute_and_scale(
         for lacking in without:
             empty.setdefault(lacking, []).append(name)
     notices = [
-        f"column {column!r} has no value in the training rows of {format_list(map(repr, clients))}: it is 0 in all "
+        f"column {column!r} has no value in the training rows of {join_some(map(repr, clients))}: it is 0 in all "
         "their rows"
         for column, clients in empty.items()
     ]
     if filled:
         notices.append(
             "missing values imputed from each client's own training rows (median, or most frequent category): "
-            + format_list(filled)
+            + join_some(filled)
         )
     return notices, scalings
-
-
-def format_list(things: Iterable[object], most: int = 8) -> str:
-    """Return the first ``most`` things, separated by commas, followed by the number of remaining things."""
-    words = [str(thing) for thing in things]
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

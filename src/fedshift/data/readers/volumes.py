@@ -8,10 +8,9 @@ contain one slice. Images, float32 from -1 to 1, are decoded when a batch needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,11 +20,11 @@ from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
 from ..files import images as folders
 from ..files import masks as pairing
-from ..files.image_store import ImageFile
+from ..files.image_store import read_all
 from ..files.masks import Pair
-from ..files.read_options import Progress, ReadOptions
+from ..files.read_options import ReadOptions
 from ..files.volume_decoding import READABLE, decode_mask, find_difference, is_volume, read_volume_header
-from ..files.volumes import KEPT, Shape, VolumeStore, choose_spacing, find_common_shape, read_all
+from ..files.volumes import KEPT, Shape, VolumeStore, choose_spacing, find_common_shape
 from ..preparation import Decoding
 from ..resizing import resize_mask
 from ..scan import Assign, Loaded, Scan
@@ -34,8 +33,6 @@ from .images import list_clients, make_part, require_task
 
 holds = "medical images with masks"
 options = frozenset({"test_fraction", "image_size", "groups"})
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,8 +66,8 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         raise UsageError(
             f"{source / alien} is no NIfTI or DICOM file, and others are: put each kind into its own directory"
         )
-    every = [file for pair in flat for file in pair]
-    headers, broken = _read_all(source, every, read_volume_header, "headers of volumes", reading.progress)
+    every = {file.path: source / file.path for pair in flat for file in pair}
+    headers, broken = read_all(every, read_volume_header, "headers of volumes", reading.progress)
     for image, mask in flat:
         if image.path in headers and mask.path in headers:
             differs = find_difference(headers[image.path], headers[mask.path])
@@ -79,8 +76,8 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
                 raise UsageError(f"mask {source / mask.path} {told}: bring it to its image's grid")
     shown = {image.path: headers[image.path] for image, _ in flat if image.path in headers}
     shape = find_common_shape(source, shown, reading)
-    readable = [mask for _, mask in flat if mask.path in headers]
-    decoded, unread = _read_all(source, readable, lambda file: _fit_mask(file, shape[1:]), "masks", reading.progress)
+    readable = {mask.path: every[mask.path] for _, mask in flat if mask.path in headers}
+    decoded, unread = read_all(readable, lambda file: _fit_mask(file, shape[1:]), "masks", reading.progress)
     broken |= unread
     folders.refuse_broken(source, broken, len(every), reading)
     blank = np.zeros(shape[1:], np.uint8)
@@ -124,20 +121,9 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
 def _list_faults(pairs: Mapping[str, tuple[Pair, ...]], broken: Mapping[str, str]) -> Iterable[str]:
     """Yield a sentence for each client with files that are left out."""
     for name, own in pairs.items():
-        lost = {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}
-        if lost:
-            why = folders.format_few(f"{file}: {reason}" for file, reason in lost.items())
-            yield f"client {name!r}: {len(lost)} of {2 * len(own)} files cannot be read, left out ({why})"
+        if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
+            yield folders.describe_broken(name, lost, 2 * len(own))
 
 
 def _fit_mask(file: Path, size: Shape) -> NDArray[np.uint8]:
     return resize_mask(torch.from_numpy(decode_mask(file)), size).numpy()
-
-
-def _read_all(
-    root: Path, files: Iterable[ImageFile], read: Callable[[Path], Found], what: str, progress: Progress | None
-) -> tuple[dict[str, Found], dict[str, str]]:
-    """Return the results of :func:`read_all` by the files' paths below ``root``."""
-    paths = {root / file.path: file.path for file in files}
-    found, broken = read_all(list(paths), read, what, progress)
-    return {paths[file]: each for file, each in found.items()}, {paths[file]: why for file, why in broken.items()}

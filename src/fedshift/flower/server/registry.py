@@ -24,7 +24,7 @@ from ...data.columns import Column, Holds
 from ...data.federation import PLURALS, ClientData, Federation
 from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, feature_offsets
-from ...data.readers.tables import format_list, number_classes
+from ...data.readers.tables import number_classes
 from ...data.samples import Samples
 from ...experiments.factory import make_settings
 from ...experiments.settings import Settings
@@ -32,6 +32,7 @@ from ...tasks import CLASSIFICATION, TASKS, Task, describe_task, restore_task
 from ...tasks.classification import FEW_CLASSES, MOST_CLASSES
 from ...utils.checked_json import read_checked, write_checked
 from ...utils.errors import FedshiftError, UsageError
+from ...utils.words import join_some
 from ..transport.arrays import NUMPY_TYPES
 
 MOST_SAMPLES, MOST_VALUES, MOST_AXES, LONGEST_NAME, LONGEST_TEXT = 10**8, 2**30, 8, 200, 2000
@@ -322,7 +323,7 @@ def merge_columns(sites: Mapping[str, Sequence[Column]]) -> tuple[Column, ...]:
         for one, have, two, want in ((other, theirs, first, columns), (first, columns, other, theirs)):
             lacking = {column.name for column in want} - {column.name for column in have}
             if lacking:
-                names = format_list(map(repr, sorted(lacking)))
+                names = join_some(map(repr, sorted(lacking)))
                 raise FedshiftError(
                     f"{one!r} has no column {names}, which {two!r} has: tables of all sites need the same columns, by "
                     "name (empty where something was not measured)"
