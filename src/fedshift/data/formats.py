@@ -13,10 +13,10 @@ import gzip
 import io
 import math
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
@@ -29,6 +29,7 @@ from ..utils.files import BoundedReader, check_archive, check_expansion, open_re
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[Any]
+Row = TypeVar("Row")
 
 
 @contextmanager
@@ -101,11 +102,14 @@ def read_npz(file: Path, names: Iterable[str]) -> dict[str, Numbers]:
         return {name: packed[name] for name in names}
 
 
-def read_csv(file: Path, kind: str) -> list[dict[str, str]]:
-    """Return the rows of a CSV file (TSV if named ``.tab``) by column; error messages call the file ``kind``."""
+def read_csv(file: Path, kind: str, parse: Callable[[dict[str, str]], Row]) -> list[Row]:
+    """Return :func:`parse` of each row of a CSV file (TSV if named ``.tab``), a dictionary of its cells by column.
+
+    Errors, those of ``parse`` too, call the file ``kind``.
+    """
     with explain_errors(file, kind), open_regular(file) as content:
         table = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
-        return list(csv.DictReader(table, delimiter="\t" if file.suffix == ".tab" else ","))
+        return [parse(row) for row in csv.DictReader(table, delimiter="\t" if file.suffix == ".tab" else ",")]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
     if groups is None:
         return np.empty(0, np.str_)
     if groups.lower().endswith(".csv"):
-        rows = read_csv(Path(groups), "a table of files and groups")
+        rows = read_csv(Path(groups), "a table of files and groups", dict)
         if rows and not {"file", "group"} <= rows[0].keys():
             raise UsageError(f"{groups} has columns {', '.join(rows[0])}: give it the columns file and group")
         named = {row["file"]: row["group"] for row in rows}

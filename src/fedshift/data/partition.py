@@ -252,6 +252,11 @@ def split_stratified(
     return np.flatnonzero(~drawn), np.flatnonzero(drawn)
 
 
+def draw_units(count: int, fraction: float, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Draw some of ``count`` units, such as patients, as :func:`split_stratified` draws from one class."""
+    return split_stratified(np.zeros(count, np.int64), fraction, rng)[1]
+
+
 def match_names(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names that match comma-separated ``patterns`` (``*``, ``?`` and ``[...]`` as in file names)."""
     if patterns in names:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...utils.errors import Ref, UsageError
+from ...utils.errors import Ref, UsageError, unknown_name
 
 _FACTS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 
@@ -89,6 +89,15 @@ def get_card(loader: Callable[..., Any]) -> Card:
     constants = vars(sys.modules[loader.__module__])
     card: Card = constants.get(loader.__name__.upper()) or constants["CARD"]
     return card
+
+
+def require_choices(setting: str, given: Sequence[str], known: Collection[str]) -> None:
+    """Raise :class:`UsageError` unless ``given``, the value of ``setting``, are one or more of ``known``, each once."""
+    for name in given:
+        if name not in known:
+            raise unknown_name(setting, name, known)
+    if not given or len(set(given)) < len(given):
+        raise UsageError(f"{setting}={list(given)}: give one or more of {', '.join(known)}, each once")
 
 
 def _list_folders(name: str, root: Path) -> Iterator[Path]:

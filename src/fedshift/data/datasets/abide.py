@@ -156,12 +156,12 @@ class _TimeSeries:
             other = self.files.setdefault(file.name.removesuffix(_SUFFIX), file)
             if other != file:
                 raise UsageError(f"{other} and {file} are of one subject: keep the files of one pipeline and strategy")
-        with explain_errors(phenotypes, "a table of subjects"):
-            self.rows = [
-                (row["SITE_ID"], row["FILE_ID"], {"1": 1, "2": 0}[row["DX_GROUP"]])
-                for row in read_csv(phenotypes, "a table of subjects")
-                if row["FILE_ID"] != "no_filename"
-            ]
+        rows = read_csv(
+            phenotypes,
+            "a table of subjects",
+            lambda row: (row["SITE_ID"], row["FILE_ID"], {"1": 1, "2": 0}[row["DX_GROUP"]]),
+        )
+        self.rows = [row for row in rows if row[1] != "no_filename"]
         self.series: dict[int, tuple[list[str], Floats]] = {}
 
     def subjects(self, site: str) -> list[_Subject]:

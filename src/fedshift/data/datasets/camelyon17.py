@@ -16,8 +16,9 @@ from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import Federation
 from ..files.read_options import Progress
-from ..formats import explain_errors, read_csv
-from ._card import make_card
+from ..formats import read_csv
+from ..partition import draw_units
+from ._card import make_card, require_choices
 from ._file_lists import LISTED, limit_lists, read_listed
 
 _HOSPITALS = tuple(f"hospital_{number}" for number in range(5))
@@ -64,18 +65,16 @@ def camelyon17(
 
     """
     found: Path = CARD.locate("camelyon17", root)
-    if unknown := set(domains) - set(_HOSPITALS):
-        raise UsageError(f"domains: no {min(unknown)!r}; give some of {', '.join(_HOSPITALS)}")
-    if not 0 < test_fraction < 1:
-        raise UsageError(f"test_fraction={test_fraction:g}: must lie between 0 and 1")
-    table, lists = _read_table(found / _TABLE), {}
+    require_choices("domains", domains, _HOSPITALS)
+    rows = read_csv(found / _TABLE, "WILDS' table of patches", _read_patch)
+    table, lists = pd.DataFrame(rows, columns=["path", "label", "slide", "hospital"]), {}
     for name in domains:
         own = table[table["hospital"] == name]
-        slides = stream(seed, "camelyon17", name).permutation(np.unique(own["slide"]))
+        slides = np.unique(own["slide"])
         if len(slides) < 2:
             raise UsageError(f"{found / _TABLE} has {len(slides)} slide of {name}: two are needed, one for testing")
-        tested = slides[: min(len(slides) - 1, max(1, round(test_fraction * len(slides))))]
-        lists[name] = own.assign(part=np.where(own["slide"].isin(tested), "test", "train"))[LISTED]
+        tested = draw_units(len(slides), test_fraction, stream(seed, "camelyon17", name))
+        lists[name] = own.assign(part=np.where(own["slide"].isin(slides[tested]), "test", "train"))[LISTED]
     if samples is not None:
         lists = limit_lists(lists, samples, None, shuffle=True)
     note = f"Camelyon17 (WILDS), {size} x {size} pixels, {test_fraction:g} of each hospital's slides for testing"
@@ -84,14 +83,10 @@ def camelyon17(
     )
 
 
-def _read_table(file: Path) -> pd.DataFrame:
-    rows = []
-    with explain_errors(file, "WILDS' table of patches"):
-        for row in read_csv(file, "WILDS' table of patches"):
-            node = f"patient_{row['patient']}_node_{row['node']}"
-            path = f"{_PATCHES}/{node}/patch_{node}_x_{row['x_coord']}_y_{row['y_coord']}.png"
-            label = int(row["tumor"])
-            if label not in (0, 1):
-                raise ValueError(f"a patch has tumor={label}")
-            rows.append((path, label, int(row["slide"]), _HOSPITALS[int(row["center"])]))
-    return pd.DataFrame(rows, columns=["path", "label", "slide", "hospital"])
+def _read_patch(row: dict[str, str]) -> tuple[str, int, int, str]:
+    node = f"patient_{row['patient']}_node_{row['node']}"
+    path = f"{_PATCHES}/{node}/patch_{node}_x_{row['x_coord']}_y_{row['y_coord']}.png"
+    label = int(row["tumor"])
+    if label not in (0, 1):
+        raise ValueError(f"a patch has tumor={label}")
+    return path, label, int(row["slide"]), _HOSPITALS[int(row["center"])]

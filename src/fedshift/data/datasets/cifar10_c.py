@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...utils.errors import UsageError, unknown_name
+from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..formats import explain_errors
 from ..partition import split_stratified
-from ..samples import Samples
-from ._card import make_card
+from ._card import make_card, require_choices
 from .single_datasets import OBJECTS
 
 _CORRUPTIONS = (
@@ -65,11 +64,7 @@ def cifar10_c(
         UsageError: A corruption or the severity is unknown, or files are missing or cannot be read.
 
     """
-    for name in domains:
-        if name not in _CORRUPTIONS:
-            raise unknown_name("corruption", name, _CORRUPTIONS)
-    if not domains or len(set(domains)) < len(domains):
-        raise UsageError(f"domains={list(domains)}: give one or more corruptions, each once")
+    require_choices("domains", domains, _CORRUPTIONS)
     if severity not in range(1, _SEVERITIES + 1):
         raise UsageError(f"severity={severity!r}: give 1, 2, 3, 4 or 5")
     found: Path = CARD.locate("cifar10-c", root)
@@ -83,13 +78,9 @@ def cifar10_c(
             raise UsageError(f"{found}: {name}.npy holds {pixels.dtype} of shape {pixels.shape}: get it again")
         rows = np.sort(own)
         x = np.ascontiguousarray(pixels[(severity - 1) * count + rows].transpose(0, 3, 1, 2))
-        parts = zip(
-            ("train", "test"), split_stratified(y[rows], test_fraction, stream(seed, "cifar10-c", name)), strict=True
-        )
-        splits = {
-            part: Samples(x=torch.from_numpy(x[index]), y=torch.from_numpy(y[rows][index])) for part, index in parts
-        }
-        clients.append(ClientData.from_splits(name, splits))
+        train, test = split_stratified(y[rows], test_fraction, stream(seed, "cifar10-c", name))
+        parts = {"train": train, "test": test}
+        clients.append(ClientData.from_rows(name, torch.from_numpy(x), torch.from_numpy(y[rows]), parts))
     note = f"CIFAR-10-C, severity {severity}: {', '.join(domains)}"
     return Federation(name="cifar10-c", clients=tuple(clients), classes=10, note=note, class_names=OBJECTS).check()
 

@@ -6,6 +6,7 @@ In addition to the published images, compact files of the four sources with imag
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -18,11 +19,11 @@ from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.read_options import Progress
-from ..formats import explain_errors, read_csv, read_npz
+from ..formats import read_csv, read_npz
 from ..partition import split_stratified
 from ..preparation import IMAGENET
 from ..samples import Samples
-from ._card import make_card
+from ._card import make_card, require_choices
 from ._file_lists import LISTED, DomainFolders, find_domains, list_from_folders, read_listed
 
 _SITES = ("vidir_molemax", "vidir_modern", "rosendahl", "vienna_dias")
@@ -112,8 +113,7 @@ def ham10000(
         UsageError: An option is invalid, or files are missing or cannot be read.
 
     """
-    if by not in ("one", "site"):
-        raise UsageError(f"by={by!r}: must be 'one' (a single client) or 'site'")
+    require_choices("by", [by], ("one", "site"))
     if not 0 < test_fraction < 1:
         raise UsageError(f"test_fraction={test_fraction:g}: must lie between 0 and 1")
     _check_size(size)
@@ -242,33 +242,32 @@ def _drop_tested_lesions(images: pd.DataFrame) -> pd.DataFrame:
 def _read_ham_table(found: _Published) -> pd.DataFrame:
     """Return the images in the table, with paths relative to ``found.images``."""
     there = {file.stem: file.relative_to(found.images).as_posix() for file in sorted(found.images.rglob("ISIC_*.jpg"))}
-    rows = read_csv(found.table, "a table of images")
-    with explain_errors(found.table, "a table of images"):
-        missing = [row["image_id"] for row in rows if row["image_id"] not in there]
-        if missing:
-            raise UsageError(
-                f"{len(missing)} of {len(rows)} images that {found.table} names are not below {found.images}, first "
-                f"{missing[0]}.jpg: unpack both archives of images there"
-            )
-        facts = [
-            (there[row["image_id"]], _HAM_CLASSES.index(row["dx"]), row["lesion_id"], row.get("dataset", ""))
-            for row in rows
-        ]
-    return pd.DataFrame(facts, columns=["path", "label", "lesion", "site"])
+    rows = read_csv(
+        found.table,
+        "a table of images",
+        lambda row: (row["image_id"], _HAM_CLASSES.index(row["dx"]), row["lesion_id"], row.get("dataset", "")),
+    )
+    missing = [name for name, *_ in rows if name not in there]
+    if missing:
+        raise UsageError(
+            f"{len(missing)} of {len(rows)} images that {found.table} names are not below {found.images}, first "
+            f"{missing[0]}.jpg: unpack both archives of images there"
+        )
+    return pd.DataFrame([(there[name], *facts) for name, *facts in rows], columns=["path", "label", "lesion", "site"])
 
 
 def _list_isic_images(found: _Published, clean: bool) -> dict[str, pd.DataFrame]:
-    rows = []
-    with explain_errors(found.table, "FLamby's list"):
-        for row in read_csv(found.table, "FLamby's list"):
-            label, part = int(row["target"]), row["fold"]
-            if part not in ("train", "test") or not 0 <= label < len(_ISIC_CLASSES):
-                raise ValueError(f"{row['image']} has target {label} and fold {part!r}")
-            rows.append((f"{row['image']}.jpg", label, part, _CENTERS[int(row["center"])]))
-    images = pd.DataFrame(rows, columns=[*LISTED, "center"])
+    images = pd.DataFrame(read_csv(found.table, "FLamby's list", _read_isic_row), columns=[*LISTED, "center"])
     if clean:
         images = _drop_tested_lesions(images.assign(lesion=images["path"].map(_read_lesions(found.table.parent))))
     return {center: images[images["center"] == center] for center in _CENTERS}
+
+
+def _read_isic_row(row: dict[str, str]) -> tuple[str, int, str, str]:
+    label, part = int(row["target"]), row["fold"]
+    if part not in ("train", "test") or not 0 <= label < len(_ISIC_CLASSES):
+        raise ValueError(f"{row['image']} has target {label} and fold {part!r}")
+    return f"{row['image']}.jpg", label, part, _CENTERS[int(row["center"])]
 
 
 def _read_lesions(folder: Path) -> dict[str, str]:
@@ -281,9 +280,8 @@ def _read_lesions(folder: Path) -> dict[str, str]:
         )
     lesions: dict[str, str] = {}
     for file, image in ((isic, "image"), (ham, "image_id")):
-        with explain_errors(file, "a table of images"):
-            rows = [row for row in read_csv(file, "a table of images") if row["lesion_id"]]
-            lesions |= {f"{row[image]}.jpg": row["lesion_id"] for row in rows}
+        rows = read_csv(file, "a table of images", itemgetter(image, "lesion_id"))
+        lesions |= {f"{name}.jpg": lesion for name, lesion in rows if lesion}
     return lesions
 
 

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from sklearn.model_selection import StratifiedShuffleSplit
 
-from ...utils.errors import UsageError, unknown_name
+from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..pickles import read_pickle
 from ..samples import Samples, join_samples, to_samples
 from . import single_datasets as single
-from ._card import Card, make_card
+from ._card import Card, make_card, require_choices
 from ._single_dataset import DIGITS, Parts
 
 _SOURCES: dict[str, tuple[str, Card, Callable[[Path], Federation]]] = {
@@ -93,13 +93,8 @@ def digits_five(
         UsageError: A domain or size is unknown, or files are missing; the message lists the required files.
 
     """
-    for domain in domains:
-        if domain not in _SOURCES:
-            raise unknown_name("domain", domain, _SOURCES)
-    if not domains or len(set(domains)) < len(domains):
-        raise UsageError(f"domains={list(domains)}: give one or more of {', '.join(_SOURCES)}, each once")
-    if split not in ("paper", "official"):
-        raise unknown_name("split", split, ("paper", "official"))
+    require_choices("domains", domains, _SOURCES)
+    require_choices("split", [split], ("paper", "official"))
     homes = {domain: home for domain in domains if (home := _find_home(domain, root))}
     missing = [domain for domain in domains if domain not in homes]
     if missing:

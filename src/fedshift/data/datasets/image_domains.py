@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...utils.errors import UsageError, unknown_name
+from ...utils.errors import UsageError
 from ..federation import Federation
 from ..files.images import list_categories
 from ..files.read_options import Progress
 from ..preparation import UNIT
 from . import _file_lists as listing
-from ._card import make_card
+from ._card import make_card, require_choices
 from ._file_lists import DomainFolders, Lists, find_domains
 
 _OFFICE = ("amazon", "caltech", "dslr", "webcam")
@@ -140,11 +140,9 @@ def domainnet(
     """
     domains: DomainFolders = DOMAINNET.locate("domainnet", root)
     there = list_categories(domains.folders.values())
-    for name in classes:
-        if name not in there:
-            raise unknown_name("class", name, there)
-    if len(set(classes)) < max(2, len(classes)):
-        raise UsageError(f"classes={classes}: name at least two, each once")
+    require_choices("classes", classes, there)
+    if len(classes) < 2:
+        raise UsageError(f"classes={classes}: name at least two")
     lists = {_FEDBN_SPLIT: listing.read_fedbn_lists(domains) if set(classes) <= set(_FEDBN_TEN) else {}}
     if not lists[_FEDBN_SPLIT]:
         lists[_OWN_SPLIT] = listing.read_text_lists(domains, {"train": "{}_train.txt", "test": "{}_test.txt"})

@@ -24,7 +24,8 @@ from ..files.image_store import read_all
 from ..files.read_options import Progress
 from ..files.volume_decoding import decode_mask, decode_volume, find_stem
 from ..files.volumes import VolumeStore
-from ..formats import explain_errors, read_csv
+from ..formats import read_csv
+from ..partition import draw_units
 from ..resizing import resize_mask, resize_volume
 from ..stores import RecentArrays
 from ._card import make_card
@@ -196,13 +197,11 @@ def fets2022(
     place: Path = FETS2022.locate("fets2022", root)
     table = place / f"partitioning_{partitioning}.csv"
     cases: dict[str, list[_Case]] = {}
-    rows = read_csv(table, "a table of institutions")
-    with explain_errors(table, "a table of institutions"):
-        for row in sorted(rows, key=lambda row: (int(row["Partition_ID"]), row["Subject_ID"])):
-            name = row["Subject_ID"]
-            files = [place / name / f"{name}_{kind}.nii.gz" for kind in (*_MODALITIES, "seg")]
-            case = _Case(name=name, images=tuple(files[:-1]), mask=files[-1])
-            cases.setdefault(f"institution-{row['Partition_ID']}", []).append(case)
+    rows = read_csv(table, "a table of institutions", lambda row: (int(row["Partition_ID"]), row["Subject_ID"]))
+    for number, name in sorted(rows):
+        files = [place / name / f"{name}_{kind}.nii.gz" for kind in (*_MODALITIES, "seg")]
+        case = _Case(name=name, images=tuple(files[:-1]), mask=files[-1])
+        cases.setdefault(f"institution-{number}", []).append(case)
     clients = _read_volumes(_split(cases, test_fraction), size, _TUMOR, progress)
     names = ("background", "necrosis", "edema", "enhancing tumor")
     note = f"FeTS 2022, partitioning {partitioning}, {test_fraction:g} of each institution's patients for testing"
@@ -241,9 +240,7 @@ def fed_ixi(
     table = next((folder / "metadata_tiny.csv" for folder in folders if (folder / "metadata_tiny.csv").is_file()), None)
     parts: dict[int, str] = {}
     if table is not None:
-        rows = read_csv(table, "FLamby's table")
-        with explain_errors(table, "FLamby's table"):
-            parts = {int(row["Patient ID"]): row["Split"] for row in rows}
+        parts = dict(read_csv(table, "FLamby's table", lambda row: (int(row["Patient ID"]), row["Split"])))
     cases: dict[str, list[_Case]] = {center: [] for center in _CENTERS}
     for folder in sorted(place.glob("IXI*-*")):
         number, center, *_ = folder.name.split("-")
@@ -282,15 +279,11 @@ def _list_prostate(folder: Path) -> list[_Case]:
 
 def _split(cases: Mapping[str, Sequence[_Case]], fraction: float) -> dict[str, list[_Case]]:
     """Return the patients, with ``fraction`` of each client's patients, at least one, drawn once for testing."""
-    if not 0 < fraction < 1:
-        raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
     made = {}
     for client, own in cases.items():
         if len(own) < 2:
             raise UsageError(f"client {client!r} has {len(own)} patients, too few to train and to test: get its files")
-        tested = stream(0, "test", client).permutation(len(own))[
-            : min(max(1, round(fraction * len(own))), len(own) - 1)
-        ]
+        tested = draw_units(len(own), fraction, stream(0, "test", client))
         made[client] = [replace(case, part="test" if k in tested else "train") for k, case in enumerate(own)]
     return made
 

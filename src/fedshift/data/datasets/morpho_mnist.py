@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...utils.errors import UsageError, unknown_name
+from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..samples import Samples
-from ._card import make_card
+from ._card import make_card, require_choices
 from ._morphology import perturb
 from ._single_dataset import DIGITS, Reader, find_idx
 from .single_datasets import MNIST
@@ -63,11 +63,7 @@ def morpho_mnist(
     its index in MNIST, its domain and ``seed``. Raises :class:`UsageError` for other domains and sizes, and if neither
     MNIST nor the published images are under ``root``.
     """
-    for domain in domains:
-        if domain not in _PUBLISHED:
-            raise unknown_name("domain", domain, _PUBLISHED)
-    if not domains or len(set(domains)) < len(domains):
-        raise UsageError(f"domains={list(domains)}: give one or more of {', '.join(_PUBLISHED)}, each once")
+    require_choices("domains", domains, _PUBLISHED)
     found: dict[str, Reader] = CARD.locate("morpho-mnist", root)
     missing = [domain for domain in domains if domain not in found]
     if missing and "mnist" not in found:
