@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..tasks.catalog import TASKS
 from ..tasks.classification import CLASSIFICATION
@@ -22,14 +24,15 @@ from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
 from ..utils.random_streams import stream
+from ..utils.words import join_some
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
 from .partition import split_stratified
+from .preparation import ARRAY, HALF, Scaling
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
-from .scan import LEFT_OUT, SPLITS, UNSAID, Loaded, Part, Reader, Scan, Sides
-
-LISTED = 5
+from .scan import LEFT_OUT, SPLITS, UNSAID, Part, Reader, Scan, Sides
+from .stores import LazyStore
 
 
 def read_source(source: object, reading: ReadOptions) -> Federation:
@@ -77,16 +80,14 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         sides = [assign(part, loaded.left_out) for part in scan.parts]
     _refuse_cut_groups(scan, sides)
     clients: dict[str, dict[str, Samples]] = {}
-    for number, (part, side) in enumerate(zip(scan.parts, sides, strict=True)):
-        splits = clients.setdefault(part.client, {})
-        splits |= _take_splits(part, side, loaded, number)
+    scalings, decodings = loaded.normalizations or repeat(HALF), loaded.decodings or repeat(ARRAY)
+    for part, side, store, scaling in zip(scan.parts, sides, loaded.stores, scalings, strict=False):
+        clients[part.client] = clients.get(part.client, {}) | _take_splits(part, side, store, scaling)
     _require_both(scan, sides, clients)
+    decoded = {part.client: (part.files, how) for part, how in zip(scan.parts, decodings, strict=False)}
     made = tuple(
-        replace(
-            ClientData.from_splits(name, {split: splits[split] for split in SPLITS if split in splits}, files),
-            decoding=loaded.find_decoding(next(at for at, part in enumerate(scan.parts) if part.client == name)),
-        )
-        for (name, splits), files in zip(clients.items(), _list_files(scan), strict=True)
+        replace(ClientData.from_splits(name, splits, decoded[name][0]), decoding=decoded[name][1])
+        for name, splits in clients.items()
     )
     samples = sum(len(split) for splits in clients.values() for split in splits.values())
     if reading.classes is None:
@@ -175,9 +176,9 @@ def draw_groups(group: NDArray[np.generic], fraction: float, rng: np.random.Gene
     return np.isin(group, names[taken])
 
 
-def _take_splits(part: Part, side: Sides, loaded: Loaded, number: int) -> dict[str, Samples]:
+def _take_splits(part: Part, side: Sides, store: Tensor | LazyStore, scaling: Scaling) -> dict[str, Samples]:
     """Return the samples of each split of ``part``, as rows of its store."""
-    store, made = loaded.stores[number], {}
+    made = {}
     groups = torch.from_numpy(np.unique(part.group, return_inverse=True)[1]) if len(part.group) else None
     for place, split in enumerate(SPLITS):
         at = np.flatnonzero(side == place)
@@ -187,7 +188,7 @@ def _take_splits(part: Part, side: Sides, loaded: Loaded, number: int) -> dict[s
             rows, y = torch.from_numpy(part.rows[at]), part.y[torch.from_numpy(at)]
         if len(at):
             made[split] = Samples(
-                x=store, y=y, rows=rows, normalization=loaded.find_normalization(number),
+                x=store, y=y, rows=rows, normalization=scaling,
                 group=None if groups is None else groups[torch.from_numpy(at)],
             )  # fmt: skip
     return made
@@ -214,18 +215,12 @@ def _require_both(scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[
                 )
 
 
-def _list_files(scan: Scan) -> list[tuple[str, ...]]:
-    """Return the files of each client."""
-    return list({part.client: part.files for part in scan.parts}.values())
-
-
 def _describe_stores(clients: tuple[ClientData, ...]) -> list[str]:
     """Return notices about samples that are read on demand."""
     splits = {f"client {c.name!r}, {split} data": part for c in clients for split, part in c.splits.items()}
     where = [name for name, split in splits.items() if not split.repeats]
-    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
     lazy = any(split.lazy for split in splits.values())
-    return [*([LAZY] if lazy else []), *([f"{where[0]}{more}: {UNREPEATABLE}"] if where else [])]
+    return [*([LAZY] if lazy else []), *([f"{join_some(where, shown=1)}: {UNREPEATABLE}"] if where else [])]
 
 
 def federation(

@@ -18,7 +18,7 @@ from ..tasks.task import Task
 from ..utils.errors import unknown_name
 from .columns import Column
 from .files.read_options import ReadOptions
-from .preparation import ARRAY, HALF, Decoding, Scaling
+from .preparation import Decoding, Scaling
 from .stores import LazyStore
 
 SPLITS = ("train", "validation", "test")
@@ -119,14 +119,6 @@ class Loaded:
     columns: tuple[Column, ...] = ()
     notices: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
-
-    def find_normalization(self, number: int) -> Scaling:
-        """Return the scaling of the part with this number."""
-        return self.normalizations[number] if self.normalizations else HALF
-
-    def find_decoding(self, number: int) -> Decoding:
-        """Return how the files of the part with this number are decoded."""
-        return self.decodings[number] if self.decodings else ARRAY
 
 
 Assign = Callable[[Part, Collection[str]], Sides]

@@ -9,15 +9,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ..analysis.statistics import mean_and_std, paired_difference
 from ..config.expressions import list_catalog
 from ..core.method import Method
 from ..core.optimizer import Optimizer, Schedule
 from ..core.plan import Plan
 from ..data.datasets._card import get_card
-from ..data.federation import Federation
+from ..data.federation import ClientData, Federation
 from ..data.nuclei import nuclei
 from ..data.preparation import Preparation
+from ..data.samples import Samples
 from ..data.schema import Schema
 from ..experiments.description import describe_weighting, describe_work
 from ..experiments.experiment import Experiment
@@ -32,6 +35,7 @@ from ..results.summary import read_summary
 from ..results.trial_records import METRICS
 from ..tasks import TASKS, Regression, describe_task, find_kind
 from ..utils.errors import Ref, UsageError
+from ..utils.state import State
 from .model_card import ModelFacts, SeedSpread
 from .package import ExportReport, TrainedModel, require_new, write_package
 
@@ -96,34 +100,60 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
             Ref("client"),
         )
     owner = data.client(client) if client else data.clients[0]
-    summary, schema = read_summary(directory), data.describe_client(owner)
-    return TrainedModel(
-        network=trial.make_network(),
-        state=state,
-        plan=plan,
-        schema=schema,
-        facts=ModelFacts(
-            **describe_answers(data),
-            method=plan.method.label,
-            meaning=plan.method.text,
-            sources=tuple(find_sources(plan.method)),
-            client=client,
-            seed=trial.seed,
-            round=trial.server.round,
-            choice=_explain_choice(trial.settings, trial.server.round),
-            origin=_explain_origin(trial, client),
-            network=describe_network(plan, experiment.model),
-            data=f"{data.name} ({len(data.clients)} clients). {data.note}".rstrip(". "),
-            licenses=find_licenses(experiment.config.get("data"), data.name),
-            clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
-            measured=tuple(_find_rows(trial, directory, client, here)),
-            spread=tuple(_spread_over_seeds(summary, plan.method.label, client)),
-            settings=describe_settings(plan, trial.settings, schema.preparation) | describe_targets(schema),
-            versions=list_versions(summary.environment),
-            notices=summary.notices,
-        ),
+    summary = read_summary(directory)
+    return make_model(
+        trial.make_network(),
+        state,
+        plan,
+        data,
+        owner,
+        trial.settings,
+        experiment.model,
         tests={each.name: each.test for each in ([owner] if client else data.clients) if here},
+        client=client,
+        seed=trial.seed,
+        round=trial.server.round,
+        choice=_explain_choice(trial.settings, trial.server.round),
+        origin=_explain_origin(trial, client),
+        data_in_words=f"{data.name} ({len(data.clients)} clients)",
+        licenses=find_licenses(experiment.config.get("data"), data.name),
+        measured=tuple(_find_rows(trial, directory, client, here)),
+        spread=tuple(_spread_over_seeds(summary, plan.method.label, client)),
+        versions=list_versions(summary.environment),
+        notices=summary.notices,
     )
+
+
+def make_model(
+    network: nn.Module,
+    state: State,
+    plan: Plan,
+    data: Federation,
+    owner: ClientData,
+    settings: Settings,
+    factory: ModelFactory,
+    *,
+    tests: Mapping[str, Samples],
+    data_in_words: str,
+    **facts: Any,
+) -> TrainedModel:
+    """Return ``network`` with ``state`` as the model of ``owner``, with what plan, data and settings say about it.
+
+    ``facts``: the others of :class:`~fedshift.export.model_card.ModelFacts`.
+    """
+    schema, method = data.describe_client(owner), plan.method
+    made = ModelFacts(
+        **describe_answers(data),
+        method=method.label,
+        meaning=method.text,
+        sources=tuple(find_sources(method)),
+        network=describe_network(plan, factory),
+        data=f"{data_in_words}. {data.note}".rstrip(". "),
+        clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
+        settings=describe_settings(plan, settings, schema.preparation) | describe_targets(schema),
+        **facts,
+    )
+    return TrainedModel(network=network, state=state, plan=plan, schema=schema, facts=made, tests=tests)
 
 
 def describe_answers(data: Federation) -> dict[str, Any]:

@@ -8,13 +8,11 @@ contain one slice. Images, float32 from -1 to 1, are decoded when a batch needs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
@@ -77,7 +75,12 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     shown = {image.path: headers[image.path] for image, _ in flat if image.path in headers}
     shape = find_common_shape(source, shown, reading)
     readable = {mask.path: every[mask.path] for _, mask in flat if mask.path in headers}
-    decoded, unread = read_all(readable, lambda file: _fit_mask(file, shape[1:]), "masks", reading.progress)
+    decoded, unread = read_all(
+        readable,
+        lambda file: resize_mask(torch.from_numpy(decode_mask(file)), shape[1:]).numpy(),
+        "masks",
+        reading.progress,
+    )
     broken |= unread
     folders.refuse_broken(source, broken, len(every), reading)
     blank = np.zeros(shape[1:], np.uint8)
@@ -85,11 +88,13 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     held = {name: pairing.find_values(own) for name, own in y.items()}
     classes = pairing.number_classes(source, pairs, held, reading)
     left_out = pairing.list_left_out(pairs, broken)
-    parts = []
+    parts, faults = [], []
     for name, own in pairs.items():
         targets = torch.from_numpy(y[name] if classes else (y[name] > 0).astype(np.uint8))
         parts.append(make_part(name, [image for image, _ in own], targets, places[name], reading))
         notices += pairing.list_empty(name, own, held[name], left_out, classes)
+        if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
+            faults.append(folders.describe_broken(name, lost, 2 * len(own)))
     task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
     task, said = choose_spacing(task, list(shown.values()), shape[1:])
     return Scan(
@@ -99,7 +104,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         classes=classes or 2,
         note="{samples} medical images with masks of {clients} clients",
         notices=(*notices, *([pairing.TWO_VALUES] if classes is None else []), *said),
-        faults=tuple(_list_faults(pairs, broken)),
+        faults=tuple(faults),
         source=_Volumes(path=source, pairs=pairs, shape=shape, broken=broken),
     )
 
@@ -116,14 +121,3 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
         decodings=[Decoding(kind="volume")] * len(scan.parts),
         left_out=pairing.list_left_out(found.pairs, found.broken),
     )
-
-
-def _list_faults(pairs: Mapping[str, tuple[Pair, ...]], broken: Mapping[str, str]) -> Iterable[str]:
-    """Yield a sentence for each client with files that are left out."""
-    for name, own in pairs.items():
-        if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
-            yield folders.describe_broken(name, lost, 2 * len(own))
-
-
-def _fit_mask(file: Path, size: Shape) -> NDArray[np.uint8]:
-    return resize_mask(torch.from_numpy(decode_mask(file)), size).numpy()
