@@ -328,7 +328,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[
     if len(gaps) and not diverged:
         pairs = "clients" if len(seeds) > 1 else "seeds"
         shown = replace(format_differences(gaps, metric, len(seeds)), partial=partial)
-        unit = difference_unit(metric, numbers=numbers)[2]
+        unit = difference_unit(metric, numbers=numbers).name
         print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in {unit}, paired over {pairs}")
         text.print(to_terminal(shown))
         write_table(directory / "tables", "differences", shown, gaps)

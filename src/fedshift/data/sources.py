@@ -123,13 +123,6 @@ def _apply_task(data: Federation, task: Task | None, name: str) -> Federation:
     return replace(data, task=task)
 
 
-def _exact_names(domains: str | None) -> tuple[str, ...] | None:
-    """Return the names in a list of clients, or None if there is no list or it contains patterns."""
-    if domains is None or set("*?[") & set(domains):
-        return None
-    return tuple(name.strip() for name in domains.split(","))
-
-
 def _read_options(
     spec: DataSpec,
     progress: Progress | None,
@@ -139,9 +132,11 @@ def _read_options(
 ) -> ReadOptions:
     task = schema.task.forget() if isinstance(schema, Schema) else task
     own = {name: getattr(spec, name) for name in READ}
+    exact = spec.domains is not None and not set("*?[") & set(spec.domains)  # patterns choose among all that are read
     return ReadOptions(
-        domains=_exact_names(spec.domains), classes=spec.classes, image_size=spec.image_size, differing=differing,
-        progress=progress, schema=schema, on_unreadable=spec.on_unreadable, task=task, **own,
+        domains=tuple(map(str.strip, str(spec.domains).split(","))) if exact else None,
+        classes=spec.classes, image_size=spec.image_size, differing=differing, progress=progress, schema=schema,
+        on_unreadable=spec.on_unreadable, task=task, **own,
     )  # fmt: skip
 
 

@@ -377,15 +377,10 @@ def channels_first(x: Array, where: str) -> Array:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[3] in (1, 3):
         x = x.transpose(0, 3, 1, 2)
-    elif x.ndim > 5 or (x.shape[1] not in (1, 3) and _ends_in_channels(x.shape)):
+    elif x.ndim > 5 or (x.shape[1] not in (1, 3) and (x.shape[-1] in (1, 3) or x.shape[-1] < min(x.shape[1:-1]))):
         raise UsageError(
             f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] with 1 or 3 channels or "
             "[N, C, H, W] with any, volumes [N, C, D, H, W], features [N, D]: bring channels to the second place "
             "(numpy.moveaxis)"
         )
     return x
-
-
-def _ends_in_channels(shape: tuple[int, ...]) -> bool:
-    """Return whether an array ``[N, ...]`` of images or volumes seems to have its channels last."""
-    return shape[-1] in (1, 3) or shape[-1] < min(shape[1:-1])

@@ -85,7 +85,8 @@ def _describe_finding(finding: ShiftFinding, diagnosis: Diagnosis) -> str:
         if diagnosis.task != "classification" and finding.kind == "concept shift":
             return f"Concept shift does not apply: {found.untestable_because}."
         return f"{kind} cannot be tested: {found.untestable_because}{hint}."
-    chance = f"p {_format_p_bound(finding.corrected)}"
+    p = format_p_value(finding.corrected)
+    chance = f"p {p.replace('<', '< ') if p.startswith('<') else f'= {p}'}"
     if not finding.named:
         small = finding.corrected <= LEVEL
         beyond = " beyond what appearance may explain" if finding.kind == "concept shift" else ""
@@ -205,8 +206,3 @@ def _format_number(value: float | None, digits: int = 3) -> str:
 
 def _format_p(value: float | None) -> str:
     return MISSING if value is None else format_p_value(value)
-
-
-def _format_p_bound(p: float) -> str:
-    text = format_p_value(p)
-    return text.replace("<", "< ") if text.startswith("<") else f"= {text}"

@@ -12,7 +12,7 @@ import pandas as pd
 from rich.console import Console
 
 from ..analysis.statistics import FEWEST, PairedDifference
-from ..report.formatting import LEVEL, MISSING, TextCell, TextTable, difference_unit, format_signed, make_table
+from ..report.formatting import MISSING, TextCell, TextTable, Unit, difference_unit, make_table
 from ..report.formatting import write_table as write_report_table
 from ..report.html import render_template
 from ..report.publication import print_parts
@@ -54,26 +54,19 @@ def tabulate_search(search: Search) -> pd.DataFrame:
 
 def format_search(search: Search) -> TextTable:
     """Return :func:`tabulate_search` as text, the advised method in bold."""
-    scale, digits, unit = difference_unit(search.metric)
-    rows = []
+    unit, rows = difference_unit(search.metric), []
     for method, row in tabulate_search(search).iterrows():
         cells = [
             MISSING if math.isnan(row["lr"]) else f"{row['lr']:g}",
             f"{row['rounds']:.0f}" if row["rounds"] else "diverged",
-            MISSING if math.isnan(row["validation"]) else f"{scale * row['validation']:.{digits}f}",
-            format_signed(scale * row["gain"], digits),
-            _format_interval(row["low"], row["high"], scale, digits),
+            unit.format(row["validation"]),
+            unit.format_signed(row["gain"]),
+            unit.format_interval(row["low"], row["high"]),
         ]
         best = method == search.best.method
         rows.append((TextCell(text=str(method), best=best), *cells))
-    header = ("method", "lr", "rounds", METRICS[search.metric], f"gain, {unit}", "interval")
+    header = ("method", "lr", "rounds", METRICS[search.metric], f"gain, {unit.name}", "interval")
     return make_table(header, rows, note=NOTE.format(baseline=search.baseline))
-
-
-def _format_interval(low: float, high: float, scale: float, digits: int) -> str:
-    if math.isnan(low):
-        return MISSING
-    return LEVEL if low == high else f"{format_signed(scale * low, digits)} to {format_signed(scale * high, digits)}"
 
 
 def describe_search(search: Search, flags: str | None = None) -> Iterator[str]:
@@ -112,32 +105,31 @@ def _describe_rest(search: Search) -> str:
 
 
 def _describe_best(search: Search) -> Iterator[str]:
-    best, base, unit = search.best, search.find_baseline(-1), difference_unit(search.metric)[2]
+    best, base, unit = search.best, search.find_baseline(-1), difference_unit(search.metric)
     macro = search.table(-1).mean()
-    scale, digits, _ = metric_unit(search.metric)
-    value, other = (f"{scale * macro[each.name]:.{digits}f}" for each in (best, base))
+    value, other = (unit.format(macro[each.name]) for each in (best, base))
     said = f"Advised: {_name(best)}, the best on validation data after {search.last.rounds} rounds"
     alone = search.find(ALONE)
     if alone and best == alone and best.name != search.rank(-1)[0].name:
         first = search.rank(-1)[0]
         yield (
             f"Advised: {_name(best)}, which trains each client by itself. {_name(first)} is better on validation data "
-            f"({METRICS[search.metric]} {scale * macro[first.name]:.{digits}f}; {value}), but no better than training "
+            f"({METRICS[search.metric]} {unit.format(macro[first.name])}; {value}), but no better than training "
             "alone at clients that had no part in choosing it, and training alone is simpler."
         )
     elif best.name != search.rank(-1)[0].name:
         first = search.rank(-1)[0]
         yield (
             f"Advised: {_name(best)}. {_name(first)} is better on validation data ({METRICS[search.metric]} "
-            f"{scale * macro[first.name]:.{digits}f}; {other}), but what is best at some clients loses at the others."
+            f"{unit.format(macro[first.name])}; {other}), but what is best at some clients loses at the others."
         )
     elif best.method == search.baseline:
         yield f"{said} ({METRICS[search.metric]} {value}); no other method of the last rung does better."
     else:
         yield f"{said} ({METRICS[search.metric]} {value}; {_name(base)} {other})."
-    yield _describe_gain(search, search.expected, scale, digits, unit)
+    yield _describe_gain(search, search.expected, unit)
     if alone and best != alone:
-        yield _describe_alone(search, alone, scale, digits, unit)
+        yield _describe_alone(search, alone, unit)
     yield f"Why {best.method}: {search.reasons[best.method]}."
     if best.method in search.work:
         yield f"Beyond FedAvg's work, {search.work[best.method]}."
@@ -150,24 +142,24 @@ def _describe_best(search: Search) -> Iterator[str]:
         yield f"{best.rate:g} is the {end} learning rate that was tried: a {beyond} one may be better (--rates)."
 
 
-def _describe_alone(search: Search, alone: Candidate, scale: float, digits: int, unit: str) -> str:
+def _describe_alone(search: Search, alone: Candidate, unit: Unit) -> str:
     """Return how the advised method compares with training alone, paired over clients."""
     gain = search.gain(search.best, -1, alone)
-    said = f"Over training alone ({_name(alone)}): {format_signed(scale * gain.mean, digits)} {unit}"
+    said = f"Over training alone ({_name(alone)}): {unit.format_signed(gain.mean)} {unit.name}"
     if math.isnan(gain.low):
         return f"{said}; no interval can be given for {gain.pairs} clients."
-    said += f", 95 % interval {_format_interval(gain.low, gain.high, scale, digits)}, paired over clients."
+    said += f", 95 % interval {unit.format_interval(gain.low, gain.high)}, paired over clients."
     if gain.low <= 0:
         said += " The interval contains 0: it is not shown to be better than training alone, which needs no federation."
     return said
 
 
-def _describe_gain(search: Search, gain: PairedDifference, scale: float, digits: int, unit: str) -> str:
+def _describe_gain(search: Search, gain: PairedDifference, unit: Unit) -> str:
     clients = len(search.table(-1))
     if clients < 2:
         return f"One client is measured under every candidate: no gain over {search.baseline} can be expected from it."
     how = "measured at each client for the candidate that is best at the others"
-    mean = f"Expected gain over {search.baseline}: {format_signed(scale * gain.mean, digits)} {unit}"
+    mean = f"Expected gain over {search.baseline}: {unit.format_signed(gain.mean)} {unit.name}"
     if math.isnan(gain.low):
         few = (
             f"{clients} clients are too few for an interval"
@@ -175,7 +167,7 @@ def _describe_gain(search: Search, gain: PairedDifference, scale: float, digits:
             else "clients agree too closely for one"
         )
         return f"{mean} ({how}); {few}."
-    interval = _format_interval(gain.low, gain.high, scale, digits)
+    interval = unit.format_interval(gain.low, gain.high)
     said = f"{mean}, 95 % interval {interval} over {clients} clients ({how})."
     if gain.low <= 0 and search.best.method != search.baseline:
         said += f" The interval contains 0: {search.baseline}, which is simpler, may do as well."

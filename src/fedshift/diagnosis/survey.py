@@ -121,7 +121,9 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         x_nFP -= (mean + shift)[:, None]
         squares += np.einsum("nfp,nfp->f", x_nFP, x_nFP) + shift**2 * count * more / (count + more)
         mean, count = mean + shift * more / (count + more), count + more
-    labels, known = _identify_targets(split.y.cpu().numpy()), np.concatenate(digests)
+    y, known = split.y.cpu().numpy(), np.concatenate(digests)
+    # the class, or for masks and numbers the first bytes of a digest
+    labels = y.astype(np.int64) if y.ndim == 1 else digest_each(np.ascontiguousarray(y))[:, 0].view(np.int64)
     return SplitSurvey(
         client="",
         split="",
@@ -139,8 +141,3 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         std=np.sqrt(squares / count) if count else np.full(features, np.nan),
         content=blake2b(known.tobytes() + labels.tobytes(), digest_size=16).digest(),
     )
-
-
-def _identify_targets(y: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Return an integer for each sample's target: the class, or for masks and numbers the first bytes of a digest."""
-    return y.astype(np.int64) if y.ndim == 1 else digest_each(np.ascontiguousarray(y))[:, 0].view(np.int64)

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
-from ..report.formatting import MISSING, TextTable, make_table
-from ..results.schema import LOWER_IS_BETTER, METRICS, Row, compute_metric, metric_unit
+from ..report.formatting import MISSING, TextTable, difference_unit, make_table
+from ..results.schema import LOWER_IS_BETTER, METRICS, Row, compute_metric
 from ..utils.errors import unknown_name
 
 RULES = {
@@ -123,20 +123,17 @@ def _look_up(frame: pd.DataFrame, client: str, method: str, policy: str) -> floa
 
 def format_selection(chosen: Mapping[str, pd.DataFrame], clients: Iterable[str], metric: str) -> TextTable:
     """Return the results of :func:`select_models` by rule as text: a row for each method, policy and rule."""
-    scale, digits, _ = metric_unit(metric)
-    names = list(clients)
+    unit, names = difference_unit(metric), list(clients)
     groups = dict.fromkeys((row["method"], row["policy"]) for frame in chosen.values() for _, row in frame.iterrows())
     rows = []
     for method, policy in groups:
         for rule, frame in chosen.items():
             own = frame[(frame["method"] == method) & (frame["policy"] == policy)].set_index("client")
             cells = [
-                f"{scale * own.loc[name, 'value']:.{digits}f} ({own.loc[name, 'rate']:g})"
-                if name in own.index
-                else MISSING
+                f"{unit.format(own.loc[name, 'value'])} ({own.loc[name, 'rate']:g})" if name in own.index else MISSING
                 for name in names
             ]
-            macro = f"{scale * own['value'].mean():.{digits}f}" if len(own) == len(names) else MISSING
+            macro = unit.format(own["value"].mean()) if len(own) == len(names) else MISSING
             rows.append((f"{method}: {policy}", RULES[rule], *cells, macro))
     note = (
         f"Test {METRICS[metric]} at the learning rate in parentheses, which the rule chose on validation data, mean "

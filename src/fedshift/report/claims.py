@@ -35,7 +35,6 @@ from .formatting import (
     difference_unit,
     format_difference_table,
     format_p_value,
-    format_signed,
     make_table,
 )
 from .paired_samples import collect_samples
@@ -294,9 +293,9 @@ def describe_difference(
 
     ``fresh``: the same on new test samples, where it is known; ``numbers``: whether targets are numbers.
     """
-    scale, digits, unit = difference_unit(metric, numbers=numbers)
-    mean = round(scale * gap.mean, digits) if gap.pairs else math.nan
-    size, side = f"{abs(mean):.{digits}f} {unit}", "above" if mean > 0 else "below"
+    unit = difference_unit(metric, numbers=numbers)
+    mean = round(unit.scale * gap.mean, unit.digits) if gap.pairs else math.nan
+    size, side = f"{abs(mean):.{unit.digits}f} {unit.name}", "above" if mean > 0 else "below"
     if gap.pairs == 0:
         return f"{one} and {other} have no seed under which both have a value after the same round."
     if gap.pairs < FEWEST:
@@ -304,26 +303,25 @@ def describe_difference(
         relation = f"lies {size} {side}" if mean else "is level with"
         return f"{one} {relation} {other} over {seeds}: too few to tell them apart."
 
-    def bound(each: PairedDifference) -> str:
-        return " to ".join(format_signed(scale * end, digits) for end in (each.low, each.high))
-
     number = f", corrected for {gap.comparisons} comparisons" if gap.comparisons > 1 else ""
-    support = f"{100 * gap.level:g}% interval {bound(gap)} over {gap.pairs} seeds, p {format_p_value(gap.p)}{number}"
+    interval = unit.format_interval(gap.low, gap.high)
+    support = f"{100 * gap.level:g}% interval {interval} over {gap.pairs} seeds, p {format_p_value(gap.p)}{number}"
     if gap.low == gap.high:
         support = f"equal under each of {gap.pairs} seeds"
     if math.isnan(gap.p):
         support = f"the same difference under each of {gap.pairs} seeds, which allows no interval"
     if not mean:
-        return f"{one} is level with {other} as printed, {format_signed(mean, digits)} {unit} ({support})."
+        return f"{one} is level with {other} as printed, {unit.format_signed(gap.mean)} {unit.name} ({support})."
     verdict = judge(gap, fresh)
     if verdict is Verdict.NONE or fresh is None:
         told = f"{one} is {side} {other} by {size}"
-        apart = f"{one} is not told apart from {other}: difference {format_signed(mean, digits)} {unit}"
+        apart = f"{one} is not told apart from {other}: difference {unit.format_signed(gap.mean)} {unit.name}"
         return f"{told if verdict.holds else apart} ({support})."
+    again = unit.format_interval(fresh.low, fresh.high)
     where = {
-        Verdict.FRESH: f"on new samples of these clients too ({support}; on new samples {bound(fresh)})",
+        Verdict.FRESH: f"on new samples of these clients too ({support}; on new samples {again})",
         Verdict.THESE: f"on these test samples, but not on new samples of these clients ({support}; on new samples "
-        f"{bound(fresh)})",
+        f"{again})",
         Verdict.UNTESTED: f"on these test samples; new samples were not tested ({support})",
     }[verdict]
     return f"{one} is {side} {other} by {size} {where}."
@@ -369,7 +367,7 @@ def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
 
     With up to four methods, these are all pairs; with more, neighbors by the macro metric and pairs with the baseline.
     """
-    order, scale, digits = rank_methods(summary), *difference_unit(summary.metric)[:2]
+    order, unit = rank_methods(summary), difference_unit(summary.metric)
     pairs = list(combinations(order, 2))
     if len(order) > NAMED:
         pairs = [pair for pair in pairs if claims.baseline in pair or order.index(pair[1]) - order.index(pair[0]) == 1]
@@ -382,7 +380,7 @@ def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
     rows = []
     for row, (name, gap) in zip(text.rows, gaps.items(), strict=True):
         verdict = judge(gap, fresh[name])
-        level = verdict is Verdict.NONE and not round(scale * gap.mean, digits)
+        level = verdict is Verdict.NONE and not round(unit.scale * gap.mean, unit.digits)
         said = "level" if level else verdict.value
         rows.append((row[0], TextCell(text=said, best=verdict is Verdict.FRESH), *row[1:]))
     return make_table(("difference of", "may be claimed", *text.header[1:]), rows, note=text.note)

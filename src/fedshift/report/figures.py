@@ -193,7 +193,7 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
     if table.empty:
         return
     baseline, level = table["baseline"].iloc[0], f"{100 * table['level'].iloc[0]:g}%"
-    unit = difference_unit(summary.metric, numbers=summary.of_numbers)[2]
+    unit = difference_unit(summary.metric, numbers=summary.of_numbers).name
     label = f"macro {summary.metric_name} above {shorten(baseline, 20)} ({unit})"
     figure, axes = make_panel("Difference to the baseline", label, "", 1.0 + 0.24 * len(table))
     styles = make_styles(summary.methods)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
@@ -90,10 +90,32 @@ def explain_spread(seeds: float) -> str:
     return f"(std) is over seeds: {VARIED_BY_SEED}."
 
 
-def difference_unit(metric: str, *, numbers: bool = False) -> tuple[float, int, str]:
-    """Return scale, decimals and unit in which differences of ``metric`` are printed; ``numbers``: of such targets."""
-    factor, digits, unit = metric_unit(metric, numbers=numbers)
-    return factor, digits, unit if metric in UNITS else "points"
+class Unit(NamedTuple):
+    """How differences of a metric are printed: multiplied by ``scale``, with so many ``digits``, in a unit ``name``."""
+
+    scale: float
+    digits: int
+    name: str
+
+    def format(self, value: float) -> str:
+        """Return a value of the metric itself; ``-`` for NaN."""
+        return format_mean(self.scale * value, math.nan, f".{self.digits}f")
+
+    def format_signed(self, difference: float) -> str:
+        """Return :func:`format_signed` of a difference."""
+        return format_signed(self.scale * difference, self.digits)
+
+    def format_interval(self, low: float, high: float) -> str:
+        """Return ``+0.10 to +0.30``, ``level`` for an interval without length, ``-`` for NaN."""
+        if math.isnan(low):
+            return MISSING
+        return LEVEL if low == high else f"{self.format_signed(low)} to {self.format_signed(high)}"
+
+
+def difference_unit(metric: str, *, numbers: bool = False) -> Unit:
+    """Return how differences of ``metric`` are printed; ``numbers``: of such targets."""
+    scale, digits, unit = metric_unit(metric, numbers=numbers)
+    return Unit(scale, digits, unit if metric in UNITS else "points")
 
 
 def format_metric_table(
@@ -174,22 +196,15 @@ def format_difference_table(
     ``variation`` describes the differences between its pairs. The interval that includes test samples has a column if
     it is known.
     """
-    scale, digits, _ = difference_unit(metric)
+    unit = difference_unit(metric)
     level = f"{100 * table['level'].iloc[0]:g}% interval" if len(table) else "interval"
     kinds = ["", "test_"] if table["test_low"].notna().any() else [""]
     kinds_of_samples = set(table["test_samples"])
     paired, corrected = "paired" in kinds_of_samples, " (corrected likewise)" if table["comparisons"].max() > 1 else ""
     rows = []
     for method, row in table.iterrows():
-        interval, *with_test = (
-            MISSING
-            if math.isnan(row[f"{kind}low"])
-            else LEVEL
-            if row[f"{kind}low"] == row[f"{kind}high"]
-            else " to ".join(format_signed(scale * row[f"{kind}{end}"], digits) for end in ("low", "high"))
-            for kind in kinds
-        )
-        difference = format_signed(scale * row["difference"], digits)
+        interval, *with_test = (unit.format_interval(row[f"{kind}low"], row[f"{kind}high"]) for kind in kinds)
+        difference = unit.format_signed(row["difference"])
         rows.append((method, difference, interval, format_p_value(row["p"]), row["seeds"], *with_test))
     count = int(table["comparisons"].max()) if len(table) else 0
     number = f", corrected for {count} comparisons (Holm)," if count > 1 else ""

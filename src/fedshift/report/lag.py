@@ -8,7 +8,7 @@ from __future__ import annotations
 import pandas as pd
 
 from ..results.schema import LOWER_IS_BETTER, REESTIMATED, RunSummary, compute_metric
-from .formatting import difference_unit, format_signed
+from .formatting import difference_unit
 from .progress import remembered
 from .tables import select_reported_rows
 
@@ -40,13 +40,13 @@ def lag_table(summary: RunSummary, split: str = "test") -> pd.DataFrame:
 def describe_lag(summary: RunSummary) -> str:
     """Return the notice for the table of the summary's metric; empty where statistics do not lag noticeably."""
     table, lower = lag_table(summary), summary.metric in LOWER_IS_BETTER
-    scale, digits, _ = difference_unit(summary.metric, numbers=summary.of_numbers)
-    least = LEAST if scale > 1 else LEAST * table["reported"].abs()
+    unit = difference_unit(summary.metric, numbers=summary.of_numbers)
+    least = LEAST if unit.scale > 1 else LEAST * table["reported"].abs()
     table = table[table["gain"].abs() >= least]
     if not len(table):
         return ""
     changes = ", ".join(
-        f"{method} {scale * row[REESTIMATED]:.{digits}f} ({format_signed(scale * row['gain'], digits)})"
+        f"{method} {unit.format(row[REESTIMATED])} ({unit.format_signed(row['gain'])})"
         for method, row in table.iterrows()
     )
     part = float(table["remaining"].max())

@@ -150,7 +150,7 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
     if measures_trained(summary):
         tables["trained"] = make_metric_table(summary, claims, moment="trained")
     if len(frame := tabulate_claims(claims)):
-        unit = difference_unit(metric, numbers=summary.of_numbers)[2]
+        unit = difference_unit(metric, numbers=summary.of_numbers).name
         caption = f"Macro {summary.metric_name} minus {claims.baseline}'s in {unit}, paired over seeds"
         add("differences", caption, frame, format_difference_table(frame, metric))
     if (target := summary.target_metric) is not None:
@@ -208,7 +208,7 @@ def render_page(summary: RunSummary) -> str:
         leaders=[f"{method} with {text}" for method, text in leaders.items()],
         comparison=describe_leaders(claims, leaders, [m for m in rank_methods(summary) if m not in leaders]),
         lower=summary.metric in LOWER_IS_BETTER,
-        unit=difference_unit(summary.metric, numbers=summary.of_numbers)[2],
+        unit=difference_unit(summary.metric, numbers=summary.of_numbers).name,
         spread=describe_seeds(summary),
         other_metrics=list(_other_metrics(summary)),
         figures={panel.name: embed_panel(panel) for panel in panels},

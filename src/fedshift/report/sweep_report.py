@@ -188,7 +188,7 @@ def make_heat_maps(sweep: SweepResults) -> dict[str, TextTable]:
     if len(varied) != 2:
         return {}
     down, across = varied
-    scale, digits, _ = difference_unit(sweep.points[0].summary.metric)
+    unit = difference_unit(sweep.points[0].summary.metric)
     means = [
         {m: mean_and_std(macro[m])[0] for m in sweep.methods}
         for macro in (final_metric(p.summary) for p in sweep.points)
@@ -207,7 +207,7 @@ def make_heat_maps(sweep: SweepResults) -> dict[str, TextTable]:
             return TextCell(text=MISSING)
         shade = round((SHADES - 1) * (value - worst) / (best - worst)) if best != worst else 0
         mark = CHOSEN if chosen.get(method) == number else ""
-        return TextCell(text=f"{mark}{scale * value:.{digits}f}", tone=f"shade-{shade}")
+        return TextCell(text=f"{mark}{unit.format(value)}", tone=f"shade-{shade}")
 
     header = (f"{down} \\ {across}", *columns)
     return {

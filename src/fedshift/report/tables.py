@@ -8,7 +8,7 @@ them into text.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -365,7 +365,8 @@ def describe_missing(rows: pd.DataFrame, metric: str, number: int | None = None)
         if number is not None:
             parts = (number,) if number in parts else ()
         if parts:
-            name, noun = str(row["client"]), _name_parts(row)
+            name = str(row["client"])
+            noun = "target" if is_of_numbers(row) else "label" if pd.notna(row.get("exact")) else "class"
             missing[name] = parts
             counted = row["square"] if metric == "r2" else row["support"]
             if len(parts) == len(counted) and metric in ("auc", "r2"):
@@ -378,11 +379,6 @@ def describe_missing(rows: pd.DataFrame, metric: str, number: int | None = None)
     if without:
         said += f" It is not defined for {join_some(without, shown=NAMED)}, and means are over the other clients."
     return said
-
-
-def _name_parts(row: Mapping[str, Any]) -> str:
-    """Return what a row counts one by one."""
-    return "target" if is_of_numbers(row) else "label" if pd.notna(row.get("exact")) else "class"
 
 
 def _number_parts(parts: Sequence[int], noun: str) -> str:

@@ -51,12 +51,6 @@ def to_record(options: ReproductionOptions) -> dict[str, Any]:
     return {**asdict(options), "root": str(options.root)}
 
 
-def options_from_record(record: Mapping[str, Any]) -> ReproductionOptions:
-    """Return the options of a stored result."""
-    options = record["way"]
-    return ReproductionOptions(**{**options, "root": Path(options["root"])})
-
-
 def pending_runs(specs: Sequence[RunSpec], directory: Path) -> list[RunSpec]:
     """Return the runs in ``specs`` that have not finished in ``directory``."""
     return [spec for spec in specs if read_outcome(run_folder(spec, directory), {}) is None]

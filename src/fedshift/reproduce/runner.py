@@ -27,7 +27,7 @@ from .measurements import run_folder
 from .planning import TablePlan, make_plans, plan_block, plan_panels
 from .published_tables import Block, Table
 from .recipes import ReproductionOptions
-from .results import compare_block, completed_part, options_from_record, pending_runs, read_record, record_start
+from .results import compare_block, completed_part, pending_runs, read_record, record_start
 from .verdict import ReproducedBlock, list_remarks
 
 
@@ -99,7 +99,7 @@ def rebuild(table: Table, directory: Path) -> FinishedTable | None:
     plans: list[tuple[Block | None, ReproductionOptions, TablePlan]] = []
     for block in (*table.blocks, None):
         if record := read_record(table, block, directory) if block else load_figures(table, directory):
-            options = options_from_record(record)
+            options = ReproductionOptions(**{**record["way"], "root": Path(record["way"]["root"])})
             plan = plan_block(table, block, options) if block else plan_panels(table, options)
             completed = completed_part(plan, directory)
             if not _is_covered(completed, record):

@@ -125,7 +125,8 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Append JSON lines with checksums and flush them to disk."""
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(dump_checked(_finite_row(row)) + "\n" for row in rows)
+            finite = ({key: None if value != value else value for key, value in row.items()} for row in rows)  # NaN
+            file.writelines(dump_checked(row) + "\n" for row in finite)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -137,10 +138,6 @@ def cut_rows(path: Path, last_round: int) -> None:
     content = "".join(dump_checked(row) + "\n" for row in stream_rows(path, last_round)).encode()
     if path.exists() and path.stat().st_size != len(content):
         write_atomically(path, content)
-
-
-def _finite_row(row: Row) -> Row:
-    return {key: None if isinstance(value, float) and value != value else value for key, value in row.items()}
 
 
 def describe_environment() -> dict[str, Any]:

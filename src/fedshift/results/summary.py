@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,11 @@ def read_summary(path: Path) -> RunSummary:
     methods = {name: _read_method(method, path) for name, method in facts["methods"].items()}
     return RunSummary(
         **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods, "samples": samples},
-        rows=rows_to_frame(_stream_all(trials, rounds)),
-        crossed=_read_crossed(trials),
-        lag=_read_lag(trials),
+        rows=rows_to_frame(
+            row for trial, done in zip(trials, rounds, strict=True) for row in stream_measurements(trial.folder, done)
+        ),
+        crossed=_collect_rows(trials, read_crossed, "owner"),
+        lag=_collect_rows(trials, read_lag, "updates", "remaining"),
         traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
         environment=machine,
         notices=read_notices(path),
@@ -172,22 +174,10 @@ def _read_trial(folder: Path, planned: int) -> list[Row]:
     return rounds
 
 
-def _stream_all(trials: Sequence[_Trial], rounds: Sequence[Sequence[Row]]) -> Iterator[Row]:
-    for trial, done in zip(trials, rounds, strict=True):
-        yield from stream_measurements(trial.folder, done)
-
-
-def _read_crossed(trials: Sequence[_Trial]) -> pd.DataFrame:
-    found = [
-        {"method": trial.method, "seed": trial.seed, **row} for trial in trials for row in read_crossed(trial.folder)
-    ]
-    return rows_to_frame(found).assign(owner=[row["owner"] for row in found])
-
-
-def _read_lag(trials: Sequence[_Trial]) -> pd.DataFrame:
-    found = [{"method": trial.method, "seed": trial.seed, **row} for trial in trials for row in read_lag(trial.folder)]
-    more = {name: [row[name] for row in found] for name in ("updates", "remaining")}
-    return rows_to_frame(found).assign(**more)
+def _collect_rows(trials: Sequence[_Trial], read: Callable[[Path], Iterable[Row]], *others: str) -> pd.DataFrame:
+    """Return the rows that ``read`` finds of all trials, with the columns ``others`` beside those of measurements."""
+    found = [{"method": trial.method, "seed": trial.seed, **row} for trial in trials for row in read(trial.folder)]
+    return rows_to_frame(found).assign(**{name: [row[name] for row in found] for name in others})
 
 
 def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:

@@ -34,8 +34,16 @@ DIGITS = tuple("0123456789")
 
 
 def make_single_card(name: str, *layouts: Layout, **facts: Any) -> Card:
-    """Return the card of a data set whose files :func:`find_layouts` finds, with further ``facts``."""
-    return make_card(name, find=lambda folder: find_layouts(folder, name, *layouts), **facts)
+    """Return the card of a data set, with further ``facts``, that :attr:`Card.find` reads in the first layout found.
+
+    Its files are all in a folder or in a directory ``name`` of it. The compact format comes last, see
+    :func:`find_packed`.
+    """
+
+    def find(folder: Path) -> Reader | None:
+        return _find_in((folder, *_find_directories(folder, name)), layouts) or find_packed(folder, name)
+
+    return make_card(name, find=find, **facts)
 
 
 def load_single(name: str, root: Path, card: Card, class_names: tuple[str, ...] = DIGITS) -> Federation:
@@ -59,14 +67,6 @@ def make_splits(train: Arrays, test: Arrays, where: Path) -> Parts:
 def read_pair(read: Callable[[Path], Arrays]) -> Callable[[Path, Path], Parts]:
     """Return a reader for a training file and a test file, which reads each with ``read``."""
     return lambda train, test: make_splits(read(train), read(test), train)
-
-
-def find_layouts(folder: Path, name: str, *layouts: Layout) -> Reader | None:
-    """Return a reader for the first of ``layouts`` whose files are all in ``folder`` or in a directory ``name`` of it.
-
-    The compact format comes last, see :func:`find_packed`.
-    """
-    return _find_in((folder, *_find_directories(folder, name)), layouts) or find_packed(folder, name)
 
 
 def find_packed(folder: Path, name: str) -> Reader | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...utils.errors import UsageError
+from ...utils.words import join_some
 from ..federation import Federation
 from ..files.images import list_categories
 from ..files.read_options import Progress
@@ -33,29 +34,23 @@ _FEDBN_SPLIT, _OWN_SPLIT = "FedBN's split", "the publisher's split"
 _PACS_FAULTY = "sketch/dog/n02103406_4068-1.png"
 
 
-def _find_office(folder: Path) -> DomainFolders | None:
-    for caltech in ("caltech", "caltech10"):
-        found = find_domains(folder, ("amazon", caltech, "dslr", "webcam"), ("office_caltech_10",))
-        if found is not None:
-            return DomainFolders(root=found.root, folders=dict(zip(_OFFICE, found.folders.values(), strict=True)))
+def _find_named(
+    folder: Path, clients: Iterable[str], spellings: Iterable[Iterable[str]], below: Sequence[str]
+) -> DomainFolders | None:
+    """Return the folders of ``clients``, whose names are in one of ``spellings``; see :func:`find_domains`."""
+    for names in spellings:
+        if found := find_domains(folder, names, below):
+            return DomainFolders(root=found.root, folders=dict(zip(clients, found.folders.values(), strict=True)))
     return None
 
 
-def _find_office_home(folder: Path) -> DomainFolders | None:
-    for real in ("real world", "real_world", "realworld"):
-        places = ("OfficeHomeDataset_10072016", "office_home", "hub")
-        found = find_domains(folder, ("art", "clipart", "product", real), places)
-        if found is not None:
-            return DomainFolders(root=found.root, folders=dict(zip(_OFFICE_HOME, found.folders.values(), strict=True)))
-    return None
+_OFFICES = [("amazon", caltech, "dslr", "webcam") for caltech in ("caltech", "caltech10")]
+_HOMES = [("art", "clipart", "product", real) for real in ("real world", "real_world", "realworld")]
+_HOME_PLACES = ("OfficeHomeDataset_10072016", "office_home", "hub")
 
-
-def _find_vlcs(folder: Path) -> DomainFolders | None:
-    found = find_domains(folder, _VLCS.values(), ("VLCS",))
-    return found and DomainFolders(root=found.root, folders=dict(zip(_VLCS, found.folders.values(), strict=True)))
-
-
-OFFICE_CALTECH10 = make_card("office-caltech10", find=_find_office)
+OFFICE_CALTECH10 = make_card(
+    "office-caltech10", find=lambda folder: _find_named(folder, _OFFICE, _OFFICES, ("office_caltech_10",))
+)
 
 DOMAINNET = make_card("domainnet", find=lambda folder: find_domains(folder, _DOMAINNET, ("DomainNet",)))
 
@@ -65,9 +60,9 @@ PACS = make_card(
 )
 
 
-OFFICE_HOME = make_card("office-home", find=_find_office_home)
+OFFICE_HOME = make_card("office-home", find=lambda folder: _find_named(folder, _OFFICE_HOME, _HOMES, _HOME_PLACES))
 
-VLCS = make_card("vlcs", find=_find_vlcs)
+VLCS = make_card("vlcs", find=lambda folder: _find_named(folder, _VLCS, [_VLCS.values()], ("VLCS",)))
 
 TERRA_INCOGNITA = make_card("terra-incognita", find=lambda folder: find_domains(folder, _TERRA, ("terra_incognita",)))
 
@@ -105,12 +100,7 @@ def office_caltech10(
 
     """
     domains: DomainFolders = OFFICE_CALTECH10.locate("office-caltech10", root)
-    names = list_categories(domains.folders.values())
-    if len(names) != 10:
-        raise UsageError(
-            f"{domains.root} has {len(names)} class folders ({', '.join(names[:3])}, ...): Office-Caltech10 has the "
-            "ten classes that Office-31 and Caltech-256 share; leave the others out"
-        )
+    names = _list_classes(domains, "Office-Caltech10", 10)
     lists, limits = {_FEDBN_SPLIT: listing.read_fedbn_lists(domains)}, (samples, validation)
     made = _read(domains, "Office-Caltech10", names, lists, test_fraction, size, progress, limits=limits)
     return made.normalize(UNIT)
@@ -163,7 +153,7 @@ def pacs(root: Path, *, size: int = 227, test_fraction: float = 0.1, progress: P
     Raises :class:`UsageError` for files that are missing, cannot be read or have other classes.
     """
     domains: DomainFolders = PACS.locate("pacs", root)
-    _require_classes(domains, "PACS", _PACS_CLASSES)
+    _list_classes(domains, "PACS", _PACS_CLASSES)
     lists = listing.read_text_lists(domains, {"train": "{}_train_kfold.txt", "test": "{}_crossval_kfold.txt"})
     return _read(
         domains, "PACS", _PACS_CLASSES, {_OWN_SPLIT: lists}, test_fraction, size, progress, without=_PACS_FAULTY
@@ -180,12 +170,7 @@ def office_home(
     :func:`pacs`, with 65 classes named after their folders.
     """
     domains: DomainFolders = OFFICE_HOME.locate("office-home", root)
-    names = list_categories(domains.folders.values())
-    if len(names) != OFFICE_HOME.classes:
-        raise UsageError(
-            f"{domains.root} has {len(names)} class folders ({', '.join(names[:3])}, ...): Office-Home has 65; get it "
-            "again, or leave the others out"
-        )
+    names = _list_classes(domains, "Office-Home", OFFICE_HOME.classes)
     return _read(domains, "Office-Home", names, {}, test_fraction, size, progress)
 
 
@@ -197,7 +182,7 @@ def vlcs(root: Path, *, size: int = 224, test_fraction: float = 0.2, progress: P
     and errors are the same as in :func:`pacs`.
     """
     domains: DomainFolders = VLCS.locate("vlcs", root)
-    _require_classes(domains, "VLCS", _VLCS_CLASSES)
+    _list_classes(domains, "VLCS", _VLCS_CLASSES)
     return _read(domains, "VLCS", _VLCS_CLASSES, {}, test_fraction, size, progress)
 
 
@@ -212,15 +197,20 @@ def terra_incognita(
     and errors are the same as in :func:`pacs`.
     """
     domains: DomainFolders = TERRA_INCOGNITA.locate("terra-incognita", root)
-    _require_classes(domains, "TerraIncognita", _TERRA_CLASSES)
+    _list_classes(domains, "TerraIncognita", _TERRA_CLASSES)
     return _read(domains, "TerraIncognita", _TERRA_CLASSES, {}, test_fraction, size, progress)
 
 
-def _require_classes(domains: DomainFolders, title: str, classes: Sequence[str]) -> None:
-    """Raise :class:`UsageError` unless the class folders are exactly ``classes``."""
+def _list_classes(domains: DomainFolders, title: str, expected: int | Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the class folders; raise :class:`UsageError` unless they are ``expected``, or as many."""
     names = list_categories(domains.folders.values())
-    if tuple(names) != tuple(classes):
-        raise UsageError(f"{domains.root} has the class folders {', '.join(names)}; {title} has {', '.join(classes)}")
+    if names != expected and len(names) != expected:
+        known = f"{expected}" if isinstance(expected, int) else ", ".join(expected)
+        raise UsageError(
+            f"{domains.root} has the class folders {join_some(names)}; {title} has {known}: get it again, or leave "
+            "the others out"
+        )
+    return names
 
 
 def _read(

@@ -42,7 +42,8 @@ from .image_decoding import Header, Kind, Unreadable, decode_image, quiet_pillow
 from .read_options import Progress
 
 Pixels = NDArray[np.generic]
-Key, Found = TypeVar("Key"), TypeVar("Found")
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 _VERSION = 1
 _SCALED = ("integer", "real")  # kinds whose values are scaled to floats from -1 to 1

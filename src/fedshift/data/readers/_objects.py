@@ -14,16 +14,11 @@ NAME = "own data"
 """Name of the federation of objects in memory."""
 
 
-def is_frame(thing: object) -> bool:
-    """Return whether ``thing`` behaves like a ``pandas.DataFrame``."""
-    return hasattr(thing, "iloc") and hasattr(thing, "columns")
-
-
 def is_table(thing: Any) -> bool:
-    """Return whether ``thing`` is a frame, or a HuggingFace dataset of single values."""
+    """Return whether ``thing`` behaves like a pandas frame, or is a HuggingFace dataset of single values."""
     if is_hub_dataset(thing):
         return not any(holds_arrays(thing, name) for name in thing.column_names)
-    return is_frame(thing)
+    return hasattr(thing, "iloc") and hasattr(thing, "columns")
 
 
 def holds_tables(data: object) -> bool:
