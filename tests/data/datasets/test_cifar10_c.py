@@ -55,7 +55,7 @@ def test_the_archive_as_fetched_gives_the_same_samples(published):
 
 def test_unknown_corruptions_and_severities_and_other_arrays_are_refused(published):
     for given, said in (
-        ({"domains": ("fogg",)}, "unknown corruption 'fogg': did you mean 'fog'"),
+        ({"domains": ("fogg",)}, "unknown value of domains 'fogg': did you mean 'fog'"),
         ({"domains": ("fog", "fog")}, "each once"),
         ({"domains": NAMES, "severity": 6}, "severity=6: give 1, 2, 3, 4 or 5"),
         ({"domains": ("frost",)}, "frost.npy cannot be read as an array of CIFAR-10-C"),

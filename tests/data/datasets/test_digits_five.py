@@ -126,7 +126,7 @@ def test_the_official_split_keeps_the_publishers_test_samples(tmp_path):
 def test_domains_choose_and_order(tmp_path):
     write_files(tmp_path, ["svhn", "usps"])
     assert digits_five(tmp_path, domains=["usps", "svhn"], samples=10).names == ("usps", "svhn")
-    with pytest.raises(UsageError, match="unknown domain 'mnist-m': did you mean 'mnistm'"):
+    with pytest.raises(UsageError, match="unknown value of domains 'mnist-m': did you mean 'mnistm'"):
         digits_five(tmp_path, domains=["mnist-m"])
     for domains in ([], ["usps", "usps"]):
         with pytest.raises(UsageError, match="give one or more of mnist, svhn, usps, synthdigits, mnistm, each once"):
@@ -152,7 +152,7 @@ def test_more_samples_than_there_are_are_refused(tmp_path, samples):
 
 
 def test_another_split_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="unknown split 'papers': did you mean 'paper'"):
+    with pytest.raises(UsageError, match="unknown value of split 'papers': did you mean 'paper'"):
         digits_five(tmp_path, split="papers")
 
 

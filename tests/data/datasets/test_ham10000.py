@@ -133,7 +133,7 @@ def test_an_unknown_class_in_the_table_is_refused(published):
 
 
 def test_other_choices_are_refused(published):
-    with pytest.raises(UsageError, match=r"by='sites': must be 'one' \(a single client\) or 'site'"):
+    with pytest.raises(UsageError, match=r"unknown value of by 'sites': did you mean 'site'"):
         ham10000(published.parent, by="sites")
     with pytest.raises(UsageError, match="test_fraction=0: must lie between 0 and 1"):
         ham10000(published.parent, test_fraction=0)

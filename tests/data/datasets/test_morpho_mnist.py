@@ -244,7 +244,7 @@ def test_without_mnist_all_that_is_asked_for_must_be_published(tmp_path):
 
 
 def test_other_domains_are_refused(root):
-    with pytest.raises(UsageError, match="unknown domain 'swell': did you mean 'swollen'"):
+    with pytest.raises(UsageError, match="unknown value of domains 'swell': did you mean 'swollen'"):
         morpho_mnist(root, domains=["swell"])
     with pytest.raises(UsageError, match="give one or more of plain, thin, thick, swollen, fractured, global, local"):
         morpho_mnist(root, domains=["thin", "thin"])

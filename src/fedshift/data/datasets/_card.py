@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...utils.errors import Ref, UsageError, unknown_name
+from ...utils.words import join_some
 
 _FACTS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 
@@ -95,9 +96,9 @@ def require_choices(setting: str, given: Sequence[str], known: Collection[str]) 
     """Raise :class:`UsageError` unless ``given``, the value of ``setting``, are one or more of ``known``, each once."""
     for name in given:
         if name not in known:
-            raise unknown_name(setting, name, known)
+            raise unknown_name(f"value of {setting}", name, known)
     if not given or len(set(given)) < len(given):
-        raise UsageError(f"{setting}={list(given)}: give one or more of {', '.join(known)}, each once")
+        raise UsageError(f"{setting}={list(given)}: give one or more of {join_some(known, shown=20)}, each once")
 
 
 def _list_folders(name: str, root: Path) -> Iterator[Path]:

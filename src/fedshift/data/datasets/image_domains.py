@@ -207,8 +207,8 @@ def _list_classes(domains: DomainFolders, title: str, expected: int | Sequence[s
     if names != expected and len(names) != expected:
         known = f"{expected}" if isinstance(expected, int) else ", ".join(expected)
         raise UsageError(
-            f"{domains.root} has the class folders {join_some(names)}; {title} has {known}: get it again, or leave "
-            "the others out"
+            f"{domains.root} has {len(names)} class folders ({join_some(names)}); {title} has {known}: get it again, "
+            "or leave the others out"
         )
     return names
 
