@@ -270,10 +270,13 @@ class _EssentialFormatter(DefaultFormatter):
     """Help formatter that shows the essential settings only."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-        flags = {f"--{name.replace('_', '-')}" for name in ESSENTIAL}
-        entries = [entry for entry in panel.entries if flags.intersection(entry.positive_names[:1])]
+        entries = [entry for entry in panel.entries if _flag(entry.positive_names) in ESSENTIAL]
         if entries:
             super().__call__(console, options, panel.copy(entries=entries))
+
+
+def _flag(names: Sequence[str]) -> str:
+    return names[0].removeprefix("--").replace("-", "_") if names else ""
 
 
 def _run_guarded(call: Callable[[], Any], debug: bool) -> int:

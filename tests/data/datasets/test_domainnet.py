@@ -67,7 +67,7 @@ def test_any_classes_may_be_named_and_are_labeled_in_that_order(archives):
     assert np.abs(np.subtract(brightness(client.test), [6, 10 * NUMBERS["zebra"] + 6])).max() <= 1
     with pytest.raises(UsageError, match="unknown value of classes 'zebr': did you mean 'zebra'"):
         domainnet(archives.parent, classes=("zebr", "bird"))
-    with pytest.raises(UsageError, match="give one or more of .*, each once"):
+    with pytest.raises(UsageError, match=r"give one or more of .*, each once"):
         domainnet(archives.parent, classes=("bird", "bird"))
 
 
