@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.core.aggregation import StreamingMean, weighted_mean
+from fedshift.core.means import StreamingMean, weighted_mean
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=6), st.integers(0, 2**32 - 1))

@@ -8,19 +8,7 @@ from torch import nn
 
 from fedshift.core.contexts import Folded
 from fedshift.core.declarations import Bound, Own, Send
-from fedshift.core.kernel import (
-    client_final,
-    client_init,
-    client_step,
-    client_step_,
-    compute_objective,
-    global_state,
-    init_client,
-    init_server,
-    personal_state,
-    transform_gradients,
-    update_,
-)
+from fedshift.core.kernel import client_final, client_init, global_state, init_client, init_server, personal_state
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.plan import forward
@@ -28,6 +16,7 @@ from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
 from fedshift.core.selection import Scope, everything, name_matches
 from fedshift.core.server_round import server_round
+from fedshift.core.step import client_step, client_step_, compute_objective, transform_gradients, update_
 from fedshift.core.work import Work
 from fedshift.methods.centralized import centralized
 from fedshift.methods.ditto import ditto

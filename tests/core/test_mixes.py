@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.core.aggregation import Aggregated, Aggregation, Mixes, average
+from fedshift.core.aggregation import Aggregated, Aggregation, average
 from fedshift.core.kernel import broadcast
 from fedshift.core.method import Method
+from fedshift.core.mixes import Mixes
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError

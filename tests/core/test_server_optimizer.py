@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import ServerState, Update, init_server
+from fedshift.core.kernel import init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
+from fedshift.core.states import ServerState, Update
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.evaluation.communication import downlink_bytes

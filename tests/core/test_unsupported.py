@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fedshift.core.kernel import client_init, client_step, init_client, init_server
+from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.step import client_step
 from fedshift.experiments.trial import make_network
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift.core.kernel import client_final, client_init, client_step_, init_client, init_server
+from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.step import client_step_
 from fedshift.core.work import Work
 from fedshift.engines import deferral
 from fedshift.engines.deferral import deferred_steps

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.aggregation import StreamingMean, weighted_mean
 from fedshift.core.loss import LOSSES
+from fedshift.core.means import StreamingMean, weighted_mean
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.rule import Rule
 from fedshift.core.work import Work

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.aggregation import weighted_mean
+from fedshift.core.means import weighted_mean
 from fedshift.core.optimizer import SGD, Cosine
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation

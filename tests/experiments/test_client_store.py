@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import fedshift
-from fedshift.core.kernel import ClientState, init_client
+from fedshift.core.kernel import init_client
 from fedshift.core.optimizer import SGD
+from fedshift.core.states import ClientState
 from fedshift.core.work import Work
 from fedshift.experiments.client_store import ClientStore, remove_unused_segments
 from fedshift.experiments.settings import Settings

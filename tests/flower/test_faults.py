@@ -10,7 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.common.constant import ErrorCode
 
-from fedshift.core.kernel import ServerState, Update
+from fedshift.core.states import ServerState, Update
 from fedshift.flower.server.outliers import UpdateSizes
 from fedshift.flower.transport.arrays import from_record, to_record
 from fedshift.results.checkpoint import load_checkpoint

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedshift.core.kernel import ServerState, Update
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
+from fedshift.core.states import ServerState, Update
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.federation import Federation

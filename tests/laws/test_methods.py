@@ -8,18 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import (
-    broadcast,
-    client_final,
-    client_init,
-    init_client,
-    init_server,
-    transform_gradients,
-    update_,
-)
+from fedshift.core.kernel import broadcast, client_final, client_init, init_client, init_server
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.rule import Rule
 from fedshift.core.server_round import server_round
+from fedshift.core.step import transform_gradients, update_
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.methods.agc import _adaptive_clip_grad, agc

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import client_init, compute_gradients, init_client, init_server, transform_gradients
+from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD, StepDecay
 from fedshift.core.server_round import fold_rules, receive
+from fedshift.core.step import compute_gradients, transform_gradients
 from fedshift.engines import stepper
 from fedshift.methods.agc import agc
 from fedshift.methods.fedavg import fedavg

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from fedshift import Aggregated, Aggregation, Bound, Folded, Own, Reads, Rule, Send, method
-from fedshift.core.aggregation import average, weighted_mean
+from fedshift.core.aggregation import average
+from fedshift.core.means import weighted_mean
 
 
 @dataclass(frozen=True)

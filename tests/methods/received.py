@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from fedshift.core.aggregation import Received
-from fedshift.core.kernel import ServerState, Update
+from fedshift.core.states import ServerState, Update
 
 
 def receive(states, weights=None, sizes=None, steps=None, memory=None, kinds=(), clients="abcdefghijklmnop"):

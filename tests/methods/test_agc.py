@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import client_init, client_step, compute_gradients, init_client, init_server
+from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery, prepare
+from fedshift.core.step import client_step, compute_gradients
 from fedshift.core.work import Work
 from fedshift.methods.agc import agc
 from fedshift.methods.ditto import ditto

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import Update, client_final, client_init, client_step, init_client, init_server
+from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.optimizer import SGD, AdamW, StepDecay
 from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
+from fedshift.core.states import Update
+from fedshift.core.step import client_step
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings

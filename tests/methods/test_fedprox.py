@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import client_init, client_step, compute_gradients, init_client, init_server
+from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.step import client_step, compute_gradients
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox

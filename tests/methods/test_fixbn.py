@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import client_init, client_step, compute_gradients, init_client, init_server
+from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.step import client_step, compute_gradients
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings

@@ -9,18 +9,11 @@ from torch import nn
 
 from fedshift.core.contexts import LossContext, Owned
 from fedshift.core.declarations import Bound, Reads
-from fedshift.core.kernel import (
-    client_final,
-    client_init,
-    client_step,
-    compute_gradients,
-    init_client,
-    init_server,
-    personal_state,
-)
+from fedshift.core.kernel import client_final, client_init, init_client, init_server, personal_state
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
+from fedshift.core.step import client_step, compute_gradients
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings

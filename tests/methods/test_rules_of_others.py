@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedshift.core.kernel import client_final, client_init, client_step, init_client, init_server
+from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.step import client_step
 from fedshift.core.work import Work
 from fedshift.methods.apfl import apfl
 from fedshift.methods.ditto import ditto

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift.core.kernel import client_final, client_init, client_step, client_step_, init_client, init_server
+from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.core.server_round import server_round
+from fedshift.core.step import client_step, client_step_
 from fedshift.engines.stepper import Stepper
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn

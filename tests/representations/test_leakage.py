@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from fedshift import leak
-from fedshift.core.kernel import client_final, client_init, client_step_, init_client, init_server, load_state
+from fedshift.core.kernel import client_final, client_init, init_client, init_server, load_state
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.step import client_step_
 from fedshift.methods import METHODS as CATALOG
 from fedshift.models.digits import small_cnn
 from fedshift.representations.leakage import attack

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.core.kernel import client_final, client_init, client_step_, init_client, init_server, personal_state
+from fedshift.core.kernel import client_final, client_init, init_client, init_server, personal_state
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
+from fedshift.core.step import client_step_
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.models.mlp import two_layer

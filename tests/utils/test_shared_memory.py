@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import ClientState
+from fedshift.core.states import ClientState
 from fedshift.utils.execution.shared_memory import SharedMemoryBuffer, pickle_without_tensors
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ..nn.linear import use_torch_func
 from ..utils.errors import UsageError
 from ..utils.state import State
+from .aggregation import Received
 from .declarations import Bound
+from .states import ServerState
 
 if TYPE_CHECKING:
-    from .aggregation import Received
-    from .kernel import ServerState
     from .plan import Plan
 
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]

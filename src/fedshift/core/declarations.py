@@ -103,6 +103,10 @@ class Phase:
         return steps <= 1 or start <= step < end
 
 
+Apart = tuple[int, Phase]
+"""A phase, after the position of its rule."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reads:
     """Declaration of what costs or reveals something to read; a context refuses, by name, what is not declared.

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..nn.dropout import Keyed, dropout_key
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
-from .declarations import Bound, Phase, Reads
+from .declarations import Apart, Bound, Reads
 from .method import Method
 from .optimizer import SGD, Optimizer
 from .rule import HOOKS, Rule
@@ -25,10 +25,6 @@ from .work import Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Precision = Literal["float32", "bfloat16"]
-
-
-Apart = tuple[int, Phase]
-"""A phase, after the position of its rule."""
 
 
 class Updated(NamedTuple):

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
-from .aggregation import Aggregated, Mixes, Received, StreamingMean, SummedUploads
+from .aggregation import Aggregated, Received
 from .contexts import FoldContext
 from .disclosure import check_fold
-from .kernel import ServerState, Update
+from .means import StreamingMean, SummedUploads
+from .mixes import Mixes
 from .plan import Plan
+from .states import ServerState, Update
 
 
 def sums_suffice(plan: Plan) -> bool:
@@ -60,7 +62,8 @@ class StreamingAggregator:
         """Return the server after the round, from the uploads that arrived."""
         for name in sorted(self._arrived):  # those behind one that did not come
             self._aggregate(name)
-        plan, server, received = self._plan, self._server, self._receive()
+        plan, server = self._plan, self._server
+        received = receive(plan, self._folded, self._sizes)
         shares = [each.share for each in received]
         memory, made = fold_rules(plan, server, received)
         if self._mean:
@@ -80,9 +83,6 @@ class StreamingAggregator:
         return ServerState(
             round=server.round + 1, shared=shared, memory=memory, optimizer=optimizer, kept=aggregated.kept, mixes=mixes
         )
-
-    def _receive(self) -> list[Received]:
-        return receive(self._plan, self._folded, self._sizes)
 
 
 def receive(plan: Plan, updates: Sequence[tuple[str, Update]], sizes: Mapping[str, int]) -> list[Received]:

@@ -14,8 +14,9 @@ from math import ceil
 
 import torch
 
-from ..core.kernel import client_init, client_step, init_client, init_server
+from ..core.kernel import client_init, init_client, init_server
 from ..core.plan import Plan
+from ..core.step import client_step
 from ..data.augmentation import Augmentation
 from ..utils.files import cached_measurement
 from ..utils.processors import available_processors

@@ -1,7 +1,7 @@
 """Steps of plain SGD that hold back the updates of large linear layers while batches are small, alone and in lanes.
 
 How it is done, and why, says :mod:`fedshift.nn.deferred`. The steps of a round differ from
-:func:`fedshift.core.kernel.client_step_` by rounding, and depend on that round alone, so that a resumed run and another
+:func:`fedshift.core.step.client_step_` by rounding, and depend on that round alone, so that a resumed run and another
 process round alike.
 """
 
@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..core.kernel import LocalTrainingState, compute_objective, update_
 from ..core.plan import Plan, to_memory_format
+from ..core.states import LocalTrainingState
+from ..core.step import compute_objective, update_
 from ..nn.deferred import FEW, HeldUpdates, LaneUpdates
 from ..nn.linear import ALONE, chosen_products
 from ..utils.profiling import timed_section
@@ -98,7 +99,7 @@ def _linear_layers(plan: Plan) -> list[tuple[str, nn.Linear]]:
 def _step(
     plan: Plan, job: LocalTrainingState, held: dict[str, HeldUpdates], x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[LocalTrainingState, Tensor]:
-    """Take a step as :func:`fedshift.core.kernel.client_step_` does, but for the updates of the weights ``held``."""
+    """Take a step as :func:`fedshift.core.step.client_step_` does, but for the updates of the weights ``held``."""
     with timed_section("forward and backward"):
         x = to_memory_format(x, plan.image_format)
         leaves = {

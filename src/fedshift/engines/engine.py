@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.aggregation import SummedUploads
 from ..core.declarations import Phase
-from ..core.kernel import ClientState, Seen, ServerState, Update, client_prelude
+from ..core.kernel import client_prelude
+from ..core.means import SummedUploads
 from ..core.plan import Plan
+from ..core.states import ClientState, Seen, ServerState, Update
 from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples

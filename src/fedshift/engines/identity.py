@@ -14,20 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.aggregation import StreamingMean, SummedUploads
-from ..core.kernel import (
-    ClientState,
-    LocalTrainingState,
-    ServerState,
-    Update,
-    client_init,
-    init_client,
-    init_server,
-    update_,
-)
+from ..core.kernel import client_init, init_client, init_server
 from ..core.loss import Loss
+from ..core.means import StreamingMean, SummedUploads
 from ..core.optimizer import SGD
 from ..core.plan import Plan, compute_outputs, to_memory_format
+from ..core.states import ClientState, LocalTrainingState, ServerState, Update
+from ..core.step import update_
 from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section

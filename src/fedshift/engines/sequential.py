@@ -9,17 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.kernel import (
-    ClientState,
-    LocalTrainingState,
-    ServerState,
-    broadcast,
-    client_final,
-    client_init,
-    client_step_,
-    restart,
-)
-from ..core.plan import Apart
+from ..core.declarations import Apart
+from ..core.kernel import broadcast, client_final, client_init, restart
+from ..core.states import ClientState, LocalTrainingState, ServerState
+from ..core.step import client_step_
 from ..utils.profiling import timed_section
 from ..utils.random_streams import torch_stream
 from .deferral import deferred_steps

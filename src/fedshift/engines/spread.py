@@ -15,8 +15,8 @@ from importlib.util import find_spec
 
 from typing_extensions import override
 
-from ..core.kernel import ClientState, ServerState
 from ..core.plan import Plan
+from ..core.states import ClientState, ServerState
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples, count_bytes
 from ..utils.errors import FedshiftError, Ref, Sentence

@@ -24,12 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.aggregation import StreamingMean, SummedUploads
 from ..core.kernel import (
-    ClientState,
-    LocalTrainingState,
-    ServerState,
-    Update,
     broadcast,
     client_final,
     client_init,
@@ -39,9 +34,11 @@ from ..core.kernel import (
     personal_entries,
     restart,
 )
+from ..core.means import StreamingMean, SummedUploads
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.server_round import sums_suffice
+from ..core.states import ClientState, LocalTrainingState, ServerState, Update
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples, are_alike, gather_rows
 from ..nn.deferred import FEW

@@ -19,17 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..core.kernel import (
-    LocalTrainingState,
-    combine_samples,
-    compute_objective,
-    list_active,
-    list_updates,
-    transform_gradients,
-    update_,
-)
 from ..core.optimizer import SGD
 from ..core.plan import Plan
+from ..core.states import LocalTrainingState
+from ..core.step import combine_samples, compute_objective, list_active, list_updates, transform_gradients, update_
 from ..nn.deferred import LaneUpdates, LaneWeight
 from ..nn.lanes import MergedLanes
 from ..nn.linear import vmapped_lanes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.declarations import Reveals, Send
-from ..core.kernel import ServerState, Update, init_client, init_server
+from ..core.kernel import init_client, init_server
 from ..core.method import Method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
@@ -25,6 +25,7 @@ from ..core.selection import (
     norm_statistics,
     nothing,
 )
+from ..core.states import ServerState, Update
 from ..models.digits import small_cnn
 from ..models.fedmmb import fnn2
 from ..results.disclosure import MODEL, Disclosure

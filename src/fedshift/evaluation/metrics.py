@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.kernel import ServerState, global_state
+from ..core.kernel import global_state
 from ..core.plan import Plan, forward
+from ..core.states import ServerState
 from ..data.federation import ClientData, Federation
 from ..data.samples import Samples
 from ..results.cases import Records

@@ -16,9 +16,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ..config.catalog import Catalog
 from ..config.expressions import list_catalog, split_expressions
-from ..core.kernel import ServerState
 from ..core.plan import Plan
 from ..core.selection import Select, nothing
+from ..core.states import ServerState
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..tasks.task import Task

@@ -22,9 +22,10 @@ from typing import TypeVar
 
 import torch
 
-from ..core.aggregation import StreamingMean
-from ..core.kernel import ServerState, global_state
+from ..core.kernel import global_state
+from ..core.means import StreamingMean
 from ..core.plan import Plan
+from ..core.states import ServerState
 from ..data.federation import ClientData
 from ..data.samples import Samples
 from ..results.schema import REESTIMATED, Row

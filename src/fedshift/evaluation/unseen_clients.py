@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from ..core.aggregation import StreamingMean
-from ..core.kernel import ClientState, ServerState, broadcast, global_state, init_client, personal_state
+from ..core.kernel import broadcast, global_state, init_client, personal_state
+from ..core.means import StreamingMean
 from ..core.plan import Plan
 from ..core.preparation import bind_rules
 from ..core.selection import everything
+from ..core.states import ClientState, ServerState
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples
 from ..engines.sequential import Sequential

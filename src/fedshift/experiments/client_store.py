@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from ..core.kernel import ClientState
+from ..core.states import ClientState
 from ..results.schema import RESTART
 from ..utils.errors import FedshiftError
 from ..utils.files import ScratchDirectory, write_atomically

@@ -19,21 +19,14 @@ import torch
 from torch import nn
 
 from ..analysis.privacy import SampleUses
-from ..core.aggregation import Mixes
 from ..core.architecture import architecture
 from ..core.compatibility import check_client_count
-from ..core.kernel import (
-    ClientState,
-    ServerState,
-    broadcast,
-    global_state,
-    init_client,
-    init_server,
-    trained_state,
-)
+from ..core.kernel import broadcast, global_state, init_client, init_server, trained_state
 from ..core.method import Method
+from ..core.mixes import Mixes
 from ..core.preparation import apply_surgery
 from ..core.server_round import StreamingAggregator, server_prelude
+from ..core.states import ClientState, ServerState
 from ..core.work import square_uses
 from ..data.augmentation import check_augmentable
 from ..data.copies import number_samples

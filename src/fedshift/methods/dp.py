@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received, StreamingMean, cast_to
-from ..core.kernel import ServerState
+from ..core.aggregation import Aggregated, Aggregation, Received
+from ..core.means import StreamingMean, cast_to
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.selection import norm_layers
+from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal, stream
 from ..utils.state import State, clone

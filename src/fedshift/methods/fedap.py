@@ -20,10 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received, average
-from ..core.kernel import ServerState
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.selection import SELECTIONS, batch_norm
+from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
 

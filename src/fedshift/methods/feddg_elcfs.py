@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
-from ..core.aggregation import cast_to, stack_entry
 from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
 from ..core.declarations import Bound, Own, Reads, Send
+from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements

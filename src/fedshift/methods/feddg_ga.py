@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received, weighted_mean
+from ..core.aggregation import Aggregated, Aggregation, Received
 from ..core.contexts import EndContext, LossContext
 from ..core.declarations import Bound, Own, Send
-from ..core.kernel import ServerState
+from ..core.means import weighted_mean
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
+from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick
 

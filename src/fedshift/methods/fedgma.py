@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received, average, cast_to, stack_entry
-from ..core.kernel import ServerState
+from ..core.aggregation import Aggregated, Aggregation, Received, average
+from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
+from ..core.states import ServerState
 from ..utils.errors import UsageError
 
 

@@ -14,12 +14,13 @@ from typing import Self, cast
 
 from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received, average, cast_to, stack_entry
-from ..core.kernel import ServerState
+from ..core.aggregation import Aggregated, Aggregation, Received, average
+from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.requirements import Requirements
+from ..core.states import ServerState
 from ..utils.errors import UsageError
 from .fedprox import Proximal
 

@@ -12,17 +12,11 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from ..core.aggregation import (
-    Aggregated,
-    Received,
-    RobustAggregation,
-    squared_distances,
-    stack_entry,
-    weighted_mean,
-)
-from ..core.kernel import ServerState
+from ..core.aggregation import Aggregated, Received, RobustAggregation
+from ..core.means import squared_distances, stack_entry, weighted_mean
 from ..core.method import Method, method
 from ..core.plan import Plan
+from ..core.states import ServerState
 from ..utils.errors import UsageError
 
 TOLERANCE = 1e-12

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..core.aggregation import cast_to, stack_entry
 from ..core.contexts import EndContext, FoldContext, Folded, Hook, LookContext
 from ..core.declarations import Bound, Reads, Send
+from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.rule import Rule

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Received, RobustAggregation, compute_trimmed_mean
-from ..core.kernel import ServerState
+from ..core.aggregation import Aggregated, Received, RobustAggregation
+from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
 from ..core.plan import Plan
+from ..core.states import ServerState
 from ..utils.errors import UsageError
 
 

@@ -24,12 +24,13 @@ import torch
 
 from ..config.seeds import parse_seeds
 from ..config.spec import DataSpec, RunSpec
-from ..core.kernel import client_final, client_init, client_step_, init_client, init_server
+from ..core.kernel import client_final, client_init, init_client, init_server
 from ..core.method import Method
 from ..core.plan import Plan, forward
 from ..core.preparation import resolve_work
 from ..core.selection import Scope
 from ..core.server_round import StreamingAggregator
+from ..core.step import client_step_
 from ..core.work import Work
 from ..data.augmentation import Augmentation
 from ..data.federation import Federation, count_labels

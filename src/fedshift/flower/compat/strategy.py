@@ -21,9 +21,10 @@ from torch import nn
 from typing_extensions import override
 
 from ...core.compatibility import check_client_count
-from ...core.kernel import ServerState, Update, broadcast, init_server
+from ...core.kernel import broadcast, init_server
 from ...core.method import Method
 from ...core.server_round import server_round as aggregate
+from ...core.states import ServerState, Update
 from ...experiments.settings import Settings
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.state import State, nbytes, pick

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.kernel import ServerState, Update, broadcast
+from ...core.kernel import broadcast
+from ...core.states import ServerState, Update
 
 BOUND = 10.0
 """Largest ratio of an update's length to the others'."""

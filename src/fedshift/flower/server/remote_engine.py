@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from ...core.compatibility import check_client_count
 from ...core.disclosure import like_sends
-from ...core.kernel import ClientState, ServerState, Update, broadcast
+from ...core.kernel import broadcast
 from ...core.plan import Plan
+from ...core.states import ClientState, ServerState, Update
 from ...data.federation import Federation
 from ...engines.engine import ClientResult, Data, Diverged, Engine
 from ...evaluation.communication import list_disclosures

@@ -24,8 +24,9 @@ from ...analysis.privacy import find_mechanism
 from ...config.expressions import trust_only
 from ...config.spec import CompareSpec, DataSpec, RunSpec
 from ...core.disclosure import check_upload
-from ...core.kernel import ClientState, ServerState, init_client, init_server, trained_state
+from ...core.kernel import init_client, init_server, trained_state
 from ...core.plan import Plan
+from ...core.states import ClientState, ServerState
 from ...data.agreement import name_scales
 from ...data.copies import count_copies
 from ...data.federation import Federation, count_labels, encode_targets

@@ -17,8 +17,8 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
-from ...core.kernel import ServerState, Update
 from ...core.plan import Plan
+from ...core.states import ServerState, Update
 from ...utils.errors import FedshiftError
 from ...utils.state import State, split_state
 

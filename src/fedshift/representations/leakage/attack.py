@@ -1,7 +1,7 @@
 """The attack of a curious server on one upload: what it sees, and the images that it reconstructs.
 
 The server follows the protocol but computes on what it receives. It knows the plan (network, method, loss, learning
-rate), its own broadcast, and the client's :class:`~fedshift.core.kernel.Update`. It does not know entries that stay on
+rate), its own broadcast, and the client's :class:`~fedshift.core.states.Update`. It does not know entries that stay on
 the client. It runs the kernel's own objective on a client that has only public values, so that everything a method does
 to a gradient (AGC's clipping, GroupNorm in place of BatchNorm) is part of the attack.
 
@@ -32,21 +32,11 @@ from ...analysis.inversion import (
     statistics_distance,
     total_variation,
 )
-from ...core.kernel import (
-    ClientState,
-    LocalTrainingState,
-    ServerState,
-    Update,
-    client_final,
-    client_init,
-    client_step_,
-    compute_objective,
-    init_client,
-    load_state,
-    transform_gradients,
-)
+from ...core.kernel import client_final, client_init, init_client, load_state
 from ...core.plan import Plan
 from ...core.selection import normalizes_as_torch
+from ...core.states import ClientState, LocalTrainingState, ServerState, Update
+from ...core.step import client_step_, compute_objective, transform_gradients
 from ...utils.state import State, pick
 
 Source = Literal["everything", "statistics"]

@@ -1,0 +1,153 @@
+"""Means of the clients' entries, and what robust aggregations compute of them.
+
+Sums are accumulated in float64 in the order given and cast back, so a result does not depend on how the work was
+scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..utils.state import State, clone, drop_equal
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SummedUploads:
+    """The uploads of several clients of a round, of which only the weighted sum exists.
+
+    ``mean``: the sum of exactly those entries that the method's scope sends. ``nbytes``: bytes of one client's.
+    """
+
+    mean: StreamingMean
+    nbytes: int
+
+
+CHUNK = 2**17
+"""Values that are summed at a time, so that the sums stay in the processor's cache."""
+
+
+class StreamingMean:
+    """Entry-wise weighted mean of states that arrive one after another and are not kept.
+
+    Sums are float64, those of float64 entries of deviations from the first state, so that the mean of equal values is
+    that value, bit for bit. Integer entries (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded
+    to the nearest.
+    """
+
+    def __init__(self) -> None:
+        self._first: State = {}
+        self._sums: State = {}
+        self._total = 0.0
+        self._last: tuple[State, float] | None = None  # not added yet: the same may come again
+
+    def add(self, state: State, weight: float) -> None:
+        """Count ``state`` with ``weight`` (positive)."""
+        if self._last and self._last[0] is state:
+            weight += self._last[1]
+        else:
+            self._flush()
+        self._last = state, weight
+
+    def add_stacked(self, state: State, weights: Sequence[float]) -> None:
+        """Count the states stacked in ``state``, each entry ``[K, ...]``, with ``weights`` (K positive numbers)."""
+        if all(drop_equal(entry).shape[0] < len(weights) for entry in state.values()):
+            self.add({name: entry[0] for name, entry in state.items()}, sum(weights))
+            return
+        self._flush()
+        self._begin({name: entry[0].clone() for name, entry in state.items()})
+        self._total += sum(weights)
+        weights_K = torch.tensor(weights, dtype=torch.float64)
+        for name, total in self._sums.items():
+            lanes = drop_equal(state[name])
+            own_K = weights_K if len(lanes) == len(weights_K) else weights_K.sum(dim=0, keepdim=True)
+            lanes = lanes - self._first[name] if lanes.dtype == torch.float64 else lanes
+            flat_KN, into_N = lanes.reshape(len(lanes), -1), total.reshape(-1)
+            tiles = torch.split(flat_KN, max(1, CHUNK // len(lanes)), dim=1)
+            for into, tile in zip(torch.split(into_N, tiles[0].shape[1]), tiles, strict=True):
+                into.addmv_(tile.double().T, own_K.to(tile.device))
+
+    def merge(self, other: StreamingMean) -> None:
+        """Count all that ``other`` has counted, which is not used afterwards."""
+        self._flush()
+        if not self._sums:
+            self._first, self._sums, self._total, self._last = other._first, other._sums, other._total, other._last
+            return
+        other._flush()
+        self._total += other._total
+        for name, total in self._sums.items():
+            total += other._sums[name]
+            if self._first[name].dtype == torch.float64:
+                total += (other._first[name] - self._first[name]) * other._total
+
+    def result(self) -> State:
+        """Return the mean of the added states, at least one, each entry in its own dtype."""
+        if self._last and not self._sums:
+            return clone(self._last[0])
+        self._flush()
+        return {name: self._divide(total, self._first[name]) for name, total in self._sums.items()}
+
+    def _begin(self, first: State) -> None:
+        """Prepare sums for states like ``first``, which is the first one, unless there are some."""
+        if not self._sums:
+            exact = {name: entry.dtype == torch.float64 for name, entry in first.items()}
+            self._first = {name: entry if exact[name] else entry.new_empty(0) for name, entry in first.items()}
+            self._sums = {n: torch.zeros(e.shape, dtype=torch.float64, device=e.device) for n, e in first.items()}
+
+    def _flush(self) -> None:
+        if self._last is None:
+            return
+        (state, weight), self._last = self._last, None
+        self._begin(state)
+        self._total += weight
+        for name, total in self._sums.items():
+            entry = state[name] - self._first[name] if state[name].dtype == torch.float64 else state[name]
+            for into, part in zip(_chunks(total), _chunks(entry), strict=True):
+                into.add_(part, alpha=weight)
+
+    def _divide(self, total: Tensor, like: Tensor) -> Tensor:
+        mean = total / self._total
+        return like + mean if like.dtype == torch.float64 else cast_to(mean, like.dtype)
+
+
+def _chunks(tensor: Tensor) -> Sequence[Tensor]:
+    return (tensor,) if tensor.numel() <= CHUNK else torch.split(tensor.reshape(-1), CHUNK)
+
+
+def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
+    """Return the :class:`StreamingMean` of ``states`` under ``weights``."""
+    mean = StreamingMean()
+    for state, weight in zip(states, weights, strict=True):
+        mean.add(state, weight)
+    return mean.result()
+
+
+def cast_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``values`` (float64) in ``dtype``, rounded to the nearest where that is an integer type."""
+    return (values if dtype.is_floating_point else values.round()).to(dtype)
+
+
+def stack_entry(states: Sequence[State], name: str) -> Tensor:
+    """Return entry ``name`` of all clients, float64 ``[clients, ...]``."""
+    return torch.stack([state[name].double() for state in states])
+
+
+def compute_trimmed_mean(states: Sequence[State], trim: int) -> State:
+    """Return the mean of each coordinate without its ``trim`` largest and smallest values; clients count equally."""
+    inner = slice(trim, len(states) - trim)
+    return {
+        name: cast_to(stack_entry(states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
+        for name, first in states[0].items()
+    }
+
+
+def squared_distances(states: Sequence[State], names: Iterable[str]) -> Tensor:
+    """Return the squared distance of each two clients over the entries ``names``, float64 ``[clients, clients]``."""
+    total = torch.zeros(len(states), len(states), dtype=torch.float64)
+    for name in sorted(names):
+        points = stack_entry(states, name).flatten(start_dim=1).cpu()
+        total += torch.stack([(points - point).square().sum(dim=1) for point in points])
+    return total

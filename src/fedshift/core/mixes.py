@@ -1,0 +1,78 @@
+"""Mixes: what clients load in place of the server's entries, each a mean of the round's uploads of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..utils.errors import UsageError
+from ..utils.state import State, entries_under, join_states, split_state
+from .means import cast_to, weighted_mean
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mixes:
+    """Mixes of a round's uploads, one for each client that ``weights`` names; all others load the server's entries.
+
+    The server keeps the uploads of one round and a client's weights, not a model for each client: a mix is made when it
+    is sent.
+
+    Args:
+        uploads: The entries that clients load, in the order of the clients that took part.
+        weights: By client and entry, ``""`` for all entries that are not named: float64 ``[uploads]``, or
+            ``[uploads, *entry.shape]`` for a weight of each value. They sum to one over the uploads. An entry without
+            weights is the server's.
+
+    """
+
+    uploads: tuple[State, ...]
+    weights: Mapping[str, State]
+
+    def mix(self, client: str) -> State:
+        """Return the entries that ``client`` loads in place of the server's."""
+        rows, mixed = self.weights.get(client, {}), {}
+        for name in self.uploads[0] if rows else ():
+            row = rows.get(name, rows.get(""))
+            if row is None:
+                continue
+            values = [upload[name] for upload in self.uploads]
+            if row.ndim == 1:
+                mixed[name] = weighted_mean([{name: value} for value in values], row.tolist())[name]
+            else:
+                first = values[0].double()
+                parts = (w * (value.double() - first) for w, value in zip(row.to(first.device), values, strict=True))
+                mixed[name] = cast_to(first + sum(parts), values[0].dtype)
+        return mixed
+
+    def check(self, what: str) -> None:
+        """Raise :class:`UsageError`, beginning with ``what``, where weights do not fit the uploads."""
+        count = len(self.uploads)
+        for client, rows in self.weights.items():
+            for name, row in rows.items():
+                where = f"{what} mixes entry {name!r} of client {client!r}"
+                if name and name not in self.uploads[0]:
+                    raise UsageError(f"{where}, which clients do not load: name entries that they do, or '' for all")
+                whole = (count, *self.uploads[0][name].shape) if name else (count,)
+                if row.shape not in ((count,), whole):
+                    raise UsageError(f"{where} by weights of shape {tuple(row.shape)}: give {(count,)} or {whole}")
+                if not torch.allclose(row.double().sum(dim=0), row.new_ones((), dtype=torch.float64), atol=1e-6):
+                    raise UsageError(f"{where} by weights that do not sum to one over the {count} uploads: divide them")
+
+    def flatten(self) -> State:
+        """Return all tensors in one state."""
+        numbers = (f"uploads/{number}" for number in range(len(self.uploads)))
+        weights = join_states((f"weights/{client}" for client in self.weights), self.weights.values())
+        return weights | join_states(numbers, self.uploads)
+
+    @staticmethod
+    def unflatten(state: State) -> Mixes | None:
+        """Return the inverse of :meth:`flatten`; None for no tensors."""
+        weights: dict[str, State] = {}
+        for name, row in entries_under("weights", state).items():
+            client, _, entry = name.rpartition("/")
+            weights.setdefault(client, {})[entry] = row
+        count = max((len(row) for rows in weights.values() for row in rows.values()), default=0)
+        uploads = split_state([f"uploads/{number}" for number in range(count)], state)
+        return Mixes(uploads=uploads, weights=weights) if weights else None

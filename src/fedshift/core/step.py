@@ -1,0 +1,257 @@
+"""A step of local work: the objective on a batch, its gradients, and the optimizer's update, as rules change them.
+
+A step is ``compute_gradients`` (of ``compute_objective``, changed by the rules in ``transform_gradients``), then
+``update_``; these parts also work under ``torch.vmap``, so that an engine can run many clients in one tensor program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nn.dropout import draw_bits, dropout_key
+from ..nn.linear import use_torch_func
+from ..utils.profiling import timed_section
+from ..utils.state import State, clone, nbytes, pick
+from .contexts import ForwardPass, LossContext, Owned, StepContext
+from .plan import Plan, Updated, compute_features, compute_outputs, to_memory_format
+from .states import LocalTrainingState
+
+SAMPLE_GRADIENTS = 2**27
+"""Bytes of single samples' gradients that are held at a time."""
+
+
+SAMPLE_KEYS = 2**22
+"""Number of the draws of samples' keys under a step's key, beyond any that dropout layers or rules make."""
+
+
+def _own(plan: Plan, index: int, state: State) -> Owned:
+    own, names = plan.rules[index].own, plan.own_names[index]
+    return Owned(*({entry: state[names[entry]] for entry in part} for part in (own.model, own.params, own.buffers)))
+
+
+def client_facts(plan: Plan, job: LocalTrainingState, index: int, state: State) -> dict[str, Any]:
+    """Return the fields of the :class:`ClientContext` of the rule at ``index``; ``state``: all current entries."""
+    return {
+        "bound": plan.rules[index],
+        "loaded": job.global_params,
+        "memory": job.memory[index],
+        "own": _own(plan, index, state),
+        "server": job.server_memory[index],
+        "lr": job.lr,
+    }
+
+
+def _step_facts(plan: Plan, job: LocalTrainingState, index: int, state: State, key: Tensor) -> dict[str, Any]:
+    """Return the fields of the :class:`StepContext` of the rule at ``index``."""
+    return client_facts(plan, job, index, state) | {
+        "params": {name: state[name] for name in plan.params},
+        "buffers": {name: job.rest[name] for name in plan.buffers},
+        "steps": job.steps,
+        "_round": job.round,
+        "_key": key,
+    }
+
+
+def list_updates(plan: Plan, job: LocalTrainingState) -> tuple[Updated, ...]:
+    """Return what the coming step of ``job`` trains."""
+    return plan.updates_in(job.done - job.start, job.planned_steps, job.apart)
+
+
+def list_active(plan: Plan, job: LocalTrainingState) -> list[str]:
+    """Return the parameters of ``job`` that its coming step trains, in order."""
+    active = frozenset[str]().union(*(each.names for each in list_updates(plan, job)))
+    return [name for name in job.params if name in active]
+
+
+def compute_objective(
+    plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor
+) -> tuple[Tensor, Tensor, State]:
+    """Return the training objective at ``params`` on one batch, the data loss, and the updated ``rest``. Pure.
+
+    ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In steps ``apart`` the model is not run,
+    and the data loss is 0.
+    """
+    plan.set_mode(training=True, frozen=job.frozen)
+    rest = clone(job.rest)
+    state = {**params, **rest}
+    model = {name: state[name] for name in plan.initial} if len(state) > len(plan.initial) else state
+    with dropout_key(key):
+        for index in plan.defines("batch"):
+            facts = _step_facts(plan, job, index, {**params, **job.rest}, key)
+            x, y = plan.rules[index].rule.batch(x, y, StepContext(**facts))
+        batch = _Batch(plan, job, params, x, y, key)
+        if job.apart:
+            total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
+        else:
+            batch.passed = compute_features(plan, model, x)
+            total = loss = plan.loss(batch.passed[0], y)
+        for index in plan.defines("loss"):
+            if job.apart[0] == index if job.apart else not plan.rules[index].is_apart:
+                total = plan.rules[index].rule.loss(total, batch.make_context(index, state))
+    return total, loss, rest
+
+
+class _Batch:
+    """The batch of a step, on which rules run networks."""
+
+    def __init__(self, plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor) -> None:
+        self._plan, self._job, self._params, self._x, self._y, self._key = plan, job, params, x, y, key
+        self.passed: tuple[Tensor, dict[int, Tensor]] | None = None
+
+    def make_context(self, index: int, state: State) -> LossContext:
+        """Return what the rule at ``index`` may read; ``state``: all entries, as layers and losses write into them."""
+        return LossContext(
+            **_step_facts(self._plan, self._job, index, state, self._key),
+            x=self._x,
+            y=self._y,
+            criterion=self._plan.loss,
+            _make_pass=partial(self._make_pass, index),
+            _run=partial(self._run, index),
+            _loss_at=self._loss_at,
+        )
+
+    def _fill(self, entries: State) -> State:
+        """Return a model's entries: ``entries`` as they are, and copies of the model's own buffers beside these."""
+        return {
+            name: entries[name] if name in entries else self._params[name] if name in self._params
+            else self._job.rest[name].clone()
+            for name in self._plan.initial
+        }  # fmt: skip
+
+    def _loss_at(self, entries: State) -> Tensor:
+        return self._plan.loss(compute_outputs(self._plan, self._fill(entries), self._x), self._y)
+
+    def _run(self, index: int, entries: State, x: Tensor, *, training: bool) -> ForwardPass:
+        self._plan.set_mode(training=training, frozen=self._job.frozen)
+        try:
+            with dropout_key(self._key):
+                found = compute_features(self._plan, self._fill(entries), x)
+        finally:
+            self._plan.set_mode(training=True, frozen=self._job.frozen)
+        return self._name(index, x, found)
+
+    def _make_pass(self, index: int) -> ForwardPass:
+        if self.passed is None:
+            with dropout_key(self._key):
+                self.passed = compute_features(self._plan, self._fill({}), self._x)
+        return self._name(index, self._x, self.passed)
+
+    def _name(self, index: int, x: Tensor, found: tuple[Tensor, dict[int, Tensor]]) -> ForwardPass:
+        outputs, features = found
+        bound = self._plan.rules[index]
+        return ForwardPass(bound=bound, x=x, y=self._y, outputs=outputs, _features=features.get(index, outputs))
+
+
+def compute_gradients(
+    plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
+) -> tuple[State, State, Tensor]:
+    """Return the gradients that the optimizer receives, ``rest`` after the batch, and the data loss. Pure.
+
+    Arguments as of :func:`compute_objective`.
+    """
+    x = to_memory_format(x, plan.image_format)
+    if plan.method.gradient is not None:
+        grads, rest, loss = combine_samples(plan, job, x, y, key)
+        return transform_gradients(plan, job, grads, key), rest, loss
+    leaves = {name: job.params[name].detach().requires_grad_() for name in list_active(plan, job)}
+    with torch.enable_grad():
+        total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key)
+    found = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
+    after = {name: tensor.detach() for name, tensor in rest.items()}
+    return transform_gradients(plan, job, dict(zip(leaves, found, strict=True)), key), after, loss.detach()
+
+
+def combine_samples(
+    plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
+) -> tuple[State, State, Tensor]:
+    """Return what ``Method.gradient`` makes of a batch's samples, ``rest`` as it is, and the mean data loss. Pure.
+
+    Arguments as of :func:`compute_objective`. Each sample is a separate batch with a separate key, and no buffer
+    that its forward pass writes is kept. As many samples are differentiated together as ``SAMPLE_GRADIENTS`` holds.
+    """
+    assert plan.method.gradient is not None
+
+    def objective(params: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+        return compute_objective(plan, job, {**job.params, **params}, x[None], y[None], key)[0]
+
+    descend = torch.vmap(torch.func.grad_and_value(objective), in_dims=(None, 0, 0, 0), randomness="different")
+    keys_B = key ^ draw_bits(key, SAMPLE_KEYS, len(y))
+    params = {name: job.params[name] for name in list_active(plan, job)}
+    together = max(1, SAMPLE_GRADIENTS // max(1, nbytes(params)))
+    losses = []
+
+    def differentiate() -> Iterator[State]:
+        for start in range(0, len(y), together):
+            part = slice(start, start + together)
+            grads, loss = descend(params, x[part], y[part], keys_B[part])
+            losses.append(loss)
+            yield grads
+
+    with use_torch_func():
+        grads = plan.method.gradient.combine(differentiate(), key)
+    return grads, job.rest, torch.cat(losses).mean()
+
+
+def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: Tensor) -> State:
+    """Return the objective's gradients after every rule has changed the model's, and those of networks it treats alike.
+
+    No rule changes the gradients of another's own parameters otherwise.
+    """
+    state = job.state
+    for index in plan.defines("gradients"):
+        rule, facts = plan.rules[index].rule, _step_facts(plan, job, index, state, key)
+        changed = pick(grads, plan.trained)
+        if changed:
+            changed = rule.gradients(changed, StepContext(**facts | {"params": pick(facts["params"], changed)}))
+        for other, bound in enumerate(plan.rules) if rule.on_copies else ():
+            names = {entry: plan.own_names[other][entry] for entry in bound.own.model}
+            found = {entry: grads[name] for entry, name in names.items() if name in grads}
+            if found:
+                copy = {entry: state[name] for entry, name in names.items()}
+                rest = {entry: tensor for entry, tensor in copy.items() if entry not in found}
+                at_copy = StepContext(**facts | {"params": pick(copy, found), "buffers": rest, "loaded": {}})
+                changed |= {names[entry]: grad for entry, grad in rule.gradients(found, at_copy).items()}
+        grads = grads | changed
+    return grads
+
+
+def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samples: int) -> LocalTrainingState:
+    """Take the optimizer's step along ``grads``, found on ``samples`` samples, in the memory of ``job``."""
+    for each in list_updates(plan, job):
+        optimizer = plan.optimizer if each.decay else plan.undecayed_optimizer
+        optimizer.update_(pick(job.params, each.names), grads, job.optimizer, job.lr * each.lr_scale)
+        if each.rule is not None:
+            _put_back_(plan, job, each.rule)
+    if job.apart:
+        return replace(job, rest=rest)
+    return replace(job, rest=rest, done=job.done + 1, samples=job.samples + samples)
+
+
+def _put_back_(plan: Plan, job: LocalTrainingState, index: int) -> None:
+    """Put the own parameters of the rule at ``index`` back within their bounds."""
+    for entry, bounds in plan.rules[index].own.bounds.items():
+        values = job.params[plan.own_names[index][entry]]
+        values.copy_(values.clamp(*bounds))  # clamp_ has no batching rule
+
+
+def client_step_(
+    plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
+) -> tuple[LocalTrainingState, Tensor]:
+    """Take one local step on a batch, in the memory of ``job``. Returns the job after it and the data loss."""
+    with timed_section("forward and backward"):
+        grads, rest, loss = compute_gradients(plan, job, x, y, key)
+    with timed_section("update"):
+        return update_(plan, job, grads, rest, len(y)), loss
+
+
+def client_step(
+    plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
+) -> tuple[LocalTrainingState, Tensor]:
+    """Take :func:`client_step_` on a copy of the job: pure."""
+    return client_step_(plan, replace(job, params=clone(job.params), optimizer=clone(job.optimizer)), x, y, key)
