@@ -1,13 +1,17 @@
 """Law 5 and the rules' own: what a rule declares is what it does, and it leaves alone what is another's."""
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import nn
 
+from fedshift.core.contexts import Folded
+from fedshift.core.declarations import Reads
 from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD, StepDecay
+from fedshift.core.rule import Rule
 from fedshift.core.server_round import fold_rules, receive
 from fedshift.core.step import compute_gradients, transform_gradients
 from fedshift.engines import stepper
@@ -165,3 +169,56 @@ def test_some_method_has_bounds():
     assert {bound.rule.source_method for m in ADDING for bound in make_trial(m).plan.rules if bound.own.bounds} == {
         "apfl", "fedala",
     }  # fmt: skip
+
+
+class Peeks(Rule):
+    """Reads ``what`` in the hook in which it may be read, without a declaration."""
+
+    def __init__(self, hook, read):
+        self.hook, self.read = hook, read
+
+    def peek(self, hook, context):
+        if hook == self.hook:
+            self.read(context)
+
+    def look(self, client):
+        self.peek("look", client)
+        return client.memory
+
+    def batch(self, x, y, step):
+        self.peek("batch", step)
+        return x, y
+
+    def loss(self, loss, step):
+        self.peek("loss", step)
+        return loss
+
+    def gradients(self, grads, step):
+        self.peek("gradients", step)
+        return grads
+
+    def fold(self, server):
+        self.peek("fold", server)
+        return Folded(server.memory)
+
+
+READS = {
+    "targets=True": ("look", lambda client: client.targets),
+    "first=samples": ("look", lambda client: client.run({})),
+    "draws=True": ("batch", lambda step: step.key),
+    "round=True": ("gradients", lambda step: step.round),
+    "features='last'": ("loss", lambda step: step.features),
+    "entries=True": ("fold", lambda server: server.received[0].entries),
+}
+
+
+@pytest.mark.parametrize("declaration", READS)
+def test_what_is_read_without_a_declaration_is_refused_with_it(declaration):
+    running = make_trial(fedavg().with_rule(Peeks(*READS[declaration])), moments=("loaded",))
+    with pytest.raises(UsageError, match=re.escape(f"reads=Reads({declaration})")):
+        running.advance()
+
+
+def test_every_read_is_tried():
+    declared = {field.name for field in fields(Reads)}
+    assert {declaration.partition("=")[0] for declaration in READS} == declared
