@@ -17,18 +17,6 @@ WITHOUT_BATCH_NORM = {"dp_sgd": "dp_sgd+gn"}
 """Forms in which methods that refuse BatchNorm run."""
 NAMED = (WITHOUT_BATCH_NORM.get(name, name) for name in list_catalog("methods") if name not in POOLED)
 FEDERATED = (*NAMED, *COMPOSED)
-SENDING = (
-    "fedavg",
-    "fedbn",
-    "silobn",
-    "fedper",
-    "partialfed_fix",
-    "partialfed_adaptive",
-    "scaffold",
-    "single",
-    *COMPOSED,
-)
-"""Methods that differ in what they send; five clients run them for three rounds, and three run others for two."""
 FAST = (
     "fedavg",
     "fedbn",
@@ -49,9 +37,8 @@ FAST = (
     "method", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in FEDERATED]
 )
 def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(method, tmp_path, machine):
-    full = method in SENDING
-    domains, rounds = ("pen,photo,print,faded,worn", 3) if full else ("pen,photo,print", 2)
-    spec = spec_for(method, domains=domains, samples=16, rounds=rounds, evaluate_every=rounds, moments="loaded,trained")
+    rounds = 2
+    spec = spec_for(method, samples=16, rounds=rounds, evaluate_every=rounds, moments="loaded,trained")
     grid, came, left = SiteGrid(sites_of(spec, tmp_path)), [], []
 
     def watched(node, question, answer):
