@@ -22,12 +22,15 @@ from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.observer import Observer
 from fedshift.flower.server.coordinator import Coordinator
+from fedshift.flower.site.policy import Limits, SitePolicy
 from fedshift.flower.site.site import Site
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import trial_folder
 
 RUN = 7
+SMALLEST = SitePolicy(limits=Limits(least_samples=1, least_steps=1))
+"""Policy of sites that hold so few samples that an upload of all of them is refused by default."""
 SMALL = {"domains": "pen,photo,print", "samples": 24, "image_size": 8, "rounds": 2, "lr": 0.05}
 
 
@@ -114,7 +117,8 @@ def spec_for(method="fedbn", **changes):
 def sites_of(spec, folder, **named):
     """A site for each client of the embedded digits that ``spec`` names, by its node's number."""
     return {
-        number: Site("digits", name, folder / name, **named) for number, name in enumerate(spec.domains.split(","), 1)
+        number: Site("digits", name, folder / name, **{"policy": SMALLEST} | named)
+        for number, name in enumerate(spec.domains.split(","), 1)
     }
 
 

@@ -39,7 +39,9 @@ def test_each_message_is_there_with_what_was_told_and_what_left(served):
     for entry, (question, answer) in zip(entries, answers[2], strict=True):
         assert (entry.content["run"], entry.content["answered"]) == (RUN, answer.kind)
         assert entry.content["asked"] == question.kind
-        assert entry.content["told"] == json.loads(json.dumps(dict(answer.facts)))
+        told = json.loads(json.dumps(dict(answer.facts)))
+        assert told.pop("ledger") == {"number": entry.number, "digest": entry.digest}
+        assert entry.content["told"] == told
         for record, arrays in answer.arrays.items():
             digest = sha256(b"".join(name.encode() + b"\0" + arrays[name].data for name in sorted(arrays)))
             left = entry.content["left"][record]
@@ -58,7 +60,7 @@ def test_a_line_that_was_changed_removed_or_inserted_is_found(served, tmp_path):
     changed = [*lines[:2], lines[2].replace(b'"evaluate"', b'"evaluatE"'), *lines[3:]]
     for content, number in ((changed, 4), ([*lines[:2], *lines[3:]], 3), ([*lines[:3], lines[1], *lines[3:]], 4)):
         (tmp_path / FILE).write_bytes(b"".join(content))
-        with pytest.raises(FedshiftError, match=f"line {number} does not follow line {number - 1}"):
+        with pytest.raises(FedshiftError, match=f"line {number} does not follow the line before it"):
             list(read_ledger(tmp_path))
     (tmp_path / FILE).write_bytes(b"".join([lines[0], b"[]\n"]))
     with pytest.raises(FedshiftError, match="line 2 was changed"):
@@ -78,8 +80,8 @@ def test_the_command_shows_and_verifies(served, cli, tmp_path):
     done = cli("ledger", served[0] / "photo")
     assert done.code == 0, done.err
     assert "train, round 1: trained; shared: " in done.out
-    assert "7 messages; " in done.out
-    assert "The chain is whole; last digest: " in done.out
+    assert "7 entries; " in done.out
+    assert "The chain is whole, and not signed: no key is known (--key); last digest: " in done.out
     found = [json.loads(line) for line in cli("ledger", served[0] / "photo", "--json").out.splitlines()]
     assert [entry["number"] for entry in found] == [1, 2, 3, 4, 5, 6, 7]
     (tmp_path / FILE).write_text("{}\n")

@@ -9,7 +9,7 @@ from rich.text import Text
 from torch import nn
 
 from fedshift.analysis.privacy import ORDERS, compute_epsilon, describe_delta
-from fedshift.cli.deployment import _ask_to_train
+from fedshift.cli.deployment import _ask
 from fedshift.cli.inspection import describe_method
 from fedshift.config.expressions import list_catalog
 from fedshift.core.kernel import client_final, init_client, init_server, load_state
@@ -18,15 +18,12 @@ from fedshift.core.preparation import prepare
 from fedshift.core.work import Work, iterate_batches
 from fedshift.evaluation.communication import summarize_method
 from fedshift.experiments.factory import resolve_model
-from fedshift.flower.site.ledger import Ledger, read_ledger
-from fedshift.flower.site.review import (
-    Confirmation,
-    SitePolicy,
-    TrialReview,
-    compute_spent,
-    count_uses,
-    passes_of_round,
-)
+from fedshift.flower.site.account import Book, TrialUse
+from fedshift.flower.site.gate import Confirmation
+from fedshift.flower.site.ledger import Ledger, count_bytes_left, read_ledger
+from fedshift.flower.site.policy import SitePolicy
+from fedshift.flower.site.review import TrialReview, compute_spent, count_uses, passes_of_round
+from fedshift.flower.site.site import Site
 from fedshift.flower.transport.arrays import RefusedMessage, to_record
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.methods.dp_sgd import dp_sgd
@@ -57,8 +54,14 @@ def served(tmp_path, machine):
 
 
 def read(tmp_path, text):
-    (tmp_path / "policy.toml").write_text(text)
+    """The policy with these limits, of a site whose uploads may be of one step on few samples."""
+    (tmp_path / "policy.toml").write_text(f"[limits]\nleast_samples = 1\nleast_steps = 1\n{text}")
     return SitePolicy.read(tmp_path / "policy.toml")
+
+
+def spent_before(spent):
+    """The book of data on whose samples another experiment spent ``spent``."""
+    return Book(trials={"another/one": TrialUse(spent=spent)})
 
 
 LIMITS = {
@@ -107,11 +110,11 @@ def test_a_round_that_is_asked_for_again_spends_epsilon_again(tmp_path):
     method, policy = dp_sgd(noise_multiplier=1.4, secret=True), read(tmp_path, "sample_epsilon = 5.0")
     plan = prepare(method, nn.Linear(2, 2), optimizer=SGD(lr=0.1))
     spent = compute_spent(plan, passes_of_round(plan, 8, 0, 0))
-    policy.check_round(1, plan, 1, spent)
+    policy.limits.check_upload(plan, 1, spent_before(spent))
     with pytest.raises(RefusedMessage, match="allows epsilon 5, and one more round and what this site sent before"):
-        policy.check_round(2, plan, 1, 2 * spent)
+        policy.limits.check_upload(plan, 1, spent_before(2 * spent))
     with pytest.raises(RefusedMessage, match="allows epsilon 5, and one more round spend"):
-        policy.check_round(0, plan, 3)
+        policy.limits.check_upload(plan, 3, Book())
 
 
 @pytest.mark.parametrize("work", [{"epochs": 2}, {"batches": 3}, {"steps": 3}, {"steps": 7}, {"steps": 11}])
@@ -160,9 +163,9 @@ def test_a_site_that_is_started_again_goes_on_counting_what_it_sent(served, tmp_
     took_part, refusals = served(method, policy=policy)  # another experiment, with sites that begin anew
     assert took_part == [OTHERS] * 2
     assert all("2 rounds and what this site sent before spend" in told for told in refusals)
-    (tmp_path / "photo" / "uploads.json").write_text("{}")
-    (tmp_path / "served").rename(tmp_path / "second")
-    assert all("uploads.json is damaged" in told for told in served(method, policy=policy)[1])
+    (tmp_path / "account.json").write_text("{}")
+    site = Site("digits", "photo", tmp_path / "photo", policy=policy)
+    assert "account.json is damaged" in site.answer(Exchange(kind="describe")).facts["why"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
@@ -177,9 +180,9 @@ def test_copies_of_a_sample_at_the_site_spend_as_if_they_were_in_one_batch(tmp_p
     worst = accountant.get_epsilon(1e-5, alphas=ORDERS)
     uses = count_uses(plan, passes_of_round(plan, 10, 0, 0), 5)
     assert compute_epsilon(compute_spent(plan, uses) ** -0.5, 1.0, 1, 1e-5) == pytest.approx(worst, rel=1e-12)
-    read(tmp_path, f"sample_epsilon = {worst * 1.001}").check_round(0, plan, uses)
+    read(tmp_path, f"sample_epsilon = {worst * 1.001}").limits.check_upload(plan, uses, Book())
     with pytest.raises(RefusedMessage, match="allows epsilon"):
-        read(tmp_path, f"sample_epsilon = {worst * 0.999}").check_round(0, plan, uses)
+        read(tmp_path, f"sample_epsilon = {worst * 0.999}").limits.check_upload(plan, uses, Book())
 
 
 def test_a_delta_that_is_too_large_for_the_samples_is_said():
@@ -190,34 +193,34 @@ def test_a_delta_that_is_too_large_for_the_samples_is_said():
     assert said.endswith("give delta below 0.004")
 
 
-def test_rounds_that_are_asked_for_again_and_again_are_counted(served, tmp_path):
-    policy = read(tmp_path, "rounds = 2")
-    policy.check_round(3, None, 1)
-    with pytest.raises(Exception, match="allows 2 rounds, and it sent 4 uploads"):
-        policy.check_round(4, None, 1)
-
-
 @pytest.mark.parametrize(("agreed", "who"), [(True, ALL), (False, OTHERS)])
 def test_whoever_runs_the_site_is_asked_once_and_shown_what_leaves(agreed, who, served):
     shown = []
-    took_part, refusals = served(confirmation=Confirmation(lambda text: shown.append(text) or agreed))
+
+    def ask(text, question):
+        shown.append(text)
+        return agreed or "Tell" in question
+
+    took_part, refusals = served(confirmation=Confirmation(ask))
     assert took_part == [who] * 2
-    assert len(shown) == 1
-    assert "method: fedbn, seed 0; model: small-cnn" in shown[0]
+    assert len(shown) == 2
+    assert "samples: 24 train, 140 test" in shown[0]
+    assert "method: fedbn, seed 0; model: small-cnn" in shown[1]
+    assert "weight of this site: its training samples" in shown[1]
     leaves, stays = (
-        next(line for line in shown[0].splitlines() if line.startswith(key)) for key in ("leaves", "stays")
+        next(line for line in shown[1].splitlines() if line.startswith(key)) for key in ("leaves", "stays")
     )
     assert "running_mean" not in leaves
     assert "running_mean" in stays
-    assert "no differential privacy" in shown[0]
+    assert "no differential privacy" in shown[1]
     assert all("does not agree" in told for told in refusals)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("rounds = 0", "rounds: Input should be greater than or equal to 1"),
-        ("round = 3", "round: Extra inputs are not permitted. It may set methods, models, keep"),
+        ("rounds = 0", "limits.rounds: Input should be greater than or equal to 1"),
+        ("round = 3", "limits.round: Extra inputs are not permitted. It may set methods, models, keep"),
         ("rounds", "is no TOML file"),
     ],
 )
@@ -234,7 +237,7 @@ def test_without_a_terminal_nobody_can_be_asked(cli, tmp_path, monkeypatch):
 
 def test_the_question_says_what_may_be_answered(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    assert _ask_to_train("method: fedbn")
+    assert _ask("method: fedbn", "Take part in it?")
     assert "Take part in it? [y/N]" in capsys.readouterr().out
 
 
@@ -257,8 +260,8 @@ BEYOND = {
 def test_policies_limit_what_rules_send_beside_entries(text, tmp_path):
     name, why = BEYOND[text]
     with pytest.raises(RefusedMessage, match=re.escape(why)):
-        read(tmp_path, text).check(review_of(name))
-    read(tmp_path, text).check(review_of("fedbn"))
+        read(tmp_path, text).limits.check(review_of(name), Book())
+    read(tmp_path, text).limits.check(review_of("fedbn"), Book())
 
 
 def test_the_most_that_may_be_revealed_is_one_of_four(tmp_path):
@@ -289,7 +292,7 @@ def test_consent_inspect_ledger_and_page_name_the_same_with_its_true_bytes(name,
     Ledger(tmp_path).write(Exchange(kind="train", facts={}), answer, review.leaving)
     (entry,) = read_ledger(tmp_path)
     assert entry.content["discloses"] == groups
-    assert (entry.bytes, entry.content["left"]["all"]["names"]) == (facts.up, sorted(upload))
+    assert (count_bytes_left(entry), entry.content["left"]["all"]["names"]) == (facts.up, sorted(upload))
     cells = [tuple(cell.text for cell in row) for row in _leaving_table(facts).rows]
     found = group_disclosures(review.leaving)
     assert [row[1:] for row in cells] == [(g.source, f"{g.bytes:,}", g.reveals, g.receivers) for g in found]

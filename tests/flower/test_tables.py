@@ -12,7 +12,7 @@ from fedshift.flower.site.local_data import ALL_SITES, load_local
 from fedshift.flower.site.site import Site
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.utils.errors import FedshiftError, UsageError
-from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, spec_for
+from tests.flower.sites import SMALLEST, Heard, SiteGrid, coordinator, same_as_in_process, spec_for
 
 WARDS = {"north": ("A", "B"), "rome": ("C", "A"), "west": ("B",)}
 ORDER = {"north": ("age", "ward", "dose"), "rome": ("dose", "age", "ward"), "west": ("ward", "dose", "age")}
@@ -47,7 +47,8 @@ def hospitals(place, folder, **named):
     for number, file in enumerate(sorted(place.iterdir()), 1):
         (folder / "own" / file.stem).mkdir(parents=True)
         (folder / "own" / file.stem / "table.csv").write_bytes(file.read_bytes())
-        sites[number] = Site(str(folder / "own" / file.stem), file.stem, folder / file.stem, **named)
+        given = {"policy": SMALLEST.offering(target="outcome")} | named
+        sites[number] = Site(str(folder / "own" / file.stem), file.stem, folder / file.stem, **given)
     return sites
 
 
@@ -119,7 +120,7 @@ def test_text_that_names_single_rows_never_leaves_the_site(tmp_path, machine):
     grid = SiteGrid({1: site})
     with pytest.raises(FedshiftError, match="after 0 seconds there are 0"):
         coordinator(tables(tmp_path), grid, tmp_path / "served", heard, wait=0.0).run()
-    assert heard.notices == ["a node (number 1) does not take part: its data cannot be used: its own log says why"]
+    assert heard.notices[1:] == ["a node (number 1) does not take part: its data cannot be used: its own log says why"]
     assert "column 'patient' holds text, 16 different ones in 30 rows, and the list of them would leave" in said[0]
 
 
@@ -128,7 +129,7 @@ def test_a_cell_that_an_error_shows_is_shown_to_the_site_alone(tmp_path, machine
     said = []
     (site,) = hospitals(tmp_path / "all", tmp_path, say=said.append).values()
     hello = Exchange(kind="describe", facts={"spec": vars(tables("")), "labels": False})
-    assert site.answer(hello).facts == {"why": "its data cannot be used: its own log says why"}
+    assert site.answer(hello).facts["why"] == "its data cannot be used: its own log says why"
     assert "column 'patient' holds text such as 'P0x' and more than 50 different values" in said[0]
 
 
@@ -138,7 +139,8 @@ def test_a_site_says_which_categories_it_tells(tmp_path, machine):
     (site,) = hospitals(tmp_path / "all", tmp_path, say=said.append).values()
     told = site.answer(Exchange(kind="describe", facts={"spec": vars(tables("")), "labels": False})).facts
     assert told["columns"][1] == {"name": "ward", "categories": ("A", "B"), "holds": "numbers"}
-    assert said[0] == "the coordinator is told the columns' names, and the categories of ward (A, B)"
+    assert "told to the coordinator: columns and their categories: age; ward (A, B); dose" in said
+    assert "told to the coordinator: 2 classes: ill, well" in said
 
 
 def test_sites_whose_columns_differ_are_refused_before_training(tmp_path, machine):

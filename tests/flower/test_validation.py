@@ -9,13 +9,14 @@ import fedshift
 from fedshift.experiments.factory import make_experiment
 from fedshift.flower.server.registry import ClientRegistry
 from fedshift.flower.server.served import load_served
-from fedshift.flower.site.ledger import read_ledger
-from fedshift.flower.site.review import Confirmation, SitePolicy
+from fedshift.flower.site.gate import Confirmation
+from fedshift.flower.site.ledger import count_bytes_left, read_ledger
+from fedshift.flower.site.policy import SitePolicy
 from fedshift.flower.site.site import Site
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.summary import read_summary
 from fedshift.utils.errors import FedshiftError
-from tests.flower.sites import Heard, SiteGrid, coordinator, list_rows, sites_of, spec_for
+from tests.flower.sites import SMALLEST, Heard, SiteGrid, coordinator, list_rows, sites_of, spec_for
 
 TRAINING, HELD = ("pen", "photo", "print"), "worn"
 FOUR = ",".join((*TRAINING, HELD))
@@ -150,19 +151,21 @@ def test_it_refuses_to_train_whoever_asks(tmp_path, machine):
 
 
 def test_ledger_and_confirmation_say_that_it_validates_only(tmp_path, machine, cli):
-    (tmp_path / "policy.toml").write_text('keep = ["*"]\nsites = 9\nepsilon = 1.0\nsample_epsilon = 1.0\nrounds = 2')
+    limits = '[limits]\nkeep = ["*"]\nsites = 9\nepsilon = 1.0\nsample_epsilon = 1.0\nrounds = 2'
+    (tmp_path / "policy.toml").write_text(limits)
     shown, spec = [], spec_for("fedavg")
-    asks = Confirmation(lambda text: shown.append(text) or True)
+    asks = Confirmation(lambda text, _: shown.append(text) or True)
     grid = grid_of(spec, tmp_path, policy=SitePolicy.read(tmp_path / "policy.toml"), confirmation=asks)
     heard = serve(spec, grid, tmp_path / "served")
     assert not [text for text in heard.notices if "not measured" in text]
-    assert len(shown) == 1
-    assert "this site validates only: nothing is trained here" in shown[0]
-    assert "leaves each round: nothing" in shown[0]
-    assert "privacy: nothing is trained on these data; counts are told without noise" in shown[0]
+    described, trial = shown
+    assert "samples: 140 test" in described
+    assert "this site validates only: nothing is trained here" in trial
+    assert "leaves each round: nothing" in trial
+    assert "privacy: nothing is trained on these data; counts are told without noise" in trial
     entries = list(read_ledger(tmp_path / HELD))
-    assert {entry.content["role"] for entry in entries} == {"validates only"}
-    assert not sum(entry.bytes for entry in entries)
+    assert {entry.content["role"] for entry in entries if entry.content["event"] == "message"} == {"validates only"}
+    assert not sum(map(count_bytes_left, entries))
     assert {entry.content["role"] for entry in read_ledger(tmp_path / "pen")} == {"trains"}
     assert "evaluated; no entries (validates only)" in cli("ledger", tmp_path / HELD).out
 
@@ -194,7 +197,9 @@ def image_sites(tmp_path):
                 folder.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(split.x[number].permute(1, 2, 0).numpy()).save(folder / f"{number}.png")
     return {
-        number: Site(str(tmp_path / "images" / name), name, tmp_path / "sites" / name, validates=name == HELD)
+        number: Site(
+            str(tmp_path / "images" / name), name, tmp_path / "sites" / name, validates=name == HELD, policy=SMALLEST
+        )
         for number, name in enumerate(FOUR.split(","))
     }
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 from rich.console import Console
@@ -17,6 +17,9 @@ from ..config.spec import CompareSpec, RunLocation, RunSpec, find_settings, read
 from ..console.terminal import choose_directory, make_console, print_line
 from ..utils.errors import UsageError
 from ..utils.files import require_writable
+
+if TYPE_CHECKING:
+    from ..flower.transport.chain import Entry
 
 pki = App(name="pki", help="Make the keys and certificates of a federation across machines.")
 
@@ -138,7 +141,7 @@ def serve(
 def join(
     address: str,
     *,
-    data: str,
+    data: str | None = None,
     name: str | None = None,
     tls: Path | None = None,
     key: Path | None = None,
@@ -151,6 +154,11 @@ def join(
     export: Path | None = None,
     poll: float | None = None,
     policy: Path | None = None,
+    target: str | None = None,
+    columns: str | None = None,
+    groups: str | None = None,
+    task: str | None = None,
+    account: Path | None = None,
     confirm: Annotated[bool, Parameter(negative=())] = False,
     validate_only: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -158,7 +166,8 @@ def join(
 
     Args:
         address: HOST:PORT of the coordinator.
-        data: Data of the site: a directory of class folders (or train and test with these), an .npz file or a table.
+        data: Data of the site: a directory of class folders (or train and test with these), an .npz file or a table; by
+            default the path in the policy.
         name: Name of the site; by default the name of its key, or of its data.
         tls: Directory with ca.crt, from `fedshift pki init`.
         key: The site's private key, from `fedshift pki init`.
@@ -171,9 +180,16 @@ def join(
         weights: File of the experiment's initial weights, if it has any: the same file as the coordinator's.
         export: Directory for the site's model after the last round, with a model card, as from `fedshift export`.
         poll: Seconds between two requests to the coordinator; by default 3, as in Flower.
-        policy: TOML file of limits; this site refuses an experiment that exceeds them: methods, models, keep, reveals,
-            passed_on, rounds, sites, epsilon, sample_epsilon.
-        confirm: Show each experiment, with the entries that will leave the site, and ask before its first round.
+        policy: TOML file with what this site offers ([data]), tells ([told]) and does not allow ([limits]), and which
+            coordinators and experiments may ask.
+        target: Column of the table that may be predicted; for several labels or numbers, separated by commas.
+        columns: Columns of the table that a model may see, comma-separated; by default all that have no other role.
+        groups: Column (or pattern of files' names) of patients, which never leaves and keeps their samples together.
+        task: Kind of prediction that is offered: multilabel, regression, ...; by default that of the data, for a table
+            classification.
+        account: File that counts what was sent of the data; by default account.json beside the site's directory.
+        confirm: Before the first description, show what it tells, and before each method and seed the experiment and
+            the entries that will leave the site; go on after the answer y.
         validate_only: Train nothing and upload no entries: measure the models that this site would use.
 
     """
@@ -181,15 +197,23 @@ def join(
         raise UsageError(
             "give either --tls DIR and --key FILE (see `fedshift pki init`), or --insecure, for plain text"
         )
+    from ..flower.site.policy import SitePolicy
+
+    listed = columns.split(",") if columns else None
+    offered = {"target": target, "columns": listed and _split_names(listed), "groups": groups, "task": task}
+    offers = (SitePolicy.read(policy) if policy else SitePolicy()).offering(path=data, **offered)
+    data = offers.data.path
+    if data is None:
+        raise UsageError("no data are named: give --data, or path in [data] of the policy")
     path = Path(data)
     called = name or (key.stem if key else (path.resolve().name if path.is_dir() else path.stem))
     folder = state or Path("sites") / called
     require_writable(folder)
     if export:
         require_writable(export)
+    from ..flower.site.gate import Confirmation
     from ..flower.site.join import CoordinatorLink
     from ..flower.site.join import join as take_part
-    from ..flower.site.review import Confirmation, SitePolicy
     from ..flower.site.site import Site
 
     if confirm and not sys.stdin.isatty():
@@ -205,49 +229,103 @@ def join(
     given = str(weights) if weights else None
     site = Site(
         data, called, folder, device=device, code=frozenset(code or ()), weights=given, export=export,
-        validates=validate_only,
+        validates=validate_only, policy=offers, confirmation=Confirmation(_ask) if confirm else None, account=account,
     )  # fmt: skip
-    site.policy = SitePolicy.read(policy) if policy else site.policy
-    site.confirmation = Confirmation(_ask_to_train) if confirm else None
-    if tls:
-        from ..flower.transport.signatures import Verifier
+    if tls and key:
+        from ..flower.transport.signatures import Verifier, load_private_key
 
-        site.checked = Verifier(tls / "ca.crt")
+        site.checked, site.key = Verifier(tls / "ca.crt"), load_private_key(key)
     return take_part(link, site, folder, threads)
 
 
-def ledger(path: Path, *, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
-    """Show and verify a site's ledger of all messages: what was requested, and what was sent.
+def ledger(
+    path: Path,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    since: int = 0,
+    key: Annotated[list[Path] | None, Parameter(negative=())] = None,
+    anchors: Path | None = None,
+    account: Path | None = None,
+) -> int:
+    """Show and verify a site's ledger: what was asked, what was sent, who agreed to it, and what was spent in all.
 
     Args:
         path: The site's folder, from `fedshift join --state`.
         as_json: Print the entries as JSON, one per line, with everything reported and the digests of the data sent.
+        since: Show entries after this number; all are verified.
+        key: The site's key (.pub or .key), with which each entry must be signed; may be given several times. By default
+            the keys that the site wrote beside its ledger.
+        anchors: The coordinator's record of this ledger, machines/ledgers.jsonl in its run directory; each confirms
+            the other.
+        account: File that counts what was sent of the data; by default account.json beside the site's folder.
 
     """
-    from ..flower.site.ledger import VALIDATES, read_ledger
+    from ..flower.site.account import FILE
+    from ..flower.site.ledger import compare_anchors, count_bytes_left, read_ledger
+    from ..flower.transport.chain import load_key
     from ..report.formatting import format_bytes
 
     console, entries = make_console(), []
-    for entry in read_ledger(path):
+    for entry in read_ledger(path, list(map(load_key, key)) if key else None):
         entries.append(entry)
-        said = entry.content
-        if as_json:
-            print_line(console, json.dumps({"number": entry.number, "digest": entry.digest, **said}))
+        if entry.number <= since:
             continue
-        role = f" ({VALIDATES})" if said.get("role") == VALIDATES else ""
-        round = "" if said["round"] is None else f", round {said['round']}"
-        left = ", ".join(f"{kind}: {each['entries']} entries" for kind, each in said["left"].items() if each["entries"])
-        what = f"{left}, {format_bytes(entry.bytes)}" if left else "no entries"
-        print_line(console, f"{entry.number} {said['time']} {said['asked']}{round}: {said['answered']}; {what}{role}")
-    if not as_json:
-        total = format_bytes(sum(entry.bytes for entry in entries))
-        for text in dict.fromkeys(text for entry in entries for text in entry.content.get("discloses", ())):
-            print_line(console, f"left with a round's upload: {text}")
-        digest = entries[-1].digest if entries else "none"
-        print_line(
-            console, f"{len(entries)} messages; {total} of entries left. The chain is whole; last digest: {digest}"
-        )
+        said = {"number": entry.number, "digest": entry.digest, **entry.content}
+        print_line(console, json.dumps(said) if as_json else f"{entry.number} {_describe_entry(entry)}")
+    confirmed = compare_anchors(entries, anchors, path) if anchors else ""
+    if as_json:
+        return 0
+    for text in dict.fromkeys(text for entry in entries for text in entry.content.get("discloses", ())):
+        print_line(console, f"left with a round's upload: {text}")
+    for text in _describe_account(account or path.resolve().parent / FILE):
+        print_line(console, text)
+    first, last = (entries[0].number, entries[-1]) if entries else (1, None)
+    if first > 1:
+        print_line(console, f"The first entry here is number {first}: earlier files are elsewhere.")
+    if confirmed:
+        print_line(console, confirmed)
+    total = format_bytes(sum(map(count_bytes_left, entries)))
+    signed = ", ".join(sorted({entry.signed for entry in entries}))
+    print_line(
+        console,
+        f"{len(entries)} entries; {total} left. The chain is whole, and "
+        + (f"each entry is signed with {signed}" if signed else "not signed: no key is known (--key)")
+        + f"; last digest: {last.digest if last else 'none'}",
+    )
     return 0
+
+
+def _describe_entry(entry: Entry) -> str:
+    """Return an entry of a ledger as one line."""
+    from ..flower.site.ledger import VALIDATES, count_bytes_left
+    from ..report.formatting import format_bytes
+
+    said = entry.content
+    if said["event"] == "consent":
+        shown = said["shown"].splitlines()
+        return f"{said['time']} {said['who']} was shown {len(shown)} lines and {_agreed(said['agreed'])}: {shown[0]}"
+    role = f" ({VALIDATES})" if said["role"] == VALIDATES else ""
+    round = "" if said["round"] is None else f", round {said['round']}"
+    left = ", ".join(f"{kind}: {each['entries']} entries" for kind, each in said["left"].items() if each["entries"])
+    what = f"{left}, {format_bytes(count_bytes_left(entry))}" if left else "no entries"
+    return f"{said['time']} {said['asked']}{round}: {said['answered']}; {what}{role}"
+
+
+def _agreed(agreed: bool) -> str:
+    return "agreed" if agreed else "did not agree"
+
+
+def _describe_account(path: Path) -> list[str]:
+    """Return what a site's data were used for, as lines of text."""
+    from ..flower.site.account import read_books
+
+    books, unsigned = read_books(path)
+    lines = [
+        f"{', '.join(book.paths)}: {book.count('uploads')} uploads, {book.count('evaluations')} measurements and "
+        f"{book.count('descriptions')} different descriptions in all, of {len(book.trials)} methods and seeds"
+        for book in books
+    ]
+    return [*lines, f"{unsigned} questions were not signed by the coordinator, and refused"] if books else lines
 
 
 def _make_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:
@@ -258,11 +336,11 @@ def _make_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:
     return CompareSpec(**settings) if "methods" in settings else RunSpec(**settings)
 
 
-def _ask_to_train(text: str) -> bool:
-    """Show an experiment, and return whether the user agreed to it."""
+def _ask(text: str, question: str) -> bool:
+    """Show ``text``, and return whether the user answered ``question`` with yes."""
     console = make_console()
     print_line(console, text)
-    return console.input("Take part in it? [y/N] ", markup=False).strip().lower() in ("y", "yes")
+    return console.input(f"{question} [y/N] ", markup=False).strip().lower() in ("y", "yes")
 
 
 def _split_names(texts: Iterable[str]) -> list[str]:

@@ -29,6 +29,7 @@ class Layout:
         classes: Number of classes, labels or targets; 0: not known.
         class_names: Meaning of the labels 0, 1, ...; empty if unknown.
         columns: Encodings of a table's columns, in the order of the inputs; empty if unknown.
+        only: Names of the columns of a table that may be inputs; None: all without another role.
 
     """
 
@@ -37,6 +38,7 @@ class Layout:
     classes: int = 0
     class_names: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
+    only: tuple[str, ...] | None = None
 
     @property
     def meanings(self) -> tuple[str, ...]:

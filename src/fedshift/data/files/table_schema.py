@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -322,6 +322,14 @@ def _date_error(name: str, example: str) -> UsageError:
         f"column {name!r} holds dates or times ({example}), which have no scale: make it a number, such as the age or "
         "the days since an event, or leave it out of the table"
     )
+
+
+def choose_features(table: TableFile, features: Sequence[str], only: Collection[str]) -> list[str]:
+    """Return those of ``features`` that are in ``only``; raise :class:`UsageError` naming one that ``table`` lacks."""
+    for name in only:
+        if name not in features:
+            raise UsageError(f"{table.path} has no column {name!r} for inputs: columns are {', '.join(features)}")
+    return [name for name in features if name in only]
 
 
 def match_features(table: TableFile, features: Sequence[str], columns: Sequence[Column], other: str) -> list[str]:

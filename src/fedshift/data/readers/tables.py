@@ -140,6 +140,8 @@ def scan_tables(tables: Sequence[TableFile], name: str, reading: ReadOptions) ->
     features = [name for name in tables[0].types if name not in roles]
     if not features:
         raise UsageError(f"{tables[0].path} has no column beside {', '.join(roles)}: a table needs features")
+    if reading.schema and reading.schema.only is not None:
+        features = schema.choose_features(tables[0], features, reading.schema.only)
     if reading.schema:
         features = schema.match_features(tables[0], features, reading.schema.columns, reading.schema.name)
     declared = {name: schema.read_declared_types(name, tables) for name in features}

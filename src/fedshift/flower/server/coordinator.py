@@ -38,7 +38,8 @@ from ...utils.errors import FedshiftError, UsageError, as_flag
 from ..transport.exchange import FACTS, Exchange, connect_locally
 from ..transport.firewall import allow_uploads
 from ..transport.pki import load_public_keys
-from ..transport.signatures import Signer
+from ..transport.signatures import Signer, fingerprint
+from .anchors import FILE, Anchors
 from .history import HistoryKeeper, SpoiledModel, TrialHistory
 from .nodes import Nodes, StopRequested
 from .outliers import BOUND
@@ -137,22 +138,26 @@ class Coordinator:
         MODELS.parse(name_model(self.spec.model, ()))
         self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
-        hello = Exchange(
-            kind="describe", facts={"spec": self.sent, "labels": bool(settings.loss and settings.loss.uses_counts)}
-        )
         self.path = self.directory / MACHINES / POPULATION
         begun = self.path.exists() or holds_run(self.directory)
         self.population = ClientRegistry.read(self.path) if begun else ClientRegistry()
         known = {client.name: client for client in self.population.clients}
+        counts, experiment = bool(settings.loss and settings.loss.uses_counts), self.population.experiment
+        hello = Exchange(kind="describe", facts={"experiment": experiment, "spec": self.sent, "labels": counts})
         secured: dict[str, Any] = {}
+        signer = None
         if order["keys"]:
             keys = Path(order["keys"])
-            secured = {"keys": partial(load_public_keys, keys), "signed": Signer(keys, run)}
+            signer = Signer(keys, run)
+            secured = {"keys": partial(load_public_keys, keys), "signed": signer}
         if order.get("home"):
             secured["allow"] = partial(allow_uploads, Path(order["home"]))
         self.nodes = Nodes(
-            grid, hello, report.notice, known=known, changed=self._admit_newcomer, stop=report.stop, **secured
-        )
+            grid, hello, report.notice, known=known, changed=self._admit_newcomer, stop=report.stop,
+            anchors=Anchors(self.path.with_name(FILE), experiment, signer.key if signer else None, report.notice), **secured,
+        )  # fmt: skip
+        whose = f", with the key {fingerprint(signer.key.public_key())}" if signer else ""
+        report.notice(f"experiment {experiment}{whose}: sites may allow these alone (join --policy)")
 
     def run(self) -> bool:
         """Run until finished or stopped; return whether the experiment finished."""
@@ -175,7 +180,8 @@ class Coordinator:
                     self._take_back(error)
         except StopRequested:
             return False
-        end = Exchange(kind="end", facts={"say": "the experiment is finished"})
+        facts = {"experiment": self.population.experiment, "say": "the experiment is finished"}
+        end = Exchange(kind="end", facts=facts)
         for _ in self.nodes.ask(dict.fromkeys(self.nodes.online, end), 0, 30.0):
             pass
         return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from threading import Event
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ from httpx import HTTPError
 
 from ...engines.engine import Diverged
 from ...utils.errors import FedshiftError, as_flag
-from ..transport.exchange import Exchange, MalformedMessage
+from ..transport.exchange import HEAD, Exchange, MalformedMessage
+from .anchors import Anchors
 from .registry import SiteDescription
 
 Say = Callable[[str], None]
@@ -58,6 +60,7 @@ class Nodes:
         signed: signs a question.
         stop: ends waiting, once set.
         allow: called before each question with the largest number of bytes that the entries of an answer may take.
+        anchors: the record of where sites' ledgers stand; None: their heads are not kept.
 
     """
 
@@ -65,8 +68,9 @@ class Nodes:
         self, grid: Grid, hello: Exchange, say: Say, *, known: Mapping[str, SiteDescription] | None = None,
         keys: Callable[[], Mapping[str, bytes]] | None = None, changed: Callable[[], None] = lambda: None,
         signed: Callable[[Exchange], Exchange] = lambda exchange: exchange, stop: Event | None = None,
-        allow: Callable[[int], None] = lambda _: None,
+        allow: Callable[[int], None] = lambda _: None, anchors: Anchors | None = None,
     ) -> None:  # fmt: skip
+        self.anchors = anchors
         self.grid, self.hello, self.stop = grid, hello, stop or Event()
         self._say = say
         self.keys, self.changed, self.signed, self.allow = keys, changed, signed, allow
@@ -149,7 +153,7 @@ class Nodes:
                     sent[name] = sent[name][0], ""
                     continue
                 missing.discard(name)
-                answer = _read_reply(reply)
+                answer = self._anchor(name, _read_reply(reply))
                 answered += isinstance(answer, Exchange)
                 yield name, answer
             lost = {name for name in missing if name not in self._online or (name in sent and not sent[name][1])}
@@ -188,7 +192,7 @@ class Nodes:
         try:
             if isinstance(answer, FedshiftError):
                 raise answer
-            described = SiteDescription.of(answer.facts)
+            described = SiteDescription.of({key: value for key, value in answer.facts.items() if key != HEAD})
         except FedshiftError as error:
             self.say(f"{self._call(address)} does not take part: {error.render(as_flag)}")
             return
@@ -201,11 +205,27 @@ class Nodes:
             return
         if name in self._online and self._online[name].activated > address.activated:
             return
+        if isinstance(answer := self._anchor(name, answer), FedshiftError):
+            self.say(f"{self._call(address)} does not take part: {answer}")
+            return
         self.known[name], self._online[name] = described, address
         train, test = described.samples.get("train"), described.samples["test"]
         does = f"validates only, on {test} test samples" if described.validates else f"{train} training samples"
         self.say(f"{name} is connected, {does} ({len(self._online)} connected)")
         self.changed()
+
+    def _anchor(self, name: str, answer: Exchange | FedshiftError) -> Exchange | FedshiftError:
+        """Return an answer without its ledger's head, once that is written down; an error if it has none."""
+        if isinstance(answer, FedshiftError):
+            return answer
+        facts = dict(answer.facts)
+        head = facts.pop(HEAD, None)
+        try:
+            if self.anchors:
+                self.anchors.note(name, head)
+        except FedshiftError as error:
+            return error
+        return replace(answer, facts=facts)
 
     def _call(self, address: _Address) -> str:
         """Return a node's name according to its key, not its own claim; return its number if its key is unknown."""
@@ -222,6 +242,8 @@ class Nodes:
 
     def _push(self, address: _Address, exchange: Exchange, seconds: float) -> str:
         """Send to a node; return the message's id, or "" if the SuperLink did not accept it."""
+        if self.anchors:
+            exchange = replace(exchange, facts={**exchange.facts, HEAD: self.anchors.head.facts()})
         message = Message(
             self.signed(exchange).content(), address.node, KINDS[exchange.kind], ttl=max(1.0, seconds),
             group_id=str(exchange.facts.get("round", "")),

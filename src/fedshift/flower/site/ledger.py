@@ -1,77 +1,76 @@
-"""A site's own record of every message: what was asked, what was measured and what was sent, in a chain of digests.
+"""A site's own record: every question of the coordinator and its answer, and who agreed to what.
 
-The ledger is a file with one JSON object per line. Each line contains the SHA-256 of the line before, so that lines
-changed, removed or inserted later are detected, except at the very end: to detect that too, save the last digest
-elsewhere. An answer is sent only after its line is on disk.
+It is a chain of signed JSON lines (:mod:`..transport.chain`), which a log collector can follow. An answer is sent only
+after its line is on disk. Each answer tells the coordinator the head of the chain, and each question the head of the
+coordinator's own record of these heads (:mod:`..server.anchors`), so that neither can rewrite its record unnoticed.
+Questions that nobody signed are not written, since anyone could fill the disk with them; the account counts them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, ArrayRecord
 
 from ...results.disclosure import Disclosure, group_disclosures
 from ...utils.errors import FedshiftError
 from ..transport.arrays import NUMPY_TYPES, RAW_TYPES
+from ..transport.chain import Chain, Entry, Head, list_parts, read_chain
 from ..transport.exchange import Exchange
 
-FILE = "ledger.jsonl"
+FILE, KEYS = "ledger.jsonl", "ledger.pub"
 TRAINS, VALIDATES = "trains", "validates only"
 """Roles of a site."""
-BEGINNING = "0" * 64
-"""The first line's value in place of a digest."""
 
 
 class Ledger:
-    """The ledger in ``folder``, to which lines are appended; a line left incomplete by a crash is removed.
+    """The ledger in ``folder``, to which lines are appended, signed with the site's ``key``.
 
-    ``role``: what the site does, in words; it is written to each line.
+    ``role``: what the site does, in words; it is written to each message's line.
     """
 
-    def __init__(self, folder: Path, role: str = TRAINS) -> None:
-        self.role = role
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE
-        self._last, self._known = BEGINNING, set[str]()
-        content = self.path.read_bytes() if self.path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):  # the program was killed while writing
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        for line in whole.splitlines():
-            self._last = _digest(line)
+    def __init__(self, folder: Path, role: str = TRAINS, key: ec.EllipticCurvePrivateKey | None = None) -> None:
+        self.role, self._chain = role, Chain(folder / FILE, key)
+        self._known: set[str] = set()
+        if key:
+            _remember(folder / KEYS, key.public_key())
 
-    def write(self, asked: Exchange, answer: Exchange, disclosed: Sequence[Disclosure] = ()) -> None:
-        """Append a line for the question ``asked`` and its ``answer``, which has not been sent yet.
+    def write(
+        self, asked: Exchange, answer: Exchange, disclosed: Sequence[Disclosure] = (),
+        coordinator: Mapping[str, Any] | None = None,
+    ) -> Head:  # fmt: skip
+        """Append a line for the question ``asked`` and its ``answer``, which has not been sent yet; return the head.
 
-        ``disclosed``: what the answer's arrays reveal, and who receives them.
+        ``disclosed``: what the answer's arrays reveal, and who receives them. ``coordinator``: head of its own record.
         """
         trial, round = asked.facts.get("trial"), asked.facts.get("round")
         if asked.kind == "train" and isinstance(round, int):
             round += 1  # the question has the round of the model, from which the next round starts
         entry: dict[str, Any] = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "role": self.role, "run": asked.run,
+            "event": "message", "time": _now(), "role": self.role, "run": asked.run, "signer": asked.signer,
+            "experiment": (trial or asked.facts).get("experiment"),
             "asked": asked.kind, "round": round,
             "settings": _digest_json(trial or asked.facts.get("spec")), "answered": answer.kind,
             "told": dict(answer.facts),
         }  # fmt: skip
         entry["left"] = {record: self._describe(entries) for record, entries in answer.arrays.items()}
         entry["discloses"] = list(map(str, group_disclosures(disclosed)))
-        line = json.dumps({**entry, "previous": self._last}).encode()
-        with self.path.open("ab") as file:
-            file.write(line + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self._last = _digest(line)
+        entry["coordinator"] = coordinator
+        return self._chain.append(entry)
+
+    def write_consent(self, *, who: str, text: str, agreed: bool, digest: str) -> None:
+        """Append a line for what the operator ``who`` was shown and answered; ``digest``: of the whole question."""
+        self._chain.append(
+            {"event": "consent", "time": _now(), "who": who, "agreed": agreed, "shown": text, "question": digest}
+        )
 
     def _describe(self, entries: ArrayRecord) -> dict[str, Any]:
         """Return the number, size and digest of the entries sent, and their names unless an earlier line has them.
@@ -92,44 +91,75 @@ class Ledger:
         return described
 
 
-@dataclass(frozen=True, kw_only=True)
-class LedgerEntry:
-    """A line of a ledger: its ``number`` from 1, its ``digest`` and its ``content``."""
-
-    number: int
-    digest: str
-    content: Mapping[str, Any]
-
-    @property
-    def bytes(self) -> int:
-        """Number of bytes of the entries sent."""
-        return sum(int(record["bytes"]) for record in self.content["left"].values())
-
-
-def read_ledger(path: Path) -> Iterator[LedgerEntry]:
+def read_ledger(path: Path, keys: Sequence[ec.EllipticCurvePublicKey] | None = None) -> Iterator[Entry]:
     """Yield the entries of the ledger at ``path``, a file or a site's folder, each after it is verified.
 
-    Raises :class:`FedshiftError` if there is no ledger, or at the first line that was changed.
+    ``keys``: the site's keys; None: those that it wrote beside its ledger.
+
+    Raises :class:`FedshiftError` if there is no ledger, or at the first line that was changed or is not signed.
     """
     file = path / FILE if path.is_dir() else path
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise FedshiftError(f"{file} cannot be read ({error.strerror}): name a site's folder (join --state)") from error
-    last = BEGINNING
-    for number, line in enumerate(lines, 1):
-        try:
-            content = json.loads(line)
-            chained = content["previous"] == last
-        except (ValueError, TypeError, KeyError) as error:
-            raise FedshiftError(f"{file}, line {number} was changed: it is no entry of a ledger") from error
-        if not chained:
+    if not list_parts(file):
+        raise FedshiftError(f"{file} cannot be read (no such file): name a site's folder (join --state)")
+    yield from read_chain(file, read_keys(file.with_name(KEYS)) if keys is None else keys)
+
+
+def read_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
+    """Return the public keys in the file ``path``, one a line; none if there is no file."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    keys = map(serialization.load_ssh_public_key, lines)
+    return [key for key in keys if isinstance(key, ec.EllipticCurvePublicKey)]
+
+
+def compare_anchors(entries: Sequence[Entry], path: Path, name: Path) -> str:
+    """Return that a site's ``entries`` and the coordinator's record in ``path`` confirm each other, in words.
+
+    ``name``: the site's folder, for messages.
+
+    Raises :class:`FedshiftError` if they contradict each other: one of them was rewritten.
+    """
+    record = {entry.number: entry for entry in read_chain(path)}
+    own = {entry.number: entry.digest for entry in entries}
+    messages = [entry for entry in entries if entry.content["event"] == "message"]
+    names = {entry.content["told"].get("name") for entry in messages}
+    kept = [head for head in record.values() if head.content["site"] in names and head.content["at"] >= min(own)]
+    for said in (head.content for head in kept):
+        if own.get(said["at"]) != said["digest"]:
             raise FedshiftError(
-                f"{file}: line {number} does not follow line {number - 1}: one of them was changed, or lines between "
-                "them were removed or added"
+                f"the coordinator was told at {said['time']} that entry {said['at']} of the ledger has the digest "
+                f"{said['digest']}, and in {name} it has not: the ledger was rewritten"
             )
-        last = _digest(line)
-        yield LedgerEntry(number=number, digest=last, content=content)
+    if not kept:
+        raise FedshiftError(f"{path} knows no entry of {name}: it is another site's, or the ledger was rewritten")
+    experiments = {head.content["experiment"] for head in kept}
+    for entry in messages:
+        head = entry.content["coordinator"]
+        if not (head and head["number"] and entry.content["experiment"] in experiments):
+            continue
+        found = record.get(head["number"])
+        if found is None or found.digest != head["digest"]:
+            raise FedshiftError(
+                f"entry {entry.number} of {name} was told another head of the coordinator's record than {path} has: "
+                "the record was rewritten"
+            )
+    return f"The coordinator's record confirms {len(kept)} entries, and the ledger its heads."
+
+
+def count_bytes_left(entry: Entry) -> int:
+    """Return the bytes of the entries that left with a line's answer."""
+    return sum(int(record["bytes"]) for record in entry.content.get("left", {}).values())
+
+
+def _remember(path: Path, key: ec.EllipticCurvePublicKey) -> None:
+    """Add a key to the file of the site's public keys, unless it is there."""
+    line = key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n"
+    if line not in (path.read_bytes() if path.exists() else b""):
+        with path.open("ab") as file:
+            file.write(line)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _count_bytes(array: Array) -> int:
@@ -137,9 +167,5 @@ def _count_bytes(array: Array) -> int:
     return prod(array.shape) * {**NUMPY_TYPES, **RAW_TYPES}[array.dtype].itemsize
 
 
-def _digest(line: bytes) -> str:
-    return sha256(line).hexdigest()
-
-
 def _digest_json(value: Any) -> str:
-    return _digest(json.dumps(value, sort_keys=True).encode())
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

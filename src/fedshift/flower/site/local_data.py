@@ -79,6 +79,12 @@ def holds_test_alone(data: str) -> bool:
     return (Path(data) / "test").is_dir() and not (Path(data) / "train").exists()
 
 
+def holds_table(data: str) -> bool:
+    """Return whether ``data`` is a table, or a directory with one."""
+    path = Path(data)
+    return is_table(path) if not path.is_dir() else not holds_images(path) and bool(find_tables(path))
+
+
 def _link_test(path: Path, place: Path) -> Path:
     """Link both ``train`` and ``test`` in ``place`` to the ``test`` folder of ``path``; return ``place``."""
     place.mkdir(exist_ok=True)

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 from safetensors.torch import save
 
@@ -36,7 +37,6 @@ from ...data.sources import SCALES, prepare_clients
 from ...diagnosis.quality import check_data
 from ...engines.engine import Diverged
 from ...engines.sequential import Sequential
-from ...evaluation.communication import list_disclosures
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...evaluation.policy import POLICIES, SKIP, make_lone_state
 from ...evaluation.statistics_lag import evaluate_reestimated
@@ -60,13 +60,18 @@ from ...utils.state import State, entries_under, join_states, pick, split_state
 from ...utils.version import __version__
 from ..server.registry import COLUMNS
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
-from ..transport.exchange import Exchange
+from ..transport.exchange import HEAD, Exchange
+from .account import FILE, Account, name_data
+from .gate import Confirmation, Gate, Work
 from .ledger import TRAINS, VALIDATES, Ledger
-from .local_data import ALL_SITES, DataRefused, drop_training, holds_test_alone, load_local
-from .review import Confirmation, PastUploads, SitePolicy, TrialReview, compute_spent, count_uses, passes_of_round
+from .local_data import ALL_SITES, DataRefused, drop_training, holds_table, holds_test_alone, load_local
+from .offer import refuse_identifying_classes
+from .policy import SitePolicy
+from .review import TrialReview
 from .site_model import collect_site_model
 
 Say = Callable[[str], None]
+Answer = Callable[[Exchange, "_Trial | None", Work | None], Exchange]
 Checked = Callable[[Exchange, int], Exchange]
 DATA = tuple(field.name for field in fields(DataSpec))
 
@@ -158,13 +163,18 @@ class _Trial:
     kept: SiteState
     model: ModelFactory
     settings: Settings
-    sites: int
-    copies: int
+    review: TrialReview
 
-    @property
-    def name(self) -> str:
-        """The name of the experiment, followed by method and seed."""
-        return f"{self.kept.folder.parent.name}/{self.kept.folder.name}"
+    def plan_work(self, base: int | None) -> Work:
+        """Return what a question about the trial uses; ``base``: the round after which training begins, if it does."""
+        samples = self.engine.data[self.kept.name]
+        if base is None:
+            return Work(review=self.review, settings=self.settings, samples=len(samples))
+        client = self.kept.load_after(int(base))
+        bounds, steps = self.engine.steps_of_round(self.kept.name, client)
+        return Work(
+            review=self.review, settings=self.settings, samples=len(samples), bounds=bounds, steps=steps, client=client
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -191,8 +201,10 @@ class Site:
         checked: takes a question and its run number, and raises :class:`RefusedMessage` unless the question comes from
             the coordinator (``transport.signatures``).
         say: called with a line of text for each thing done.
-        policy: the site's limits; it refuses experiments that exceed them.
-        confirmation: asks before the first round of each method and seed; None: nobody is asked.
+        policy: what the site offers and does not allow.
+        confirmation: asks before the first description and each method and seed; None: nobody is asked.
+        key: signs the ledger; None: it is not signed.
+        account: file of what the data were used for; None: ``account.json`` beside ``folder``.
         validates: whether it only validates: it trains nothing, and measures the models that it would use.
 
     """
@@ -201,7 +213,7 @@ class Site:
         self, data: str, name: str | None, folder: Path, *, device: str = "cpu", code: frozenset[str] = frozenset(),
         weights: str | None = None, export: Path | None = None, checked: Checked = lambda asked, _: asked,
         say: Say = lambda _: None, policy: SitePolicy | None = None, confirmation: Confirmation | None = None,
-        validates: bool = False,
+        validates: bool = False, key: ec.EllipticCurvePrivateKey | None = None, account: Path | None = None,
     ) -> None:  # fmt: skip
         self.data, self.name, self.folder, self.device = data, name, folder, device
         self.code, self.weights, self.checked, self.say = code, weights, checked, say
@@ -211,50 +223,67 @@ class Site:
         self._trials: dict[str, _Trial] = {}
         self.policy, self.confirmation = policy or SitePolicy(), confirmation
         self.validates, self._test_alone = validates, validates and holds_test_alone(data)
-        self._ledger: Ledger | None = None
+        self.key, self.account = key, account or folder.parent / FILE
+        self.answers: dict[str, Answer] = {
+            "describe": self._describe, "introduce": self._introduce, "train": self._train,
+            "evaluate": self._evaluate, "end": self._end,
+        }  # fmt: skip
 
     @cached_property
-    def past(self) -> PastUploads:
-        """The uploads that this site has sent."""
-        return PastUploads(self.folder / "uploads.json")
+    def gate(self) -> Gate:
+        """What every question and answer passes."""
+        return Gate(
+            policy=self.policy, confirmation=self.confirmation,
+            account=Account(self.account, *name_data(self.data, self.name)),
+            ledger=Ledger(self.folder, VALIDATES if self.validates else TRAINS, self.key),
+            say=lambda text: self.say(text),
+        )  # fmt: skip
 
     def answer(self, asked: Exchange) -> Exchange:
         """Return the answer to a coordinator's question, after writing it to the site's ledger.
 
-        An answer of kind ``refused`` contains the reason for the refusal.
+        An answer of kind ``refused`` contains the reason for the refusal. A question that the coordinator did not sign
+        is counted and refused.
         """
-        answer = self._find_answer(asked)
-        self._ledger = self._ledger or Ledger(self.folder, VALIDATES if self.validates else TRAINS)
-        once = {"introduced": True, "trained": False}.get(answer.kind)
-        leaving = [each for trial in self._trials.values() for each in list_disclosures(trial.plan)]
-        self._ledger.write(asked, answer, [each for each in leaving if each.once is once])
-        return answer
-
-    def _find_answer(self, asked: Exchange) -> Exchange:
-        answers = {
-            "describe": self._describe,
-            "introduce": self._introduce,
-            "train": self._train,
-            "evaluate": self._evaluate,
-        }
+        gate = self.gate
         try:
             question = self.checked(asked, asked.run)
-            if question.kind == "end":
-                self.export_latest()
-                return Exchange(kind="ended", facts={"say": question.facts["say"]})
-            return answers[question.kind](question)
+        except RefusedMessage as error:
+            if _is_power(number := gate.account.count_unsigned()):
+                self.say(f"refused: {error} ({number} such questions so far)")
+            return Exchange(kind="refused", facts={"why": str(error)})
+        facts = dict(question.facts)
+        head, question = facts.pop(HEAD, None), replace(question, facts=facts)
+        answer, work = self._find_answer(question)
+        return gate.record(question, answer, work, head)
+
+    def _find_answer(self, question: Exchange) -> tuple[Exchange, Work | None]:
+        work = None
+        try:
+            asks = self.gate.admit(question)
+            trial = self._trial(question.facts["trial"], question.signer) if asks.of_trial else None
+            if trial:
+                base = question.facts["base"] if asks.spends == "uploads" and asks.steps else None
+                work = trial.plan_work(base)
+                self.gate.check(asks, question, work)
+            answer = self.answers[question.kind](question, trial, work)
+            return self.gate.release(asks, question, answer, work), work
         except DataRefused as error:
             self.say(f"refused: {error.render(as_flag)}")
-            return Exchange(kind="refused", facts={"why": "its data cannot be used: its own log says why"})
+            return _refuse("its data cannot be used: its own log says why"), None
         except (FedshiftError, OSError) as error:
             why = error.render(as_flag) if isinstance(error, FedshiftError) else str(error)
             self.say(f"refused: {why}")
-            return Exchange(kind="refused", facts={"why": why, "diverged": isinstance(error, Diverged)})
+            return _refuse(why, diverged=isinstance(error, Diverged)), None
         except Exception as error:
             self.say(f"failed: {type(error).__name__}: {error}")
-            return Exchange(kind="refused", facts={"why": f"{type(error).__name__}: {error}"})
+            return _refuse(f"{type(error).__name__}: {error}"), None
 
-    def _describe(self, asked: Exchange) -> Exchange:
+    def _end(self, asked: Exchange, _trial: _Trial | None, _work: Work | None) -> Exchange:
+        self.export_latest()
+        return Exchange(kind="ended", facts={"say": asked.facts["say"]})
+
+    def _describe(self, asked: Exchange, _trial: _Trial | None, _work: Work | None) -> Exchange:
         spec = self._make_spec(asked.facts["spec"])
         source = self._load_source(spec)
         data = self._prepare(source, spec)
@@ -265,19 +294,17 @@ class Site:
             raise DataRefused("{}", error) from error
         client = data.clients[0]
         samples = {name: len(split) for name, split in client.splits.items() if name == "test" or not self.validates}
-        counts = asked.facts["labels"] and data.task == CLASSIFICATION and not self.validates
+        told = self.policy.told
+        counts = asked.facts["labels"] and data.task == CLASSIFICATION and not self.validates and told.class_counts
         facts = {
             "name": client.name, "version": __version__, "shape": data.sample_shape,
             "dtype": str(client.train.dtype).removeprefix("torch."), "classes": data.classes,
             "class_names": source.meanings, "columns": list(map(asdict, source.columns)),
-            "samples": samples, "labels": count_labels(data).tolist() if counts else None,
+            "samples": samples, "labels": told.round_counts(count_labels(data).tolist()) if counts else None,
             "task": describe_task(data.task), "validates": self.validates,
             "scale": next((name for name, scale in SCALES.items() if scale == client.train.normalization), ""),
             "values": {name: kind for name, kind in name_scales(client.splits).items() if name in samples},
         }  # fmt: skip
-        texts = [f"{column.name} ({', '.join(column.categories)})" for column in source.columns if column.categories]
-        if texts:
-            self.say(f"the coordinator is told the columns' names, and the categories of {'; '.join(texts)}")
         does = f"{VALIDATES}, on {len(client.test)} test samples"
         does = does if self.validates else f"{len(client.train)} training samples"
         self.say(f"in touch with the coordinator as {client.name!r}, {does}")
@@ -294,7 +321,7 @@ class Site:
             try:
                 model = collect_site_model(
                     trial.plan, trial.data, trial.settings, trial.model, latest.state, round=latest.round,
-                    rows=latest.rows, sites=trial.sites,
+                    rows=latest.rows, sites=trial.review.sites,
                 )  # fmt: skip
                 report = write_package(model, place, renew=True)
                 self.say(f"{place}: {', '.join(report.files)}")
@@ -303,28 +330,21 @@ class Site:
             except FedshiftError as error:
                 self.say(f"the model of {trial.plan.method.label} is not exported: {error.render(as_flag)}")
 
-    def _introduce(self, asked: Exchange) -> Exchange:
+    def _introduce(self, _asked: Exchange, trial: _Trial | None, _work: Work | None) -> Exchange:
         """Answer with what rules send once, before round 1: the same however often it is asked."""
-        trial = self._trial_to_train(asked)
+        assert trial  # the gate made it
         update = trial.engine.introduce_client(trial.kept.name)
         check_upload(trial.plan, update.shared, update.memory, prelude=True)
         self.say(f"{trial.plan.method.name}, before round 1: {update.weight:.0f} samples")
         arrays = {"memory": to_record(join_states(trial.plan.rule_names, update.memory))}
         return Exchange(kind="introduced", facts={"name": trial.kept.name, "round": 0}, arrays=arrays)
 
-    def _trial_to_train(self, asked: Exchange) -> _Trial:
-        if self.validates:
-            raise RefusedMessage(f"this site {VALIDATES} (join --validate-only): it trains nothing")
-        return self._trial(asked.facts["trial"])
-
-    def _train(self, asked: Exchange) -> Exchange:
-        trial = self._trial_to_train(asked)
+    def _train(self, asked: Exchange, trial: _Trial | None, work: Work | None) -> Exchange:
+        assert trial  # the gate made it
+        assert work
+        assert work.client
         server, base = self._broadcast(trial.plan, trial.plan.received, asked)
-        round = server.round + 1
-        client, reached = trial.kept.load_after(base), self.past.reached(trial.name)
-        passes = passes_of_round(trial.plan, len(trial.engine.data[trial.kept.name]), client.steps, reached)
-        uses = count_uses(trial.plan, passes, trial.copies)
-        self.policy.check_round(self.past.count(trial.name), trial.plan, uses, self.past.sum_spent())
+        round, client = server.round + 1, work.client
         with keep_freed_memory():
             trained = trial.engine.train_client(server, trial.kept.name, client)
         trial.kept.save(trained.client, base, round)
@@ -345,11 +365,10 @@ class Site:
             "shared": to_record(update.shared),
             "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
         }
-        self.past.add(trial.name, compute_spent(trial.plan, uses), trained.client.steps)
         return Exchange(kind="trained", facts=facts, arrays=arrays)
 
-    def _evaluate(self, asked: Exchange) -> Exchange:
-        trial = self._trial(asked.facts["trial"])
+    def _evaluate(self, asked: Exchange, trial: _Trial | None, _work: Work | None) -> Exchange:
+        assert trial  # the gate made it
         plan, data = trial.plan, trial.data
         server, base = self._broadcast(plan, plan.sent if plan.has_global else plan.received, asked)
         if base or not plan.personalizes:
@@ -419,19 +438,22 @@ class Site:
         )
         return server, int(asked.facts["base"])
 
-    def _trial(self, asked: Mapping[str, Any]) -> _Trial:
-        key = json.dumps(asked, sort_keys=True)
+    def _trial(self, asked: Mapping[str, Any], signer: str) -> _Trial:
+        key = json.dumps([asked, signer], sort_keys=True)
         if key not in self._trials:
-            self._trials = {key: self._make_trial(asked)}  # trials run one after another
+            self._trials = {key: self._make_trial(asked, signer)}  # trials run one after another
         return self._trials[key]
 
-    def _make_trial(self, asked: Mapping[str, Any]) -> _Trial:
+    def _make_trial(self, asked: Mapping[str, Any], signer: str) -> _Trial:
         spec = self._make_spec(asked["spec"])
         classes = int(asked["classes"])
         layout = replace(ALL_SITES, columns=COLUMNS.validate_python(asked["columns"]))
         source = self._load_source(spec, layout)
         named = replace(layout, task=source.task, classes=classes, class_names=tuple(asked["class_names"]))
-        source = match_labels(source, named, named.name)
+        try:
+            source = match_labels(source, named, named.name)
+        except UsageError as error:
+            raise DataRefused("{}", error) from error
         data = self._prepare(source, spec).to(torch.device(self.device))
         client, seed = data.clients[0], int(asked["seed"])
         with trust_only(self.code):
@@ -445,6 +467,11 @@ class Site:
             labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]), task=data.task,
         )  # fmt: skip
         refuse_uncovered(plan, settings, data)
+        experiment = str(asked["experiment"])
+        if not experiment.isalnum():
+            raise RefusedMessage(f"{experiment!r} is no experiment's name")
+        # by name, so that a site finds its state however the experiment spells the method
+        folder = self.folder / experiment / f"{to_file_name(method.name)}-seed{seed}"
         review = TrialReview(
             plan=plan,
             model=name_model(spec.model, data.sample_shape, data.task),
@@ -456,25 +483,20 @@ class Site:
             samples=len(client.train),
             uncovered=list_uncovered(plan, settings, data),
             copies=count_copies({client.name: client.train}) if find_mechanism((method.gradient,)) else 1,
+            trial=f"{experiment}/{folder.name}",
+            coordinator=signer,
+            measured=sum(map(settings.is_evaluated, range(1, settings.rounds + 1))),
         )
-        experiment = str(asked["experiment"])
-        if not experiment.isalnum():
-            raise RefusedMessage(f"{experiment!r} is no experiment's name")
-        # by name, so that a site finds its state however the experiment spells the method
-        folder = self.folder / experiment / f"{to_file_name(method.name)}-seed{seed}"
-        self.policy.check(review, self.past.sum_spent(without=f"{experiment}/{folder.name}"))
-        if self.confirmation:
-            self.confirmation.check(review)
+        self.gate.agree(review, asked)
         engine = Sequential(plan, {client.name: client.train}, seed, augment=settings.augment)
         kept = SiteState(folder, client.name, plan, data.fingerprint)
-        return _Trial(
-            plan=plan, data=data, engine=engine, kept=kept, model=model, settings=settings,
-            sites=int(asked["clients"]), copies=review.copies,
-        )  # fmt: skip
+        return _Trial(plan=plan, data=data, engine=engine, kept=kept, model=model, settings=settings, review=review)
 
     def _load_source(self, spec: DataSpec, layout: Layout = ALL_SITES) -> Federation:
         """Return the cached data; ``layout``: columns of all sites' tables (see :func:`.local_data.load_local`)."""
         key = json.dumps({name: getattr(spec, name) for name in DATA}, sort_keys=True) + repr(layout.columns)
+        columns = self.policy.data.columns
+        layout = replace(layout, only=None if columns is None else tuple(columns))
         if key not in self._sources:
             with trust_only(self.code):
                 TASKS.parse(spec.task or CLASSIFICATION)  # raises for a local class that was not allowed
@@ -484,12 +506,18 @@ class Site:
 
     def _prepare(self, source: Federation, spec: DataSpec) -> Federation:
         """Return the data split, scaled and checked; without training samples if the site has only test samples."""
-        if not self._test_alone:
-            return encode_targets(prepare_clients(source, spec))
-        if spec.normalize == "client":
+        if self._test_alone and spec.normalize == "client":
             raise UsageError("normalize='client' scales by training images, of which this site has none: add some")
-        alone = replace(spec, samples=None, validation=DataSpec.validation, allow_single_class=True)
-        return drop_training(encode_targets(prepare_clients(source, alone)))
+        if self._test_alone:
+            spec = replace(spec, samples=None, validation=DataSpec.validation, allow_single_class=True)
+        data = encode_targets(prepare_clients(source, spec))
+        data = drop_training(data) if self._test_alone else data
+        try:
+            refuse_identifying_classes(data)
+            self.policy.told.check(data)
+        except UsageError as error:
+            raise DataRefused("{}", error) from error
+        return data
 
     def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
         """Return the coordinator's settings with this machine's own values for those that concern only this machine."""
@@ -497,11 +525,12 @@ class Site:
         own: dict[str, Any] = dict.fromkeys(("root", "domains", "split", "newcomers"))
         own |= {"data": self.data, "weights": self._find_weights(given.get("weights"))}
         try:
-            return kind(**{**given, **own, "device": self.device, "engine": "sequential", "workers": None})
+            made = kind(**{**given, **own, "device": self.device, "engine": "sequential", "workers": None})
         except (ValidationError, TypeError) as error:
             raise UsageError(
                 f"the coordinator's settings are not understood by fedshift {__version__} here: {error}"
             ) from error
+        return self.policy.data.apply(made, table=holds_table(self.data))
 
     def _find_weights(self, digest: str | None) -> str | None:
         """Return this machine's weights file; raise :class:`RefusedMessage` if its digest is not ``digest``."""
@@ -514,3 +543,12 @@ class Site:
                 f"the experiment starts from weights {which}: bring the coordinator's file here (--weights FILE)"
             )
         return self.weights
+
+
+def _refuse(why: str, *, diverged: bool = False) -> Exchange:
+    return Exchange(kind="refused", facts={"why": why, "diverged": diverged})
+
+
+def _is_power(number: int) -> bool:
+    """Return whether ``number`` is a power of ten: what comes often is said seldom."""
+    return set(str(number)[1:]) <= {"0"} and str(number)[0] == "1"

@@ -7,6 +7,7 @@ forwards it to the process with the data.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -20,6 +21,8 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 FACTS = "fedshift"
+HEAD = "ledger"
+"""Fact of a question or an answer: where the record of its sender stands (:class:`.chain.Head`)."""
 LONGEST_FACTS = 2**24
 """Maximum number of characters in an exchange's facts as JSON."""
 LONGEST_ADDRESS = 100
@@ -73,6 +76,7 @@ class Exchange:
         facts: JSON values by name.
         arrays: states by name, such as ``shared``.
         run: number of the Flower run in which it arrived, as the SuperNode reports; not sent between machines.
+        signer: fingerprint of the key that signed it, once that is verified; never sent.
 
     """
 
@@ -80,6 +84,7 @@ class Exchange:
     facts: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, ArrayRecord] = field(default_factory=dict)
     run: int = 0
+    signer: str = ""
 
     def content(self) -> RecordDict:
         """Return the exchange as the content of a message."""
@@ -127,3 +132,13 @@ class Exchange:
             for record, entries in head["arrays"].items()
         }
         return Exchange(kind=head["kind"], facts=head["facts"], arrays=arrays, run=head["run"])
+
+
+def digest_record(record: ArrayRecord) -> str:
+    """Return a digest of names, declared types and shapes, and bytes of all arrays in ``record``."""
+    whole = hashlib.sha256()
+    for name, array in record.items():
+        head = json.dumps([name, array.dtype, list(array.shape), array.stype, len(array.data)])
+        whole.update(head.encode())
+        whole.update(array.data)
+    return whole.hexdigest()

@@ -20,11 +20,10 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import ArrayRecord
 
 from ...utils.errors import UsageError
 from .arrays import RefusedMessage
-from .exchange import Exchange
+from .exchange import Exchange, digest_record
 
 SCHEME = ec.ECDSA(hashes.SHA384())
 
@@ -36,12 +35,13 @@ class Signer:
         key = serialization.load_pem_private_key((directory / "server.key").read_bytes(), password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise UsageError(f"{directory / 'server.key'} is no ECDSA key: make it with `fedshift pki init`")
-        self._key, self._run = key, run
+        self._run = run
+        self.key = key
         self._certificate = (directory / "server.crt").read_text(encoding="utf-8")
 
     def __call__(self, exchange: Exchange) -> Exchange:
         """Return ``exchange`` with its proof: certificate and signature."""
-        signature = self._key.sign(_signed_content(exchange, self._run), SCHEME)
+        signature = self.key.sign(_signed_content(exchange, self._run), SCHEME)
         proof = {"certificate": self._certificate, "signature": base64.b64encode(signature).decode()}
         return replace(exchange, facts={**exchange.facts, "proof": proof})
 
@@ -53,7 +53,10 @@ class Verifier:
         self._root = x509.load_pem_x509_certificate(root.read_bytes())
 
     def __call__(self, exchange: Exchange, run: int) -> Exchange:
-        """Return ``exchange`` without its proof; raise :class:`RefusedMessage` if the proof is invalid for ``run``."""
+        """Return ``exchange`` without its proof and with its signer.
+
+        Raises :class:`RefusedMessage` if the proof is invalid for ``run``.
+        """
         facts = dict(exchange.facts)
         proof = facts.pop("proof", None)
         plain = replace(exchange, facts=facts)
@@ -72,20 +75,31 @@ class Verifier:
             raise RefusedMessage(
                 f"the coordinator's certificate is not valid now (until {certificate.not_valid_after_utc})"
             )
-        return plain
+        return replace(plain, signer=fingerprint(key))
 
 
 def _signed_content(exchange: Exchange, run: int) -> bytes:
     """Return the bytes that the signature covers."""
-    arrays = {record: _digest_record(content) for record, content in sorted(exchange.arrays.items())}
+    arrays = {record: digest_record(content) for record, content in sorted(exchange.arrays.items())}
     said: dict[str, Any] = {"kind": exchange.kind, "facts": exchange.facts, "arrays": arrays, "run": run}
     return json.dumps(said, sort_keys=True).encode()
 
 
-def _digest_record(record: ArrayRecord) -> str:
-    whole = hashlib.sha256()
-    for name, array in record.items():
-        head = json.dumps([name, array.dtype, list(array.shape), array.stype, len(array.data)])
-        whole.update(head.encode())
-        whole.update(array.data)
-    return whole.hexdigest()
+def load_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Return the private key of a site in ``path``, as `fedshift pki` wrote it."""
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), None)
+    except ValueError as error:
+        raise UsageError(
+            f"{path} is no private key of a site ({error}): take the file that `fedshift pki` made"
+        ) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UsageError(f"{path} is no ECDSA key: make it with `fedshift pki`")
+    return key
+
+
+def fingerprint(key: ec.EllipticCurvePublicKey) -> str:
+    """Return a key's fingerprint, as ``ssh-keygen -l`` prints it: ``SHA256:...``."""
+    form = key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    digest = hashlib.sha256(base64.b64decode(form.split()[1])).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
