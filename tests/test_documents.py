@@ -32,7 +32,7 @@ from fedshift.experiments import client_store, jobs
 from fedshift.flower.compat.strategy import MethodStrategy
 from fedshift.flower.server import history, serve
 from fedshift.flower.site import join
-from fedshift.flower.site.review import SitePolicy
+from fedshift.flower.site.policy import UPLOADS, SitePolicy
 from fedshift.flower.transport import pki, programs
 from fedshift.methods import METHODS
 from fedshift.nn import deferred, linear
@@ -103,7 +103,7 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
             known = "spec output directory model method what where name out json leave_out rates selection moment code"
             adapting = "run data clients policies rounds unlabeled save methods seeds device own client onnx"
             across = "address as_json config data days host insecure key log min_clients names nodes path port"
-            across += " resume validate_only"
+            across += " resume validate_only anchors since"
             papers = "tls table seeds scale version clients samples dimension width heterogeneity seed steps layer"
             leaking = "batch_sizes image_size images iterations lr"
             assert set(bound.arguments) <= {
@@ -223,7 +223,14 @@ def describe_arguments(policy):
 def test_the_policy_of_a_site_on_the_page_is_one_with_every_limit():
     pages = (ROOT / "docs" / "deployment.md").read_text()
     (limits,) = (tomllib.loads(body) for kind, body in BLOCK.findall(pages) if "sample_epsilon" in body)
-    assert set(SitePolicy.model_validate(limits).model_fields_set) == set(SitePolicy.model_fields)
+    policy = SitePolicy.model_validate(limits)
+    for part in (policy, policy.data, policy.told, policy.limits):
+        assert part.model_fields_set == set(type(part).model_fields)
+    default = SitePolicy().limits
+    for name in ("least_samples", "least_steps", "evaluations", "descriptions"):
+        assert getattr(policy.limits, name) == getattr(default, name), name
+    assert policy.limits.uploads == 2 * policy.limits.rounds
+    assert f"or {UPLOADS:,} without `rounds`" in pages
 
 
 def test_every_attack_that_was_tried_is_a_test():

@@ -51,11 +51,11 @@ main()
 class Process:
     """A command whose output goes to the file ``log``."""
 
-    def __init__(self, command, log, environment, folder):
+    def __init__(self, command, log, environment, folder, stdin=subprocess.DEVNULL):
         self.log = log
         with log.open("ab") as said:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=folder
+                command, stdin=stdin, stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=folder
             )
         self.pid = self._process.pid
 
@@ -94,7 +94,12 @@ class Process:
 
 
 class Machines:
-    """A coordinator and sites in ``folder``, started and killed at will; ``tls``: with keys, else in plain text."""
+    """A coordinator and sites in ``folder``, started and killed at will; ``tls``: with keys, else in plain text.
+
+    ``stdin``: where programs that are started next read from.
+    """
+
+    stdin = subprocess.DEVNULL
 
     def __init__(self, folder, spec, before, *, tls=True):
         self.folder, self.spec, self.tls = folder, spec, tls
@@ -106,6 +111,7 @@ class Machines:
         (folder / "watch").mkdir()
         (folder / "watch" / "sitecustomize.py").write_text(WATCHER)
         (folder / "config.toml").write_text(to_toml(asdict(spec)))
+        (folder / "site.toml").write_text("[limits]\nleast_samples = 1\nleast_steps = 1\n")
         if tls:
             make_authority(folder / "tls", [], self.names)
 
@@ -131,13 +137,14 @@ class Machines:
         log = self.served / "machines" / "flwr.log"
         return log.read_text().count("Successfully started run") if log.exists() else 0
 
-    def join(self, name):
+    def join(self, name, *arguments, policy="site.toml"):
         keys, data = self.folder / "tls", self.spec.data
         data = Path(data) / f"{name}.npz" if Path(data).is_dir() else data
         secured = ("--tls", keys, "--key", keys / "nodes" / f"{name}.key") if self.tls else ("--insecure",)
         return self.start(
             name, "join", f"{self.host}:{self._port}", "--data", data, "--name", name, *secured, "--state",
             self.folder / name, "--poll", 0.1, "--threads", 1, "--code", "tests.flower.gated:network",
+            *(["--policy", self.folder / policy] if policy else []), *arguments,
         )  # fmt: skip
 
     def start(self, called, *arguments):
@@ -149,7 +156,7 @@ class Machines:
         }  # fmt: skip
         program = ["-P", "-c", SERVE] if called == "serve" else ["-m", "fedshift"]
         command = [*self._before, sys.executable, *program, *map(str, arguments)]
-        return Process(command, self.folder / f"{called}.log", environment, self.folder)
+        return Process(command, self.folder / f"{called}.log", environment, self.folder, self.stdin)
 
     def run(self, code, *arguments):
         """What Python ``code`` says in the network of all."""

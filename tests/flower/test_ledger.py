@@ -1,13 +1,20 @@
 """A site's ledger says what left, and shows every later change."""
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedshift.flower.site.ledger import FILE, Ledger, read_ledger
-from fedshift.flower.transport.arrays import from_record
+from fedshift.flower.server.anchors import Anchors
+from fedshift.flower.site.account import read_books
+from fedshift.flower.site.ledger import FILE, KEYS, Ledger, compare_anchors, read_ledger
+from fedshift.flower.transport.arrays import RefusedMessage, from_record
+from fedshift.flower.transport.chain import Chain, read_chain
 from fedshift.flower.transport.exchange import Exchange
+from fedshift.flower.transport.pki import make_authority
+from fedshift.flower.transport.signatures import Signer, Verifier, fingerprint, load_private_key
 from fedshift.utils.errors import FedshiftError
 from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, sites_of, spec_for
 
@@ -87,3 +94,171 @@ def test_the_command_shows_and_verifies(served, cli, tmp_path):
     (tmp_path / FILE).write_text("{}\n")
     assert "line 1 was changed" in cli("ledger", tmp_path).err
     assert "cannot be read" in cli("ledger", tmp_path / "nothing").err
+
+
+@pytest.fixture
+def signed(tmp_path, machine):
+    """A folder with the sites of a short experiment whose questions and ledgers are signed, and all questions."""
+    keys, spec = tmp_path / "tls", spec_for(rounds=1)
+    make_authority(keys, [], ["pen", "photo", "print"])
+    sites = sites_of(spec, tmp_path, checked=Verifier(keys / "ca.crt"))
+    for site in sites.values():
+        site.key = load_private_key(keys / "nodes" / f"{site.name}.key")
+    grid = SiteGrid(sites)
+    served = coordinator(spec, grid, tmp_path / "run", Heard())
+    served.nodes.signed = Signer(keys, RUN)
+    assert served.run()
+    return tmp_path, grid
+
+
+RECORD = "run/machines/ledgers.jsonl"
+
+
+def rewrite(folder, site, key, keep):
+    """Compute the ledger of ``site`` anew, of the entries that ``keep`` allows, signed with ``key``."""
+    contents = [dict(entry.content) for entry in read_ledger(folder / site, ())]
+    (folder / site / FILE).unlink()
+    chain = Chain(folder / site / FILE, key)
+    for content in contents:
+        if keep(content):
+            chain.append(content)
+
+
+def test_a_chain_that_was_computed_anew_is_found(signed, cli):
+    """All uploads are dropped: without the key, with another one, and with the site's own."""
+    folder, _ = signed
+    path, anchors = folder / "photo", folder / RECORD
+    key = folder / "tls" / "nodes" / "photo.key"
+    done = cli("ledger", path, "--key", key.with_suffix(".pub"), "--anchors", anchors)
+    assert done.code == 0, done.err
+    assert f"each entry is signed with {fingerprint(load_private_key(key).public_key())}" in done.out
+    assert "The coordinator's record confirms 5 entries, and the ledger its heads." in done.out
+    assert "photo: 1 uploads, 2 measurements and 1 different descriptions in all, of 1 methods and seeds" in done.out
+
+    def drop(content):
+        return content["answered"] != "trained"
+
+    rewrite(folder, "photo", None, drop)
+    assert "line 1 is not signed with the writer's key" in cli("ledger", path).err
+    rewrite(folder, "photo", ec.generate_private_key(ec.SECP384R1()), drop)
+    assert "line 1 is not signed with the writer's key" in cli("ledger", path).err
+    rewrite(folder, "photo", load_private_key(key), drop)
+    assert cli("ledger", path).code == 0
+    said = cli("ledger", path, "--anchors", anchors).err
+    assert "the coordinator was told at" in said
+    assert "the ledger was rewritten" in said
+    rewrite(folder, "photo", load_private_key(key), lambda content: False)
+    assert not (path / FILE).exists()
+    assert "cannot be read" in cli("ledger", path, "--anchors", anchors).err
+
+
+def test_a_line_whose_signature_is_that_of_another_is_found(signed):
+    folder, _ = signed
+    lines = (folder / "pen" / FILE).read_bytes().splitlines()
+    mark = b', "signature": "'
+    lines[-1] = lines[-1].rpartition(mark)[0] + mark + lines[-2].rpartition(mark)[2]
+    (folder / "pen" / FILE).write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(FedshiftError, match=f"line {len(lines)} is not signed with the writer's key"):
+        list(read_ledger(folder / "pen"))
+
+
+def test_a_coordinator_that_drops_heads_is_found(signed):
+    folder, _ = signed
+    record = folder / RECORD
+    contents = [dict(entry.content) for entry in read_chain(record)]
+    assert {content["site"] for content in contents} == {"pen", "photo", "print"}
+    record.unlink()
+    chain = Chain(record)
+    for content in contents[1:]:
+        chain.append(content)
+    for site in ("photo", "print"):
+        with pytest.raises(FedshiftError, match="the record was rewritten"):
+            compare_anchors(list(read_ledger(folder / site)), record, folder / site)
+
+
+def test_the_record_of_another_site_confirms_nothing(signed):
+    folder, _ = signed
+    entries = list(read_ledger(folder / "photo"))
+    Anchors(folder / "other.jsonl", "e", None, print).note("worn", {"number": 1, "digest": "0" * 64})
+    with pytest.raises(FedshiftError, match="knows no entry of"):
+        compare_anchors(entries, folder / "other.jsonl", folder / "photo")
+
+
+def test_questions_that_nobody_signed_are_counted_and_not_stored(signed, cli):
+    folder, grid = signed
+    site, before = grid.sites[2], (folder / "photo" / FILE).read_bytes()
+    said = []
+    site.say = said.append
+    (question,) = [question for node, question in grid.asked if (node, question.kind) == (2, "train")]
+    forged = replace(question, run=RUN, facts={**question.facts, "round": 1})
+    for _ in range(12):
+        answer = site.answer(forged)
+        assert (answer.kind, dict(answer.arrays)) == ("refused", {})
+        assert answer.facts.keys() == {"why"}
+    assert (folder / "photo" / FILE).read_bytes() == before
+    assert read_books(folder / "account.json")[1] == 12
+    assert len(said) == 2  # the first and the tenth
+    assert "12 questions were not signed by the coordinator, and refused" in cli("ledger", folder / "photo").out
+
+
+def test_each_line_says_who_signed_the_question_and_where_the_coordinator_stands(signed):
+    folder, _ = signed
+    whose = fingerprint(Signer(folder / "tls", RUN).key.public_key())
+    entries = [entry.content for entry in read_ledger(folder / "photo")]
+    assert {entry["signer"] for entry in entries} == {whose}
+    heads = {entry.number: entry.digest for entry in read_chain(folder / RECORD)}
+    told = [entry["coordinator"] for entry in entries]
+    assert told[0]["number"] == 0
+    assert all(heads[head["number"]] == head["digest"] for head in told[1:])
+
+
+def test_a_ledger_that_lost_lines_is_told_to_the_coordinator(tmp_path):
+    said = []
+    anchors = Anchors(tmp_path / "ledgers.jsonl", "e", None, said.append)
+    digests = [f"{number:064x}" for number in range(4)]
+    for number in (1, 2, 3):
+        anchors.note("north", {"number": number, "digest": digests[number]})
+    assert not said
+    again = Anchors(tmp_path / "ledgers.jsonl", "e", None, said.append)
+    again.note("north", {"number": 2, "digest": digests[2]})
+    (line,) = said
+    assert line.startswith("the ledger of north had 3 entries, and has 2 now: it was rewritten, or restored")
+    for nonsense in (None, [], {}, {"number": True, "digest": digests[1]}, {"number": 4, "digest": "g" * 64},
+                     {"number": 10**30, "digest": digests[1]}, {"number": -1, "digest": digests[1]}):  # fmt: skip
+        with pytest.raises(RefusedMessage, match="it does not say where its ledger stands"):
+            again.note("north", nonsense)
+
+
+def test_a_long_ledger_goes_on_in_another_file(tmp_path, monkeypatch, cli):
+    monkeypatch.setattr("fedshift.flower.transport.chain.MOST_BYTES", 2000)
+    key = ec.generate_private_key(ec.SECP384R1())
+    for _ in range(3):  # a program that is started again finds the end of the chain
+        ledger = Ledger(tmp_path, key=key)
+        for number in range(5):
+            ledger.write(Exchange(kind="train", facts={"round": number}), Exchange(kind="refused"))
+    parts = sorted(path.name for path in tmp_path.glob("ledger*.jsonl"))
+    assert len(parts) > 3
+    assert [entry.number for entry in read_ledger(tmp_path)] == list(range(1, 16))
+    (tmp_path / parts[1]).rename(tmp_path / "taken")
+    with pytest.raises(FedshiftError, match="line 1 does not follow the line before it"):
+        list(read_ledger(tmp_path))
+    (tmp_path / "taken").rename(tmp_path / parts[1])
+    (tmp_path / parts[0]).unlink()
+    done = cli("ledger", tmp_path, "--since", 13)
+    assert done.code == 0, done.err
+    assert "The first entry here is number " in done.out
+    assert [line.split()[0] for line in done.out.splitlines() if "train" in line] == ["14", "15"]
+    (tmp_path / FILE).unlink()  # right after a file was renamed
+    assert Ledger(tmp_path, key=key)._chain.head.number == max(entry.number for entry in read_ledger(tmp_path))
+
+
+def test_keys_beside_the_ledger_are_those_that_signed_it(tmp_path):
+    keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(2)]
+    for key in (*keys, keys[0]):
+        Ledger(tmp_path, key=key).write(Exchange(kind="end"), Exchange(kind="ended"))
+    assert len((tmp_path / KEYS).read_bytes().splitlines()) == 2
+    assert [entry.signed for entry in read_ledger(tmp_path)] == [
+        fingerprint(key.public_key()) for key in (*keys, keys[0])
+    ]
+    with pytest.raises(FedshiftError, match="line 2 is not signed"):
+        list(read_ledger(tmp_path, [keys[0].public_key()]))

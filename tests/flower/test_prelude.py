@@ -8,8 +8,10 @@ from rich.text import Text
 
 from fedshift.cli.inspection import describe_method
 from fedshift.evaluation.communication import summarize_method
-from fedshift.flower.site.ledger import read_ledger
-from fedshift.flower.site.review import SitePolicy, TrialReview
+from fedshift.flower.site.account import Book
+from fedshift.flower.site.ledger import count_bytes_left, read_ledger
+from fedshift.flower.site.policy import Limits
+from fedshift.flower.site.review import TrialReview
 from fedshift.flower.transport.arrays import RefusedMessage, to_record
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.methods.fedbn import fedbn
@@ -65,7 +67,7 @@ def test_consent_and_inspect_and_page_say_that_it_leaves_once():
 )
 def test_policies_limit_it(limit, why):
     with pytest.raises(RefusedMessage, match=re.escape(why)):
-        SitePolicy(**{"keep": ["*running*"]} | limit).check(review(plan=plain.trial(styles(fedbn())).plan))
+        Limits(**{"keep": ["*running*"]} | limit).check(review(plan=plain.trial(styles(fedbn())).plan), Book())
 
 
 def test_the_ledger_holds_it_with_its_bytes(served):
@@ -79,7 +81,7 @@ def test_the_ledger_holds_it_with_its_bytes(served):
     assert line.content["answered"] == "introduced"
     assert line.content["round"] == 0
     assert line.content["left"]["memory"]["names"] == ["styles/style"]
-    assert line.bytes == 8
+    assert count_bytes_left(line) == 8
     assert [each.startswith("1 entry of others, 8 bytes") for each in line.content["discloses"]] == [True]
     assert not any("others" in each for each in lines["train"].content["discloses"])
 

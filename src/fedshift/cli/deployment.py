@@ -37,13 +37,17 @@ def init(
         days: Validity of the certificates in days.
 
     """
+    from ..flower.transport.chain import load_key
     from ..flower.transport.pki import make_authority
+    from ..flower.transport.signatures import fingerprint
 
     made = make_authority(directory, _split_names(host), _split_names([nodes]), days)
     console = make_console()
     print_line(
         console, f"The coordinator's certificate is for {', '.join(made.hosts)}, until {made.until:%Y-%m-%d} (UTC)."
     )
+    whose = fingerprint(load_key(directory / "server.crt"))
+    print_line(console, f"Its key, by which a site's policy may allow it (coordinators): {whose}")
     print_line(console, f"To the coordinator: ca.crt server.crt server.key nodes/*.pub, all of {directory}")
     _explain_delivery(console, made.names)
     print_line(

@@ -154,7 +154,8 @@ class Coordinator:
             secured["allow"] = partial(allow_uploads, Path(order["home"]))
         self.nodes = Nodes(
             grid, hello, report.notice, known=known, changed=self._admit_newcomer, stop=report.stop,
-            anchors=Anchors(self.path.with_name(FILE), experiment, signer.key if signer else None, report.notice), **secured,
+            anchors=Anchors(self.path.with_name(FILE), experiment, signer.key if signer else None, report.notice),
+            **secured,
         )  # fmt: skip
         whose = f", with the key {fingerprint(signer.key.public_key())}" if signer else ""
         report.notice(f"experiment {experiment}{whose}: sites may allow these alone (join --policy)")

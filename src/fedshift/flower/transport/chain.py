@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -76,8 +76,8 @@ class Chain:
         if len(whole) < len(content):  # the program was killed while writing
             with path.open("r+b") as file:
                 file.truncate(len(whole))
-        files = list_parts(path)
-        lines = whole.splitlines() or (files[0 if len(files) == 1 else -2].read_bytes().splitlines() if files else [])
+        earlier = [part for part in list_parts(path) if part != path][-1:]
+        lines = whole.splitlines() or [line for part in earlier for line in part.read_bytes().splitlines()]
         self.head = Head()
         if lines:
             last = _read_line(lines[-1], path, len(lines))
@@ -144,7 +144,7 @@ def load_key(path: Path) -> ec.EllipticCurvePublicKey:
     ):
         try:
             key = load(content)
-        except ValueError:
+        except (ValueError, UnsupportedAlgorithm):
             continue
         if isinstance(key, ec.EllipticCurvePublicKey):
             return key
