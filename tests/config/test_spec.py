@@ -12,7 +12,8 @@ import fedshift
 from fedshift.cli import app as program
 from fedshift.config.settings_file import format_settings, to_toml
 from fedshift.config.spec import CompareSpec, RunSpec
-from fedshift.utils.errors import MOVED, as_argument, as_flag
+from fedshift.experiments.python_settings import make_python_experiment
+from fedshift.utils.errors import MOVED, UsageError, as_argument, as_flag
 
 OTHER = {
     "data": "some/where", "domains": "ann,bob", "samples": 20, "validation": 0.25, "image_size": 16, "classes": 4,
@@ -40,7 +41,7 @@ def resolved(cli, monkeypatch):
     """Call the program and return the settings it would have run, or the outcome of its refusal."""
     given = []
     monkeypatch.setattr(
-        program, "run_experiment", lambda spec, command, place: given.append((spec, place.out, place.resume))
+        program, "run_experiment", lambda spec, command, place, profile: given.append((spec, place.out, place.resume))
     )
 
     def call(*arguments):
@@ -155,6 +156,33 @@ def test_a_former_name_is_refused_with_the_new_spelling_wherever_it_is_given(nam
         assert (outcome.code, told in outcome.err) == (2, True), outcome.err
     with pytest.raises(TypeError, match=re.escape(f"write {as_argument(place, example)} instead")):
         fedshift.compare("fedavg", "digits", **{name: 1})
+
+
+BAD = {
+    "data": "no/where", "root": "elsewhere", "domains": "zoe", "split": "iid(client=3)", "samples": 0, "validation": 1,
+    "test_fraction": 0, "classes": 0, "allow_single_class": "maybe", "image_size": 0, "normalize": "whole",
+    "on_data_error": "stop", "client_column": "site", "task": "classify", "target": "y", "split_column": "part",
+    "groups": "nobody", "missing": "drop", "scaling": "all", "rounds": 0, "participation": 1.5, "engine": "fast",
+    "workers": 0, "precision": "float8", "device": "tpu", "unseen": "none", "evaluate_every": 0, "metric": "f2",
+    "select": "bets", "target_metric": 0, "model": "small-cn", "weights": "none.pt", "weights_skip_classifier": True,
+    "loss": "focl", "epochs": 0, "batches": 0, "steps": 0, "lr": -1, "log": "paper", "augment": "flp()",
+    "batch_size": -1, "optimizer": "adam", "schedule": "cosin", "newcomers": "zoe", "seeds": "3..a", "threads": 0,
+    "moments": "later", "methods": "fedbm",
+}  # fmt: skip
+"""A value for every setting that is refused."""
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(CompareSpec), ids=lambda field: field.name)
+def test_a_bad_value_of_any_setting_is_refused_wherever_it_is_given(field, cli, tiny_folder, tmp_path):
+    given = {"methods": "fedavg", "data": str(tiny_folder)} | {field.name: BAD[field.name]}
+    with pytest.raises(UsageError) as refused:
+        make_python_experiment(given)
+    assert field.name in refused.value.settings, str(refused.value)
+    (tmp_path / "own.toml").write_text(to_toml(given))
+    for words in (flags(given), ["--config", tmp_path / "own.toml"]):
+        outcome = cli("compare", *words, "--out", "out")
+        assert (outcome.code, outcome.err.count("\n"), "defect" in outcome.err) == (2, 1, False), outcome.err
+        assert not Path("out").exists()
 
 
 def test_a_list_of_one_seed_in_toml_is_that_seed(resolved, tmp_path):

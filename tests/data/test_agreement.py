@@ -12,7 +12,7 @@ from fedshift.config.spec import DataSpec, RunSpec
 from fedshift.data.agreement import KINDS
 from fedshift.data.assembly import federation
 from fedshift.data.sources import load_federation, load_source
-from fedshift.experiments.factory import GivenObjects, make_experiment
+from fedshift.experiments.factory import make_experiment
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription, merge_columns
 from fedshift.new_clients.site_data import load_site
 from fedshift.utils.errors import FedshiftError, UsageError
@@ -167,7 +167,7 @@ def test_a_client_that_joins_is_held_to_the_meaning_of_its_column(tmp_path):
 def test_an_experiment_is_refused_before_any_work():
     data = federation({"a": (ARRAYS["unit"], Y, ARRAYS["bytes"], Y)})
     with pytest.raises(UsageError, match="floats from 0 to 1, but client 'a', test data: 8-bit pixels"):
-        make_experiment(RunSpec(method="fedavg"), given=GivenObjects(data=data))
+        make_experiment(RunSpec(method="fedavg", data=data))
 
 
 # Labels of one kind

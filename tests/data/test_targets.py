@@ -14,7 +14,7 @@ from fedshift.config.spec import DataSpec, RunSpec
 from fedshift.data.assembly import federation
 from fedshift.data.federation import encode_targets
 from fedshift.data.sources import load_source, prepare_clients
-from fedshift.experiments.factory import GivenObjects, make_experiment
+from fedshift.experiments.factory import make_experiment
 from fedshift.new_clients.site_data import load_site
 from fedshift.tasks import CLASSIFICATION, TASKS, Multilabel, Regression, Segmentation
 from fedshift.utils.errors import UsageError
@@ -111,8 +111,8 @@ def test_numbers_are_standardized_by_all_clients_training_samples():
 
 def test_a_client_that_never_trains_has_no_influence_on_the_scale_of_targets():
     data = {"a": clients(X, NUMBERS)["a"], "new": clients(X, 1e6 + NUMBERS)["b"]}
-    spec = RunSpec(task="regression", method="fedavg", model="abide-mlp", newcomers="n*")
-    made = make_experiment(spec, given=GivenObjects(data=data)).data
+    spec = RunSpec(task="regression", method="fedavg", model="abide-mlp", newcomers="n*", data=data)
+    made = make_experiment(spec).data
     own = NUMBERS[:8]
     np.testing.assert_allclose(made.task.scales, np.stack([own.mean(0), own.std(0)], axis=1), rtol=1e-12)
     expected = (1e6 + NUMBERS[1:8] - own.mean(0)) / own.std(0)
@@ -120,7 +120,7 @@ def test_a_client_that_never_trains_has_no_influence_on_the_scale_of_targets():
 
 
 def test_without_a_model_masks_are_learned_by_a_u_net():
-    made = make_experiment(RunSpec(method="fedavg"), given=GivenObjects(data=clients(IMAGES, MASKS)))
+    made = make_experiment(RunSpec(method="fedavg", data=clients(IMAGES, MASKS)))
     network = made.model(made.data.sample_shape, made.data.classes)
     assert network(torch.zeros(2, 1, 5, 6)).shape == (2, 3, 5, 6)
 

@@ -178,7 +178,7 @@ def test_functions_that_can_be_imported_are_written_by_name(make_both, tmp_path,
         ("optimizer", SGD(lr=0.1, schedule=type("Halved", (Schedule,), {})()), "SGD(lr=0.1"),
         ("augment", brighten, "function brighten ("),
         ("augment", sequence(flip(), brighten), "function Transform ("),
-        ("task", type("Lone", (Weighed,), {})(factor=5.0), "Lone(factor=5.0) of Lone ("),
+        ("task", type("Lone", (Weighed,), {})(factor=5.0), "Lone(factor=5.0)"),
         ("newcomers", ["a,b"], "the clients 'a,b'"),
     ],
 )

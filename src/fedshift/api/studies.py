@@ -16,7 +16,8 @@ from ..console.terminal import show_progress
 from ..diagnosis.search import BASELINE, begin_search, continue_search, hold_out, parse_rates, read_search
 from ..diagnosis.search_report import MethodAdvice, write_search
 from ..experiments.jobs import Jobs
-from ..experiments.python_settings import make_python_experiment, note_user_code, read_methods, refuse_unknown
+from ..experiments.python_settings import make_python_experiment, note_user_code, refuse_unknown
+from ..methods import METHODS
 from ..representations.leakage import Leakage, LeakageSettings, measure_leakage
 from ..results.run_directory import RunDirectory
 from ..utils.errors import Ref, UsageError
@@ -55,7 +56,7 @@ def advise(
     with note_user_code():
         if out is not None:
             require_writable(Path(out))
-        named = None if methods == AUTO else read_methods([methods] if isinstance(methods, str) else methods, {}).value
+        named = None if methods == AUTO else METHODS.parse_all(methods)
         experiment = hold_out(
             lambda held: make_python_experiment({"data": data, "methods": BASELINE, **settings, **held})
         )

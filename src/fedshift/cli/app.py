@@ -27,12 +27,12 @@ from rich.text import Text
 from ..config.expressions import EMBEDDED, distrust, find_functions, read_catalog, read_functions
 from ..config.settings_file import COMMAND, read_run_settings
 from ..config.spec import (
-    ESSENTIAL,
     EXPRESSIONS,
+    SHOWN,
     TRAINING,
     CompareSpec,
     DataSpec,
-    OutputOptions,
+    RunOptions,
     RunSpec,
     explain,
     find_settings,
@@ -53,7 +53,7 @@ from .features import features
 from .leak import leak
 from .leave_out import rebuild_without, run_without
 from .reproduce import rebuild_papers, reproduce
-from .run import RunCode, find_kind, run_experiment
+from .run import Profile, RunCode, find_kind, run_experiment
 from .sweep import rebuild_sweep, sweep
 from .theory import theory
 from .watch import watch
@@ -136,17 +136,20 @@ SELECTION = (
 @app.command
 def run(
     spec: Annotated[RunSpec, Parameter(name="*")] = RunSpec(),
-    output: Annotated[OutputOptions, Parameter(name="*")] = OutputOptions(),
+    output: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
+    *,
+    profile: Profile = False,
 ) -> int:
     """Train one method on the clients of a federation, and evaluate each client."""
-    return run_experiment(spec, "run", output)
+    return run_experiment(spec, "run", output, profile=profile)
 
 
 @app.command
 def compare(
     spec: Annotated[CompareSpec, Parameter(name="*")] = CompareSpec(),
-    output: Annotated[OutputOptions, Parameter(name="*")] = OutputOptions(),
+    output: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
     *,
+    profile: Profile = False,
     leave_out: Annotated[str | None, Parameter(group=TRAINING, help=LEAVE_OUT)] = None,
     rates: Annotated[str | None, Parameter(group=TRAINING, help=RATES)] = None,
     selection: Annotated[str | None, Parameter(group=TRAINING, help=SELECTION)] = None,
@@ -155,7 +158,9 @@ def compare(
     if leave_out is None:
         if rates or selection:
             raise UsageError("--rates and --selection belong to --leave-out: give it, or see `fedshift sweep`")
-        return run_experiment(spec, "compare", output)
+        return run_experiment(spec, "compare", output, profile=profile)
+    if profile:
+        raise UsageError("--profile times one comparison, and --leave-out makes several: give one of the two")
     return run_without(spec, leave_out, output, rates, selection)
 
 
@@ -270,7 +275,7 @@ class _EssentialFormatter(DefaultFormatter):
     """Help formatter that shows the essential settings only."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-        entries = [entry for entry in panel.entries if _flag(entry.positive_names) in ESSENTIAL]
+        entries = [entry for entry in panel.entries if _flag(entry.positive_names) in SHOWN]
         if entries:
             super().__call__(console, options, panel.copy(entries=entries))
 

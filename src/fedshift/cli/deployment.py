@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from ..config.settings_file import read_run_settings
-from ..config.spec import CompareSpec, RunLocation, RunSpec, find_settings, read_settings, select_settings
+from ..config.spec import CompareSpec, RunOptions, RunSpec, find_settings, read_settings, select_settings
 from ..console.terminal import choose_directory, make_console, print_line
 from ..utils.errors import UsageError
 from ..utils.files import require_writable
@@ -121,7 +121,7 @@ def serve(
     """
     if (config is None) == (resume is None):
         raise UsageError("give either a settings file or --resume with the directory of a run")
-    place = RunLocation(config=config, out=out, resume=resume, quiet=quiet, code=tuple(code or ()))
+    place = RunOptions(config=config, out=out, resume=resume, quiet=quiet, code=tuple(code or ()))
     directory = choose_directory(place, "serve")
     if (tls is None) != insecure:
         raise UsageError("give either --tls DIR (see `fedshift pki init`) or --insecure, for plain text")

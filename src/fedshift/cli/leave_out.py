@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ..config.seeds import parse_seeds
 from ..config.settings_file import read_run_settings
-from ..config.spec import CompareSpec, OutputOptions
+from ..config.spec import CompareSpec, RunOptions
 from ..console.terminal import choose_directory, make_console, print_line, show_loading
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import UsageError
@@ -42,7 +42,7 @@ Group = tuple[str, ...]
 
 
 def run_without(
-    spec: CompareSpec, leave_out: str, place: OutputOptions, rates: str | None = None, selection: str | None = None
+    spec: CompareSpec, leave_out: str, place: RunOptions, rates: str | None = None, selection: str | None = None
 ) -> int:
     """Run or continue a comparison without each of the clients in ``leave_out``; return the exit code.
 
@@ -118,13 +118,11 @@ def rebuild_without(directory: Path, console: Console) -> None:
     _publish(CompareSpec(**settings), directory, console, rules)
 
 
-def _check(spec: CompareSpec, place: OutputOptions) -> Path:
+def _check(spec: CompareSpec, place: RunOptions) -> Path:
     if spec.newcomers:
         raise UsageError(
             f"--leave-out makes newcomers of one client after the other: leave out --newcomers {spec.newcomers}"
         )
-    if place.profile:
-        raise UsageError("--profile times one comparison, and --leave-out makes several: give one of the two")
     if place.resume and find_kind(place.resume) == "run":
         raise UsageError(f"{place.resume} holds one comparison and none without clients: start anew (--out)")
     return choose_directory(place, "compare")

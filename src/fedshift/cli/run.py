@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from ..config.settings_file import FILE, read_run_settings
-from ..config.spec import CompareSpec, OutputOptions, RunSpec
+from ..config.spec import DIRECTORY, CompareSpec, RunOptions, RunSpec
 from ..console.terminal import catch_interrupts, choose_directory, print_line, report_stop, show_loading, show_progress
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.processors import available_processors
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
     from ..experiments.run_queue import QueuedRun
 
+Profile = Annotated[
+    bool,
+    Parameter(
+        group=DIRECTORY,
+        negative=(),
+        help="Print at the end where the time went, and the fraction of this machine's measured peak that training "
+        "reached.",
+    ),
+]
+"""Argument of run and compare."""
 RunMethods = Annotated[
     str | None,
     Parameter(
@@ -53,7 +63,7 @@ RunCode = Annotated[
 """Arguments that commands on a finished run share."""
 
 
-def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptions) -> int:
+def run_experiment(spec: RunSpec | CompareSpec, command: str, place: RunOptions, *, profile: bool = False) -> int:
     """Run or continue the experiment that ``spec`` describes in ``place.out`` (or a new directory).
 
     Returns the exit code. Raises :class:`FedshiftError` if it fails, after publishing the results so far.
@@ -70,7 +80,7 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: OutputOptio
     print_line(console, f"{directory}: {summarize_experiment(experiment)}")
     began, finished = time.perf_counter(), False
     failure: FedshiftError | OSError | None = None
-    with catch_interrupts(console) as stop, show_progress(shown) as observer, _profile(place.profile) as seconds:
+    with catch_interrupts(console) as stop, show_progress(shown) as observer, _profile(profile) as seconds:
         try:
             finished = experiment.run(
                 directory, resume=place.resume is not None, observer=observer, stop=stop, jobs=place.jobs

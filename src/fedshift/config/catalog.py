@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -30,6 +30,11 @@ Made = TypeVar("Made", covariant=True)
 Function = Callable[..., Any]
 DASHED = re.compile(r"""(['"]).*?\1|(?<![\w.])[A-Za-z_]\w*(?:-\w+)+""")
 """A quoted text, or a name with dashes."""
+
+
+def list_several(given: object) -> Sequence[object]:
+    """Return the parts of a list or a tuple; anything else is one part."""
+    return given if isinstance(given, list | tuple) else [given]
 
 
 class Accept(Protocol[Made]):
@@ -92,14 +97,23 @@ class Catalog(Generic[Value]):
             raise unknown_name(self.kind, written, self.entries)
         return self.entries[written]
 
-    def parse_all(self, text: str, **supplied: object) -> tuple[Value, ...]:
-        """Return the values of expressions with commas between; ``supplied`` as for :meth:`parse`."""
-        try:
-            several = split_expressions(self.kind, text.rstrip().removesuffix(","))
-            return tuple(self._accept(made, each) for each in several for made in self._call(each, supplied))
-        except UsageError as error:
-            error.about(self.setting)
-            raise
+    def parse_all(self, given: object, **supplied: object) -> tuple[Value, ...]:
+        """Return the values of ``given``: expressions with commas between, an object, or a list of either.
+
+        ``supplied`` as for :meth:`parse`.
+        """
+        found: list[Value] = []
+        for one in list_several(given):
+            if not isinstance(one, str):
+                found.append(self.parse(one, **supplied))
+                continue
+            try:
+                several = split_expressions(self.kind, one.rstrip().removesuffix(","))
+                found += [self._accept(made, each) for each in several for made in self._call(each, supplied)]
+            except UsageError as error:
+                error.about(self.setting)
+                raise
+        return tuple(found)
 
     def parse(self, given: object, **supplied: object) -> Value:
         """Return the value that ``given``, a text or an object, is or makes.
@@ -125,13 +139,26 @@ class Catalog(Generic[Value]):
 
     def write(self, value: Value, **supplied: object) -> str | None:
         """Return a text that :meth:`parse` reads as an equal value, with equal ``supplied``; None if there is none."""
-        text = self._spell(value) if self._spell else self._describe(value, supplied)
+        return self._confirm(self._spell(value) if self._spell else self._describe(value, supplied), value, supplied)
+
+    def _confirm(self, text: str | None, value: Value, supplied: Mapping[str, object]) -> str | None:
+        """Return ``text`` if it makes a value equal to ``value``."""
         if text is None:
             return None
         try:
             return text if self._key(self.parse(text, **supplied)) == self._key(value) else None
         except UsageError:  # for example of a function that is elsewhere by now
             return None
+
+    def write_all(self, given: object) -> str | None:
+        """Return a text that :meth:`parse_all` reads as values equal to those of ``given``; None if there is none."""
+        texts = [one if isinstance(one, str) else self._write_given(one) for one in list_several(given)]
+        return None if None in texts else ",".join(map(str, texts))
+
+    def _write_given(self, given: object) -> str | None:
+        """Return a text for what :meth:`parse` takes: that of its value, or its own import path."""
+        made = self.parse(given)
+        return self.write(made) or self._confirm(find_import_path(given), made, {})
 
     def _call(self, text: str, supplied: Mapping[str, object]) -> list[Any]:
         source = DASHED.sub(lambda found: found[0] if found[1] else found[0].replace("-", "_"), text)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -24,11 +25,10 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
+from .catalog import Catalog
 from .seeds import parse_seeds, write_seeds
 from .settings_file import FILE, WRITTEN
 
-EXPRESSIONS = ("method", "methods", "model", "loss", "augment", "task", "over", "unseen")
-"""Settings that may name users' functions."""
 DATA = Group("Data", sort_key=1)
 PREPARING = Group("Preparing data", sort_key=2)
 FILES = Group("Reading files", sort_key=3)
@@ -63,36 +63,59 @@ def _read_seeds(value: Any) -> int | str:
         raise PydanticCustomError("seeds", "should be {allowed}", {"allowed": str(error)}) from error
 
 
+def _join_texts(value: Any) -> Any:
+    """Return several texts as one with commas, and several objects as a tuple."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    several = tuple(value)
+    return ",".join(several) if several and all(isinstance(each, str) for each in several) else several
+
+
+def _read_names(value: Any) -> Any:
+    """Return names of clients as one text, unless a name of a list has a sign with a special meaning there."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence | Set) or not all(isinstance(name, str) for name in value):
+        raise PydanticCustomError("names", "should be names of clients, in a list or a text with commas")
+    return tuple(value) if any(SIGNS & set(name) for name in value) else ",".join(value) or None
+
+
 def _split_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
 Names = Annotated[str, BeforeValidator(_join)]
+Several = Annotated[Any, BeforeValidator(_join_texts)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split_list)]
 Number = Annotated[float | int, BeforeValidator(_parse_number)]
 Positive = Annotated[int, Field(ge=1)]
 Seeds = Annotated[int | str, BeforeValidator(_read_seeds)]
+SIGNS = frozenset(",*?[]")
+"""Characters with a special meaning in lists of client names."""
 AUTO = "auto"
 """Value of a setting that is chosen for the user."""
 PYTHON = "python"
 """Table of a TOML file with the settings of a run from Python whose values a file cannot store."""
-OF_ONE = {
-    "over": "sweep", "budget": "advise", "rates": "advise", "leave_out": "compare", "method": "run",
-    "methods": "compare",
-}  # fmt: skip
-"""Settings that only one command has."""
-ESSENTIAL = frozenset(
-    {"data", "split", "validation", "model", "method", "methods", "over", "rounds", "epochs", "batch_size", "lr",
-     "seeds", "config", "out", "resume", "budget"}
-)  # fmt: skip
-"""Settings shown by the help of run, compare, sweep and advise; ``--help-all`` also shows the others."""
+ESSENTIAL = "essential"
+"""Mark of a setting that the help of run, compare, sweep and advise shows; ``--help-all`` also shows the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Expression:
+    """Mark of a setting that may name users' functions; ``catalog``: what reads and writes it, ``core.loss:LOSSES``.
+
+    Its value is what was given: a text, or in Python an object. :class:`~fedshift.config.catalog.Catalog` parses either
+    when the experiment is made, so that this module imports no torch.
+    """
+
+    catalog: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialSpec:
     """Settings that a trial uses as written."""
 
-    rounds: Annotated[Positive, Parameter(group=TRAINING)] = 20
+    rounds: Annotated[Positive, ESSENTIAL, Parameter(group=TRAINING)] = 20
     """Communication rounds."""
 
     participation: Annotated[Number | None, Field(gt=0), Parameter(group=TRAINING)] = None
@@ -116,7 +139,7 @@ class TrialSpec:
     device: Annotated[str, Parameter(group=COMPUTING)] = "cpu"
     """Torch device: cpu, cuda, cuda:1."""
 
-    unseen: Annotated[str, Parameter(group=MEASURING)] = "skip"
+    unseen: Annotated[str, Expression("evaluation.policy:POLICIES"), Parameter(group=MEASURING)] = "skip"
     """Policy for measuring a client that never trained, with a method that keeps state on clients (see `fedshift list
     policies`), such as average, reestimate or tent(steps=3), or your own function, package.module:function; skip does
     not measure it. Methods with one global model measure the client on that model."""
@@ -139,30 +162,6 @@ class TrialSpec:
     bytes each method reached it. Only evaluated rounds count, so evaluate every round to find the exact one."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedSpec(TrialSpec):
-    """Settings written in the same way on the command line, in TOML and in Python."""
-
-    epochs: Annotated[Positive | None, Parameter(group=TRAINING)] = None
-    """Passes of each client over its data in a round; 1 unless batches or steps are given."""
-
-    batches: Annotated[Positive | None, Parameter(group=TRAINING)] = None
-    """Batches of each client in a round, in place of epochs. A round ends with the pass over the client's data
-    (FedMMB's algorithm), so a client with fewer batches than this takes fewer; steps goes on into the next pass."""
-
-    steps: Annotated[Positive | None, Parameter(group=TRAINING)] = None
-    """Local steps of each client in a round, in place of epochs: the same number for clients of all sizes, over as many
-    passes as they need. The next round continues where the last one ended."""
-
-    lr: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=TRAINING)] = 0.01
-    """Learning rate of the local optimizer."""
-
-    log: Annotated[Names | None, Parameter(group=DIRECTORY)] = None
-    """Loggers, comma-separated: tensorboard, mlflow, wandb (pip install 'fedshift[tensorboard]'). They write files in
-    the run directory; nothing leaves the machine unless MLFLOW_TRACKING_URI or WANDB_MODE=online is set. none turns
-    logging off, also for a resumed run that was begun with loggers."""
-
-
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class DataSpec:
     """Settings for reading data, distributing them among clients, and scaling them."""
@@ -173,7 +172,7 @@ class DataSpec:
     domains: Annotated[Names | None, Parameter(group=PREPARING)] = None
     """Clients to use, comma-separated, in the order of the tables; by default all."""
 
-    split: Annotated[str | None, Parameter(group=PREPARING)] = None
+    split: Annotated[str | None, ESSENTIAL, Parameter(group=PREPARING)] = None
     """Distribution of the samples among clients, one or several steps in turn: iid(clients=10), dirichlet(clients=10,
     alpha=0.3), labels(clients=100, per_client=2), quantity(clients=10), domain_mix(clients=20, mixing=0.1),
     ham_non_iid(), sample(size=743), truncate(),
@@ -183,7 +182,7 @@ class DataSpec:
     samples: Annotated[Positive | None, Parameter(group=PREPARING)] = None
     """Training samples of each client, drawn once; by default all."""
 
-    validation: Annotated[float, Field(ge=0, lt=1), Parameter(group=PREPARING)] = 0.0
+    validation: Annotated[float, Field(ge=0, lt=1), ESSENTIAL, Parameter(group=PREPARING)] = 0.0
     """Fraction of each client's training samples to hold out for validation."""
 
     test_fraction: Annotated[float, Field(gt=0, lt=1), Parameter(group=FILES)] = 0.2
@@ -212,11 +211,11 @@ class DataSpec:
     client_column: Annotated[str | None, Parameter(group=FILES)] = None
     """Column with the client's name, if one table contains all clients."""
 
-    task: Annotated[str | None, Parameter(group=FILES)] = None
+    task: Annotated[Any, Expression("tasks:TASKS"), Parameter(group=FILES)] = None
     """Kind of prediction: classification, segmentation (a class for each pixel), multilabel (several labels
     of 0 and 1), regression (numbers), survival (time and event) or your own, package.module:Class. Regression
     standardizes targets by all clients' training data, regression(standardize=False) does not. By default classes, or
-    masks where there are some."""
+    masks where there are some. In Python also a value, or a subclass of fedshift.tasks.Task."""
 
     target: Annotated[str | None, Parameter(group=FILES)] = None
     """Column of a table with the label; for several labels or numbers, or time and event, comma-separated columns."""
@@ -242,56 +241,80 @@ class DataSpec:
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class Spec(DataSpec, SharedSpec):
+class Spec(DataSpec, TrialSpec):
     """All settings of an experiment except its methods."""
 
-    data: Annotated[str, Parameter(group=DATA)] = "digits"
-    """Data to use: the embedded digits, or nuclei (segmentation); a benchmark by name (see `fedshift data list`); or a
+    data: Annotated[Any, ESSENTIAL, Parameter(group=DATA)] = "digits"
+    """Data to use: the embedded digits, or nuclei (segmentation); a benchmark by name (see `fedshift data list`); or
     your own directory: images in client/class or client/train/class, images in client/images with masks in
-    client/masks, one .npz file per client, or CSV or Parquet tables."""
+    client/masks, one .npz file per client, or CSV or Parquet tables. In Python also a Federation, a dictionary of
+    clients as for fedshift.federation, pandas frames or HuggingFace datasets by client, or a single one with
+    client_column."""
 
-    model: Annotated[str, Parameter(group=MODEL)] = "auto"
+    model: Annotated[Any, Expression("models:MODELS"), ESSENTIAL, Parameter(group=MODEL)] = "auto"
     """Network by name (see `fedshift list models`), optionally with arguments, unet(width=32), or your own function,
     package.module:function, called with the shape of a sample and the number of classes; if its network returns
     several outputs, take_output(package.module:function, output='logits'). auto is unet-small for
-    masks, small-cnn for other images and abide-mlp for other samples."""
+    masks, small-cnn for other images and abide-mlp for other samples. In Python also such a function."""
 
-    weights: Annotated[str | None, Parameter(group=MODEL)] = None
+    weights: Annotated[Any, Parameter(group=MODEL)] = None
     """File with the initial weights of every network, in place of random ones: a state dictionary, as .safetensors or
-    as torch.save writes it (.pt, .pth, .bin; read without running code)."""
+    as torch.save writes it (.pt, .pth, .bin; read without running code). In Python also a dictionary."""
 
     weights_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
     """Ignore the last layer of --weights, for example for different classes; it starts from random weights."""
 
-    loss: Annotated[str, Parameter(group=TRAINING)] = "auto"
+    epochs: Annotated[Positive | None, ESSENTIAL, Parameter(group=TRAINING)] = None
+    """Passes of each client over its data in a round; 1 unless batches or steps are given."""
+
+    batches: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Batches of each client in a round, in place of epochs. A round ends with the pass over the client's data
+    (FedMMB's algorithm), so a client with fewer batches than this takes fewer; steps goes on into the next pass."""
+
+    steps: Annotated[Positive | None, Parameter(group=TRAINING)] = None
+    """Local steps of each client in a round, in place of epochs: the same number for clients of all sizes, over as many
+    passes as they need. The next round continues where the last one ended."""
+
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False), ESSENTIAL, Parameter(group=TRAINING)] = 0.01
+    """Learning rate of the local optimizer."""
+
+    log: Annotated[Names | None, Parameter(group=DIRECTORY)] = None
+    """Loggers, comma-separated: tensorboard, mlflow, wandb (pip install 'fedshift[tensorboard]'). They write files in
+    the run directory; nothing leaves the machine unless MLFLOW_TRACKING_URI or WANDB_MODE=online is set. none turns
+    logging off, also for a resumed run that was begun with loggers."""
+
+    loss: Annotated[Any, Expression("core.loss:LOSSES"), Parameter(group=TRAINING)] = "auto"
     """Training loss, by default the task's: cross_entropy or focal(gamma=2.0), either with weights='balanced', by the
     classes of all training data, weights='inverse_frequency', these times the number of classes, or weights=(1.0, 2.5),
     one per class; for masks also dice and dice_cross_entropy; for several labels binary_cross_entropy or binary_focal;
-    for numbers mse, mae or huber(delta=1.0); or your own function of outputs and targets, package.module:function."""
+    for numbers mse, mae or huber(delta=1.0); or your own function of outputs and targets, package.module:function. In
+    Python also such a function, a value, or a loss of torch.nn with its arguments."""
 
-    augment: Annotated[str | None, Parameter(group=TRAINING)] = None
+    augment: Annotated[Any, Expression("data.augmentation:AUGMENTATIONS"), Parameter(group=TRAINING)] = None
     """Augmentation of training images, one or several of flip(), rotate(degrees=30), crop(padding=4), color_jitter(),
-    scale(), shear(), erase(), or fedbn_office(), fedmmb_cifar(), flamby_isic()."""
+    scale(), shear(), erase(), or fedbn_office(), fedmmb_cifar(), flamby_isic(). In Python also their value, or a
+    function of images [B, C, H, W] in [0, 1] and a NumPy generator."""
 
-    batch_size: Annotated[int, Field(ge=0), Parameter(group=TRAINING)] = 32
-    """Samples in a batch; 0 puts all of a client's samples into one batch."""
+    batch_size: Annotated[int, Field(ge=0), ESSENTIAL, Parameter(group=TRAINING)] = 32
+    """Samples in a batch; 0, in Python also None, puts all of a client's samples into one batch."""
 
-    optimizer: Annotated[str, Parameter(group=TRAINING)] = "sgd"
+    optimizer: Annotated[Any, Expression("core.optimizer:OPTIMIZERS"), Parameter(group=TRAINING)] = "sgd"
     """Local optimizer: sgd(momentum=0.0, nesterov=False, weight_decay=0.0), with L2 weight decay, or
     adamw(weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-08), with decoupled weight decay; keep=True keeps its state
-    on the client from round to round instead of resetting it."""
+    on the client from round to round instead of resetting it. In Python also a value, fedshift.SGD(lr=0.01), or
+    torch.optim.SGD, Adam or AdamW: the class, a functools.partial with arguments, or an instance."""
 
-    schedule: Annotated[str, Parameter(group=TRAINING)] = "constant"
+    schedule: Annotated[Any, Expression("core.optimizer:SCHEDULES"), Parameter(group=TRAINING)] = "constant"
     """Schedule of the learning rate over rounds: constant, cosine(floor=0.0), step(every=10, gamma=0.1) or
-    exponential(gamma=0.99)."""
+    exponential(gamma=0.99). In Python also a value, such as fedshift.Cosine(rounds=20)."""
 
-    newcomers: Annotated[Names | None, Parameter(group=TRAINING)] = None
+    newcomers: Annotated[Any, BeforeValidator(_read_names), Parameter(group=TRAINING)] = None
     """Clients, comma-separated, that never take part in training and are only measured; usps-* matches all such
-    names."""
+    names. In Python also a list of names."""
 
-    seeds: Annotated[Seeds, Parameter(group=TRAINING)] = 1
+    seeds: Annotated[Seeds, ESSENTIAL, Parameter(group=TRAINING)] = 1
     """Number of seeds, 0, 1, ...; or the seeds themselves, 3,4,5 or 3..5, and 7, (with a comma) for one alone. 3 or
-    more give standard deviations and intervals."""
+    more give standard deviations and intervals. In Python also a list."""
 
     threads: Annotated[Positive | None, Parameter(group=COMPUTING)] = None
     """Threads of torch; by default torch's choice. Small networks run faster on one thread, and results are equal bit
@@ -307,7 +330,7 @@ class Spec(DataSpec, SharedSpec):
 class RunSpec(Spec):
     """One method."""
 
-    method: Annotated[str, Parameter(group=MODEL)] = "fedbn"
+    method: Annotated[Any, Expression("methods:METHODS"), ESSENTIAL, Parameter(group=MODEL)] = "fedbn"
     """Method (see `fedshift list methods`). It takes arguments, fedprox(mu=0.1), composes, fedbn+fedprox, and may be
     your own function, package.module:function."""
 
@@ -316,16 +339,17 @@ class RunSpec(Spec):
 class CompareSpec(Spec):
     """Several methods."""
 
-    methods: Annotated[Names, Parameter(group=MODEL)] = "fedavg,fedbn"
+    methods: Annotated[Several, Expression("methods:METHODS"), ESSENTIAL, Parameter(group=MODEL)] = "fedavg,fedbn"
     """Methods, comma-separated (see `fedshift list methods`). They take arguments, fedprox(mu=0.1), compose,
-    fedbn+fedprox, and may be your own functions, package.module:function."""
+    fedbn+fedprox, and may be your own functions, package.module:function. In Python also methods, fedshift.fedbn(), or
+    functions that make one, several in a list. With one seed, they share initial weights and the order of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SweepSpec(CompareSpec):
     """A comparison for each combination of some settings' values."""
 
-    over: Annotated[Texts, Parameter(group=SWEEPING, negative=(), show_default=False)] = ()
+    over: Annotated[Texts, Expression(), ESSENTIAL, Parameter(group=SWEEPING, negative=(), show_default=False)] = ()
     """Setting and its values, once per setting: --over epochs=1,4,16 --over batch_size=10,50,0. Every combination is a
     separate comparison; commas inside brackets do not separate values, and none unsets a setting. In TOML: over =
     ["epochs=1,4,16", "batch_size=10,50,0"]."""
@@ -335,11 +359,11 @@ class SweepSpec(CompareSpec):
 class AdviseSpec(CompareSpec):
     """A search for the best method on validation data."""
 
-    methods: Annotated[Names, Parameter(group=MODEL)] = AUTO
+    methods: Annotated[Several, Expression("methods:METHODS"), ESSENTIAL, Parameter(group=MODEL)] = AUTO
     """Methods to try, comma-separated (see `fedshift list methods`); by default the ones that a diagnosis of the data
     favors, and some that are always worth trying."""
 
-    budget: Annotated[float, Field(gt=0, allow_inf_nan=False), Parameter(group=SEARCHING)] = 10.0
+    budget: Annotated[float, Field(gt=0, allow_inf_nan=False), ESSENTIAL, Parameter(group=SEARCHING)] = 10.0
     """Minutes for everything, diagnosis and timing included, predicted by timing a round of each method; if they do not
     suffice, fewer rounds than --rounds, fewer learning rates and fewer methods are tried. When they are used, the
     search ends."""
@@ -350,41 +374,58 @@ class AdviseSpec(CompareSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunLocation:
-    """Files and directories of a run and what it prints, which are not part of the experiment."""
+class RunOptions:
+    """Files and directories of a run, what it prints, and how many trials run at a time: no part of the experiment."""
 
-    config: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
+    config: Annotated[Path | None, ESSENTIAL, Parameter(group=DIRECTORY)] = None
     """TOML file with the same names as the flags (image_size = 28); flags on the command line take precedence."""
 
     code: Annotated[Texts, Parameter(group=DIRECTORY, negative=(), show_default=False)] = ()
     """Your own function, package.module:function, that the file of --config may call; may be given several times.
     Files may come from others, so no other function in them is called; functions in flags need not be listed."""
 
-    out: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
+    out: Annotated[Path | None, ESSENTIAL, Parameter(group=DIRECTORY)] = None
     """Directory to write; by default a new one under runs/."""
 
-    resume: Annotated[Path | None, Parameter(group=DIRECTORY)] = None
+    resume: Annotated[Path | None, ESSENTIAL, Parameter(group=DIRECTORY)] = None
     """Directory of an interrupted run to continue, bit for bit."""
 
     quiet: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
     """Print only the directory, the tables at the end, and errors; no progress, and no notes, which are on the page."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(RunLocation):
-    """Files and directories of a run, and the number of trials that run at a time."""
 
     jobs: Annotated[Positive | Literal["auto"], Parameter(group=COMPUTING)] = "auto"
     """Maximum number of trials (one method with one seed each) that run side by side, in processes; results are the
     same bit for bit. auto: one per processor, for trials that leave processors idle, if that saves time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions(RunOptions):
-    """Files and directories of one run, the number of trials that run at a time, and whether to profile it."""
+COMMANDS: Mapping[str, type[Spec]] = {"run": RunSpec, "compare": CompareSpec, "sweep": SweepSpec, "advise": AdviseSpec}
+"""Commands that train, with their settings."""
 
-    profile: Annotated[bool, Parameter(group=DIRECTORY, negative=())] = False
-    """Print at the end where the time went, and the fraction of this machine's measured peak that training reached."""
+
+def _find_marked(mark: object) -> Iterator[str]:
+    """Yield the names of the settings that bear ``mark``, or a mark of that class."""
+    for kind in (*COMMANDS.values(), RunOptions):
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            if any(each == mark or (isinstance(mark, type) and isinstance(each, mark)) for each in get_args(hint)[1:]):
+                yield name
+
+
+def find_catalog(kind: type[Spec], name: str) -> Catalog[Any] | None:
+    """Return the catalog that reads and writes setting ``name`` of ``kind``, if it has one."""
+    marks = (mark for mark in get_args(get_type_hints(kind, include_extras=True)[name]) if isinstance(mark, Expression))
+    place = next((mark.catalog for mark in marks), "")
+    module, _, catalog = place.partition(":")
+    return getattr(importlib.import_module(f"fedshift.{module}"), catalog) if place else None
+
+
+EXPRESSIONS, SHOWN = frozenset(_find_marked(Expression)), frozenset(_find_marked(ESSENTIAL))
+"""Settings that may name users' functions, and those that help shows."""
+OF_ONE = {"leave_out": "compare"} | {
+    name: command
+    for command, kind in reversed(list(COMMANDS.items()))
+    for name in {field.name for field in dataclasses.fields(kind)} - {field.name for field in dataclasses.fields(Spec)}
+}
+"""Settings that only one command has, or that another has under another name."""
 
 
 def find_settings(config: Path | None, resume: Path | None) -> Path:

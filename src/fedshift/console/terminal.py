@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from ..config.expressions import find_functions
 from ..config.settings_file import FILE, read_run_settings
-from ..config.spec import EXPRESSIONS, RunLocation
+from ..config.spec import EXPRESSIONS, RunOptions
 from ..utils.errors import UsageError
 from ..utils.files import require_writable
 
@@ -155,7 +155,7 @@ def report_stop(console: Console, command: str, directory: Path) -> int:
     return 130
 
 
-def choose_directory(place: RunLocation, command: str) -> Path:
+def choose_directory(place: RunOptions, command: str) -> Path:
     """Return the directory to which a run will be written, without creating it.
 
     Raises :class:`UsageError` if a directory to write and one to continue are both given, or it cannot be written.

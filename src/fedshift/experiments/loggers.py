@@ -234,7 +234,7 @@ def parse_loggers(text: str | Sequence[str] | None) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in parts if part.strip() not in ("", NONE)))
     for name in names:
         if name not in LOGGERS:
-            raise unknown_name("logger", name, (*LOGGERS, NONE))
+            raise unknown_name("logger", name, (*LOGGERS, NONE)).about("log")
     return names
 
 

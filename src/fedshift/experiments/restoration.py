@@ -22,9 +22,9 @@ from ..results.trial_records import BEST, CHECKPOINT, load_facts
 from ..utils.errors import Ref, UsageError, unknown_name
 from .experiment import Experiment
 from .factory import make_experiment
-from .python_settings import OF_OPTIMIZER
 from .settings import Settings
 from .trial import Trial
+from .written_settings import OF_OPTIMIZER
 
 AT_SITE = "`fedshift join ... --export DIRECTORY` writes each site's model there"
 """Advice for models that a coordinator does not have."""

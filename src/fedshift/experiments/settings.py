@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..config.spec import SharedSpec, TrialSpec, check_settings
+from ..config.spec import Spec, TrialSpec, check_settings
 from ..core.compatibility import check_task
 from ..core.loss import LOSSES, CrossEntropy, CustomLoss, Loss
 from ..core.method import Method
@@ -42,7 +42,7 @@ class Settings(TrialSpec):
     work: Work = field(default_factory=lambda: Work(epochs=1))
     """Local work of a client in a round."""
 
-    optimizer: Optimizer = field(default_factory=lambda: SGD(lr=SharedSpec.lr))
+    optimizer: Optimizer = field(default_factory=lambda: SGD(lr=Spec.lr))
     """Local optimizer."""
 
     loss: Loss | None = None
@@ -105,7 +105,7 @@ class Settings(TrialSpec):
                 raise unknown_name(f"metric of task {task}", name, METRICS)
         metric = task.metrics[0] if self.metric == "auto" else self.metric
         if metric not in task.metrics:
-            unknown = unknown_name("metric", metric, task.metrics)
+            unknown = unknown_name("metric", metric, task.metrics).about("metric")
             if isinstance(task, Segmentation) and metric in SURFACE_METRICS:
                 counted = Ref(task="segmentation(surface=True)")
                 raise UsageError(f"{{}} (the data's task is {task}; it is counted with {{}})", unknown, counted)

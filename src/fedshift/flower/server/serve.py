@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from ...config.settings_file import FILE
-from ...config.spec import CompareSpec, RunLocation, RunSpec
+from ...config.spec import CompareSpec, RunOptions, RunSpec
 from ...console.terminal import catch_interrupts, report_stop, show_progress
 from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
@@ -114,7 +114,7 @@ class ListenOptions:
                 ) from error
 
 
-def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunLocation, directory: Path) -> int:
+def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunOptions, directory: Path) -> int:
     """Run ``spec`` in ``directory`` with the sites that connect; return an exit code, as ``fedshift run`` does."""
     check_flower()
     console = Console()
@@ -159,7 +159,7 @@ class _Coordination:
         spec: RunSpec | CompareSpec,
         reach: ListenOptions,
         directory: Path,
-        place: RunLocation,
+        place: RunOptions,
     ) -> None:
         self.place, self.reach, self.directory, self.logs = place, reach, directory, directory / MACHINES
         self._scratch = ScratchDirectory()
