@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +32,18 @@ from ..files.image_decoding import SUFFIXES, Header
 from ..files.image_store import ImageFile, ImageStore
 from ..files.read_options import ReadOptions
 from ..groups import find_groups
-from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
+from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, choose_clients
 
 holds = "images in class folders"
 options = frozenset({"test_fraction", "image_size", "groups"})
+
+
+class Inspected(NamedTuple):
+    """Headers of a client's files, the reason why each other file is broken, and the ``entry`` for its array."""
+
+    entry: Path
+    headers: dict[str, Header]
+    broken: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,9 +53,7 @@ class Images:
     Attributes:
         path: Directory of the clients.
         clients: Files of each client, by its name.
-        entries: Place of each client's array in the cache.
-        cached: Arrays that are in the cache.
-        headers: Headers of the other clients' files, and the reason why each other file is broken.
+        found: Each client's array if it is in the cache, else what its files' headers say.
         size: Width and height of all images.
         resized: Whether images of several sizes are resized without having been asked to be.
 
@@ -55,9 +61,7 @@ class Images:
 
     path: Path
     clients: Mapping[str, tuple[ImageFile, ...]]
-    entries: Mapping[str, Path]
-    cached: Mapping[str, ImageStore]
-    headers: Mapping[str, tuple[dict[str, Header], dict[str, str]]]
+    found: Mapping[str, ImageStore | Inspected]
     size: tuple[int, int]
     resized: bool = False
 
@@ -146,17 +150,12 @@ def list_clients(
 def make_part(client: str, files: Sequence[ImageFile], y: Tensor, source: Any, reading: ReadOptions) -> Part:
     """Return a client's images with their targets; without a test folder, those for training are to be divided."""
     names = tuple(file.path for file in files)
-    return Part(
-        client=client, where=f"client {client!r}", y=y, side=_find_sides(files), rows=np.arange(len(files)),
-        files=names, group=find_groups(reading.groups, names), source=source,
-    )  # fmt: skip
-
-
-def _find_sides(files: Sequence[ImageFile]) -> Sides:
-    tested = any(file.part == "test" for file in files)
-    train = SPLITS.index("train") if tested else UNSAID
+    train = SPLITS.index("train") if any(file.part == "test" for file in files) else UNSAID
     sides = {"": train, "train": train, **{split: SPLITS.index(split) for split in SPLITS[1:]}}
-    return np.array([sides[file.part] for file in files], np.int8)
+    return Part(
+        client=client, where=f"client {client!r}", y=y, side=np.array([sides[file.part] for file in files], np.int8),
+        rows=np.arange(len(files)), files=names, group=find_groups(reading.groups, names), source=source,
+    )  # fmt: skip
 
 
 def inspect_images(
@@ -170,29 +169,27 @@ def inspect_images(
     ``size``: height and width of the images, in place of those that ``reading`` says.
     """
     asked = size or ((reading.image_size,) * 2 if reading.image_size else None)
-    entries: dict[str, Path] = {}
-    cached: dict[str, ImageStore] = {}
-    headers: dict[str, tuple[dict[str, Header], dict[str, str]]] = {}
+    found: dict[str, ImageStore | Inspected] = {}
     sizes: dict[tuple[int, int], str] = {}  # the first file of each (width, height)
     for name, own in clients.items():
         fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
         choices = (asked, fraction)  # and groups: what is for training decides how gray is scaled
         groups = () if reading.groups is None else find_groups(reading.groups, [file.path for file in own]).tolist()
-        entries[name] = image_store.cache_entry(reading.cache_directory, path, own, name, *choices, *groups)
-        store = image_store.load_store(entries[name])
-        if store is None:
-            headers[name] = found, _ = image_store.inspect_all(path, own, f"headers of {name}", reading.progress)
-            _refuse_other_depths(path, name, found)
-            for file, header in found.items():
+        entry = image_store.cache_entry(reading.cache_directory, path, own, name, *choices, *groups)
+        if (store := image_store.load_store(entry)) is None:
+            headers, broken = image_store.inspect_all(path, own, f"headers of {name}", reading.progress)
+            found[name] = Inspected(entry, headers, broken)
+            _refuse_other_depths(path, name, headers)
+            for file, header in headers.items():
                 sizes.setdefault((header.width, header.height), file)
         else:
-            cached[name] = store
+            found[name] = store
             for file in [file.path for file in own if file.path not in store.facts.broken][:1]:
                 sizes.setdefault((store.facts.width, store.facts.height), file)
     if len(sizes) > 1 and not asked and reading.differing:  # the cache is asked again
         return replace(inspect_images(path, clients, reading, reading.differing), resized=True)
     wide = asked[::-1] if asked else _find_common_size(path, sizes)
-    return Images(path=path, clients=clients, entries=entries, cached=cached, headers=headers, size=wide)
+    return Images(path=path, clients=clients, found=found, size=wide)
 
 
 def _refuse_other_depths(path: Path, name: str, headers: dict[str, Header]) -> None:
@@ -222,20 +219,18 @@ def _find_common_size(path: Path, sizes: dict[tuple[int, int], str]) -> tuple[in
 
 def decode_images(images: Images, parts: Sequence[Part], reading: ReadOptions, assign: Assign) -> list[ImageStore]:
     """Return the array of each part, from the cache or decoded; training images decide how gray values are scaled."""
-    return [
-        images.cached.get(part.client)
-        or image_store.decode_all(
-            images.path,
-            images.clients[part.client],
-            image_store.describe_headers(*images.headers[part.client], *images.size[::-1]),
-            images.entries[part.client],
-            f"images of {part.client}",
-            reading.progress,
-            partial(_find_training, part, assign),
-        )
-        for part in parts
-    ]
+    stores, (width, height) = [], images.size
+    for part in parts:
+        store, files = images.found[part.client], images.clients[part.client]
+        if isinstance(store, Inspected):
+            facts = image_store.describe_headers(store.headers, store.broken, height, width)
+            store = image_store.decode_all(
+                images.path, files, facts, store.entry, f"images of {part.client}", reading.progress,
+                partial(_find_training, assign, part),
+            )  # fmt: skip
+        stores.append(store)
+    return stores
 
 
-def _find_training(part: Part, assign: Assign, broken: Collection[str]) -> NDArray[np.intp]:
+def _find_training(assign: Assign, part: Part, broken: Collection[str]) -> NDArray[np.intp]:
     return np.flatnonzero(assign(part, broken) == SPLITS.index("train"))
