@@ -41,7 +41,7 @@ KINDS = (
     "times as long", "samples in .* steps", "counts do not fit", "it measured ", "has .* bytes, and the method",
     "calls itself", "in a way that is not understood", "says that it has",
     "does not hold its key", "that its samples are", "axes", "class, column or category", "measured one model twice",
-    "task ",
+    "task ", "where its ledger stands",
 )  # fmt: skip
 """Reasons of refusals, as patterns."""
 DEEP = "[" * 100_000 + "]" * 100_000

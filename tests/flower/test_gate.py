@@ -14,7 +14,7 @@ from fedshift.flower.site.offer import Told, is_identifier
 from fedshift.flower.site.policy import Limits, SitePolicy
 from fedshift.flower.site.site import Site
 from fedshift.flower.transport.exchange import HEAD, Exchange
-from fedshift.utils.errors import UsageError
+from fedshift.utils.errors import FedshiftError, UsageError
 from tests.flower.sites import RUN, SMALLEST, Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 from tests.flower.test_tables import tables, write
 
@@ -461,3 +461,63 @@ def test_answers_say_where_the_ledger_stands(ask, tmp_path):
     site = site_in(tmp_path)
     heads = [ask(site, kind).facts[HEAD] for kind in ("describe", "train", "evaluate")]
     assert heads == [{"number": entry.number, "digest": entry.digest} for entry in read_ledger(tmp_path / "photo")]
+
+
+# The command line.
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The sites that ``fedshift join`` made."""
+    sites = []
+    monkeypatch.setattr("fedshift.flower.site.join.join", lambda link, site, *_: sites.append(site) or 0)
+    return sites
+
+
+def test_flags_and_file_make_one_offer(made, cli, tmp_path):
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    policy = tmp_path / "site.toml"
+    policy.write_text(f'[data]\npath = "{tmp_path / "t.csv"}"\ngroups = "case"\n[limits]\nrounds = 3\n')
+    given = ("join", "localhost:1", "--insecure", "--state", tmp_path / "state", "--policy", policy)
+    done = cli(*given, "--target", "b", "--columns", "a, c", "--task", "regression")
+    assert done.code == 0, done.err
+    (site,) = made
+    assert (site.data, site.policy.limits.rounds) == (str(tmp_path / "t.csv"), 3)
+    offer = site.policy.data
+    assert (offer.target, offer.columns, offer.groups, offer.task) == ("b", ["a", "c"], "case", "regression")
+    assert site.account == tmp_path / "account.json"
+    for flags, said in (
+        (("--groups", "patient"), "the policy offers groups 'case', and 'patient' is given"),
+        (("--target", "case"), "data: target 'case' identifies patients"),
+        (("--data", tmp_path), "the policy offers path"),
+    ):
+        done = cli(*given, *flags)
+        assert (done.code, said in " ".join(done.err.split())) == (2, True), done.err
+    policy.write_text("")
+    done = cli(*given)
+    assert (done.code, "no data are named: give --data, or path in [data]" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('[data]\ntarget = "patient_id"', "data: target 'patient_id' identifies patients"),
+        ('[data]\ntarget = "a"\ncolumns = ["a", "b"]', "column 'a' is the target: leave it out of columns"),
+        ("[told]\nround = 3", "told.round: Extra inputs are not permitted. It may set class_counts, round_to, fewest"),
+        ("rounds = 3", "rounds: Extra inputs are not permitted. It may set coordinators, experiments, data, told"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_by_name(text, why, tmp_path):
+    (tmp_path / "site.toml").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        SitePolicy.read(tmp_path / "site.toml")
+    assert why in str(caught.value)
+
+
+def test_an_account_that_cannot_be_written_is_named_before_work_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be written .*: name another file"):
+        Account(tmp_path / "file" / "account.json", "data", "fingerprint").check()
+    (tmp_path / "account.json").write_text("{}")
+    with pytest.raises(FedshiftError, match="is damaged"):
+        Account(tmp_path / "account.json", "data", "fingerprint").check()

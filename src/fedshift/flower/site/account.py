@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -102,10 +103,13 @@ class Account:
         """The data's book as it is now."""
         return self._find(read_books(self.path)[0])[0]
 
+    def check(self) -> None:
+        """Raise :class:`UsageError` if the account is damaged or cannot be written."""
+        self.change(lambda _: None)
+
     def change(self, change: Callable[[Book], None]) -> None:
         """Write what ``change`` makes of the data's book, unless it raises; other programs wait meanwhile."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self.path}.lock"):
+        with self._locked():
             books, unsigned = read_books(self.path)
             book, others = self._find(books)
             change(book)
@@ -113,11 +117,23 @@ class Account:
 
     def count_unsigned(self) -> int:
         """Count a question that nobody signed; return how many there were."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self.path}.lock"):
+        with self._locked():
             books, unsigned = read_books(self.path)
             self._write(books, unsigned + 1)
         return unsigned + 1
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(f"{self.path}.lock").acquire()
+        except OSError as error:
+            raise UsageError(
+                f"{self.path}, which counts what was sent of the data, cannot be written ({error.strerror}): name "
+                "another file (--account)"
+            ) from error
+        with lock:
+            yield
 
     def _find(self, books: Iterable[Book]) -> tuple[Book, list[Book]]:
         """Return the data's book, made of all that are theirs, and the others."""

@@ -97,7 +97,7 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
         raise UsageError(
             f"{folder} is in use by another `fedshift join`: stop it, or choose another --state"
         ) from error
-    site.gate.account.book  # noqa: B018 - a damaged account or ledger is reported now
+    site.gate.account.check()  # and the ledger, which the gate opens
     site.say = lambda text: console.print(
         f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True
     )

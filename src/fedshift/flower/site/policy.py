@@ -201,7 +201,7 @@ class SitePolicy(BaseModel):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"--policy {path} is no TOML file ({error})") from error
         except ValidationError as error:
-            raise UsageError(f"--policy {path}: {_explain(error)}") from error
+            raise UsageError(f"--policy {path}: {_explain(error)}") from None
 
     def offering(self, **named: object) -> SitePolicy:
         """Return the policy with an offer that ``named`` adds to; None adds nothing.
@@ -215,7 +215,7 @@ class SitePolicy(BaseModel):
         try:
             offer = Offer.model_validate({**self.data.model_dump(), **given})
         except ValidationError as error:
-            raise UsageError(_explain(error, "data")) from error
+            raise UsageError(_explain(error, "data")) from None
         return self.model_copy(update={"data": offer})
 
     def check_asker(self, question: Exchange, experiment: str) -> None:
