@@ -115,6 +115,7 @@ class Weighed(Classification):
         ({"seeds": np.arange(2)}, {"seeds": 2}),
         ({"seeds": [5, 1]}, {"seeds": "5,1"}),
         ({"seeds": [7]}, {"seeds": "7,"}),
+        ({"seeds": iter([3, 4]), "methods": iter(["fedbn", fedshift.gn()])}, {"seeds": "3,4"}),
         ({"batch_size": None}, {"batch_size": 0}),
         ({"participation": 2}, {"participation": 2}),
         ({"participation": 0.5}, {"participation": 0.5}),

@@ -49,6 +49,8 @@ def simplify(name: str, value: Any) -> Any:
     """Return the value of a setting in command-line form, if that form is equivalent."""
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, Iterator) and name != "data":
+        value = tuple(value)  # it can be read once
     if isinstance(value, Path) and name in ("root", "weights"):
         return str(value)
     if isinstance(value, Path) and name == "data":
