@@ -44,6 +44,7 @@ def tls(tmp_path):
         (["exp.toml"], "give either --tls DIR"),
         (["exp.toml", "--tls", "x", "--insecure"], "give either --tls DIR"),
         (["exp.toml", "--insecure", "--min-clients", "0"], "min_clients=0: must be at least 1"),
+        (["exp.toml", "--insecure", "--max-share", "0"], "max_share=0: must be greater than 0, and at most 1"),
         (["exp.toml", "--insecure", "--host", "0.0.0.0"], "in plain text to other machines"),
         (["exp.toml", "--tls", "nowhere"], "no ca.crt there"),
         (["nothing.toml", "--insecure"], "no settings file"),
@@ -224,6 +225,7 @@ def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):
         "wait": 1.0,
         "keys": None,
         "update_bound": 10.0,
+        "max_share": 0.5,
         "code": [],
         "file": str(tmp_path / "run" / "config.toml"),  # of which no function is called that --code does not name
     }
@@ -364,7 +366,8 @@ def test_a_stopped_coordinator_tells_the_whole_command(monkeypatch, tmp_path):
     (tmp_path / "settings.toml").write_text('method = "fedbn"')
     monkeypatch.chdir(tmp_path)
     told = reach(
-        host="0.0.0.0", clients=3, seconds=60.0, wait=7.5, update_bound=4.0, forced=True, metrics=free_port()
+        host="0.0.0.0", clients=3, seconds=60.0, wait=7.5, update_bound=4.0, max_share=0.4, forced=True,
+        metrics=free_port(),
     )  # fmt: skip
     for options in (told, ListenOptions(host="127.0.0.1", port=free_port(), tls=None, clients=2)):
         command, bound, _ = app.parse_args(["serve", "settings.toml", *options.flags.split()])

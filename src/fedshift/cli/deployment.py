@@ -86,6 +86,7 @@ def serve(
     round_timeout: float = 3600.0,
     wait: float = 86400.0,
     update_bound: float = 10.0,
+    max_share: float = 0.5,
     metrics: int | None = None,
     log: str | None = None,
     code: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -110,6 +111,7 @@ def serve(
         wait: Seconds to wait for the first --min-clients sites.
         update_bound: Maximum length of a site's update, as a multiple of the others'; larger ones are excluded. 0: no
             limit.
+        max_share: Greatest weight of one site among three or more, whatever number of samples it claims. 1: no limit.
         metrics: Port of this machine's loopback interface at which Prometheus reads progress; by default none.
         log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
         code: Function on this machine, package.module:function, that the settings file may use as method or model; may
@@ -136,7 +138,8 @@ def serve(
     require_packages(parse_loggers(spec.log))
     reach = ListenOptions(
         host=host or ("127.0.0.1" if insecure else "0.0.0.0"), port=port, tls=tls, clients=min_clients,
-        seconds=round_timeout, wait=wait, update_bound=update_bound, forced=force_insecure, metrics=metrics,
+        seconds=round_timeout, wait=wait, update_bound=update_bound, max_share=max_share,
+        forced=force_insecure, metrics=metrics,
     )  # fmt: skip
     reach.check()
     return coordinate(spec, reach, place, directory)

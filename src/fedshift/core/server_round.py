@@ -13,6 +13,7 @@ from .disclosure import check_fold
 from .means import StreamingMean, SummedUploads
 from .mixes import Mixes
 from .plan import Plan
+from .shares import bound_shares
 from .states import ServerState, Update
 
 
@@ -27,12 +28,15 @@ class StreamingAggregator:
     ``names``: the clients that are to upload. ``sizes``: training samples of every client that trains, also of those
     that sit the round out. Uploads are taken in the order of the clients' names, so that the result does not depend on
     that of arrival. Where the method averages entries, an upload is let go as soon as those before it have come, and
-    sums of uploads may arrive in their place, one after another.
+    sums of uploads may arrive in their place, one after another. With ``max_share`` below 1, the greatest weight of one
+    among three clients or more, uploads are kept until all weights are known.
     """
 
-    def __init__(self, plan: Plan, server: ServerState, names: Iterable[str], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, plan: Plan, server: ServerState, names: Iterable[str], sizes: Mapping[str, int], max_share: float = 1.0
+    ) -> None:
         self._plan, self._server, self._coming = plan, server, sorted(names, reverse=True)
-        self._sizes = sizes
+        self._sizes, self._max_share = sizes, max_share
         self._arrived: dict[str, Update] = {}
         self._folded: list[tuple[str, Update]] = []
         self._mean = StreamingMean() if sums_suffice(plan) else None
@@ -50,23 +54,25 @@ class StreamingAggregator:
 
     def _aggregate(self, name: str) -> None:
         update = self._arrived.pop(name)
-        if self._mean and update.shared:
-            self._mean.add(update.shared, self._weigh(name, update))
+        if self._mean and update.shared and self._max_share >= 1:
+            weight = self._plan.method.weigh(samples=self._sizes[name], used=update.weight)
+            self._mean.add(update.shared, weight)
             update = replace(update, shared={})
         self._folded.append((name, update))
-
-    def _weigh(self, name: str, update: Update) -> float:
-        return self._plan.method.weigh(samples=self._sizes[name], used=update.weight)
 
     def finalize(self) -> ServerState:
         """Return the server after the round, from the uploads that arrived."""
         for name in sorted(self._arrived):  # those behind one that did not come
             self._aggregate(name)
         plan, server = self._plan, self._server
-        received = receive(plan, self._folded, self._sizes)
+        received = receive(plan, self._folded, self._sizes, self._max_share)
         shares = [each.share for each in received]
         memory, made = fold_rules(plan, server, received)
         if self._mean:
+            if self._max_share < 1:
+                weights, _ = weigh(plan, self._folded, self._sizes, self._max_share)
+                for (_, update), weight in zip(self._folded, weights, strict=True):
+                    self._mean.add(update.shared, weight)
             aggregated = Aggregated(entries=self._mean.result())
         else:
             aggregated = _check_declared(plan, plan.method.aggregate(plan, server, received))
@@ -85,15 +91,29 @@ class StreamingAggregator:
         )
 
 
-def receive(plan: Plan, updates: Sequence[tuple[str, Update]], sizes: Mapping[str, int]) -> list[Received]:
-    """Return ``updates``, in the order of the clients' names, as the server has received them.
+def weigh(
+    plan: Plan, updates: Sequence[tuple[str, Update]], sizes: Mapping[str, int], max_share: float
+) -> tuple[list[float], dict[str, float]]:
+    """Return the weights of ``updates`` in a mean, and the sizes by which every client counts.
 
-    ``sizes``: training samples of every client that trains.
+    ``sizes``: training samples of every client that trains. What counts less than it says among all clients does so in
+    a round, too, in which few of them take part.
     """
     method = plan.method
     raw = [method.weigh(samples=sizes[name], used=update.weight) for name, update in updates]
     weighed = {name: method.weigh(samples=size, used=size) for name, size in sizes.items()}
-    total, everyone, kinds = sum(raw), sum(weighed.values()), tuple(map(type, method.rules))
+    counted = dict(zip(weighed, bound_shares(list(weighed.values()), max_share), strict=True))
+    lowered = {name: counted[name] / size for name, size in weighed.items() if counted[name] != size}
+    raw = [weight * lowered.get(name, 1.0) for (name, _), weight in zip(updates, raw, strict=True)]
+    return bound_shares(raw, max_share), counted
+
+
+def receive(
+    plan: Plan, updates: Sequence[tuple[str, Update]], sizes: Mapping[str, int], max_share: float = 1.0
+) -> list[Received]:
+    """Return ``updates``, in the order of the clients' names, as the server has received them; see :func:`weigh`."""
+    raw, weighed = weigh(plan, updates, sizes, max_share)
+    total, everyone, kinds = sum(raw), sum(weighed.values()), tuple(map(type, plan.method.rules))
     return [
         Received(
             client=name, update=update, weight=weight / total, size=weighed[name], share=weighed[name] / everyone,
@@ -150,8 +170,8 @@ def server_round(
 
 
 def server_prelude(
-    plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int]
+    plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int], max_share: float = 1.0
 ) -> ServerState:
     """Return the server after the exchange before round 1, given all its uploads by client name; no round is done."""
-    received = receive(plan, sorted(updates.items()), sizes)
+    received = receive(plan, sorted(updates.items()), sizes, max_share)
     return replace(server, memory=fold_rules(plan, server, received, prelude=True)[0])

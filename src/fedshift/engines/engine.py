@@ -100,6 +100,11 @@ class Engine(ABC):
         """Return why the engine cannot run ``plan`` on ``data``, as the end of a sentence; None where it can."""
         return None
 
+    @property
+    def max_share(self) -> float:
+        """The greatest weight of one among three clients or more; 1: their sizes are known to be true."""
+        return 1.0
+
     def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
         """Yield each of the clients ``names`` with its upload in the exchange before round 1.
 

@@ -279,7 +279,7 @@ class Trial:
             return False
         began = time.perf_counter()
         updates = dict(self.engine.introduce(self.engine.find_available(self.clients.names)))
-        self.server = server_prelude(self.plan, self.server, updates, self._sizes)
+        self.server = server_prelude(self.plan, self.server, updates, self._sizes, self.engine.max_share)
         up = 0 if self.plan.method.pooled else sum(map(uplink_bytes, updates.values()))
         self._prelude, self._prelude_seconds = {"clients": len(updates), "up": up}, time.perf_counter() - began
         return True
@@ -295,7 +295,7 @@ class Trial:
         self.clients.spill(self.server.round)
         number = self.server.round + 1
         names = self._draw_participants(number)
-        folding = StreamingAggregator(self.plan, self.server, names, self._sizes)
+        folding = StreamingAggregator(self.plan, self.server, names, self._sizes, self.engine.max_share)
         after: dict[str, ClientState] = {}
         rows: list[Row] = []
         after_work: list[Row] = []

@@ -53,7 +53,7 @@ class Classification(Task):
 
     @override
     def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
-        return torch.zeros(samples, dtype=torch.int64)
+        return torch.zeros(1, dtype=torch.int64).expand(samples)
 
     @override
     def count_outputs(self, targets: Iterable[Tensor]) -> int:

@@ -40,6 +40,7 @@ from ..transport.firewall import allow_uploads
 from ..transport.pki import load_public_keys
 from ..transport.signatures import Signer, fingerprint
 from .anchors import FILE, Anchors
+from .claims import MAX_SHARE, judge_claims
 from .history import HistoryKeeper, SpoiledModel, TrialHistory
 from .nodes import Nodes, StopRequested
 from .outliers import BOUND
@@ -118,9 +119,10 @@ class Coordinator:
 
     ``order`` has these keys: ``directory`` (run directory), ``clients`` (minimum number of clients in a round),
     ``seconds`` (maximum duration of a round), ``wait`` (seconds to wait for the first clients to connect),
-    ``update_bound`` (largest ratio of a client's update length to the others'; 0: no limit), ``home`` (the SuperLink's
-    folder), and ``keys`` (directory with the coordinator's keys and the nodes' public keys; None: questions are not
-    signed, and nodes are not identified by keys). ``run`` is Flower's run number.
+    ``update_bound`` (largest ratio of a client's update length to the others'; 0: no limit), ``max_share`` (greatest
+    weight of one among three clients or more), ``home`` (the SuperLink's folder), and ``keys`` (directory with the
+    coordinator's keys and the nodes' public keys; None: questions are not signed, nor nodes identified by keys).
+    ``run`` is Flower's run number.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Coordinator:
         self.spec = replace(spec, engine="sequential", workers=None, weights=weights)
         self.min_clients, self.seconds = int(order["clients"]), float(order["seconds"])
         self.update_bound = float(order.get("update_bound", BOUND))
+        self.max_share = float(order.get("max_share", MAX_SHARE))
         settings = make_settings(replace(self.spec, newcomers=None), ())
         make_methods(self.spec)  # report methods that cannot be made before waiting for sites
         MODELS.parse(name_model(self.spec.model, ()))
@@ -205,6 +208,9 @@ class Coordinator:
         for method in methods:
             if method.pooled:
                 raise UsageError(f"{method.label} needs all data in one place: leave it out across machines")
+        claimed = {client.name: client.samples["train"] for client in self.population.training}
+        for text in judge_claims(claimed, self.max_share):
+            self.nodes.say(text)
         names = [method.name for method in methods]
         members = [client for client in data.clients if client.name not in settings.newcomers]
         asked = {client.name: client.labels for client in self.population.clients}
@@ -224,7 +230,7 @@ class Coordinator:
             return RemoteEngine(
                 plan, samples, seed, federation=data, settings=settings, nodes=self.nodes,
                 min_clients=self.min_clients, seconds=self.seconds, update_bound=self.update_bound,
-                history=TrialHistory(trial_folder(self.directory, plan.method.label, seed)),
+                max_share=self.max_share, history=TrialHistory(trial_folder(self.directory, plan.method.label, seed)),
                 description={**description, "method": names.index(plan.method.name), "seed": seed},
             )  # fmt: skip
 

@@ -281,7 +281,7 @@ def _make_client(described: SiteDescription, data: Federation) -> ClientData:
             if counted
             else data.task.make_blank_targets(number, ONE_PIXEL, data.classes)
         )
-        return Samples(x=zero, y=y, rows=torch.zeros(number, dtype=torch.int64))
+        return Samples(x=zero, y=y, rows=torch.zeros(1, dtype=torch.int64).expand(number))
 
     samples = {"train": 0, **described.samples}  # a client that only validates has no training samples
     return ClientData.from_splits(described.name, {part: split(part, n) for part, n in samples.items()})

@@ -42,12 +42,13 @@ class RemoteEngine(Engine):
     """Asks the sites behind ``nodes`` to train and evaluate; ``description`` identifies the trial.
 
     A round needs at least ``min_clients`` uploads and takes at most ``seconds``. Uploads are held until all have
-    arrived, so that updates more than ``update_bound`` times as long as the others' can be excluded.
+    arrived, so that updates more than ``update_bound`` times as long as the others' can be excluded. No site has more
+    than ``max_share`` of the weights of three or more.
     """
 
     def __init__(
         self, plan: Plan, data: Data, seed: int, *, federation: Federation, settings: Settings, nodes: Nodes,
-        min_clients: int, seconds: float, update_bound: float, history: TrialHistory,
+        min_clients: int, seconds: float, update_bound: float, max_share: float, history: TrialHistory,
         description: Mapping[str, Any],
     ) -> None:  # fmt: skip
         super().__init__(plan, data, seed)
@@ -55,12 +56,17 @@ class RemoteEngine(Engine):
         self.min_clients, self.seconds, self.history = min_clients, seconds, history
         self.description = {**description, "clients": len(data)}
         self.bases: dict[str, int] = {}
-        self._sizes = UpdateSizes(update_bound)
+        self._sizes, self._max_share = UpdateSizes(update_bound), max_share
         least = min(min_clients, len(settings.draw_participants(seed, 1, tuple(data))))
         check_client_count(plan.method.aggregate, least)
         self._memory, self._prelude = like_sends(plan), like_sends(plan, prelude=True)
         self._most_bytes = sum(each.bytes + HEADER for each in list_disclosures(plan))
         self._rows = RowReader(federation.task, federation.classes)
+
+    @property
+    @override
+    def max_share(self) -> float:
+        return self._max_share
 
     @override
     def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from ...utils.files import ScratchDirectory
 from ..transport.exchange import FACTS, accept_locally, listen_locally
 from ..transport.firewall import GUARDED
 from ..transport.programs import LOOPBACK, PATIENCE, Program, check_flower, connect, isolate, register, submit
+from .claims import MAX_SHARE
 from .coordinator import COORDINATOR
 from .outliers import BOUND
 from .prometheus import serve_metrics
@@ -49,7 +50,8 @@ class ListenOptions:
     ``tls``: directory made by `fedshift pki`; None: plain text, which leaves this machine only if ``forced``.
     ``clients``: minimum number of participants. ``seconds``: maximum duration of a round. ``wait``: seconds to wait for
     the first clients to connect. ``update_bound``: largest ratio of a client's update length to the others'; 0: no
-    limit. ``metrics``: loopback port for metrics; None: no metrics.
+    limit. ``max_share``: greatest weight of one among three clients or more. ``metrics``: loopback port for metrics;
+    None: no metrics.
     """
 
     host: str
@@ -59,6 +61,7 @@ class ListenOptions:
     seconds: float = 3600.0
     wait: float = 86400.0
     update_bound: float = BOUND
+    max_share: float = MAX_SHARE
     forced: bool = False
     metrics: int | None = None
 
@@ -76,6 +79,7 @@ class ListenOptions:
             "round-timeout": (self.seconds, ListenOptions.seconds),
             "wait": (self.wait, ListenOptions.wait),
             "update-bound": (self.update_bound, ListenOptions.update_bound),
+            "max-share": (self.max_share, ListenOptions.max_share),
             "metrics": (self.metrics, ListenOptions.metrics),
         }
         more = [f" --{name} {value:g}" for name, (value, default) in given.items() if value != default]
@@ -102,6 +106,11 @@ class ListenOptions:
             raise UsageError(
                 f"update_bound={self.update_bound:g}: must be greater than 1 (times as long as the others' updates), "
                 "or 0 for none"
+            )
+        if not 0 < self.max_share <= 1:
+            raise UsageError(
+                f"max_share={self.max_share:g}: must be greater than 0, and at most 1 (no bound): the greatest weight "
+                "of one site among three or more"
             )
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         with socket.socket(family) as probe:
@@ -284,7 +293,7 @@ class _Coordination:
             order = {
                 "directory": str(self.directory.resolve()), "clients": self.reach.clients,
                 "seconds": self.reach.seconds, "wait": self.reach.wait, "keys": keys, "settings": self.settings,
-                "update_bound": self.reach.update_bound, "code": self.place.code,
+                "update_bound": self.reach.update_bound, "max_share": self.reach.max_share, "code": self.place.code,
                 "file": str(self.place.config or self.directory / FILE), "home": str(self.home),
             }  # fmt: skip
             connection.send_bytes(json.dumps(order).encode())

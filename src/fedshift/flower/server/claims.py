@@ -1,0 +1,36 @@
+"""Numbers of training samples that sites claim: a claim is a weight in every average, and nobody else can check it.
+
+The coordinator bounds the weight (``serve --max-share``, :mod:`fedshift.core.shares`) and names a claim that is bounded
+or out of all proportion to the others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from statistics import median_high
+
+from ...core.shares import bound_shares
+
+MAX_SHARE = 0.5
+"""Greatest weight of one site among three or more: none decides alone."""
+IMPLAUSIBLE = 100.0
+"""Ratio of a number of samples to the others' from which on it is named."""
+
+
+def judge_claims(samples: Mapping[str, int], max_share: float) -> Iterator[str]:
+    """Yield a line of text for each site whose number of training samples is bounded or implausible.
+
+    ``samples``: claimed numbers of training samples by site that trains.
+    """
+    total, counted = sum(samples.values()), bound_shares(list(map(float, samples.values())), max_share)
+    for (name, claimed), counts in zip(samples.items(), counted, strict=True):
+        others = [number for other, number in samples.items() if other != name]
+        if not others:
+            continue
+        usual = median_high(others)
+        implausible, bounded = claimed > IMPLAUSIBLE * usual, round(counts) < claimed
+        if implausible or bounded:
+            text = f"{name} claims {claimed} training samples, {claimed / total:.4%} of all; the others' median is "
+            text += str(usual)
+            text += f". Where samples are weights, it counts as {counts:.6g} (--max-share)" if bounded else ""
+            yield f"{text}. Ask the site whether that is so" if implausible else text
