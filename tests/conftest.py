@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from cyclopts import App, ArgumentCollection
 from matplotlib.figure import Figure
 
 from fedshift.cli.app import main
@@ -101,6 +103,34 @@ def unsynced():
     """Do not wait for the disk, which takes a sixth of the time of all tests: only a power failure could tell."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+def copy_arguments(arguments: ArgumentCollection) -> ArgumentCollection:
+    """Return a copy into which a command line can be parsed."""
+    copies = ArgumentCollection()
+    for argument in arguments:
+        copies.append(copy(argument))
+        copies[-1].tokens = list(argument.tokens)
+    places = {id(argument): made for argument, made in zip(arguments, copies, strict=True)}
+    for made in copies:
+        made.children = ArgumentCollection(places[id(child)] for child in made.children)
+    return copies
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parsed_once():
+    """Read the arguments of a command from its types once, which otherwise takes most of a short command's time."""
+    assemble, known = App.assemble_argument_collection, {}
+
+    def assemble_once(app: App, **given: object) -> ArgumentCollection:
+        key = id(app), app.default_command, *given.items()
+        if key not in known:
+            known[key] = app, assemble(app, **given)
+        return copy_arguments(known[key][1])
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(App, "assemble_argument_collection", assemble_once)
         yield
 
 
