@@ -10,7 +10,8 @@ from fedshift.config.expressions import trust_only
 from fedshift.data.columns import Column
 from fedshift.data.federation import count_labels
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
-from fedshift.results.summary import read_summary
+from fedshift.results.summary import read_facts, read_summary
+from fedshift.utils.checked_json import write_checked
 from fedshift.utils.errors import FedshiftError, UsageError
 from tests.flower.sites import Heard, SiteGrid, coordinator, in_process, same_as_in_process, sites_of, spec_for
 
@@ -127,6 +128,24 @@ def test_who_does_not_come_is_waited_for_no_longer_than_told(tmp_path, machine):
     grid.away = {2}
     with pytest.raises(FedshiftError, match=r"3 sites .* after 0 seconds there are 2: pen, print"):
         coordinator(spec, grid, tmp_path / "served", Heard(), wait=0.0).run()
+
+
+def test_a_finished_experiment_waits_for_no_site(tmp_path, machine, monkeypatch):
+    """As if it had been killed after its last round: what is left to write is written, without any site."""
+    monkeypatch.setattr("fedshift.flower.server.coordinator.PARTING", 0.0)
+    spec, grid = spec_for(rounds=1), SiteGrid(sites_of(spec_for(), tmp_path))
+    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
+    facts = read_facts(tmp_path / "served")
+    outcome = facts.pop("trained")
+    write_checked(tmp_path / "served" / "study.json", facts)
+    asked, heard = len(grid.asked), Heard()
+    grid.away = {1, 2, 3}
+    assert coordinator(spec, grid, tmp_path / "served", heard, wait=1e9).run()
+    assert "all rounds are done: no site is waited for" in heard.notices
+    assert (len(grid.asked), heard.rounds) == (asked, [])
+    assert {**read_facts(tmp_path / "served")["trained"], "commands": 0} == {**outcome, "commands": 0}
+    with pytest.raises(FedshiftError, match="3 sites must be connected"):
+        coordinator(replace(spec, rounds=2), grid, tmp_path / "served", Heard(), wait=0.0).run()
 
 
 def test_waiting_can_be_stopped(tmp_path, machine):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedshift.cli.app import app
-from fedshift.config.spec import RunLocation, RunSpec
+from fedshift.config.spec import RunOptions, RunSpec
 from fedshift.experiments.observer import Observer
 from fedshift.flower.server import serve as serving
 from fedshift.flower.server.serve import ListenOptions, _Coordination
@@ -173,7 +173,7 @@ def coordination(monkeypatch, tmp_path):
         listening.append(socket.create_server(("127.0.0.1", port)))
         watched = Watched()
         try:
-            with _Coordination(RunSpec(), reach(port=port), tmp_path / "run", RunLocation()) as work:
+            with _Coordination(RunSpec(), reach(port=port), tmp_path / "run", RunOptions()) as work:
                 return work.run(watched, stop or threading.Event()), watched.heard
         finally:
             listening[0].close()

@@ -219,6 +219,12 @@ class Experiment:
         experiment = self.keep_labels(path)
         experiment._check_kept(path, experiment._make_first_trials())
 
+    def is_trained(self, path: Path) -> bool:
+        """Return whether every trial in directory ``path`` has had its last round."""
+        labels, rounds = [method.label for method in self.keep_labels(path).methods], self.settings.rounds
+        files = [trial_folder(path, label, seed) / CHECKPOINT for label in labels for seed in self.seeds]
+        return all(file.exists() and load_facts(file)["round"] >= rounds for file in files)
+
     def keep_labels(self, path: Path) -> Experiment:
         """Return the experiment with its methods called as the run in ``path``, if there is one, calls them."""
         try:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial, partialmethod
 from multiprocessing.connection import Connection
@@ -49,6 +50,8 @@ from .remote_engine import RemoteEngine
 
 COORDINATOR = "FEDSHIFT_COORDINATOR"
 """Environment variable with the path of the socket on which ``fedshift serve`` listens."""
+PARTING = 5.0
+"""Seconds in which a site may still connect to an experiment that is finished, to be told so."""
 PRIVATE: dict[str, Any] = {"data": "", "root": None, "domains": None, "split": None, "newcomers": None, "log": None}
 """Settings that concern only the coordinator, with the values that sites see instead."""
 
@@ -167,10 +170,14 @@ class Coordinator:
         """Run until finished or stopped; return whether the experiment finished."""
         members = frozenset(client.name for client in self.population.training)
         clients = min(self.min_clients, len(members or self.order) or self.min_clients)
+        done = self._is_trained()
+        if done:
+            self.report.notice("all rounds are done: no site is waited for")
         try:
-            self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
+            if not done:
+                self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
             while True:
-                data = self._admit_waiting()
+                data = self._to_federation() if done else self._admit_waiting()
                 self.report.changed.clear()
                 if self.report.stop.is_set():
                     return False
@@ -182,6 +189,9 @@ class Coordinator:
                         break
                 except SpoiledModel as error:
                     self._take_back(error)
+            if done:  # sites that come soon are told, too
+                with suppress(FedshiftError):
+                    self.nodes.wait(len(members), PARTING, members)
         except StopRequested:
             return False
         facts = {"experiment": self.population.experiment, "say": "the experiment is finished"}
@@ -189,6 +199,13 @@ class Coordinator:
         for _ in self.nodes.ask(dict.fromkeys(self.nodes.online, end), 0, 30.0):
             pass
         return True
+
+    def _is_trained(self) -> bool:
+        """Return whether nothing is left that sites would be needed for."""
+        return bool(self.population.clients) and self._make_experiment(self._to_federation()).is_trained(self.directory)
+
+    def _to_federation(self) -> RemoteFederation:
+        return self.population.to_federation(self.spec.classes, self.spec.task)
 
     def _take_back(self, spoiled: SpoiledModel) -> None:
         """Repeat the round that spoiled the model, without the client whose update stood out.
@@ -208,9 +225,6 @@ class Coordinator:
         for method in methods:
             if method.pooled:
                 raise UsageError(f"{method.label} needs all data in one place: leave it out across machines")
-        claimed = {client.name: client.samples["train"] for client in self.population.training}
-        for text in judge_claims(claimed, self.max_share):
-            self.nodes.say(text)
         names = [method.name for method in methods]
         members = [client for client in data.clients if client.name not in settings.newcomers]
         asked = {client.name: client.labels for client in self.population.clients}
@@ -263,6 +277,9 @@ class Coordinator:
                 grown, data = wider, found
         self.population = grown
         grown.write(self.path)
+        claimed = {client.name: client.samples["train"] for client in grown.training}
+        for text in judge_claims(claimed, self.max_share):
+            self.nodes.say(text)
         return data
 
     def _find_new(self) -> list[SiteDescription]:
