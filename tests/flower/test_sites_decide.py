@@ -46,8 +46,9 @@ def test_a_site_is_asked_first_and_sends_no_more_than_it_allows(tmp_path, files,
     assert "1 uploads, " in done.out
 
 
-def test_an_upload_of_one_sample_is_refused_and_a_question_without_signature_counted(tmp_path, files, cli):  # noqa: F811
-    spec = spec_for(data=files, domains="pen,photo", samples=None, image_size=None, rounds=1, batch_size=1, batches=1)
+def test_an_upload_of_one_sample_does_not_leave_a_site_without_a_policy(tmp_path, files, cli):  # noqa: F811
+    own = {"data": files, "domains": "pen,photo", "samples": None, "image_size": None}
+    spec = spec_for("fedavg", model="fnn2", rounds=1, batch_size=1, batches=1, **own)
     with machines(tmp_path, spec) as two:
         coordinator = two.serve("--min-clients", 2)
         sites = [two.join(name, policy=None) for name in two.names]
