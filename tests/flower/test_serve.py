@@ -335,6 +335,7 @@ def test_a_supernode_that_ends_is_started_again_and_the_end_is_said(door, monkey
         door.over = "finished"
 
     monkeypatch.setattr(joining, "Program", node([lambda: 1, lambda: 0, over]))
+    monkeypatch.setattr("fedshift.flower.site.reasons.measure_offset", lambda address, secured: None)
     stop = threading.Event()
     monkeypatch.setattr(stop, "wait", lambda seconds: False)
     link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=0.5)

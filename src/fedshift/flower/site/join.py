@@ -23,6 +23,7 @@ from ...utils.processors import available_processors
 from ..transport.exchange import Exchange, accept_locally, listen_locally
 from ..transport.forwarding import SITE
 from ..transport.programs import Program, check_flower, find_proxy, free_port, isolate
+from .reasons import explain_end
 from .site import Site
 
 LONGEST = 30.0
@@ -139,8 +140,10 @@ def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, s
             return 130
         door.broken.clear()
         pause = 1.0 if time.monotonic() - began > LONGEST else min(2 * pause, LONGEST)
+        said = ended.last_message()
+        why = explain_end(said, link.address, secured=link.tls is not None) if ended is node else ""
         what = "SuperNode ended" if ended is node else "work on a message ended"
-        door.site.say(f"Flower's {what} ({ended.last_message()}){link.route}; it is started again (see {ended.log})")
+        door.site.say(why or f"Flower's {what} ({said}){link.route}; it is started again (see {ended.log})")
         stop.wait(pause)
 
 

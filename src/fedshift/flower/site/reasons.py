@@ -1,0 +1,60 @@
+"""Why a coordinator turned a site away, where Flower gives a number or nothing: a clock that is off, a key in use.
+
+Nodes sign the time of each request. Flower 1.41 and 1.42 (``flwr.superlink.routers.fleet.node_auth``) refuse one from
+5 seconds or more in the future, or 305 seconds or more in the past, with 401 and no reason.
+"""
+
+from __future__ import annotations
+
+import ssl
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+
+import httpx
+from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
+
+AHEAD, BEHIND = SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
+"""Seconds by which a site's clock must be less ahead of the coordinator's, and less behind it."""
+SECONDS = 5.0
+"""Seconds to wait for the coordinator's time."""
+IN_USE = "[code: 2004]"
+"""Flower's number for a node that is connected already, in the last words of a SuperNode."""
+
+
+def explain_end(said: str, address: str, *, secured: bool) -> str:
+    """Return why the SuperNode whose last words are ``said`` was turned away; empty if it is not known better."""
+    if IN_USE in said:
+        return (
+            "this site's key is in use: another `fedshift join` with it is connected, or one that was killed is not "
+            "missed yet. One key is for one site: stop the other, or ask for a key of your own (fedshift pki add)"
+        )
+    offset = measure_offset(address, secured=secured)
+    return "" if offset is None else describe_offset(offset)
+
+
+def describe_offset(seconds: float, now: datetime | None = None) -> str:
+    """Return what is wrong with a clock that is ``seconds`` ahead of the coordinator's; empty if Flower accepts it."""
+    if -BEHIND < seconds < AHEAD:
+        return ""
+    here = now or datetime.now(UTC)
+    there, off = here - timedelta(seconds=seconds), "ahead of" if seconds > 0 else "behind"
+    return (
+        f"this machine's clock is {abs(seconds):.0f} seconds {off} the coordinator's ({here:%Y-%m-%d %H:%M:%S} here, "
+        f"{there:%Y-%m-%d %H:%M:%S} there, UTC), which accepts less than {AHEAD} ahead and less than {BEHIND} behind: "
+        "set both by the network (timedatectl set-ntp true)"
+    )
+
+
+def measure_offset(address: str, *, secured: bool) -> float | None:
+    """Return by how many seconds this clock is ahead of the coordinator's, to a second; None if it does not answer.
+
+    Certificates are not checked, since that needs a clock that is right, and nothing but a time is read.
+    """
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        answer = httpx.get(f"{'https' if secured else 'http'}://{address}/", verify=context, timeout=SECONDS)
+        there = parsedate_to_datetime(answer.headers["date"])
+        return (datetime.now(UTC) - there).total_seconds() - 0.5  # a date has no fractions
+    except (httpx.HTTPError, OSError, KeyError, ValueError, TypeError):
+        return None
