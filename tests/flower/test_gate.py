@@ -1,6 +1,7 @@
 """What a coordinator with a valid key asks beyond what a site offers, allows and agreed to."""
 
 import json
+import os
 from dataclasses import replace
 from threading import Thread
 
@@ -411,6 +412,14 @@ def test_who_refused_is_not_asked_again_and_again(ask, tmp_path):
     for _ in range(3):
         assert why(ask(site)) == "whoever runs this site does not agree to the experiment"
     assert len(shown) == 1
+
+
+def test_an_operator_without_a_name_is_a_number(monkeypatch):
+    def nobody():
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr("getpass.getuser", nobody)
+    assert Confirmation(print).who == f"user {os.getuid()}"
 
 
 def test_coordinators_and_experiments_may_be_named(ask, questions, tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -114,6 +115,14 @@ class Work:
         return max(used.values(), default=0)
 
 
+def name_user() -> str:
+    """Return the name of the account that runs this program, or its number where it has no name, as in a container."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
+
+
 @dataclass
 class Confirmation:
     """Asks the site's operator before the first description and before each method and seed.
@@ -122,7 +131,7 @@ class Confirmation:
     """
 
     ask: Callable[[str, str], bool]
-    who: str = field(default_factory=getpass.getuser)
+    who: str = field(default_factory=name_user)
 
 
 @dataclass(kw_only=True)
