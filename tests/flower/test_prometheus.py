@@ -1,5 +1,6 @@
 """What Prometheus reads at the coordinator is the experiment's progress, and no other machine reads it."""
 
+import http.client
 import socket
 import urllib.request
 
@@ -51,6 +52,28 @@ def test_progress_is_read_over_loopback_and_ends_with_the_run():
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:{port}", 200),
+        ("localhost:9", 200),
+        ("evil.example:{port}", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_a_page_whose_name_points_here_reads_nothing(host, status):
+    port = free_port()
+    with serve_metrics(port) as observer:
+        observer.client("north", 0.5)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/metrics", headers={"Host": host.format(port=port)})
+        answer = connection.getresponse()
+        assert answer.status == status
+        assert (b"north" in answer.read()) == (status == 200)
+        connection.close()
 
 
 def test_a_port_that_is_taken_is_named():

@@ -360,6 +360,25 @@ def test_two_sites_do_not_work_in_one_folder(tmp_path):
         joining.join(CoordinatorLink(address="host:9091", tls=None, key=None, poll=None), Answering(), tmp_path, None)
 
 
+def test_a_sites_folder_is_its_owners_alone(monkeypatch, tmp_path):
+    folder = tmp_path / "sites" / "north"
+    folder.mkdir(parents=True, mode=0o755)
+    site = SimpleNamespace(
+        gate=SimpleNamespace(account=SimpleNamespace(check=lambda: None)), export_latest=lambda: None
+    )
+    monkeypatch.setattr(joining, "_watch", lambda *_: 0)
+    link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=None)
+    for where in (folder, folder.with_name("south")):
+        assert joining.join(link, site, where, 1) == 0
+        assert where.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_closing_text_is_cut_and_cleaned(door):
+    ask(door, Exchange(kind="end", facts={"say": "over\x1b]0;mine\x07" + "x" * 10**6}))
+    assert door.over.startswith("over ]0;mine xxx")
+    assert len(door.over) < 600
+
+
 def test_a_stopped_coordinator_tells_the_whole_command(monkeypatch, tmp_path):
     """The arguments of the printed command give the same options."""
     heard = []

@@ -28,12 +28,12 @@ from weakref import finalize
 
 import pandas as pd
 import torch
-from rich.console import Console
 from torch import nn
 
 from ..config.expressions import find_functions, trust_only
 from ..config.settings_file import FILE
 from ..config.spec import CompareSpec, DataSpec, read_help
+from ..console.printing import Console
 from ..console.terminal import show_progress
 from ..data.federation import Federation
 from ..data.joining import join_schema

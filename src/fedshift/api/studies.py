@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from rich.console import Console
-
 from ..config.spec import AUTO, AdviseSpec, CompareSpec
+from ..console.printing import Console
 from ..console.terminal import show_progress
 from ..diagnosis.search import BASELINE, begin_search, continue_search, hold_out, parse_rates, read_search
 from ..diagnosis.search_report import MethodAdvice, write_search

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from ..config.spec import RunSpec
+from ..console.printing import Console
 from ..console.terminal import make_console, print_line, show_loading
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.files import require_writable

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from ..config.seeds import parse_seeds
 from ..config.settings_file import read_run_settings
 from ..config.spec import AUTO, AdviseSpec, CompareSpec, RunOptions
+from ..console.printing import Console
 from ..console.terminal import (
     catch_interrupts,
     choose_directory,

@@ -20,7 +20,7 @@ import cyclopts
 from cyclopts import App, Parameter
 from cyclopts.help import DefaultFormatter, HelpPanel
 from pydantic import ValidationError
-from rich.console import Console, ConsoleOptions
+from rich.console import ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
@@ -39,6 +39,7 @@ from ..config.spec import (
     read_settings,
     select_settings,
 )
+from ..console.printing import Console
 from ..console.terminal import make_console, print_line, print_parts
 from ..utils.errors import FedshiftError, UsageError, as_flag, find_moved
 from ..utils.user_code import locate_error

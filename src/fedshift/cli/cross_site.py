@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
+from ..console.printing import Console
 from ..console.terminal import make_console, print_line, print_parts, show_loading
 from ..utils.errors import UsageError
 from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds, use_threads

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..config.spec import DataSpec
+from ..console.printing import Console
 from ..console.terminal import describe_cache, make_console, print_line, print_parts, show_loading
 from ..utils.errors import UsageError, as_flag, unknown_name
 from ..utils.files import require_writable, write_atomically

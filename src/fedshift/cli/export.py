@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
+from ..console.printing import Console
 from ..console.terminal import print_line, show_loading
 from .run import RunCode, RunData, use_threads
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
+from ..console.printing import Console
 from ..console.terminal import make_console, print_line, print_parts, show_loading
 from ..utils.files import require_writable
 from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
 from ..config.spec import Names
+from ..console.printing import Console
 from ..console.terminal import make_console, new_directory, print_line, print_parts, show_loading
 from ..utils.errors import UsageError
 from ..utils.files import require_writable

@@ -18,11 +18,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ..config.seeds import parse_seeds
 from ..config.settings_file import read_run_settings
 from ..config.spec import CompareSpec, RunOptions
+from ..console.printing import Console
 from ..console.terminal import choose_directory, make_console, print_line, show_loading
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import UsageError

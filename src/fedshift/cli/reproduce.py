@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Table as Grid
 
 from ..config.spec import DataSpec
+from ..console.printing import Console
 from ..console.terminal import announce_cache, catch_interrupts, make_console, print_line, show_loading, show_progress
 from ..utils.errors import FedshiftError, UsageError, as_flag
 from ..utils.files import require_writable, write_atomically

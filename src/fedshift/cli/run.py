@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from ..config.settings_file import FILE, read_run_settings
 from ..config.spec import DIRECTORY, CompareSpec, RunOptions, RunSpec
+from ..console.printing import Console
 from ..console.terminal import catch_interrupts, choose_directory, print_line, report_stop, show_loading, show_progress
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.processors import available_processors

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from ..config.settings_file import read_run_settings
 from ..config.spec import RunOptions, SweepSpec
+from ..console.printing import Console
 from ..console.terminal import choose_directory, print_line, show_loading
 from ..utils.errors import UsageError
 from .run import find_kind, make_checked, run_several

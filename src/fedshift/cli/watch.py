@@ -14,9 +14,9 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from typing_extensions import override
 
+from ..console.printing import Console
 from ..console.terminal import print_line
 from ..utils.errors import FedshiftError, UsageError
 from .run import find_kind

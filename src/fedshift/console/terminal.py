@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from ..config.expressions import find_functions
@@ -25,6 +25,7 @@ from ..config.settings_file import FILE, read_run_settings
 from ..config.spec import EXPRESSIONS, RunOptions
 from ..utils.errors import UsageError
 from ..utils.files import require_writable
+from .printing import Console
 
 if TYPE_CHECKING:
     from ..experiments.observer import Observer

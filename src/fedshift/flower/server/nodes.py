@@ -21,6 +21,7 @@ from httpx import HTTPError
 
 from ...engines.engine import Diverged
 from ...utils.errors import FedshiftError, as_flag
+from ...utils.printable import to_printable
 from ..transport.exchange import HEAD, Exchange, MalformedMessage
 from .anchors import Anchors
 from .registry import SiteDescription
@@ -30,8 +31,6 @@ POLL = 0.25
 """Seconds between two polls for answers."""
 MOST_PULLS, PATIENCE = 64, 0.5
 """Maximum number of answers to fetch at a time, and seconds to wait for them before processing those that arrived."""
-LONGEST = 500
-"""Maximum number of characters to show of a site's text."""
 KINDS = {"describe": "query", "end": "query", "introduce": "query", "train": "train", "evaluate": "evaluate"}
 """Flower's message types."""
 FAILED = (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.INVALID_FAB)
@@ -249,12 +248,6 @@ class Nodes:
             group_id=str(exchange.facts.get("round", "")),
         )  # fmt: skip
         return next(iter(self.grid.push_messages([message])), "") or ""
-
-
-def to_printable(text: str) -> str:
-    """Return ``text`` without control characters, which could rewrite a terminal, cut to :data:`LONGEST` characters."""
-    clean = "".join(letter if letter.isprintable() else " " for letter in text[: LONGEST + 1])
-    return clean if len(clean) <= LONGEST else f"{clean[:LONGEST]}..."
 
 
 def _read_reply(reply: Message | FedshiftError) -> Exchange | FedshiftError:

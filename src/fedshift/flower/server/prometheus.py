@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 from typing_extensions import override
@@ -13,6 +14,8 @@ from ...experiments.trial import RoundResult
 from ...utils.errors import UsageError
 
 TRIAL = ("method", "seed")
+HOSTS = ("127.0.0.1", "localhost")
+"""Names of this machine in a request. A web page whose name was pointed here (DNS rebinding) asks for its own."""
 
 
 class Prometheus(Observer):
@@ -80,9 +83,23 @@ def serve_metrics(port: int | None) -> Iterator[Observer]:
         raise UsageError(
             f"--metrics {port}: cannot listen on 127.0.0.1:{port}: {error.strerror}; choose another"
         ) from error
+    server.set_app(_refuse_other_hosts(server.get_app()))
     try:
         yield observer
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _refuse_other_hosts(app: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``app`` behind a check that a request names this machine, at whatever port a tunnel gave it."""
+
+    def check(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if str(environ.get("HTTP_HOST", "")).partition(":")[0] in HOSTS:
+            answer: Iterable[bytes] = app(environ, start)
+            return answer
+        start("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"Host is not this machine\n"]
+
+    return check

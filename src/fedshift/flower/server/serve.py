@@ -19,10 +19,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from rich.console import Console
-
 from ...config.settings_file import FILE
 from ...config.spec import CompareSpec, RunOptions, RunSpec
+from ...console.printing import Console
 from ...console.terminal import catch_interrupts, report_stop, show_progress
 from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from rich.console import Console
 
+from ...console.printing import Console
 from ...console.terminal import catch_interrupts
 from ...utils.errors import UsageError
 from ...utils.files import ScratchDirectory
+from ...utils.printable import to_printable
 from ...utils.processors import available_processors
 from ..transport.exchange import Exchange, accept_locally, listen_locally
 from ..transport.forwarding import SITE
@@ -91,6 +93,8 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
     torch.set_num_threads(threads or min(torch.get_num_threads(), available_processors()))
     console = Console()
     folder.mkdir(parents=True, exist_ok=True)
+    with suppress(PermissionError):  # of a folder that another account made, which keeps what it gave it
+        folder.chmod(0o700)
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
@@ -175,7 +179,7 @@ class _MessageSocket:
                     asked = Exchange.receive(talk)
                     answer = self.site.answer(asked)
                     if answer.kind == "ended":
-                        self.over = str(answer.facts["say"])
+                        self.over = to_printable(str(answer.facts["say"])) or "the experiment is finished"
                     answer.send(talk)
                 except (EOFError, OSError, ValueError):
                     self.broken.set()
