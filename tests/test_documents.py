@@ -44,7 +44,7 @@ from fedshift.tasks.task import BATCH
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-WORDS = {3: "three", 5: "five", 10: "ten", 29: "Twenty-nine"}
+WORDS = {3: "three", 5: "five", 10: "ten", 30: "Thirty"}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

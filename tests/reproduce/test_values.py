@@ -54,6 +54,10 @@ PAPERS = {
         },
         needed=frozenset({"paper_name", "lr", "batch_size"}),
     ),
+    "flamby": Paper(
+        tables={"heart", "tcga-brca"}, figures=set(), where=r"the repository's flamby/results .*",
+        row={"paper_name": str}, needed=frozenset({"paper_name"}),
+    ),
     "fedwon": Paper(
         tables={f"table{number}" for number in (*range(1, 5), *range(11, 23))},
         figures={f"figure{number}" for number in (3, 4, 5, 6, 10, 11, 12, 13, 14)},

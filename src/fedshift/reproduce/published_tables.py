@@ -20,6 +20,7 @@ PAPERS = {
     "fedbn": "FedBN (Li et al. 2021, arXiv:2102.07623)",
     "fedmmb": "FedSMB and FedMMB (Nasirigerdeh et al., arXiv:2011.07006)",
     "fedwon": "FedWon (Zhuang and Lyu 2024, arXiv:2306.05879)",
+    "flamby": "FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620)",
 }
 
 
@@ -95,7 +96,7 @@ def find_table(key: str) -> Table:
 
 def _sort_key(path: Path) -> tuple[bool, int]:
     name = path.stem
-    return name.startswith("figure"), int("".join(filter(str.isdecimal, name)))
+    return name.startswith("figure"), int("0" + "".join(filter(str.isdecimal, name)))
 
 
 def _read_table(paper: str, path: Path) -> Table:

@@ -81,7 +81,7 @@ class Survival(Task):
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
         risk, time, event = predictions[:, 0].double(), y[:, 0].double(), y[:, 1] > 0
         concordant = comparable = loss = 0.0
-        for at in event.nonzero()[:, 0].split(CHUNK):
+        for at in torch.split(event.nonzero()[:, 0], CHUNK):
             own = time[at, None]
             later = (time > own) | ((time == own) & ~event)  # a patient censored at the time of an event outlives it
             higher, equal = risk[at, None] > risk, risk[at, None] == risk

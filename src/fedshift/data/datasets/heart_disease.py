@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
+from sklearn.model_selection import train_test_split
 
+from ...tasks.multilabel import Multilabel
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..columns import Column
@@ -46,6 +49,7 @@ def _find(folder: Path) -> Path | dict[str, Path] | None:
 
 
 CARD = make_card("heart-disease", find=_find)
+FED_HEART_DISEASE = make_card("fed-heart-disease", find=_find)
 
 
 def heart_disease(
@@ -121,6 +125,49 @@ def heart_disease(
         class_names=("no disease", "disease") if binary else tuple(f"degree {degree}" for degree in range(5)),
         notices=tuple(notices),
         columns=tuple(columns),
+    )
+
+
+def fed_heart_disease(root: Path) -> Federation:
+    """Load Fed-Heart-Disease as FLamby defines it (Ogier du Terrail et al. 2022, arXiv:2210.04620).
+
+    Columns and rows are those of ``heart_disease(missing="drop")``; the first values of cp and restecg have no feature,
+    numbers and codes alike are standardized by the client's training rows (with n - 1), and the split is FLamby's.
+
+    Args:
+        root: Directory of the data.
+
+    Returns:
+        Clients with samples float32 ``[N, 13]`` and one label, float32 ``[N, 1]``: 1 is heart disease.
+
+    Raises:
+        UsageError: Files are missing or cannot be read.
+
+    """
+    tables = {
+        client: pd.DataFrame(table, columns=[*_NAMES, "degree"]).drop(columns=list(_FLAMBY_LEAVES_OUT)).dropna()
+        for client, table in _read_tables(FED_HEART_DISEASE.locate("fed-heart-disease", root)).items()
+    }
+    table = pd.get_dummies(pd.concat(tables), columns=["cp", "restecg"], drop_first=True)
+    clients = []
+    for client in tables:
+        x = table.drop(columns="degree").loc[client].to_numpy(np.float32)
+        y = (table.loc[client]["degree"].to_numpy(np.float32) > 0).astype(np.int64)
+        train, test = train_test_split(
+            np.arange(len(y)), test_size=0.34, train_size=0.66, random_state=43,
+            stratify=y if np.bincount(y, minlength=2).min() > 2 else None,
+        )  # fmt: skip
+        deviation = x[train].std(axis=0, ddof=1)
+        x = (x - x[train].mean(axis=0)) / np.where(deviation > 0, deviation, 1)
+        rows = {"train": np.asarray(train), "test": np.asarray(test)}
+        clients.append(ClientData.from_rows(client, torch.from_numpy(x), torch.from_numpy(y[:, None]).float(), rows))
+    return Federation(
+        name="fed-heart-disease",
+        clients=tuple(clients),
+        classes=1,
+        note="UCI Heart Disease, 13 features, patients of four hospitals, FLamby's split",
+        class_names=("disease",),
+        task=Multilabel(),
     )
 
 
