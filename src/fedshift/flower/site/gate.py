@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...analysis.privacy import find_mechanism
-from ...core.kernel import ClientState
+from ...core.states import ClientState
 from ...core.work import Bounds
 from ...evaluation.communication import list_disclosures
 from ...experiments.settings import Settings
