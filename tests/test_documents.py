@@ -126,7 +126,7 @@ def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_lin
     words = [*shlex.split(spoken)[1:], "--rounds", "1", "--samples", "40", "--image-size", "8", "--out", "run"]
     done = cli(*words)
     assert done.code == 0, done.err
-    assert "fedbn+lgfedavg" in done.out
+    assert "fedbn+my_methods:lgfedavg" in done.out
     assert (tmp_path / "run" / "report.html").exists()
 
 

@@ -529,7 +529,7 @@ def test_a_comparison_goes_on_without_the_method_that_diverged(cli, undrawn, tin
         "compare", "--data", tiny_folder, "--methods", methods, "--rounds", 2, "--batch-size", 8, "--out", "out"
     )
     assert one_message(outcome, 1).startswith("training diverged: client 'ann', round 1, step ")
-    assert "note: fedprox(mu=1e+30), seed 0: training diverged" in outcome.out
+    assert "note: fedprox(mu=1e30), seed 0: training diverged" in outcome.out
     assert "fedavg seed 0 round 2/2" in outcome.out
     assert "Page: out/report.html" in outcome.out
 

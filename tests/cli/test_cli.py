@@ -138,7 +138,7 @@ def test_a_method_and_a_model_of_ones_own_are_found_where_the_program_is_started
     own = ("--method", "beside_the_program:method(strength=2)", "--model", "beside_the_program:model")
     outcome = cli("run", "--data", tiny_folder, *own, "--rounds", 1)
     assert (outcome.code, outcome.err) == (0, "")
-    assert "fedavg seed 0 round 1/1" in outcome.out
+    assert "beside_the_program:method(strength=2) seed 0 round 1/1" in outcome.out
 
 
 # Ctrl-C
