@@ -119,7 +119,7 @@ class Trials:
             return self._known[candidate.name]
         with closing(self._begin(candidate)) as trial:
             for run in self.folder.glob("*/rates"):
-                kept = trial_folder(run, trial.plan.method.name, 0)
+                kept = trial_folder(run, trial.plan.method.label, 0)
                 if (kept / CHECKPOINT).exists():
                     trial.restore(*load_checkpoint(kept / CHECKPOINT), kept)
             try:

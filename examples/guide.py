@@ -35,7 +35,7 @@ def draw(pages: Iterable[str], data: fedshift.Federation) -> None:
     study = fedshift.compare([*run.values()], data=data, **settings).summary
     IMAGES.mkdir(parents=True, exist_ok=True)
     for page, names in shown.items():
-        part = replace(study, methods={run[name].name: study.methods[run[name].name] for name in names})
+        part = replace(study, methods={run[name].label: study.methods[run[name].label] for name in names})
         drawn = to_svg(make_figures(part)["accuracy-macro"], background="white")
         (IMAGES / f"{page}.svg").write_text(drawn, encoding="utf-8")
 
