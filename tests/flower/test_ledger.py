@@ -101,7 +101,7 @@ def signed(tmp_path, machine):
     """A folder with the sites of a short experiment whose questions and ledgers are signed, and all questions."""
     keys, spec = tmp_path / "tls", spec_for(rounds=1)
     make_authority(keys, [], ["pen", "photo", "print"])
-    sites = sites_of(spec, tmp_path, checked=Verifier(keys / "ca.crt"))
+    sites = sites_of(spec, tmp_path, checked=Verifier(keys / "ca.crt", "localhost"))
     for site in sites.values():
         site.key = load_private_key(keys / "nodes" / f"{site.name}.key")
     grid = SiteGrid(sites)

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedshift.flower.site import join as joining
 from fedshift.flower.site.join import CoordinatorLink
 from fedshift.flower.site.reasons import describe_offset, explain_end, measure_offset
+from fedshift.flower.transport.certificates import EndNotice
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
 
@@ -88,7 +89,7 @@ def test_a_site_is_told_how_far_its_clock_is_off(coordinator, monkeypatch, tmp_p
     )
     monkeypatch.setattr(stop, "wait", lambda _: False)
     link = CoordinatorLink(address=coordinator(12), tls=None, key=None, poll=None)
-    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop) == 130
+    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop, EndNotice(None, str)) == 130
     (told,) = heard
     assert told.startswith(("this machine's clock is 12 seconds ahead of", "this machine's clock is 11 seconds ahead"))
     assert "which accepts less than 5 ahead and less than 305 behind: set both by the network" in told

@@ -17,6 +17,7 @@ from fedshift.flower.server import serve as serving
 from fedshift.flower.server.serve import ListenOptions, _Coordination
 from fedshift.flower.site import join as joining
 from fedshift.flower.site.join import CoordinatorLink
+from fedshift.flower.transport.certificates import EndNotice
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.flower.transport.firewall import GUARDED
 from fedshift.flower.transport.programs import free_port
@@ -339,7 +340,7 @@ def test_a_supernode_that_ends_is_started_again_and_the_end_is_said(door, monkey
     stop = threading.Event()
     monkeypatch.setattr(stop, "wait", lambda seconds: False)
     link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=0.5)
-    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop) == 0
+    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop, EndNotice(None, str)) == 0
     again = f"Flower's SuperNode ended (killed); it is started again (see {tmp_path / 'log'})"
     assert door.site.heard == [again, again, "finished"]
     assert FakeProgram.last.more == {"FEDSHIFT_SITE": str(door.path), "FEDSHIFT_POLL": "0.5"}
@@ -349,7 +350,7 @@ def test_ctrl_c_ends_a_site(door, monkeypatch, tmp_path):
     stop = threading.Event()
     monkeypatch.setattr(joining, "Program", node([stop.set]))
     link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=None)
-    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop) == 130
+    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop, EndNotice(None, str)) == 130
 
 
 def test_two_sites_do_not_work_in_one_folder(tmp_path):

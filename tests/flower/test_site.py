@@ -184,7 +184,7 @@ def keys(tmp_path):
 
 
 def test_questions_are_answered_where_the_coordinator_signed_them(asked, keys):
-    site = asked.site(checked=Verifier(keys / "tls" / "ca.crt"))
+    site = asked.site(checked=Verifier(keys / "tls" / "ca.crt", "localhost"))
     question = replace(asked.again(), run=RUN)
     signed = Signer(keys / "tls", RUN)(question)
     assert site.answer(Exchange.of(signed.content())).kind == "refused"  # it came in run 0
@@ -226,7 +226,7 @@ FORGED = (
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_question_that_the_coordinator_did_not_sign_is_refused_before_anything_is_done(name, asked, keys):
-    site = asked.site(checked=Verifier(keys / "tls" / "ca.crt"))
+    site = asked.site(checked=Verifier(keys / "tls" / "ca.crt", "localhost"))
     before = asked.states()
     signed = Signer(keys / "tls", RUN)(replace(asked.again(), run=RUN))
     assert why(site.answer(forged(name, signed, keys))).startswith(
@@ -238,7 +238,7 @@ def test_a_question_that_the_coordinator_did_not_sign_is_refused_before_anything
 
 def test_a_certificate_that_has_ended_proves_nothing(keys, monkeypatch):
     question = Exchange(kind="end", facts={"say": "over"}, run=RUN)
-    signed, verifier = Signer(keys / "tls", RUN)(question), Verifier(keys / "tls" / "ca.crt")
+    signed, verifier = Signer(keys / "tls", RUN)(question), Verifier(keys / "tls" / "ca.crt", "localhost")
     signer = fingerprint(Signer(keys / "tls", RUN).key.public_key())
     assert verifier(signed, RUN) == replace(question, signer=signer)
 

@@ -241,7 +241,7 @@ def join(
     if tls and key:
         from ..flower.transport.signatures import Verifier, load_private_key
 
-        site.checked, site.key = Verifier(tls / "ca.crt"), load_private_key(key)
+        site.checked, site.key = Verifier(tls / "ca.crt", link.host), load_private_key(key)
     return take_part(link, site, folder, threads)
 
 

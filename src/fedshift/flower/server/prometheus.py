@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
@@ -21,7 +22,7 @@ HOSTS = ("127.0.0.1", "localhost")
 class Prometheus(Observer):
     """Observer whose ``registry`` exposes an experiment's progress as metrics with the prefix ``fedshift_``."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: datetime | None = None) -> None:
         self.registry = CollectorRegistry()
         self._planned = self._gauge("rounds_planned", "Rounds of each trial")
         self._done = self._gauge("rounds_done", "Rounds of a trial that are done and saved", *TRIAL)
@@ -35,6 +36,9 @@ class Prometheus(Observer):
             ["direction"],
             registry=self.registry,
         )
+        if end:
+            ends = self._gauge("certificate_end_timestamp_seconds", "Unix time at which the certificate ends")
+            ends.set(end.timestamp())
         self._notices = Counter("fedshift_notices", "Notices, such as sites that were left out", registry=self.registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
@@ -68,15 +72,16 @@ class Prometheus(Observer):
 
 
 @contextmanager
-def serve_metrics(port: int | None) -> Iterator[Observer]:
+def serve_metrics(port: int | None, end: datetime | None = None) -> Iterator[Observer]:
     """Serve the metrics of an observer inside the block, at ``/metrics`` on loopback ``port``.
 
+    ``end``: when the coordinator's certificate ends, if it has one.
     If ``port`` is None, nothing is served. Raises :class:`UsageError` if the port is not free.
     """
     if port is None:
         yield Observer()
         return
-    observer = Prometheus()
+    observer = Prometheus(end)
     try:
         server, thread = start_http_server(port, addr="127.0.0.1", registry=observer.registry)
     except OSError as error:

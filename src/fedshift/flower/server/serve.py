@@ -28,6 +28,7 @@ from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import ScratchDirectory
+from ..transport.certificates import EndNotice, read_end
 from ..transport.exchange import FACTS, accept_locally, listen_locally
 from ..transport.firewall import GUARDED
 from ..transport.programs import LOOPBACK, PATIENCE, Program, check_flower, connect, isolate, register, submit
@@ -136,7 +137,7 @@ def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunOptions, 
     with (
         catch_interrupts(console) as stop,
         show_progress(Console(quiet=place.quiet)) as shown,
-        serve_metrics(reach.metrics) as counted,
+        serve_metrics(reach.metrics, read_end(reach.tls) if reach.tls else None) as counted,
         _Coordination(spec, reach, directory, place) as work,
     ):
         try:
@@ -286,7 +287,7 @@ class _Coordination:
         connection = self._accept((link, executor), stop)
         if connection is None:
             return None
-        told = False
+        told, ends = False, EndNotice(self.reach.tls, observer.notice)
         with connection:
             keys = str(self.reach.tls.resolve()) if self.reach.tls else None
             order = {
@@ -307,6 +308,7 @@ class _Coordination:
                         self._show(observer, event, *values)
                     elif link.code is not None or executor.code is not None:
                         return None
+                    ends.check()
                     try:
                         self._register()
                     except FedshiftError as error:

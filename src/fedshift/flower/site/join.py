@@ -22,6 +22,7 @@ from ...utils.errors import UsageError
 from ...utils.files import ScratchDirectory
 from ...utils.printable import to_printable
 from ...utils.processors import available_processors
+from ..transport.certificates import EndNotice
 from ..transport.exchange import Exchange, accept_locally, listen_locally
 from ..transport.forwarding import SITE
 from ..transport.programs import Program, check_flower, find_proxy, free_port, isolate
@@ -66,11 +67,16 @@ class CoordinatorLink:
             )
 
     @property
+    def host(self) -> str:
+        """The coordinator's name or IP address."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
     def route(self) -> str:
         """A remark on the proxy between site and coordinator; empty if there is none."""
-        host = self.address.rpartition(":")[0].strip("[]")
-        proxy = find_proxy(host, secured=self.tls is not None)
-        return f" by the proxy {proxy}, as the environment says (NO_PROXY={host} goes there directly)" if proxy else ""
+        proxy = find_proxy(self.host, secured=self.tls is not None)
+        says = f"as the environment says (NO_PROXY={self.host} goes there directly)"
+        return f" by the proxy {proxy}, {says}" if proxy else ""
 
     def to_arguments(self, port: int) -> list[str]:
         """Return the command-line arguments of a SuperNode that serves tasks on loopback ``port``."""
@@ -108,16 +114,20 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
     )
     with ScratchDirectory() as scratch, catch_interrupts(console, "Leaving") as stop:
         door = _MessageSocket(site, scratch.path / "talk")
+        ends = EndNotice(link.tls, site.say)
+        ends.check()
         site.say(f"looking for the coordinator at {link.address}{link.route}")
         try:
-            return _watch(link, door, scratch.path, folder / "supernode.log", stop)
+            return _watch(link, door, scratch.path, folder / "supernode.log", stop, ends)
         finally:
             door.close()
             site.export_latest()
             lock.release()
 
 
-def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, stop: threading.Event) -> int:
+def _watch(
+    link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, stop: threading.Event, ends: EndNotice
+) -> int:
     """Keep a SuperNode and the process that handles its messages running; return the exit code."""
     pause = 1.0
     more, secret = {SITE: str(door.path)}, isolate(home)
@@ -131,7 +141,7 @@ def _watch(link: CoordinatorLink, door: _MessageSocket, home: Path, log: Path, s
         node = Program("flower-supernode", arguments, home=home, log=log, more=more)
         try:
             while node.wait(0.2) is forward.code is None and not (stop.is_set() or door.broken.is_set() or door.over):
-                pass
+                ends.check()
             if door.over:
                 node.wait(PARTING)
                 door.site.say(door.over)

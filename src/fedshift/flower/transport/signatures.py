@@ -2,8 +2,9 @@
 
 Anyone who can reach a SuperLink's port can submit runs to it, and nodes would answer their messages. With TLS, the
 coordinator therefore signs each question with the key of its certificate, and a site answers only questions that it can
-verify against the authority's certificate (``ca.crt``). The signature (ECDSA with SHA-384) covers the facts, all bytes
-of the arrays, and Flower's run number, so that a recorded question cannot be replayed in another run.
+verify against the authority's certificate (``ca.crt``). The certificate must be for the host that the site connects to:
+an authority of a hospital's own signs those of many other servers, too. The signature (ECDSA with SHA-384) covers the
+facts, all bytes of the arrays, and Flower's run number, so that a recorded question cannot be replayed in another run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from ...utils.errors import UsageError
 from .arrays import RefusedMessage
+from .certificates import is_for, list_hosts
 from .exchange import Exchange, digest_record
 
 SCHEME = ec.ECDSA(hashes.SHA384())
@@ -47,9 +49,10 @@ class Signer:
 
 
 class Verifier:
-    """Verifies questions against the authority's certificate in file ``root``."""
+    """Verifies that questions come from the coordinator at ``host``; file ``root``: the authority's certificate."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, host: str) -> None:
+        self._host = host
         self._root = x509.load_pem_x509_certificate(root.read_bytes())
 
     def __call__(self, exchange: Exchange, run: int) -> Exchange:
@@ -71,6 +74,11 @@ class Verifier:
             raise RefusedMessage(
                 f"a question that the coordinator did not sign for this run ({type(error).__name__})"
             ) from error
+        if not is_for(certificate, self._host):
+            raise RefusedMessage(
+                f"a question signed with a certificate for {', '.join(list_hosts(certificate)) or 'no host'}, where "
+                f"the coordinator is {self._host}"
+            )
         if not certificate.not_valid_before_utc <= datetime.now(UTC) <= certificate.not_valid_after_utc:
             raise RefusedMessage(
                 f"the coordinator's certificate is not valid now (until {certificate.not_valid_after_utc})"
