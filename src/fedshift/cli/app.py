@@ -20,7 +20,7 @@ import cyclopts
 from cyclopts import App, Parameter
 from cyclopts.help import DefaultFormatter, HelpPanel
 from pydantic import ValidationError
-from rich.console import ConsoleOptions
+from rich import console as rich_console
 from rich.table import Table
 from rich.text import Text
 
@@ -275,7 +275,7 @@ def _tabulate_catalog(kind: str) -> Table:
 class _EssentialFormatter(DefaultFormatter):
     """Help formatter that shows the essential settings only."""
 
-    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+    def __call__(self, console: rich_console.Console, options: rich_console.ConsoleOptions, panel: HelpPanel) -> None:
         entries = [entry for entry in panel.entries if _flag(entry.positive_names) in SHOWN]
         if entries:
             super().__call__(console, options, panel.copy(entries=entries))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
-from rich.console import Console
 
 from ..config.settings_file import read_run_settings
 from ..config.spec import CompareSpec, RunOptions, RunSpec, find_settings, read_settings, select_settings
+from ..console.printing import Console
 from ..console.terminal import choose_directory, make_console, print_line
 from ..utils.errors import UsageError
 from ..utils.files import require_writable

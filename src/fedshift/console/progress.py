@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -17,6 +17,7 @@ from ..engines.auto import EngineChoice
 from ..experiments.observer import Observer
 from ..experiments.trial import RoundResult
 from ..results.schema import LOWER_IS_BETTER, METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
+from .printing import Console
 
 SHOWN = 20
 """Maximum number of clients that are shown individually."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app, start_http_server
 from typing_extensions import override
 
 from ...experiments.observer import Observer
@@ -88,7 +88,7 @@ def serve_metrics(port: int | None, end: datetime | None = None) -> Iterator[Obs
         raise UsageError(
             f"--metrics {port}: cannot listen on 127.0.0.1:{port}: {error.strerror}; choose another"
         ) from error
-    server.set_app(_refuse_other_hosts(server.get_app()))
+    server.set_app(_refuse_other_hosts(make_wsgi_app(observer.registry)))
     try:
         yield observer
     finally:
