@@ -142,7 +142,7 @@ def same_as_in_process(spec, directory, folder, reference):
     experiment = in_process(spec, reference)
     return [
         same_trial(experiment.make_trial(name, seed), trial_folder(directory, name, seed), folder, reference)
-        for name in (method.name for method in experiment.methods)
+        for name in (method.label for method in experiment.methods)
         for seed in experiment.seeds
     ]
 
@@ -163,8 +163,9 @@ def same_trial(trial, place, folder, reference):
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype, name
         assert found[name].equal(tensor), name
+    own = trial_folder(folder, trial.plan.method.name, trial.seed).name  # sites know no label
     for client in trial.clients.seen:
-        (state,) = (folder / client).glob(f"*/{place.name}/state-{facts['bases'][client]}.safetensors")
+        (state,) = (folder / client).glob(f"*/{own}/state-{facts['bases'][client]}.safetensors")
         kept, said = load_checkpoint(state)
         entries = to_tensors(trial.clients[client], trial.plan.rule_names)
         assert said["steps"] == trial.clients[client].steps

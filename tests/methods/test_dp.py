@@ -265,9 +265,9 @@ def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
     make(methods=chosen, rounds=2, seeds=2).run(tmp_path / "run", observer=heard)
     said = [notice for notice in heard.notices if "privacy" in notice or "private" in notice]
     assert said == [
-        f"fedbn+dp(noise_multiplier=2): {REPEATABLE}{SPENT}, {KEPT} or {OTHERS}",
-        f"dp(noise_multiplier=2, secret=True): {SPENT} or {OTHERS}",
-        "dp(noise_multiplier=0): noise_multiplier=0, so there is no differential privacy",
+        f"fedbn+dp(noise_multiplier=2.0): {REPEATABLE}{SPENT}, {KEPT} or {OTHERS}",
+        f"dp(noise_multiplier=2.0, secret=True): {SPENT} or {OTHERS}",
+        "dp(noise_multiplier=0.0): noise_multiplier=0, so there is no differential privacy",
     ]
 
 

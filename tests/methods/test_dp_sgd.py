@@ -13,7 +13,7 @@ from scipy.stats import kstest
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
-from fedshift.core import kernel
+from fedshift.core import kernel, step
 from fedshift.core.declarations import Bound, Reads, Send
 from fedshift.core.kernel import init_client, init_server
 from fedshift.core.loss import CrossEntropy, Focal
@@ -81,7 +81,7 @@ def job_of(plan):
 
 def gradients_of(method, x, y, key=KEY, **given):
     plan = plan_of(method, **given)
-    return kernel.compute_gradients(plan, job_of(plan), x, y, key)
+    return step.compute_gradients(plan, job_of(plan), x, y, key)
 
 
 def loop(model, x, y, clip):
@@ -100,14 +100,14 @@ def loop(model, x, y, clip):
 @pytest.mark.parametrize("base", [gn(), ln(), nonorm(), fedwon(agc=None)], ids=lambda method: method.name)
 @pytest.mark.parametrize("together", [10**9, 3 * 8 * 600, 1])
 def test_a_step_is_that_of_a_loop_over_samples(base, together, monkeypatch):
-    monkeypatch.setattr(kernel, "SAMPLE_GRADIENTS", together)
+    monkeypatch.setattr(step, "SAMPLE_GRADIENTS", together)
     (x, y), model = batch(), plan_of(base).module
     clip = sorted(loop(model, x, y, 1.0)[1])[3]  # half of the gradients are longer
     expected, norms = loop(model, x, y, clip)
     assert max(norms) > 1.01 * clip > 1.02 * min(norms)
     plan = plan_of(dp_sgd(base, clipping_norm=clip, noise_multiplier=0.0))
     plan = replace(plan, initial={name: tensor.detach() for name, tensor in model.state_dict().items()})
-    grads, rest, loss = kernel.compute_gradients(plan, job_of(plan), x, y, KEY)
+    grads, rest, loss = step.compute_gradients(plan, job_of(plan), x, y, KEY)
     assert grads.keys() == expected.keys() == plan.trained
     assert max(float((grads[name] - expected[name]).abs().max()) for name in grads) <= 1e-12
     assert abs(float((loss - nn.functional.cross_entropy(model(x), y)).detach())) <= 1e-12
@@ -121,7 +121,7 @@ def test_a_clip_beyond_every_gradient_gives_the_usual_steps():
     )
     jobs = [job_of(plan) for plan in (plain, private)]
     for _ in range(3):
-        jobs = [kernel.client_step_(*each, *batch(), KEY)[0] for each in zip((plain, private), jobs, strict=True)]
+        jobs = [step.client_step_(*each, *batch(), KEY)[0] for each in zip((plain, private), jobs, strict=True)]
     assert max(float((jobs[0].params[n] - jobs[1].params[n]).abs().max()) for n in plain.trained) <= 1e-12
 
 
@@ -409,12 +409,12 @@ def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
     make(methods=chosen, rounds=2, epochs=1).run(tmp_path / "run", observer=heard)
     said = [notice for notice in heard.notices if "privacy" in notice or "private" in notice]
     assert said[0] == (
-        "dp_sgd(noise_multiplier=2, secret=True)+gn: (epsilon = 3.19, delta = 1e-05)-differentially private at the "
+        "dp_sgd(noise_multiplier=2.0, secret=True)+gn: (epsilon = 3.19, delta = 1e-05)-differentially private at the "
         "level of each client's samples after 2 passes over its data (RDP accountant of Opacus); it does not cover "
         "measured losses and metrics or the run's 2 other trials, whose epsilon adds up with this one"
     )
     assert said[1].startswith("dp_sgd+fedwon: not differentially private, since its noise is a function of the seed")
-    assert said[2] == "dp_sgd(noise_multiplier=0)+nonorm: noise_multiplier=0, so there is no differential privacy"
+    assert said[2] == "dp_sgd(noise_multiplier=0.0)+nonorm: noise_multiplier=0, so there is no differential privacy"
 
 
 def test_clients_that_took_part_less_spend_less():

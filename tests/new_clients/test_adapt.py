@@ -368,7 +368,10 @@ def test_whether_broken_images_are_skipped_is_said_of_the_new_ones(cli, run, tmp
     (tmp_path / "flat" / "2.png").write_bytes(b"no image")
     words = ("adapt", run, "--unlabeled", "flat", "--methods", "fedbn", "--policies", "reestimate", "--save", "saved")
     assert "remove them, or leave them out (--on-data-error warn)" in cli(*words).err
-    assert "note: 1 of 4 images in flat cannot be read" in cli(*words, "--on-data-error", "warn").out
+    assert (
+        "note: client 'flat': 1 of 4 files cannot be read, left out (2.png"
+        in cli(*words, "--on-data-error", "warn").out
+    )
     assert (tmp_path / "saved" / "fedbn" / "reestimate" / "flat.safetensors").exists()
 
 
