@@ -94,7 +94,7 @@ def test_a_figure_is_small_and_of_the_method_as_the_page_says(name):
     figure = GUIDE / "images" / f"{name}.svg"
     shown = {text.text for text in ElementTree.parse(figure).iter("{http://www.w3.org/2000/svg}text")}
     assert figure.stat().st_size < 60_000
-    assert {"fedavg", shorten(CATALOG.parse_all(DRAWN[name])[0].name, 44)} <= shown  # legends cut longer names
+    assert {"fedavg", shorten(CATALOG.parse_all(DRAWN[name])[0].label, 44)} <= shown  # legends cut longer names
     assert DRAWN[name] == name or f"`{DRAWN[name]}`" in PAGES[name]
 
 

@@ -60,6 +60,7 @@ def test_with_sampling_it_is_what_numerical_integration_gives(noise, sampling, r
     assert divergence(order) == pytest.approx(log(sum(terms)) / (order - 1), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_it_falls_with_noise_and_delta_and_grows_with_rounds_and_sampling():
     found = [
         [compute_epsilon(noise, 0.2, 10, DELTA) for noise in (8.0, 2.0, 0.5)],

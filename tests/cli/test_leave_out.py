@@ -74,6 +74,7 @@ def test_each_client_is_left_out_in_turn_as_newcomers_does_it_bit_for_bit(cli, t
     assert [cell.strip() for cell in first.replace("\\_", "_").strip("|").split("|")] == ["client", *titles]
 
 
+@pytest.mark.slow
 def test_stopped_by_ctrl_c_it_goes_on_where_it_was_and_does_nothing_again(
     cli, tiny_folder, tmp_path, assert_same, monkeypatch, Listener
 ):

@@ -131,6 +131,7 @@ def test_random_parts_of_one_whole_have_no_shift(make):
     assert [diagnose(make("none", key), seed=key, permutations=99).named for key in range(2)] == [()] * 2
 
 
+@pytest.mark.slow
 def test_five_looks_of_digits_are_feature_shift_whose_concepts_cannot_be_judged(trained):
     found = diagnose(digits(), permutations=99, limit=150)
     assert found.named == ("feature shift",)

@@ -26,6 +26,7 @@ def candidates(*methods, rates=(0.01, 0.1)):
     return [Candidate(name=f"{name}+tuned(lr={rate})", method=name, rate=rate) for name in methods for rate in rates]
 
 
+@pytest.mark.slow
 def test_a_method_has_its_best_rate_and_all_seeds_and_one_that_comes_later_is_trained_alone(
     benchmark, tmp_path, monkeypatch
 ):

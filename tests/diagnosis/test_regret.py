@@ -24,6 +24,7 @@ def benchmark(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_a_search_made_from_records_is_the_search_itself(benchmark, tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "FINALISTS", 2)
     settings = {"rounds": 3, "batch_size": 8, "validation": 0.2}
@@ -37,6 +38,7 @@ def test_a_search_made_from_records_is_the_search_itself(benchmark, tiny_folder,
     assert (tmp_path / "trials.jsonl").read_text() == kept  # nothing was trained again
 
 
+@pytest.mark.slow
 def test_fair_regret_measures_on_one_half_what_was_best_on_the_other(benchmark):
     random = np.random.default_rng(5)
     names = [f"method{number}" for number in range(30)]

@@ -278,6 +278,7 @@ def test_a_search_trains_as_a_comparison_does_and_python_finds_the_same(cli, sma
     assert (again.code, again.out.splitlines()[-1]) == (0, outcome.out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_stopped_by_ctrl_c_a_search_goes_on_where_it_was(
     cli, small, tiny_folder, tmp_path, monkeypatch, assert_same, Listener
 ):

@@ -88,7 +88,8 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("engine", "at_once"), [("pool", 2), pytest.param("pool", 3, marks=pytest.mark.slow), pytest.param("ray", 2)]
+    ("engine", "at_once"),
+    [("pool", 2), pytest.param("pool", 3, marks=pytest.mark.slow), pytest.param("ray", 2, marks=pytest.mark.slow)],
 )
 def test_bits_are_those_of_the_sequential_engine_for_any_number_of_workers(begin, engine, at_once):
     for options in ({}, {"method": scaffold(), "optimizer": SGD(lr=0.05)}):

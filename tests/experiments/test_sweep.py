@@ -233,6 +233,7 @@ def test_stopped_after_every_round_and_resumed_equals_uninterrupted(
     assert (tmp_path / "whole" / "config.toml").read_text() == (tmp_path / "stopped" / "config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_run_again_and_more_may_be_asked_for(sweep, cli, monkeypatch, tmp_path, pageless):
     assert sweep("--over", "epochs=1,2", "--out", "out").code == 0
     run, begun = Experiment.run, []

@@ -81,6 +81,7 @@ def test_saved_twice_gives_the_same_bytes(study, tmp_path, monkeypatch):
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
+@pytest.mark.slow
 def test_edge_cases_draw_without_warnings(edge_case, shown, monkeypatch):
     monkeypatch.setattr(figures, "make_panels", lambda _: [])  # which the page has drawn
     named_otherwise = "a" not in edge_case.clients  # samples of all others are the same picture
@@ -115,6 +116,7 @@ def test_more_clients_are_drawn_as_a_distribution(make_crowd):
     )
 
 
+@pytest.mark.slow
 def test_figures_of_many_clients_stay_small(make_crowd):
     few, many = (
         sum(len(to_svg(panel.figure)) for panel in make_panels(make_crowd(count)))

@@ -165,6 +165,7 @@ def test_many_clients_features_are_ascending_lines():
     assert any("25 clients" in text for text in texts(figure))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (20, 20), (3, 100), (2000, 30)])
 def test_charts_of_every_size_are_saved_within_page_width(clients, classes, tmp_path):
     figure = class_chart(table(clients, classes), "Counts of a federation")

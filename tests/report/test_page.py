@@ -101,6 +101,7 @@ def test_methods_over_unequal_clients_are_compared_over_those_that_they_share(ma
     assert "No round has been evaluated yet" in render_page(make_study(keep=lambda row: False))
 
 
+@pytest.mark.slow
 def test_of_many_clients_the_page_says_how_they_are_distributed_and_stays_small(make_crowd):
     text = render_page(make_crowd(1234, seeds=2))
     reader = read(text)

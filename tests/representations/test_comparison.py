@@ -215,6 +215,7 @@ def test_pictures_show_rows_of_methods_and_one_dot_a_channel(found):
     np.testing.assert_allclose(dots[:, 1], drawn.server["bn2"].mean)
 
 
+@pytest.mark.slow
 def test_the_command_writes_tables_and_pictures_and_leaves_the_run_as_it_is(run, cli, tmp_path):
     before = bytes_of(run)
     done = cli(

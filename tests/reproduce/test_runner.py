@@ -380,6 +380,7 @@ def test_numbers_are_read_as_they_are_printed():
     assert PublishedValue.of("") is None
 
 
+@pytest.mark.slow
 def test_panels_are_drawn_and_come_to_the_page(tiny, tmp_path):
     tiny |= {
         "panels": [

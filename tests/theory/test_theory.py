@@ -34,6 +34,7 @@ def found():
     return check_theory(TheorySettings(**SMALL))
 
 
+@pytest.mark.slow
 def test_corollary_4_6_holds_on_300_federations_and_for_algorithm_1_of_all_of_lambda():
     corollary = try_corollary(TheorySettings(draws=300))
     assert corollary.magnitude.shape == (300, 2)
@@ -153,6 +154,7 @@ def test_figure_2_marks_the_averaged_w_under_both_gammas_on_the_clients_errors(f
     assert levels[-1] >= found.toy.surfaces[1].max()
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes(tmp_path, capsys, vector_only):
     flags = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with pytest.raises(SystemExit) as ended:

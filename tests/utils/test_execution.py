@@ -238,6 +238,7 @@ def test_how_a_worker_ended_is_said_with_its_last_words(kind):
     assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WORKERS], indirect=True)
 def test_a_worker_that_dies_between_calls_is_replaced_unless_a_chain_needs_what_it_knew(kind):
     def chain():

@@ -420,6 +420,7 @@ def test_what_the_program_itself_uses_is_not_removed(read, root, images, monkeyp
     assert len(image_store.entries(images)) == 2  # of the other size alone
 
 
+@pytest.mark.slow
 def test_an_entry_that_another_program_has_mapped_stays_readable_when_it_is_removed(read, tmp_path, root, images):
     code = f"""
 import sys
