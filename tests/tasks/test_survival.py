@@ -155,3 +155,12 @@ def test_a_linear_model_of_tables_learns_to_rank_patients(clinics, tmp_path):
 def test_a_column_too_many_is_refused_with_what_to_give(clinics):
     with pytest.raises(UsageError, match="time and event"):
         fedshift.load_data(clinics, target="days, died, age", task="survival")
+
+
+def test_what_sees_one_patient_alone_is_refused_before_it_learns_nothing(clinics):
+    settings = {"data": clinics, "target": "days, died", "task": "survival", "model": "linear", "rounds": 1}
+    with pytest.raises(UsageError, match="compares the samples of a batch") as refused:
+        fedshift.compare("fedavg", batch_size=1, **settings)
+    assert "batch_size" in refused.value.settings
+    with pytest.raises(UsageError, match="dp_sgd combines the gradients of single samples, but cox compares"):
+        fedshift.compare("dp_sgd", **settings)

@@ -187,7 +187,7 @@ def split_expressions(kind: str, text: str) -> list[str]:
 
 
 def tidy(text: str) -> str:
-    """Return an expression with spaces after its commas alone; what quotes hold is left as it is."""
+    """Return an expression with spaces only after its commas; quoted texts stay unchanged."""
     found = re.split(r"""('[^']*'|"[^"]*")""", text.strip())
     found[::2] = (re.sub(r"\s*,\s*", ", ", re.sub(r"\s*([-+=:.()\[\]{}])\s*", r"\1", part)) for part in found[::2])
     return "".join(found)

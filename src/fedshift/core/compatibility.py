@@ -13,7 +13,7 @@ from ..tasks import Classification, Task
 from ..utils.errors import UsageError
 from .aggregation import Aggregation
 from .declarations import Bound
-from .loss import CrossEntropy
+from .loss import CrossEntropy, Loss
 from .method import Method
 from .optimizer import SGD
 from .plan import Plan
@@ -49,6 +49,11 @@ def check_compatibility(plan: Plan) -> None:
     for index, bound in enumerate(plan.rules):
         _check_needs(plan, bound.rule.requires)
         _check_declarations(plan, index)
+    if plan.work.batch_size == 1 and isinstance(plan.loss, Loss) and plan.loss.comparing:
+        raise UsageError(
+            f"batch_size=1, but {plan.loss} compares the samples of a batch, and one alone has no gradient: use a "
+            "batch size of 2 or more, say 32"
+        ).about("batch_size")
     if method.gradient is not None:
         _check_separate_samples(plan, f"{method.gradient.source_method} combines the gradients of single samples")
     nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
@@ -201,6 +206,10 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
         }
         if why := next((text for text, true in reads.items() if true), ""):
             raise UsageError(f"{name}: {what}, and {bound.rule.source_method} {why}: remove one of the two")
+    if isinstance(plan.loss, Loss) and plan.loss.comparing:
+        raise UsageError(
+            f"{name}: {what}, but {plan.loss} compares the samples of a batch, and one alone has no gradient: remove it"
+        )
     if isinstance(plan.loss, CrossEntropy) and plan.loss.weights is not None:
         raise UsageError(
             f"{name}: {what}, but {plan.loss} is divided by the weights of a batch, which cancel in one sample: use "

@@ -41,11 +41,12 @@ class Loss(ABC):
 
     For classes: logits ``[B, K]`` or ``[B, K, H, W]`` and labels ``[B]`` or ``[B, H, W]`` (int64). It works under
     ``torch.func.grad`` and ``torch.vmap``. ``str`` gives the expression that :data:`LOSSES` reads. ``tasks``: names
-    of the tasks that it is for.
+    of the tasks that it is for. ``comparing``: it compares the samples of a batch, so that one alone has no gradient.
     """
 
     name: ClassVar[str]
     tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
+    comparing: ClassVar[bool] = False
     weights: Weights = None
 
     def __post_init__(self) -> None:
@@ -322,6 +323,7 @@ class Cox(Unweighted):
 
     name = "cox"
     tasks = ("survival",)
+    comparing = True
     ties: Ties = "breslow"
 
     def __post_init__(self) -> None:

@@ -96,7 +96,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """What tables, folders and messages call it; what is computed does not depend on it."""
+        """Name in tables, folders and messages; no computation depends on it."""
         return self.typed or self.name
 
     @property

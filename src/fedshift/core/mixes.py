@@ -1,4 +1,4 @@
-"""Mixes: what clients load in place of the server's entries, each a mean of the round's uploads of its own."""
+"""Mixes: individual weighted means of a round's uploads that clients load in place of the server's entries."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def compute_gradients(
 def combine_samples(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[State, State, Tensor]:
-    """Return what ``Method.gradient`` makes of a batch's samples, ``rest`` as it is, and the mean data loss. Pure.
+    """Return the batch gradient by ``Method.gradient``, ``rest`` unchanged, and the mean data loss. Pure.
 
     Arguments as of :func:`compute_objective`. Each sample is a separate batch with a separate key, and no buffer
     that its forward pass writes is kept. As many samples are differentiated together as ``SAMPLE_GRADIENTS`` holds.

@@ -144,13 +144,8 @@ def fed_heart_disease(root: Path) -> Federation:
         UsageError: Files are missing or cannot be read.
 
     """
-    tables = {
-        client: pd.DataFrame(table, columns=[*_NAMES, "degree"]).drop(columns=list(_FLAMBY_LEAVES_OUT)).dropna()
-        for client, table in _read_tables(FED_HEART_DISEASE.locate("fed-heart-disease", root)).items()
-    }
-    table = pd.get_dummies(pd.concat(tables), columns=["cp", "restecg"], drop_first=True)
-    clients = []
-    for client in tables:
+    table, clients = _read_flambys_rows(root), []
+    for client in _CLIENTS:
         x = table.drop(columns="degree").loc[client].to_numpy(np.float32)
         y = (table.loc[client]["degree"].to_numpy(np.float32) > 0).astype(np.int64)
         train, test = train_test_split(
@@ -169,6 +164,15 @@ def fed_heart_disease(root: Path) -> Federation:
         class_names=("disease",),
         task=Multilabel(),
     )
+
+
+def _read_flambys_rows(root: Path) -> pd.DataFrame:
+    """Return FLamby's 13 features, not scaled, and the degree of disease, with the client as the first index."""
+    tables = {
+        client: pd.DataFrame(table, columns=[*_NAMES, "degree"]).drop(columns=list(_FLAMBY_LEAVES_OUT)).dropna()
+        for client, table in _read_tables(FED_HEART_DISEASE.locate("fed-heart-disease", root)).items()
+    }
+    return pd.get_dummies(pd.concat(tables), columns=["cp", "restecg"], drop_first=True)
 
 
 def _read_tables(found: Path | dict[str, Path]) -> dict[str, Floats]:

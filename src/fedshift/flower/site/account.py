@@ -1,4 +1,4 @@
-"""What a site's data were used for: uploads, measurements and descriptions, over all experiments that they were in.
+"""Accounts: count the uploads, measurements and descriptions of a site's data over all experiments.
 
 A coordinator can rename an experiment, take another seed, or ask another program of the site. The account is therefore
 kept for the data: a book is that of a path and of a fingerprint of its files, and data that were moved, or that grew,
@@ -30,7 +30,7 @@ ENDS = 2**16
 
 @dataclass
 class TrialUse:
-    """What one method and seed of an experiment took: answers sent, privacy spent, steps that are in uploads.
+    """Use of the data by one method and seed: answers sent, privacy spent, steps contained in uploads.
 
     ``last``: digest of the last question of each kind that was counted, since the same one again gives the same answer.
     """
@@ -44,7 +44,7 @@ class TrialUse:
 
 @dataclass
 class Book:
-    """What was sent of the data at ``paths``, whose files had ``fingerprints``.
+    """Record of everything sent from the data at ``paths``, whose files had ``fingerprints``.
 
     ``descriptions``: digests of the different ones that were told. ``trials``: by experiment, method and seed.
     ``agreed``: who agreed to what, by the digest of the whole question.

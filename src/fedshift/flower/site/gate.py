@@ -40,7 +40,7 @@ MOMENTS = ("loaded", REESTIMATED)
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """What a kind of question asks for.
+    """Declaration of what a kind of question asks for.
 
     Attributes:
         answer: kind of the answer.
@@ -86,7 +86,7 @@ QUESTIONS: Mapping[str, Asks] = MappingProxyType({
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
-    """What one question about a trial is going to use.
+    """Data and steps that one question about a trial will use.
 
     Attributes:
         review: the trial, as the site constructed it.
@@ -107,7 +107,7 @@ class Work:
 
     @property
     def distinct(self) -> int:
-        """How many different samples the steps use at least: batches of one pass have none in common."""
+        """Least number of different samples in the steps, since batches of one pass share none."""
         used = Counter[int]()
         for step in self.steps:
             start, stop = self.bounds[step % len(self.bounds)]

@@ -1,4 +1,4 @@
-"""What a site offers: its data, which columns may be predicted and read, and what a description may tell of them.
+"""Offers: a site names its data, the columns that may be predicted and read, and what a description contains.
 
 A coordinator's settings can ask for less, or for the same by name, but never for another column: whoever names the
 target of a table decides which values leave as names of classes.
@@ -91,7 +91,7 @@ class Offer(BaseModel):
 
 
 class Told(BaseModel):
-    """What a description may tell of the data that are offered.
+    """Contents of a description of the offered data.
 
     Attributes:
         class_counts: numbers of training samples by class, for losses with weights from them.

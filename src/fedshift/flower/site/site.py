@@ -231,7 +231,7 @@ class Site:
 
     @cached_property
     def gate(self) -> Gate:
-        """What every question and answer passes."""
+        """Gate through which every question and answer passes."""
         return Gate(
             policy=self.policy, confirmation=self.confirmation,
             account=Account(self.account, *name_data(self.data, self.name)),
