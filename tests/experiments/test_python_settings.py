@@ -119,6 +119,7 @@ class Weighed(Classification):
         ({"batch_size": None}, {"batch_size": 0}),
         ({"participation": 2}, {"participation": 2}),
         ({"participation": 0.5}, {"participation": 0.5}),
+        ({"participation": "shuffled"}, {"participation": "shuffled"}),
         ({"device": torch.device("cpu")}, {"device": "cpu"}),
         ({"rounds": np.int64(3), "lr": np.float32(0.5)}, {"rounds": 3, "lr": 0.5}),
         ({"methods": fedshift.agc(fedshift.fedbn())}, {"methods": "fedbn+agc"}),

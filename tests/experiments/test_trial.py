@@ -47,9 +47,21 @@ def test_each_client_is_as_likely_to_take_part():
     assert all(500 < count < 700 for count in drawn.values())  # 600 expected, standard deviation 20
 
 
+@pytest.mark.parametrize("turns", ["ordered", "shuffled"])
+def test_each_client_has_its_turn_before_any_has_another(turns):
+    settings, names = Settings(participation=turns), tuple("abcd")
+    taken = [settings.draw_participants(3, number, names) for number in range(1, 41)]
+    assert {len(round) for round in taken} == {1}
+    cycles = [tuple(name for (name,) in taken[start : start + 4]) for start in range(0, 40, 4)]
+    assert all(set(cycle) == set(names) for cycle in cycles)
+    assert len(set(cycles)) > 4 if turns == "shuffled" else set(cycles) == {names}
+    assert (taken == [settings.draw_participants(4, number, names) for number in range(1, 41)]) == (turns == "ordered")
+
+
 @pytest.mark.parametrize(
     ("share", "said"),
     [
+        ("cycle", "should be a number, ordered or shuffled"),
         (0, "should be greater than 0"),
         (-1, "should be greater than 0"),
         (0.0, "should be greater than 0"),
@@ -57,7 +69,7 @@ def test_each_client_is_as_likely_to_take_part():
     ],
 )
 def test_other_participation_is_refused(share, said):
-    with pytest.raises(UsageError, match=f"participation={share}: {said}"):
+    with pytest.raises(UsageError, match=f"participation={share!r}: {said}"):
         Settings(participation=share)
 
 

@@ -276,3 +276,12 @@ def test_a_run_without_opacus_says_how_to_get_it(make, tmp_path, Listener, monke
     heard = Listener()
     make("dp", rounds=1).run(tmp_path / "run", observer=heard)
     assert "epsilon takes Opacus, which is not installed: pip install 'fedshift[privacy]'" in heard.notices[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("participation", "sampled"), [(1, True), ("shuffled", False)])
+def test_taking_turns_is_no_sampling_that_hides_who_takes_part(make, tmp_path, participation, sampled, Listener):
+    heard = Listener()
+    make("dp(secret=True)", model="fnn2", participation=participation).run(tmp_path / "run", observer=heard)
+    (said,) = (notice for notice in heard.notices if "differentially private" in notice)
+    assert ("participants of each round are secret" in said) == sampled

@@ -55,6 +55,20 @@ def _parse_number(value: Any) -> Any:
     return value
 
 
+def _read_participation(value: Any) -> Any:
+    """Return a number above 0 of a text, or a name of :data:`TURNS` as it is."""
+    if value in TURNS:
+        return value
+    try:
+        number = _parse_number(value)
+    except PydanticCustomError as error:
+        names = " or ".join(TURNS)
+        raise PydanticCustomError("participation", "should be a number, {names}", {"names": names}) from error
+    if not number > 0:
+        raise PydanticCustomError("participation", "should be greater than 0")
+    return number
+
+
 def _read_seeds(value: Any) -> int | str:
     """Return the shortest form of seeds (:mod:`fedshift.config.seeds`)."""
     try:
@@ -88,10 +102,13 @@ Names = Annotated[str, BeforeValidator(_join)]
 Several = Annotated[Any, BeforeValidator(_join_texts)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split_list)]
 Number = Annotated[float | int, BeforeValidator(_parse_number)]
+Participation = Annotated[float | int | str, BeforeValidator(_read_participation)]
 Positive = Annotated[int, Field(ge=1)]
 Seeds = Annotated[int | str, BeforeValidator(_read_seeds)]
 SIGNS = frozenset(",*?[]")
 """Characters with a special meaning in lists of client names."""
+TURNS = ("ordered", "shuffled")
+"""Values of ``participation`` by which a model visits one client after the other."""
 AUTO = "auto"
 """Value of a setting that is chosen for the user."""
 PYTHON = "python"
@@ -118,9 +135,11 @@ class TrialSpec:
     rounds: Annotated[Positive, ESSENTIAL, Parameter(group=TRAINING)] = 20
     """Communication rounds."""
 
-    participation: Annotated[Number | None, Field(gt=0), Parameter(group=TRAINING)] = None
+    participation: Annotated[Participation | None, Parameter(group=TRAINING)] = None
     """Clients that take part in a round: an integer is a number of clients, a number with a decimal point a fraction of
-    them; 1 is one client, 1.0 is all. By default all."""
+    them; 1 is one client, 1.0 is all. By default all. With ordered or shuffled, it is one client, and each has its turn
+    before any has another: in the order of the tables, or in an order that is drawn anew for each cycle (cyclic weight
+    transfer)."""
 
     engine: Annotated[str, Parameter(group=COMPUTING)] = "auto"
     """Engine that runs the clients: sequential, one after another; stacked, side by side in one tensor program (small

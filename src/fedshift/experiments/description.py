@@ -31,6 +31,7 @@ def describe_training(
     members = len([name for name in data.names if name not in settings.newcomers])
     drawn = len(settings.draw_participants(0, 1, tuple(map(str, range(members)))))
     samples = sum(len(client.train) for client in data.clients)
+    chosen = "in turn" if isinstance(settings.participation, str) else "drawn anew"
     threads = torch.get_num_threads()
     return {
         "data": f"{data.name}: {_count(len(data.clients), 'client')}, {_count(samples, 'training sample')}, "
@@ -42,7 +43,7 @@ def describe_training(
         "optimizer": _by_method(plans, lambda plan: describe_optimizer(plan.optimizer)),
         "local work in a round": _by_method(plans, lambda plan: describe_work(plan.work)),
         "weight of a client": _by_method(plans, lambda plan: describe_weighting(plan.method)),
-        "clients in a round": f"all {members}" if drawn == members else f"{drawn} of {members}, drawn anew",
+        "clients in a round": f"all {members}" if drawn == members else f"{drawn} of {members}, {chosen}",
         "evaluated after rounds": describe_rounds(settings),
         "computed on": f"{settings.device}, {settings.precision}, {_count(threads, 'thread')} of torch",
     }

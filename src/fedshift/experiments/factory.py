@@ -76,7 +76,8 @@ def make_settings(spec: Spec, names: tuple[str, ...]) -> Settings:
     """Return the settings in ``spec``; ``names``: all clients, to which patterns of newcomers are matched."""
     shared = {field.name: getattr(spec, field.name) for field in fields(TrialSpec)}
     share, amounts = spec.participation, {name: getattr(spec, name) for name in AMOUNTS}
-    shared["participation"] = int(share) if share and share > 1 and not share % 1 else share
+    if isinstance(share, float) and share > 1 and not share % 1:
+        shared["participation"] = int(share)
     if all(value is None for value in amounts.values()):
         amounts["epochs"] = 1
     return Settings(

@@ -35,8 +35,8 @@ from .initial_weights import InitialWeights
 class Settings(TrialSpec):
     """Settings that all methods of a comparison share: those of :class:`TrialSpec`, and objects made from the others.
 
-    ``participation`` is a number of clients (int) or a fraction of them (float in (0, 1]). Raises :class:`UsageError`
-    for an out-of-range value.
+    ``participation`` is a number of clients (int), a fraction of them (float in (0, 1]), ``ordered`` or ``shuffled``.
+    Raises :class:`UsageError` for an out-of-range value.
     """
 
     work: Work = field(default_factory=lambda: Work(epochs=1))
@@ -128,6 +128,11 @@ class Settings(TrialSpec):
         share = self.participation
         if share is None:
             return names
+        if isinstance(share, str):
+            cycle, turn = divmod(round - 1, len(names))
+            if share == "shuffled":
+                turn = int(stream(seed, "turns", cycle).permutation(len(names))[turn])
+            return (names[turn],)
         count = min(max(1, int(share * len(names) + 0.5)) if isinstance(share, float) else share, len(names))
         chosen = stream(seed, "participants", round).choice(len(names), size=count, replace=False)
         return tuple(names[i] for i in sorted(chosen))

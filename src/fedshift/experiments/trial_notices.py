@@ -67,7 +67,8 @@ def list_notices_after(experiment: Experiment, trial: Trial) -> Iterator[str]:
         yield f"{method.label}, seed {trial.seed}: clients that never took part {fate}: {which}"
     uncovered = list_uncovered(trial.plan, settings, trial.data, len(experiment.methods) * len(experiment.seeds))
     if mechanism := find_mechanism((method.aggregate,)):
-        share = len(settings.draw_participants(trial.seed, 1, trial.clients.names)) / len(trial.clients)
+        drawn = len(settings.draw_participants(trial.seed, 1, trial.clients.names))
+        share = 1.0 if isinstance(settings.participation, str) else drawn / len(trial.clients)  # turns are known
         yield f"{method.label}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
     if mechanism := find_mechanism((method.gradient,)):
         yield f"{method.label}: {describe_sample_guarantee(mechanism, trial.count_uses(), uncovered)}"
