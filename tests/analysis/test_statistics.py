@@ -7,11 +7,13 @@ import pytest
 from scipy import stats
 
 from fedshift.analysis.statistics import (
+    Moments,
     correct_family,
     holm_correction,
     mean_and_std,
     paired_difference,
     paired_tests,
+    welch_interval,
     wilson_interval,
 )
 from fedshift.utils.errors import UsageError
@@ -153,6 +155,23 @@ def test_holm_rejects_step_by_step(level):
 def test_the_interval_of_a_share_is_wilsons(hits, samples):
     theirs = stats.binomtest(hits, samples).proportion_ci(0.9, method="wilson")
     assert wilson_interval(hits, samples, 0.9) == pytest.approx(tuple(theirs))
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (3, 8)])
+def test_the_interval_of_unpaired_means_is_welchs(sizes):
+    rng = np.random.default_rng(0)
+    ours, theirs = (rng.normal(size, size, size) for size in sizes)
+    expected = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.9)
+    found = welch_interval(*(Moments(*mean_and_std(values), len(values)) for values in (ours, theirs)), level=0.9)
+    assert found == pytest.approx(tuple(expected), rel=1e-12)
+
+
+def test_two_values_or_constant_ones_give_no_interval():
+    moments = Moments(1.0, 0.5, 5)
+    assert all(map(math.isnan, welch_interval(moments, moments._replace(size=2))))
+    assert all(map(math.isnan, welch_interval(moments._replace(std=0.0), moments._replace(std=0.0))))
+    low, high = welch_interval(moments._replace(std=0.0), moments)  # a constant beside four degrees of freedom
+    assert high - low == pytest.approx(2 * stats.t.ppf(0.975, 4) * 0.5 / math.sqrt(5))
 
 
 def test_a_share_of_no_samples_or_of_too_few_is_refused():

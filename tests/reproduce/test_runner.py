@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
+import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
@@ -358,6 +359,25 @@ def test_ours_stand_beside_theirs():
     small_numbers = compare_values(compared(["0.0000003"], [0.0000004]))
     assert [cell.text for cell in small_numbers.rows[0]][1:] == ["0.00000040", "0.00000030", "+0.00000010"]
     assert [cell.text for cell in compare_values(compared(["2471"], [20.0])).rows[0]][1:3] == ["20", "2471"]
+
+
+def test_the_interval_of_a_difference_is_welchs_and_stands_beside_it():
+    ours = (51.0, 53.0, 52.5)
+    found = compared(["50.00 (1.00)", "52.00 (1.00)", "50.00"], [ours] * 3)
+    found = replace(found, table=replace(found.table, seeds=5))
+    test = stats.ttest_ind_from_stats(np.mean(ours), np.std(ours, ddof=1), 3, [50, 52], 1, 5, equal_var=False)
+    shown = compare_values(found)
+    assert shown.header[3:] == ("difference", "95% interval", "paper's spread")
+    low, high = found.interval(0, 0)
+    assert (low + high) / 2 == pytest.approx(np.mean(ours) - 50)
+    assert shown.rows[0][4].text == f"+{low:.2f} to +{high:.2f}"
+    assert [p < 0.05 for p in test.pvalue] == [True, False]
+    assert found.consistent == (1, 2)
+    assert found.interval(2, 0) is None
+    assert "1 of 2 intervals of the difference contain 0" in found.summary
+    for without in (replace(found, own=False), replace(found, table=replace(found.table, seeds=0))):
+        assert without.consistent == (0, 0)
+        assert "95% interval" not in compare_values(without).header
 
 
 def test_the_grid_has_all_rows_and_columns_of_the_paper_ours_beside_theirs():

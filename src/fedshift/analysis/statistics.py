@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -56,6 +57,31 @@ def wilson_interval(hits: int, samples: int, level: float = 0.95) -> tuple[float
     half = z * math.sqrt(share * (1 - share) / samples + z * z / (4 * samples**2))
     whole = 1 + z * z / samples
     return max(0.0, (center - half) / whole), min(1.0, (center + half) / whole)
+
+
+class Moments(NamedTuple):
+    """Mean and sample standard deviation of ``size`` values."""
+
+    mean: float
+    std: float
+    size: int
+
+
+def welch_interval(ours: Moments, theirs: Moments, level: float = 0.95) -> tuple[float, float]:
+    """Return the interval of the difference of two means, ``ours - theirs``, of values that are not paired.
+
+    Welch 1947, "The generalization of 'Student's' problem when several different population variances are involved",
+    Biometrika 34(1-2): Student's interval with standard error sqrt(a + b), where a and b are the variances of the two
+    means, and (a + b)^2 / (a^2 / (n_a - 1) + b^2 / (n_b - 1)) degrees of freedom. NaN with fewer than :data:`FEWEST`
+    values in either, or if both are constant.
+    """
+    a, b = ours.std**2 / max(ours.size, 1), theirs.std**2 / max(theirs.size, 1)
+    if min(ours.size, theirs.size) < FEWEST or not a + b > 0:
+        return math.nan, math.nan
+    freedom = (a + b) ** 2 / (a**2 / (ours.size - 1) + b**2 / (theirs.size - 1))
+    half = float(stdtrit(freedom, (1 + level) / 2)) * math.sqrt(a + b)
+    gap = ours.mean - theirs.mean
+    return gap - half, gap + half
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any
 
 from ..analysis.similarity import CONCORDANT
-from ..analysis.statistics import FEWEST, correct_family, mean_and_std, paired_difference
+from ..analysis.statistics import FEWEST, Moments, correct_family, mean_and_std, paired_difference, welch_interval
 from ..report.formatting import TextTable, explain_spread, format_mean, format_signed, make_table
 from .planning import DISCORDANCE, FINAL
 from .published_tables import Block, PublishedValue, Table
@@ -116,6 +116,12 @@ class ReproducedBlock:
         return sum(judged), len(judged)
 
     @property
+    def consistent(self) -> tuple[int, int]:
+        """Number of intervals of the difference that contain 0, and number of cells with an interval."""
+        found = [interval for where in self.ours if (interval := self.interval(*where))]
+        return sum(low <= 0 <= high for low, high in found), len(found)
+
+    @property
     def concordant(self) -> tuple[int, int]:
         """Number of discordances below FedMMB's threshold, and number of discordances; 0 if too few rounds were run."""
         if self.is_short:
@@ -133,6 +139,22 @@ class ReproducedBlock:
             return False
         spread = math.hypot(max(paper.std, paper.unit / 2), 0.0 if math.isnan(ours.std) else ours.std)
         return abs(ours.mean - paper.mean) <= MARGIN * spread
+
+    def interval(self, row: int, column: int) -> tuple[float, float] | None:
+        """Return Welch's 95 % interval of the difference, ours minus the paper's; None if there is none.
+
+        Numbers must be comparable (:attr:`is_faithful`), the paper print a spread over :data:`~fedshift.analysis
+        .statistics.FEWEST` seeds or more, and as many be run. Seeds are not paired: a seed of the paper's program draws
+        other weights and orders than ours. The paper's spread is at least the rounding error, as in :meth:`is_close`.
+        """
+        ours, paper = self.ours[row, column], self.published_value(row, column)
+        if paper is None or math.isnan(paper.std) or not self.is_faithful:
+            return None
+        count = sum(not math.isnan(value) for value in self.values[row, column])
+        seeds = self.block.rows[row][0].get("seeds", self.table.seeds)
+        theirs = Moments(paper.mean, max(paper.std, paper.unit / 2), seeds)
+        low, high = welch_interval(Moments(ours.mean, ours.std, count), theirs)
+        return None if math.isnan(low) else (low, high)
 
     @property
     def verdict(self) -> str:
@@ -155,10 +177,12 @@ class ReproducedBlock:
         share = f", {self.scale:.2g} of the rounds" if self.scale < 1 else ""
         part = f", {self.part}" if self.part else ""
         (close, judged), (same, pairs), (below, deltas) = self.within, self.order, self.concordant
+        at_zero, intervals = self.consistent
         said = [self.verdict]
         said += [f"an order of methods says nothing below {SHORTEST:g} of the rounds"] if self.is_short else []
         said += [f"{same} of {pairs} pairs of methods in the paper's order"] if pairs else []
         said += [f"{close} of {judged} cells within the paper's spread"] if judged else []
+        said += [f"{at_zero} of {intervals} intervals of the difference contain 0"] if intervals else []
         said += [f"{below} of {deltas} discordances below {CONCORDANT:g}"] if deltas else []
         verdict = f"Verdict ({version}{self.seeds} seed{'s' * (self.seeds > 1)}{share}{part}): {'; '.join(said)}."
         if not pairs:
@@ -218,18 +242,18 @@ def list_remarks(notes: Iterable[str], missing: Iterable[str], *, own: bool = Fa
 def compare_values(reproduced: ReproducedBlock) -> TextTable:
     """Return a table with our value and the paper's for each reproduced cell.
 
-    If network, data and rounds are the paper's, it also shows the difference, and whether our value is within the
-    paper's spread.
+    If network, data and rounds are the paper's, it also shows the difference, its interval, and whether our value is
+    within the paper's spread.
     """
-    judged = reproduced.within[1] > 0
+    judged, bounded = reproduced.within[1] > 0, reproduced.consistent[1] > 0
     grid = arrange_values(reproduced)
     rows = []
     for row, column in sorted(reproduced.ours):
         cell = grid.rows[row][1][column]
         cells = [f"{grid.rows[row][0]}: {grid.columns[column]}", cell.ours, cell.paper]
         cells += [cell.difference] if reproduced.is_faithful else []
-        rows.append([*cells, *([cell.spread] if judged else [])])
-    extra = (("difference", reproduced.is_faithful), ("paper's spread", judged))
+        rows.append([*cells, *([cell.interval] if bounded else []), *([cell.spread] if judged else [])])
+    extra = (("difference", reproduced.is_faithful), ("95% interval", bounded), ("paper's spread", judged))
     header = ("", "ours" if reproduced.own else "ours (stand-in)", "paper", *(title for title, has in extra if has))
     return make_table(header, rows, note=explain_spread(reproduced.seeds))
 
@@ -238,7 +262,8 @@ def compare_values(reproduced: ReproducedBlock) -> TextTable:
 class ComparedCell:
     """Text of a cell in a paper's table: ``paper`` as printed, ``ours``, and the ``difference``, ours minus theirs.
 
-    ``ours`` and ``difference`` are empty if nothing was run. ``spread`` is "within" or "outside" the paper's spread; it
+    ``ours`` and ``difference`` are empty if nothing was run. ``interval`` is that of the difference, empty if there is
+    none (:meth:`ReproducedBlock.interval`). ``spread`` is "within" or "outside" the paper's spread; it
     is empty if the paper prints none or numbers cannot be compared. ``sign`` is "above" or "below" if numbers can be
     compared and differ.
     """
@@ -246,6 +271,7 @@ class ComparedCell:
     paper: str = ""
     ours: str = ""
     difference: str = ""
+    interval: str = ""
     spread: str = ""
     sign: str = ""
 
@@ -279,10 +305,12 @@ def _compare_cell(reproduced: ReproducedBlock, row: int, column: int) -> Compare
         return ComparedCell(paper=printed)
     gap, comparable = round(ours.mean - paper.mean, digits), reproduced.is_faithful
     within = "within" if reproduced.is_close(row, column) else "outside"
+    bounds = reproduced.interval(row, column) or ()
     return ComparedCell(
         paper=printed,
         ours=format_mean(ours.mean, ours.std, f".{digits}f"),
         difference=format_signed(ours.mean - paper.mean, digits),
+        interval=" to ".join(format_signed(bound, digits) for bound in bounds),
         spread=within if comparable and not math.isnan(paper.std) else "",
         sign=("above" if gap > 0 else "below" if gap < 0 else "") if comparable else "",
     )
