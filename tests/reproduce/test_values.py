@@ -56,7 +56,7 @@ PAPERS = {
     ),
     "flamby": Paper(
         tables={"heart", "tcga-brca"}, figures=set(), where=r"the repository's flamby/results .*",
-        row={"paper_name": str}, needed=frozenset({"paper_name"}),
+        row={"paper_name": str, "participation": str}, needed=frozenset({"paper_name"}),
     ),
     "fedwon": Paper(
         tables={f"table{number}" for number in (*range(1, 5), *range(11, 23))},
