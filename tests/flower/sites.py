@@ -43,8 +43,10 @@ class SiteGrid(Grid):
     """``sites``: the site of each node. ``away``: nodes that are not connected. ``asked``: what arrived at each node.
 
     ``tamper(node, question, answer)`` gives what arrives in place of an answer: another, any content of a message, an
-    exception of Flower's grid that reads it; None: nothing.
+    exception of Flower's grid that reads it; None: nothing. ``run``: number of Flower's run.
     """
+
+    run = RUN
 
     def __init__(self, sites):
         self.sites, self.away, self.asked = dict(sites), set(), []
@@ -66,7 +68,7 @@ class SiteGrid(Grid):
             arrived = as_sent(message)
             question = Exchange.of(arrived.content)
             self.asked.append((node, question))
-            answer = self.tamper(node, question, self.sites[node].answer(replace(question, run=RUN)))
+            answer = self.tamper(node, question, self.sites[node].answer(replace(question, run=self.run)))
             if isinstance(answer, Exchange | RecordDict):
                 content = answer.content() if isinstance(answer, Exchange) else answer
                 self._replies[number] = as_sent(Message(content, reply_to=arrived))
@@ -88,7 +90,6 @@ class SiteGrid(Grid):
     def set_run(self, run):
         raise NotImplementedError
 
-    run = property()
     create_message = send_and_receive = set_run
 
 

@@ -8,6 +8,7 @@ import pytest
 from flwr.app import Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
+from fedshift import __version__
 from fedshift.flower.server.nodes import Nodes
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.utils.errors import FedshiftError
@@ -22,7 +23,7 @@ FIRST = "2026-01-01"
 
 def described(name, **changes):
     facts = {
-        "name": name, "version": "1", "shape": [3, 8, 8], "dtype": "uint8", "classes": 2, "class_names": [],
+        "name": name, "version": __version__, "shape": [3, 8, 8], "dtype": "uint8", "classes": 2, "class_names": [],
         "samples": {"train": 6, "test": 4}, "labels": None,
     }  # fmt: skip
     return Exchange(kind="described", facts=facts | changes)
@@ -157,16 +158,30 @@ def test_of_two_that_say_they_are_one_the_later_is_asked(nodes, grid):
     assert {node for node, kind in grid.sent if kind == "train"} == {2, 7}
 
 
-@pytest.mark.parametrize("changes", [{"samples": {"train": 7, "test": 4}}, {"version": "2"}, {"shape": [1, 8, 8]}])
+@pytest.mark.parametrize(
+    "changes", [{"samples": {"train": 7, "test": 4}}, {"validates": True, "samples": {"test": 4}}, {"shape": [1, 8, 8]}]
+)
 def test_who_comes_back_as_another_is_refused(nodes, grid, heard, changes):
     nodes.refresh()
     grid.join(1, "ann", at="2026-01-02", **changes)
     nodes.refresh()
     assert nodes.online == {"bob"}
     assert heard[-2:] == [
-        "ann is back with other data or another version than it began with: refused",
+        "ann is back with other data or in another role than it began with: refused",
         "ann has left (1 connected)",
     ]
+
+
+@pytest.mark.parametrize(("version", "back"), [("0.1.99", True), ("0.2.0", False), ("1.1.0", False), ("what", False)])
+def test_who_comes_back_with_another_version_goes_on_if_it_is_a_patch(nodes, grid, heard, version, back, monkeypatch):
+    monkeypatch.setattr("fedshift.utils.version.__version__", "0.1.4")
+    grid.join(1, "ann", version="0.1.3")
+    nodes.refresh()
+    grid.join(1, "ann", at="2026-01-02", version=version)
+    nodes.refresh()
+    assert ("ann" in nodes.online) is back
+    said = "ann goes on with fedshift 0.1.99, after 0.1.3" if back else f"ann runs fedshift {version}, and this coord"
+    assert any(line.startswith(said) for line in heard)
 
 
 def test_one_that_leaves_is_not_asked_and_not_waited_for(nodes, grid, heard, clock):

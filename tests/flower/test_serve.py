@@ -1,6 +1,7 @@
 """`fedshift serve` and `join` for a user: refusals before anything starts, output, exit codes."""
 
 import json
+import os
 import socket
 import threading
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from fedshift.flower.transport.certificates import EndNotice
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.flower.transport.firewall import GUARDED
 from fedshift.flower.transport.programs import free_port
+from fedshift.results.run_directory import acquire_lock
 from fedshift.utils.errors import FedshiftError, UsageError
 
 
@@ -354,10 +356,7 @@ def test_ctrl_c_ends_a_site(door, monkeypatch, tmp_path):
 
 
 def test_two_sites_do_not_work_in_one_folder(tmp_path):
-    from filelock import FileLock
-
-    lock = FileLock(tmp_path / ".lock")
-    with lock, pytest.raises(UsageError, match="in use by another"):
+    with acquire_lock(tmp_path), pytest.raises(FedshiftError, match=f"in use by process {os.getpid()}: "):
         joining.join(CoordinatorLink(address="host:9091", tls=None, key=None, poll=None), Answering(), tmp_path, None)
 
 
@@ -383,7 +382,7 @@ def test_a_closing_text_is_cut_and_cleaned(door):
 def test_a_stopped_coordinator_tells_the_whole_command(monkeypatch, tmp_path):
     """The arguments of the printed command give the same options."""
     heard = []
-    monkeypatch.setattr(serving, "serve", lambda spec, reach, place, directory: heard.append(reach) or 0)
+    monkeypatch.setattr(serving, "serve", lambda spec, reach, place, directory, from_round: heard.append(reach) or 0)
     (tmp_path / "settings.toml").write_text('method = "fedbn"')
     monkeypatch.chdir(tmp_path)
     told = reach(

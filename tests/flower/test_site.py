@@ -59,7 +59,7 @@ def asked(tmp_path, machine):
     spec = spec_for(model=NETWORK, rounds=2, evaluate_every=2)
     grid = SiteGrid(sites_of(spec, tmp_path, code=ALLOWED))
     assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
-    return Asked(tmp_path, {question.kind: question for node, question in grid.asked if node == 2})
+    return Asked(tmp_path, {question.kind: replace(question, run=RUN) for node, question in grid.asked if node == 2})
 
 
 def why(answer):
@@ -296,7 +296,7 @@ def test_a_site_exports_its_model_with_its_own_figures_and_no_one_elses(tmp_path
     # an answer does not wait for a model that cannot be written
     (tmp_path / "models" / "fedbn-seed0" / "model.json").unlink()
     question = next(question for node, question in grid.asked if (node, question.kind) == (2, "evaluate"))
-    assert sites[2].answer(question).kind == "evaluated"
+    assert sites[2].answer(replace(question, run=RUN)).kind == "evaluated"
     assert said[-2].startswith("the model of fedbn is not exported: ")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import fields
@@ -92,6 +93,7 @@ def serve(
     code: Annotated[list[str] | None, Parameter(negative=())] = None,
     out: Path | None = None,
     resume: Path | None = None,
+    from_round: int | None = None,
     quiet: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Coordinate an experiment across machines: wait for sites to `fedshift join`, and train with them.
@@ -118,11 +120,15 @@ def serve(
             be given several times. No others are called.
         out: Directory to write; by default a new one under runs/.
         resume: Directory of an interrupted run to continue, bit for bit.
+        from_round: With --resume, go back to the model after this round, one of the last three, and repeat those after
+            it: for a site that has lost its state of a later one.
         quiet: Do not print progress or notes; the notes are on the page.
 
     """
     if (config is None) == (resume is None):
         raise UsageError("give either a settings file or --resume with the directory of a run")
+    if from_round is not None and resume is None:
+        raise UsageError(f"from_round={from_round} goes back in a run: name it (--resume)")
     place = RunOptions(config=config, out=out, resume=resume, quiet=quiet, code=tuple(code or ()))
     directory = choose_directory(place, "serve")
     if (tls is None) != insecure:
@@ -142,7 +148,7 @@ def serve(
         forced=force_insecure, metrics=metrics,
     )  # fmt: skip
     reach.check()
-    return coordinate(spec, reach, place, directory)
+    return coordinate(spec, reach, place, directory, from_round)
 
 
 def join(
@@ -166,6 +172,8 @@ def join(
     groups: str | None = None,
     task: str | None = None,
     account: Path | None = None,
+    keep_rounds: int = 50,
+    keep_gb: float = 1.0,
     confirm: Annotated[bool, Parameter(negative=())] = False,
     validate_only: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -195,6 +203,9 @@ def join(
         task: Kind of prediction that is offered: multilabel, regression, ...; by default that of the data, for a table
             classification.
         account: File that counts what was sent of the data; by default account.json beside the site's directory.
+        keep_rounds: Earlier rounds of each method and seed whose states are kept, so that a coordinator can be restored
+            from a copy that is so many rounds old.
+        keep_gb: Disk space for these states, in GB (1e9 bytes); the last three of each method and seed are always kept.
         confirm: Before the first description, show what it tells, and before each method and seed the experiment and
             the entries that will leave the site; go on after the answer y.
         validate_only: Train nothing and upload no entries: measure the models that this site would use.
@@ -221,8 +232,13 @@ def join(
     from ..flower.site.gate import Confirmation
     from ..flower.site.join import CoordinatorLink
     from ..flower.site.join import join as take_part
-    from ..flower.site.site import Site
+    from ..flower.site.site import Retention, Site
 
+    if keep_rounds < 0 or not 0 <= keep_gb < math.inf:
+        raise UsageError(
+            f"keep_rounds={keep_rounds}, keep_gb={keep_gb:g}: both must be numbers of at least 0 (the last three "
+            "states are always kept)"
+        )
     if confirm and not sys.stdin.isatty():
         raise UsageError("--confirm asks at a terminal, and there is none: leave it out, and give limits with --policy")
     if not path.exists() and name is None and key is None:
@@ -237,6 +253,7 @@ def join(
     site = Site(
         data, called, folder, device=device, code=frozenset(code or ()), weights=given, export=export,
         validates=validate_only, policy=offers, confirmation=Confirmation(_ask) if confirm else None, account=account,
+        retention=Retention(rounds=keep_rounds, bytes=int(keep_gb * 1e9)),
     )  # fmt: skip
     if tls and key:
         from ..flower.transport.signatures import Verifier, load_private_key
@@ -268,7 +285,7 @@ def ledger(
 
     """
     from ..flower.site.account import FILE
-    from ..flower.site.ledger import compare_anchors, count_bytes_left, read_ledger
+    from ..flower.site.ledger import compare_anchors, count_bytes_left, list_versions, read_ledger
     from ..flower.transport.chain import load_key
     from ..report.formatting import format_bytes
 
@@ -285,6 +302,8 @@ def ledger(
     for text in dict.fromkeys(text for entry in entries for text in entry.content.get("discloses", ())):
         print_line(console, f"left with a round's upload: {text}")
     for text in _describe_account(account or path.resolve().parent / FILE):
+        print_line(console, text)
+    for text in list_versions(entries):
         print_line(console, text)
     first, last = (entries[0].number, entries[-1]) if entries else (1, None)
     if first > 1:
@@ -305,14 +324,23 @@ def ledger(
 def _describe_entry(entry: Entry) -> str:
     """Return an entry of a ledger as one line."""
     from ..flower.site.ledger import VALIDATES, count_bytes_left
+    from ..flower.transport.exchange import BACK
     from ..report.formatting import format_bytes
 
     said = entry.content
+    if said["event"] == BACK:
+        return (
+            f"{said['time']} the coordinator's record of ledgers went back from {said['had']} entries to "
+            f"{said['has']}: it was restored from an older copy, or rewritten"
+        )
     if said["event"] == "consent":
         shown = said["shown"].splitlines()
         return f"{said['time']} {said['who']} was shown {len(shown)} lines and {_agreed(said['agreed'])}: {shown[0]}"
     role = f" ({VALIDATES})" if said["role"] == VALIDATES else ""
     round = "" if said["round"] is None else f", round {said['round']}"
+    if again := said.get("again"):
+        back = f", after the coordinator went back from round {again}" if again > said["round"] else ""
+        round += f" (again{back})"
     left = ", ".join(f"{kind}: {each['entries']} entries" for kind, each in said["left"].items() if each["entries"])
     what = f"{left}, {format_bytes(count_bytes_left(entry))}" if left else "no entries"
     return f"{said['time']} {said['asked']}{round}: {said['answered']}; {what}{role}"

@@ -28,7 +28,7 @@ from ..models import ModelFactory
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import RunDirectory, to_file_name, trial_folder
 from ..results.schema import PICTURED, MethodSummary
-from ..results.summary import read_facts, write_summary
+from ..results.summary import read_facts, require_series, write_summary
 from ..results.trial_records import CHECKPOINT, load_facts, require_checkpoint
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError, Ref, UsageError
@@ -59,7 +59,7 @@ class Experiment:
     record, and ``files`` additional files for the run directory, by name. ``measured_later``: clients that the caller
     measures after the experiment, which need no notice. ``notices``: notices at the start about errors in the data, in
     place of the federation's ``faults``. ``make_engine``: makes each trial's engine if the samples are elsewhere, in
-    place of the one in the settings. ``log``: names of loggers.
+    place of the one in the settings. ``log``: names of loggers. ``origin``: more facts about the run, for the record.
     """
 
     methods: tuple[Method, ...]
@@ -73,6 +73,7 @@ class Experiment:
     notices: tuple[str, ...] | None = None
     make_engine: EngineFactory | None = None
     log: tuple[str, ...] = ()
+    origin: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.methods:
@@ -145,6 +146,8 @@ class Experiment:
         self, path: Path, resume: bool, observer: Observer, stop: Event, jobs: Jobs, workers: Workers | None
     ) -> bool:
         require_packages(self.log)
+        if resume:
+            require_series(path)
         with ExitStack() as opened:
             workers = workers or opened.enter_context(closing(Workers()))
             trials = self._make_first_trials(workers)
@@ -155,6 +158,7 @@ class Experiment:
             names, settings = [method.label for method in self.methods], self.settings
             plans = {name: trial.plan for name, trial in trials.items()}
             resolved = describe_training(plans, self.data, self.model, self.settings, remote=bool(self.make_engine))
+            resolved |= self.origin
 
             def describe(sessions: Sequence[Mapping[str, str]] | None) -> None:
                 self._describe(directory, facts, resolved, sessions)

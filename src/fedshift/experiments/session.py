@@ -20,6 +20,7 @@ from ..results.summary import (
     write_outcome,
 )
 from ..utils.errors import FedshiftError
+from ..utils.version import __version__
 from .observer import Observer
 
 
@@ -46,7 +47,7 @@ class Session:
         self.said: dict[str, int] = {}
         self.before: tuple[str, ...] = ()
         self.sessions: list[Mapping[str, str]] = []
-        self.own = {"started": format_now(), "command": COMMAND.get()}
+        self.own = {"started": format_now(), "command": COMMAND.get(), "version": __version__}
         lost = False
         if resume:
             with suppress(FedshiftError):  # notices that still apply are repeated

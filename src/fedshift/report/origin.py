@@ -35,7 +35,9 @@ def describe_run(summary: RunSummary) -> dict[str, str]:
         found["command"] = commands[0]
         found |= {f"gone on with ({number})": command for number, command in enumerate(commands[1:], start=1)}
     if packages := summary.environment.get("packages"):
-        found["versions"] = ", ".join(f"{name} {packages[name]}" for name in ("fedshift", "torch") if name in packages)
+        ran = dict.fromkeys(session.get("version", packages.get("fedshift", "")) for session in sessions)
+        named = {"fedshift": " and ".join(ran) or packages.get("fedshift"), "torch": packages.get("torch")}
+        found["versions"] = ", ".join(f"{name} {version}" for name, version in named.items() if version)
     return found
 
 

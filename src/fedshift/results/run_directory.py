@@ -29,6 +29,7 @@ from ..config.settings_file import FILE, format_settings
 from ..utils.checked_json import dump_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.files import disk_error, write_atomically
+from ..utils.version import __version__
 from .schema import Row, stream_rows
 
 LOCK, OWNER = ".lock", ".owner"
@@ -144,12 +145,12 @@ def describe_environment() -> dict[str, Any]:
     """Return the versions and the machine of a run."""
     import torch
 
-    packages = ("fedshift", "torch", "numpy", "scikit-learn", "pandas", "safetensors")
+    packages = ("torch", "numpy", "scikit-learn", "pandas", "safetensors")
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "packages": {name: version(name) for name in packages},
+        "packages": {"fedshift": __version__, **{name: version(name) for name in packages}},
     }

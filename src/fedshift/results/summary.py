@@ -19,6 +19,7 @@ import pandas as pd
 from ..config.settings_file import FILE
 from ..utils.checked_json import checksum, read_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
+from ..utils.version import __version__, find_series, is_own_series
 from .cases import read_cases
 from .disclosure import Disclosure
 from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder
@@ -102,6 +103,19 @@ def read_facts(path: Path) -> dict[str, Any]:
 def read_environment(path: Path) -> dict[str, Any]:
     """Return versions, machine and sessions of the run in ``path``; raise FedshiftError if they cannot be read."""
     return read_checked(path / ENVIRONMENT, _written_again(path))
+
+
+def require_series(path: Path) -> None:
+    """Raise :class:`UsageError` if the run in ``path`` was begun with a version that differs by more than its patch."""
+    try:
+        then = str(read_environment(path)["packages"]["fedshift"])
+    except FedshiftError:  # it is lost, which the resumed run says
+        return
+    if not is_own_series(then):
+        raise UsageError(
+            f"{path} was begun with fedshift {then}, and this is {__version__}, which may compute other numbers: "
+            f"go on with that one (pip install 'fedshift=={find_series(then)}.*'), or begin a new run elsewhere"
+        )
 
 
 def read_notices(path: Path) -> tuple[str, ...]:

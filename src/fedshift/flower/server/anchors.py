@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..transport.arrays import RefusedMessage
 from ..transport.chain import Chain, Head, read_chain
+from ..transport.exchange import BACK
 
 FILE = "ledgers.jsonl"
 """The record in the directory of a run's machines."""
@@ -29,25 +30,31 @@ class Anchors:
         self, path: Path, experiment: str, key: ec.EllipticCurvePrivateKey | None, say: Callable[[str], None]
     ) -> None:
         self._chain, self._experiment, self._say = Chain(path, key), experiment, say
-        self._heads = {
-            str(entry.content["site"]): Head(number=entry.content["at"], digest=entry.content["digest"])
-            for entry in read_chain(path)
-        }
+        self._heads, self._backs = dict[str, Head](), set[tuple[str, int]]()
+        for said in (entry.content for entry in read_chain(path)):
+            if said["event"] == "head":
+                self._heads[said["site"]] = Head(number=said["at"], digest=said["digest"])
+            else:
+                self._backs.add((said["site"], said["had"]))
 
     @property
     def head(self) -> Head:
         """The head of this record."""
         return self._chain.head
 
-    def note(self, site: str, told: object) -> None:
+    def note(self, site: str, told: object, back: object = None) -> None:
         """Write down where the ledger of ``site`` stands, as it ``told``.
 
-        Raises :class:`RefusedMessage` if that is no head of a ledger.
+        ``back``: how many entries of this record the site knew of (``had``), where it has fewer now (``has``).
+
+        Raises :class:`RefusedMessage` if ``told`` is no head of a ledger, or ``back`` no such numbers.
         """
         try:
             head = Head.of(told)
         except ValueError as error:
             raise RefusedMessage(f"it does not say where its ledger stands ({error})") from error
+        if back is not None:
+            self._note_back(site, back)
         before = self._heads.get(site, Head())
         if head.number <= before.number and head != before:
             self._say(
@@ -55,6 +62,24 @@ class Anchors:
                 "restored from an older copy"
             )
         self._heads[site] = head
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        said = {"event": "head", "time": time, "experiment": self._experiment, "site": site}
+        said = {"event": "head", "time": _now(), "experiment": self._experiment, "site": site}
         self._chain.append({**said, "at": head.number, "digest": head.digest})
+
+    def _note_back(self, site: str, back: object) -> None:
+        """Write down, once for each site, that this record went back."""
+        had, has = (back.get(name) if isinstance(back, dict) else None for name in ("had", "has"))
+        if not (type(had) is int and type(has) is int and 0 <= has < had < 2**63):
+            raise RefusedMessage("it does not say how far this record went back")
+        if (site, had) in self._backs:
+            return
+        self._backs.add((site, had))
+        said = {"event": BACK, "time": _now(), "experiment": self._experiment, "site": site}
+        self._chain.append({**said, "had": had, "has": has})
+        self._say(
+            f"{site} knows {had} entries of the record of ledgers, which had {has} when this run was continued: its "
+            "directory was restored from an older copy, or the record was rewritten"
+        )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

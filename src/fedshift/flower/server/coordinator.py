@@ -34,7 +34,7 @@ from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
 from ...models import MODELS
 from ...results.run_directory import MACHINES, POPULATION, trial_folder
-from ...results.summary import holds_run
+from ...results.summary import holds_run, holds_summary
 from ...utils.errors import FedshiftError, UsageError, as_flag
 from ..transport.exchange import FACTS, Exchange, connect_locally
 from ..transport.firewall import allow_uploads
@@ -42,7 +42,7 @@ from ..transport.pki import load_public_keys
 from ..transport.signatures import Signer, fingerprint
 from .anchors import FILE, Anchors
 from .claims import MAX_SHARE, judge_claims
-from .history import HistoryKeeper, SpoiledModel, TrialHistory
+from .history import HistoryKeeper, SpoiledModel, TrialHistory, list_histories
 from .nodes import Nodes, StopRequested
 from .outliers import BOUND
 from .registry import ClientRegistry, RemoteFederation, SiteDescription
@@ -168,6 +168,7 @@ class Coordinator:
 
     def run(self) -> bool:
         """Run until finished or stopped; return whether the experiment finished."""
+        self._repair()
         members = frozenset(client.name for client in self.population.training)
         clients = min(self.min_clients, len(members or self.order) or self.min_clients)
         done = self._is_trained()
@@ -199,6 +200,15 @@ class Coordinator:
         for _ in self.nodes.ask(dict.fromkeys(self.nodes.online, end), 0, 30.0):
             pass
         return True
+
+    def _repair(self) -> None:
+        """Put whole checkpoints in the place of damaged ones, and say so."""
+        if not self.population.clients or not holds_summary(self.directory):
+            return
+        settings = self.population.make_settings(self.spec)
+        for history in list_histories(self.directory):
+            if said := history.repair(settings):
+                self.report.notice(said)
 
     def _is_trained(self) -> bool:
         """Return whether nothing is left that sites would be needed for."""
@@ -252,7 +262,7 @@ class Coordinator:
             methods=methods, data=data, settings=settings,
             model=resolve_model(self.spec.model, data.sample_shape, data.task),
             seeds=parse_seeds(self.spec.seeds), config=asdict(self.spec), make_engine=make_engine,
-            log=parse_loggers(self.spec.log),
+            log=parse_loggers(self.spec.log), origin={"fedshift at the sites": self.population.versions},
         )  # fmt: skip
 
     def _admit_waiting(self) -> RemoteFederation:
@@ -289,7 +299,13 @@ class Coordinator:
         return [self.nodes.known[name] for name in names if not self.order or name in self.order]
 
     def _admit_newcomer(self) -> None:
-        """Schedule new clients for admission after the current round, except those that the settings exclude."""
+        """Schedule new clients for admission after the current round, except those that the settings exclude.
+
+        Versions that clients which are back have now are written down.
+        """
+        if (updated := self.population.update_versions(self.nodes.known)) != self.population:
+            self.population = updated
+            updated.write(self.path)
         for name in sorted(self.nodes.online - self.refused - set(self.order) if self.order else ()):
             self.refused.add(name)
             self.report.notice(f"{name} takes no part: the settings name {', '.join(self.order)} (domains)")

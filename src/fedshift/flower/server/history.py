@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,15 @@ from typing_extensions import override
 
 from ...engines.engine import Diverged
 from ...experiments.observer import Observer
+from ...experiments.settings import Settings
 from ...experiments.trial import RoundResult
+from ...experiments.trial_run import find_best
+from ...results.checkpoint import load_checkpoint
 from ...results.run_directory import trial_folder
-from ...results.trial_records import BEST, CHECKPOINT
+from ...results.summary import read_facts
+from ...results.trial_records import BEST, CHECKPOINT, require_checkpoint
 from ...utils.checked_json import read_checked, write_checked
+from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import write_atomically
 
 KEPT = 3
@@ -71,11 +77,69 @@ class TrialHistory:
         if round in left_out or not before.exists():
             return False
         write_checked(self.folder / LEFT_OUT, {str(key): name for key, name in {**left_out, round: suspect}.items()})
-        best = before.with_name(f"{round - 1}-{BEST}")
+        self._put_back(round - 1)
+        return True
+
+    def go_back(self, round: int) -> None:
+        """Go back to the model after ``round``; raise :class:`UsageError` if it is not kept."""
+        kept = [number for number in self.list_rounds() if self._reads(number)]
+        if round not in kept:
+            raise UsageError(
+                f"{self.folder} keeps the models after rounds {', '.join(map(str, kept)) or 'none'}, and not after "
+                f"round {round}: name one of these (--from-round), or restore an older copy of the run"
+            )
+        self._put_back(round)
+
+    def repair(self, settings: Settings) -> str:
+        """Put the last whole checkpoint in the place of one that is damaged, or newer than the records beside it.
+
+        A copy that was made while a round ended may hold files of before and after. The damaged file stays beside it.
+        Returns what was done, in words; nothing if the checkpoint is whole, or no other one is.
+        """
+        path = self.folder / CHECKPOINT
+        try:
+            if path.exists():
+                find_best(self.folder, load_checkpoint(path)[1]["round"], settings)
+            else:
+                require_checkpoint(self.folder)
+            return ""
+        except FedshiftError as error:
+            damaged = error
+        aside = path.with_name(f"damaged-{CHECKPOINT}")
+        if path.exists():
+            path.replace(aside)
+        for round in filter(self._reads, reversed(self.list_rounds())):
+            self._put_back(round)
+            with suppress(FedshiftError):
+                find_best(self.folder, round, settings)
+                return f"{damaged}. The run goes on from the model after round {round}, which was kept beside it"
+        if aside.exists():
+            aside.replace(path)
+        return ""
+
+    def list_rounds(self) -> list[int]:
+        """Return the rounds after which a checkpoint is kept."""
+        return sorted(int(path.name.partition("-")[0]) for path in (self.folder / HISTORY).glob(f"*-{CHECKPOINT}"))
+
+    def _reads(self, round: int) -> bool:
+        try:
+            return bool(load_checkpoint(self.folder / HISTORY / f"{round}-{CHECKPOINT}")[1]["round"] == round)
+        except FedshiftError:
+            return False
+
+    def _put_back(self, round: int) -> None:
+        kept = self.folder / HISTORY / f"{round}-{CHECKPOINT}"
+        best = kept.with_name(f"{round}-{BEST}")
         if best.exists():
             write_atomically(self.folder / BEST, best.read_bytes())
-        write_atomically(self.folder / CHECKPOINT, before.read_bytes())
-        return True
+        write_atomically(self.folder / CHECKPOINT, kept.read_bytes())
+
+
+def list_histories(directory: Path) -> list[TrialHistory]:
+    """Return the histories of the trials of the run in ``directory`` that have begun, in the order of the run."""
+    facts = read_facts(directory)
+    folders = [trial_folder(directory, method, seed) for seed in facts["seeds"] for method in facts["methods"]]
+    return [TrialHistory(folder) for folder in folders if folder.exists()]
 
 
 class HistoryKeeper(Observer):

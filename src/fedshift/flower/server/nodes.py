@@ -22,7 +22,8 @@ from httpx import HTTPError
 from ...engines.engine import Diverged
 from ...utils.errors import FedshiftError, as_flag
 from ...utils.printable import to_printable
-from ..transport.exchange import HEAD, Exchange, MalformedMessage
+from ...utils.version import __version__, find_series, is_own_series
+from ..transport.exchange import BACK, HEAD, VERSION, Exchange, MalformedMessage
 from .anchors import Anchors
 from .registry import SiteDescription
 
@@ -191,7 +192,8 @@ class Nodes:
         try:
             if isinstance(answer, FedshiftError):
                 raise answer
-            described = SiteDescription.of({key: value for key, value in answer.facts.items() if key != HEAD})
+            facts = {key: value for key, value in answer.facts.items() if key not in (HEAD, BACK)}
+            described = SiteDescription.of(facts)
         except FedshiftError as error:
             self.say(f"{self._call(address)} does not take part: {error.render(as_flag)}")
             return
@@ -199,14 +201,22 @@ class Nodes:
         if self.keys is not None and self.keys().get(name) != self._keys.get(address.node, b""):
             self.say(f"{self._call(address)} says that it is {name!r}, but does not hold its key: refused")
             return
-        if before and before != described:
-            self.say(f"{name} is back with other data or another version than it began with: refused")
+        if not is_own_series(described.version):
+            self.say(
+                f"{name} runs fedshift {described.version}, and this coordinator {__version__}: refused, since they "
+                f"may compute other numbers; install fedshift {find_series(__version__)} there"
+            )
+            return
+        if before and replace(before, version=described.version) != described:
+            self.say(f"{name} is back with other data or in another role than it began with: refused")
             return
         if name in self._online and self._online[name].activated > address.activated:
             return
         if isinstance(answer := self._anchor(name, answer), FedshiftError):
             self.say(f"{self._call(address)} does not take part: {answer}")
             return
+        if before and before.version != described.version:
+            self.say(f"{name} goes on with fedshift {described.version}, after {before.version}")
         self.known[name], self._online[name] = described, address
         train, test = described.samples.get("train"), described.samples["test"]
         does = f"validates only, on {test} test samples" if described.validates else f"{train} training samples"
@@ -218,10 +228,10 @@ class Nodes:
         if isinstance(answer, FedshiftError):
             return answer
         facts = dict(answer.facts)
-        head = facts.pop(HEAD, None)
+        head, back = facts.pop(HEAD, None), facts.pop(BACK, None)
         try:
             if self.anchors:
-                self.anchors.note(name, head)
+                self.anchors.note(name, head, back)
         except FedshiftError as error:
             return error
         return replace(answer, facts=facts)
@@ -241,6 +251,7 @@ class Nodes:
 
     def _push(self, address: _Address, exchange: Exchange, seconds: float) -> str:
         """Send to a node; return the message's id, or "" if the SuperLink did not accept it."""
+        exchange = replace(exchange, facts={**exchange.facts, VERSION: __version__})
         if self.anchors:
             exchange = replace(exchange, facts={**exchange.facts, HEAD: self.anchors.head.facts()})
         message = Message(

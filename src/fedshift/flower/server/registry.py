@@ -170,6 +170,21 @@ class ClientRegistry:
         """Names of the clients that only validate, which are newcomers to the experiment."""
         return tuple(client.name for client in self.clients if client.validates)
 
+    @property
+    def versions(self) -> str:
+        """The versions of fedshift of the clients, in words."""
+        ran = dict.fromkeys(client.version for client in self.clients)
+        names = {version: [client.name for client in self.clients if client.version == version] for version in ran}
+        return ", ".join(f"{version} ({join_some(names[version])})" for version in ran)
+
+    def update_versions(self, known: Mapping[str, SiteDescription]) -> ClientRegistry:
+        """Return the registry with the versions that the clients in ``known`` have now."""
+        clients = (
+            replace(client, version=known[client.name].version) if client.name in known else client
+            for client in self.clients
+        )
+        return replace(self, clients=tuple(clients))
+
     def make_settings(self, spec: RunSpec | CompareSpec) -> Settings:
         """Return the settings of ``spec``, with clients that only validate as newcomers, so that they never train."""
         made = make_settings(spec, tuple(client.name for client in self.clients))

@@ -1,8 +1,8 @@
 """An engine whose clients are sites behind Flower's grid; experiments and trials run as they do in one process.
 
 The coordinator aggregates uploads, evaluates nothing itself and sees no samples. For each client it keeps only the
-number of steps done and the round whose client state is current (the *base*, see
-:class:`fedshift.flower.site.site.SiteState`).
+number of steps done, the round whose client state is current (the *base*, see
+:class:`fedshift.flower.site.site.SiteState`) and the digest of its upload in that round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...results.schema import REESTIMATED, Row
 from ...utils.errors import FedshiftError
 from ...utils.state import State, join_states, pick, split_state
 from ..transport.arrays import RefusedMessage, check_state, check_update, from_record, to_record
-from ..transport.exchange import Exchange
+from ..transport.exchange import UPLOAD, Exchange, digest_records
 from .answers import RowReader, read_evaluated, read_trained, refusing
 from .history import SUSPICIOUS, SpoiledModel, TrialHistory
 from .nodes import Nodes
@@ -56,6 +56,7 @@ class RemoteEngine(Engine):
         self.min_clients, self.seconds, self.history = min_clients, seconds, history
         self.description = {**description, "clients": len(data)}
         self.bases: dict[str, int] = {}
+        self.uploads: dict[str, str] = {}
         self._sizes, self._max_share = UpdateSizes(update_bound), max_share
         least = min(min_clients, len(settings.draw_participants(seed, 1, tuple(data))))
         check_client_count(plan.method.aggregate, least)
@@ -104,12 +105,13 @@ class RemoteEngine(Engine):
         asked = [name for name in clients if name != left_out.get(server.round + 1)]
         enough = min(self.min_clients, len(asked))
         results: dict[str, ClientResult] = {}
+        uploads: dict[str, str] = {}
         diverged: list[Diverged] = []
         measures = "trained" in self.settings.moments and self.settings.is_evaluated(round)
         splits = measured_splits(self.federation) if measures else ()
         for name, answer in self._ask("train", server, asked, self.plan.received, enough, splits):
             try:
-                results[name] = self._check_update(server, name, clients[name].steps, answer, splits)
+                results[name], uploads[name] = self._check_update(server, name, clients[name].steps, answer, splits)
             except FedshiftError as error:
                 self.nodes.say(f"round {round}: {name} is left out: {error}")
                 diverged += [error] if isinstance(error, Diverged) else []
@@ -131,6 +133,7 @@ class RemoteEngine(Engine):
             raise self._suspect(server.round, before, cause) if diverged or outliers else few
         yield from results.items()
         self.bases |= dict.fromkeys(results, round)
+        self.uploads |= {name: uploads[name] for name in results}
 
     @override
     def evaluate(self, server: ServerState) -> list[Row]:
@@ -173,11 +176,11 @@ class RemoteEngine(Engine):
 
     @override
     def facts(self) -> dict[str, Any]:
-        return {"bases": self.bases, "sizes": self._sizes.facts()}
+        return {"bases": self.bases, "uploads": self.uploads, "sizes": self._sizes.facts()}
 
     @override
     def restore(self, facts: Mapping[str, Any]) -> None:
-        self.bases = dict(facts["bases"])
+        self.bases, self.uploads = dict(facts["bases"]), dict(facts.get("uploads", {}))
         self._sizes.restore(facts.get("sizes", {}))
 
     def _suspect(self, round: int, ratios: Mapping[str, float], cause: FedshiftError) -> FedshiftError:
@@ -199,7 +202,7 @@ class RemoteEngine(Engine):
             own = to_record(pick(broadcast(server, name).shared, entries)) if server.mixes else shared
             questions[name] = Exchange(
                 kind=kind,
-                facts={**facts, "base": self.bases.get(name, 0)},
+                facts={**facts, "base": self.bases.get(name, 0), UPLOAD: self.uploads.get(name, "")},
                 arrays={"shared": own, "memory": memory},
             )
         self.nodes.allow(self._most_bytes if kind == "train" else 0)
@@ -212,8 +215,11 @@ class RemoteEngine(Engine):
         steps_before: int,
         answer: Exchange | FedshiftError,
         splits: tuple[str, ...],
-    ) -> ClientResult:
-        """Return the upload of client ``name``; raise :class:`FedshiftError` with the reason if it cannot be used."""
+    ) -> tuple[ClientResult, str]:
+        """Return the upload of client ``name`` and its digest.
+
+        Raises :class:`FedshiftError` with the reason if it cannot be used.
+        """
         facts, arrays = _check_answer(name, answer, "trained", server.round + 1)
         said = read_trained(facts)
         samples = len(self.data[name])
@@ -230,10 +236,11 @@ class RemoteEngine(Engine):
         with refusing("its upload cannot be read"):
             shared, memory = self._to_device(arrays["shared"]), self._to_device(arrays["memory"])
             update = check_update(self.plan, server, shared, memory, said.weight, said.steps, self._memory, used)
-        return ClientResult(
+        result = ClientResult(
             client=ClientState(personal={}, steps=steps_before + said.steps), update=update, loss_sum=said.loss_sum,
             rows=self._read_rows(said.rows, name, splits, "trained") if splits else None,
         )  # fmt: skip
+        return result, digest_records(arrays)
 
     def _read_rows(self, rows: list[dict[str, Any]], name: str, splits: tuple[str, ...], moment: str) -> list[Row]:
         parts = self.federation.client(name).splits

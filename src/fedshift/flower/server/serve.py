@@ -25,7 +25,8 @@ from ...console.printing import Console
 from ...console.terminal import catch_interrupts, report_stop, show_progress
 from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
-from ...results.run_directory import MACHINES
+from ...results.run_directory import MACHINES, acquire_lock
+from ...results.summary import require_series
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.files import ScratchDirectory
 from ..transport.certificates import EndNotice, read_end
@@ -34,6 +35,7 @@ from ..transport.firewall import GUARDED
 from ..transport.programs import LOOPBACK, PATIENCE, Program, check_flower, connect, isolate, register, submit
 from .claims import MAX_SHARE
 from .coordinator import COORDINATOR
+from .history import list_histories
 from .outliers import BOUND
 from .prometheus import serve_metrics
 
@@ -123,23 +125,37 @@ class ListenOptions:
                 ) from error
 
 
-def serve(spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunOptions, directory: Path) -> int:
-    """Run ``spec`` in ``directory`` with the sites that connect; return an exit code, as ``fedshift run`` does."""
+def serve(
+    spec: RunSpec | CompareSpec,
+    reach: ListenOptions,
+    place: RunOptions,
+    directory: Path,
+    from_round: int | None = None,
+) -> int:
+    """Run ``spec`` in ``directory`` with the sites that connect; return an exit code, as ``fedshift run`` does.
+
+    ``from_round``: round to which the trial in progress goes back first; None: it goes on where it was.
+    """
     check_flower()
     console = Console()
     if place.resume is None and (directory / "config.toml").exists():
         raise UsageError(
             f"{directory} already holds a run: continue it (--resume {directory}), or choose another --out"
         )
+    if place.resume:
+        require_series(directory)
     console.print(f"{directory}: listening on {reach.host}:{reach.port}", markup=False, highlight=False, soft_wrap=True)
     failure: FedshiftError | OSError | None = None
     finished = False
     with (
+        acquire_lock(directory / MACHINES),
         catch_interrupts(console) as stop,
         show_progress(Console(quiet=place.quiet)) as shown,
         serve_metrics(reach.metrics, read_end(reach.tls) if reach.tls else None) as counted,
         _Coordination(spec, reach, directory, place) as work,
     ):
+        if from_round is not None:
+            list_histories(directory)[-1].go_back(from_round)
         try:
             finished = work.run(Observers(shown, counted), stop)
         except UsageError:

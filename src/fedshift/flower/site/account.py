@@ -32,6 +32,7 @@ ENDS = 2**16
 class TrialUse:
     """Use of the data by one method and seed: answers sent, privacy spent, steps contained in uploads.
 
+    ``round``: the last one of which an upload was sent.
     ``last``: digest of the last question of each kind that was counted, since the same one again gives the same answer.
     """
 
@@ -39,6 +40,7 @@ class TrialUse:
     evaluations: int = 0
     spent: float = 0.0
     steps: int = 0
+    round: int = 0
     last: dict[str, str] = field(default_factory=dict)
 
 
@@ -89,6 +91,7 @@ class Book:
             mine = self.trials.setdefault(name, TrialUse())
             mine.uploads, mine.evaluations = mine.uploads + each.uploads, mine.evaluations + each.evaluations
             mine.spent, mine.steps = mine.spent + each.spent, max(mine.steps, each.steps)
+            mine.round = max(mine.round, each.round)
             mine.last |= each.last
 
 

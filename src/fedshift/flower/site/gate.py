@@ -26,9 +26,9 @@ from ...evaluation.communication import list_disclosures
 from ...experiments.settings import Settings
 from ...results.schema import REESTIMATED
 from ..transport.arrays import RefusedMessage
-from ..transport.exchange import HEAD, Exchange, digest_record
+from ..transport.exchange import BACK, HEAD, Exchange, digest_record
 from .account import Account, Book, Spending, TrialUse
-from .ledger import VALIDATES, Ledger
+from .ledger import NOWHERE, VALIDATES, Ledger
 from .policy import REPEATS, SitePolicy
 from .review import TrialReview, compute_spent, count_uses, passes_of_round
 
@@ -95,6 +95,7 @@ class Work:
         bounds: first and last sample of each batch of a pass.
         steps: local steps of the round, counted from the trial's beginning.
         client: the client's state before the round.
+        reached: last round of which an upload left before.
 
     """
 
@@ -104,6 +105,7 @@ class Work:
     bounds: Bounds = ()
     steps: range = range(0)
     client: ClientState | None = None
+    reached: int = 0
 
     @property
     def distinct(self) -> int:
@@ -153,6 +155,7 @@ class Gate:
     ledger: Ledger
     say: Callable[[str], None]
     _refused: set[str] = field(default_factory=set)
+    _back: Mapping[str, int] = field(default_factory=lambda: NOWHERE)
 
     def admit(self, question: Exchange) -> Asks:
         """Return what ``question`` asks for; raise :class:`RefusedMessage` unless it may ask for that here."""
@@ -177,8 +180,11 @@ class Gate:
         refusal = "whoever runs this site does not agree to the experiment"
         self._confirm(whole, review.describe(), "Take part in it?", refusal)
 
-    def check(self, asks: Asks, question: Exchange, work: Work) -> None:
-        """Raise :class:`RefusedMessage` if ``question`` goes beyond the trial's settings, or beyond the policy."""
+    def check(self, asks: Asks, question: Exchange, work: Work) -> Work:
+        """Return ``work`` with the round that was reached before.
+
+        Raises :class:`RefusedMessage` if ``question`` goes beyond the trial's settings, or beyond the policy.
+        """
         review, settings, round = work.review, work.settings, question.facts["round"]
         uploads, once = asks.spends == "uploads", asks.spends == "uploads" and not asks.steps
         last = 0 if once else settings.rounds - uploads
@@ -202,6 +208,7 @@ class Gate:
             steps = len(work.steps) if asks.steps else None
             self.policy.limits.check_size(work.distinct if asks.steps else work.samples, steps)
             self.policy.limits.check_upload(review.plan, self._count_uses(work, book), book)
+        return replace(work, reached=book.trial(review.trial).round)
 
     def release(self, asks: Asks, question: Exchange, answer: Exchange, work: Work | None) -> Exchange:
         """Return ``answer`` once it is counted and in the ledger.
@@ -229,8 +236,15 @@ class Gate:
         """
         leaving = list_disclosures(work.review.plan) if work and answer.arrays else ()
         left = [each for each in leaving if each.once is not QUESTIONS[question.kind].steps]
-        head = self.ledger.write(question, answer, left, coordinator)
-        return replace(answer, facts={**answer.facts, HEAD: head.facts()})
+        back = self.ledger.note_coordinator(question, coordinator)
+        if back is not self._back:
+            self._back = back
+            self.say(
+                f"the coordinator's record of ledgers had {back['had']} entries, and has {back['has']} now: it was "
+                "restored from an older copy, or rewritten"
+            )
+        head = self.ledger.write(question, answer, left, coordinator, reached=work.reached if work else 0)
+        return replace(answer, facts={**answer.facts, HEAD: head.facts(), **({BACK: dict(back)} if back else {})})
 
     def _release_description(self, question: Exchange, answer: Exchange) -> None:
         told = {key: value for key, value in answer.facts.items() if key != "version"}
@@ -268,6 +282,7 @@ class Gate:
                 use.evaluations += "rows" in answer.facts and not again
                 use.spent += compute_spent(work.review.plan, uses)
                 use.steps = max(use.steps, work.steps.stop)
+                use.round = max(use.round, question.facts["round"] + asks.steps)
             else:
                 use.evaluations += not again
 

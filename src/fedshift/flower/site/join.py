@@ -14,10 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from ...console.printing import Console
 from ...console.terminal import catch_interrupts
+from ...results.run_directory import acquire_lock
 from ...utils.errors import UsageError
 from ...utils.files import ScratchDirectory
 from ...utils.printable import to_printable
@@ -90,7 +89,7 @@ class CoordinatorLink:
 def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -> int:
     """Take part until the coordinator ends the experiment (returns 0) or Ctrl-C is pressed (returns 130).
 
-    Raises :class:`UsageError` if another process uses ``folder``, the site's own folder.
+    Raises :class:`FedshiftError` naming another process that uses ``folder``, the site's own folder.
     """
     import torch
 
@@ -101,13 +100,7 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(PermissionError):  # of a folder that another account made, which keeps what it gave it
         folder.chmod(0o700)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        raise UsageError(
-            f"{folder} is in use by another `fedshift join`: stop it, or choose another --state"
-        ) from error
+    lock = acquire_lock(folder)
     site.gate.account.check()  # and the ledger, which the gate opens
     site.say = lambda text: console.print(
         f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True

@@ -9,11 +9,12 @@ Questions that nobody signed are not written, since anyone could fill the disk w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cryptography.hazmat.primitives import serialization
@@ -22,11 +23,14 @@ from flwr.app import Array, ArrayRecord
 
 from ...results.disclosure import Disclosure, group_disclosures
 from ...utils.errors import FedshiftError
+from ...utils.version import __version__
 from ..transport.arrays import NUMPY_TYPES, RAW_TYPES
 from ..transport.chain import Chain, Entry, Head, list_parts, read_chain
-from ..transport.exchange import Exchange
+from ..transport.exchange import BACK, Exchange
 
 FILE, KEYS = "ledger.jsonl", "ledger.pub"
+NOWHERE: Mapping[str, int] = MappingProxyType({})
+"""How far the coordinator's record went back if it did not."""
 TRAINS, VALIDATES = "trains", "validates only"
 """Roles of a site."""
 
@@ -40,23 +44,27 @@ class Ledger:
     def __init__(self, folder: Path, role: str = TRAINS, key: ec.EllipticCurvePrivateKey | None = None) -> None:
         self.role, self._chain = role, Chain(folder / FILE, key)
         self._known: set[str] = set()
+        # of each experiment: the last run, the most entries of its coordinator's record, and how far that went back
+        self._told: dict[str, tuple[int, int, Mapping[str, int]]] = {}
         if key:
             _remember(folder / KEYS, key.public_key())
 
     def write(
         self, asked: Exchange, answer: Exchange, disclosed: Sequence[Disclosure] = (),
-        coordinator: Mapping[str, Any] | None = None,
+        coordinator: Mapping[str, Any] | None = None, reached: int = 0,
     ) -> Head:  # fmt: skip
         """Append a line for the question ``asked`` and its ``answer``, which has not been sent yet; return the head.
 
-        ``disclosed``: what the answer's arrays reveal, and who receives them. ``coordinator``: head of its own record.
+        ``disclosed``: what the answer's arrays reveal, and who receives them. ``coordinator``: head of its own record,
+        and its version. ``reached``: last round of which an upload left before; a round up to it is marked ``again``.
         """
         trial, round = asked.facts.get("trial"), asked.facts.get("round")
         if asked.kind == "train" and isinstance(round, int):
             round += 1  # the question has the round of the model, from which the next round starts
         entry: dict[str, Any] = {
-            "event": "message", "time": _now(), "role": self.role, "run": asked.run, "signer": asked.signer,
-            "experiment": (trial or asked.facts).get("experiment"),
+            "event": "message", "time": _now(), "role": self.role, "version": __version__,
+            "run": asked.run, "signer": asked.signer,
+            "experiment": _experiment_of(asked.facts),
             "asked": asked.kind, "round": round,
             "settings": _digest_json(trial or asked.facts.get("spec")), "answered": answer.kind,
             "told": dict(answer.facts),
@@ -64,7 +72,35 @@ class Ledger:
         entry["left"] = {record: self._describe(entries) for record, entries in answer.arrays.items()}
         entry["discloses"] = list(map(str, group_disclosures(disclosed)))
         entry["coordinator"] = coordinator
+        entry["again"] = reached if isinstance(round, int) and round + (asked.kind != "train") <= reached else None
         return self._chain.append(entry)
+
+    def note_coordinator(self, asked: Exchange, head: Mapping[str, Any] | None) -> Mapping[str, int]:
+        """Return how many entries the coordinator's own record had and has, if it went back before this run of it.
+
+        A line is appended when that is first seen. Within one run, questions may arrive in another order than they
+        were asked. ``head``: where the record ended when ``asked`` was asked.
+        """
+        experiment, number = _experiment_of(asked.facts), (head or {}).get("number")
+        if not experiment or type(number) is not int:
+            return NOWHERE
+        run, highest, back = self._told.get(experiment) or self._find_told(experiment)
+        if asked.run == run:
+            self._told[experiment] = run, max(highest, number), back
+            return back
+        back = MappingProxyType({"had": highest, "has": number}) if number < highest else NOWHERE
+        self._told[experiment] = asked.run, number, back
+        if back:
+            self._chain.append({"event": BACK, "time": _now(), "experiment": experiment, **back})
+        return back
+
+    def _find_told(self, experiment: str) -> tuple[int, int, Mapping[str, int]]:
+        """Return the last run of ``experiment``, and how many entries the coordinator's record had then."""
+        lines = [line for line in self._chain.read_latest() if line["event"] == "message"]
+        told = [(line["run"], (line["coordinator"] or {}).get("number", 0)) for line in lines
+                if line["experiment"] == experiment]  # fmt: skip
+        last = told[-1][0] if told else 0
+        return last, max((number for run, number in told if run == last), default=0), NOWHERE
 
     def write_consent(self, *, who: str, text: str, agreed: bool, digest: str) -> None:
         """Append a line for what the operator ``who`` was shown and answered; ``digest``: of the whole question."""
@@ -120,9 +156,10 @@ def compare_anchors(entries: Sequence[Entry], path: Path, name: Path) -> str:
     """
     record = {entry.number: entry for entry in read_chain(path)}
     own = {entry.number: entry.digest for entry in entries}
+    heads = [entry for entry in record.values() if entry.content["event"] == "head"]
     messages = [entry for entry in entries if entry.content["event"] == "message"]
     names = {entry.content["told"].get("name") for entry in messages}
-    kept = [head for head in record.values() if head.content["site"] in names and head.content["at"] >= min(own)]
+    kept = [head for head in heads if head.content["site"] in names and head.content["at"] >= min(own)]
     for said in (head.content for head in kept):
         if own.get(said["at"]) != said["digest"]:
             raise FedshiftError(
@@ -132,22 +169,51 @@ def compare_anchors(entries: Sequence[Entry], path: Path, name: Path) -> str:
     if not kept:
         raise FedshiftError(f"{path} knows no entry of {name}: it is another site's, or the ledger was rewritten")
     experiments = {head.content["experiment"] for head in kept}
+    backs = [entry.content for entry in (*entries, *record.values()) if entry.content["event"] == BACK]
+    backs = [back for back in backs if back["experiment"] in experiments]
+    undone = list[int]()
     for entry in messages:
         head = entry.content["coordinator"]
         if not (head and head["number"] and entry.content["experiment"] in experiments):
             continue
         found = record.get(head["number"])
-        if found is None or found.digest != head["digest"]:
+        if found is not None and found.digest == head["digest"]:
+            continue
+        if not any(back["has"] < head["number"] <= back["had"] for back in backs):
             raise FedshiftError(
                 f"entry {entry.number} of {name} was told another head of the coordinator's record than {path} has: "
-                "the record was rewritten"
+                "the record was rewritten, or restored from an older copy and never used since"
             )
-    return f"The coordinator's record confirms {len(kept)} entries, and the ledger its heads."
+        undone.append(entry.number)
+    confirmed = f"The coordinator's record confirms {len(kept)} entries, and the ledger its heads."
+    if not undone:
+        return confirmed
+    steps = ", ".join(f"at {back['time']} from {back['had']} entries to {back['has']}" for back in backs)
+    return (
+        f"{confirmed} It lacks {len(undone)} heads that entries {undone[0]} to {undone[-1]} were told, since it went "
+        f"back ({steps}): it was restored from an older copy, or rewritten."
+    )
+
+
+def list_versions(entries: Iterable[Entry]) -> list[str]:
+    """Return which versions of fedshift answered and asked, and from which entry on, in words."""
+    last, found = None, list[str]()
+    for entry in entries:
+        here, there = entry.content.get("version"), (entry.content.get("coordinator") or {}).get("version")
+        if here and there and (here, there) != last:
+            last = here, there
+            found.append(f"from entry {entry.number} on: fedshift {here} here, {there} at the coordinator")
+    return found
 
 
 def count_bytes_left(entry: Entry) -> int:
     """Return the bytes of the entries that left with a line's answer."""
     return sum(int(record["bytes"]) for record in entry.content.get("left", {}).values())
+
+
+def _experiment_of(facts: Mapping[str, Any]) -> str | None:
+    experiment = (facts.get("trial") or facts).get("experiment")
+    return experiment if isinstance(experiment, str) else None
 
 
 def _remember(path: Path, key: ec.EllipticCurvePublicKey) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -57,10 +58,10 @@ from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError, as_flag
 from ...utils.files import write_atomically
 from ...utils.state import State, entries_under, join_states, pick, split_state
-from ...utils.version import __version__
+from ...utils.version import __version__, find_series, is_own_series
 from ..server.registry import COLUMNS
 from ..transport.arrays import RefusedMessage, check_state, from_record, to_record
-from ..transport.exchange import HEAD, Exchange
+from ..transport.exchange import HEAD, UPLOAD, VERSION, Exchange, digest_records
 from .account import FILE, Account, name_data
 from .gate import Confirmation, Gate, Work
 from .ledger import TRAINS, VALIDATES, Ledger
@@ -74,6 +75,15 @@ Say = Callable[[str], None]
 Answer = Callable[[Exchange, "_Trial | None", Work | None], Exchange]
 Checked = Callable[[Exchange, int], Exchange]
 DATA = tuple(field.name for field in fields(DataSpec))
+STATES = "state-*.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Earlier states that a site keeps of an experiment: at most ``rounds`` of a trial, and ``bytes`` of all trials."""
+
+    rounds: int = 50
+    bytes: int = 10**9
 
 
 class SiteState:
@@ -82,18 +92,23 @@ class SiteState:
     Flower keeps a node's state in memory and silently loses it when the node restarts. Here, each state is a
     checksummed safetensors file, ``state-<round>.safetensors``, written atomically before the answer is sent. The
     coordinator names the round whose state is current (the *base*: the last round in which it used the client's
-    upload). Three states are kept: the base, its successor and its predecessor. A round that is repeated, for example
-    because its upload was late or it spoiled the model, can therefore start from the same state again.
+    upload). The base, its successor and its predecessor are always kept, so that a round can be repeated whose upload
+    was late or spoiled the model, and others within ``retention``, so that a coordinator restored from an older copy
+    can repeat the rounds since then. A state also says which upload was made with it: the same round of two such pasts
+    need not have the same state.
     """
 
-    def __init__(self, folder: Path, name: str, plan: Plan, data: str) -> None:
+    def __init__(self, folder: Path, name: str, plan: Plan, data: str, retention: Retention | None = None) -> None:
         self.folder, self.name, self.plan, self.data = folder, name, plan, data
+        self.retention = retention or Retention()
 
-    def load_after(self, base: int) -> ClientState:
+    def load_after(self, base: int, upload: str = "") -> ClientState:
         """Return the client after round ``base`` (0: before its first), and restore how the network computed products.
 
-        Raises :class:`RefusedMessage` if the state is missing, damaged, or from another model or other data; a lost
-        state is never silently recreated.
+        ``upload``: digest of the upload that the coordinator used in that round; empty if it does not say.
+
+        Raises :class:`RefusedMessage` if the state is missing, damaged, of another upload, or from another model or
+        other data; a lost state is never silently recreated.
         """
         like = init_client(self.plan)
         if base == 0:
@@ -103,20 +118,28 @@ class SiteState:
             there = ", ".join(map(str, self.list_rounds())) or "none"
             raise RefusedMessage(
                 f"client {self.name!r} has lost its state after round {base} (in {self.folder} there are those after "
-                f"rounds: {there}): bring the folder back from a copy; without it the client can only take part in a "
-                "new experiment"
+                f"rounds: {there}): bring the folder back from a copy, or let the coordinator go on from one of these "
+                "rounds (a newer copy of its run, or serve --resume RUN --from-round ROUND); without its state the "
+                "client can only take part in a new experiment"
             )
         try:
             tensors, facts = load_checkpoint(path)
         except FedshiftError as error:
             raise RefusedMessage(
-                f"the state of client {self.name!r} in {path} cannot be read: bring the file back from a copy; without "
-                "it the client can only take part in a new experiment"
+                f"the state of client {self.name!r} in {path} cannot be read: bring the file back from a copy, or let "
+                f"the coordinator go back (serve --resume RUN --from-round {base - 1}); without it the client can only "
+                "take part in a new experiment"
             ) from error
         if facts["data"] != self.data:
             raise RefusedMessage(
                 f"the data of client {self.name!r} are not those of round {base}: give it the data that it began with, "
                 "or begin a new experiment"
+            )
+        if upload and facts.get("upload", upload) != upload:
+            raise RefusedMessage(
+                f"the state of client {self.name!r} in {path} is of another round {base} than the coordinator's, which "
+                "went back and repeated it with other sites: let it go on from the run that it went back from, or from "
+                "an earlier round (serve --resume RUN --from-round ROUND)"
             )
         expected = to_tensors(like, self.plan.rule_names)
         for part in ("personal", "memory"):
@@ -127,17 +150,39 @@ class SiteState:
         set_products(self.plan.module, facts.get("products", {}))
         return to_client(moved, facts["steps"], self.plan.rule_names)
 
-    def save(self, client: ClientState, base: int, round: int) -> None:
-        """Write the client's state after ``round``, which started from the state after ``base``."""
+    def save(self, client: ClientState, base: int, round: int, upload: str = "") -> None:
+        """Write the client's state after ``round``, which started from the state after ``base``.
+
+        ``upload``: digest of the round's upload.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = to_tensors(client, self.plan.rule_names)
         products = list_products(self.plan.module)
-        facts = {"steps": client.steps, "data": self.data, "round": round, "products": products}
+        facts = {"steps": client.steps, "data": self.data, "round": round, "products": products, "upload": upload}
         save_checkpoint(self._path(round), tensors, facts)
-        earlier = [old for old in self.list_rounds() if old < base][-1:]
-        for old in self.list_rounds():
-            if old not in (*earlier, base, round):
-                self._path(old).unlink()
+        rounds = self.list_rounds()
+        for unused in (old for old in rounds if base < old < round):
+            self._path(unused).unlink()
+        self._remove_old({self._path(old) for old in (base, round, *[old for old in rounds if old < base][-1:])})
+
+    def _remove_old(self, needed: AbstractSet[Path]) -> None:
+        """Remove states beyond the retention, oldest first, except ``needed`` ones and the last three of other trials.
+
+        A coordinator that went back to an earlier round by mistake can return: the rounds after it are the newest.
+        """
+        states: list[Path] = []
+        for trial in self.folder.parent.iterdir():
+            found = sorted(trial.glob(STATES), key=_round_of)
+            needed = needed if trial == self.folder else needed | set(found[-3:])
+            states += found
+        written = {path: path.stat() for path in states}
+        count, total = 0, sum(written[path].st_size for path in needed & written.keys())
+        for path in sorted(written.keys() - needed, key=lambda path: written[path].st_mtime_ns, reverse=True):
+            own, size = path.parent == self.folder, written[path].st_size
+            if (own and count == self.retention.rounds) or total + size > self.retention.bytes:
+                path.unlink()
+            else:
+                count, total = count + own, total + size
 
     def export_model(self, state: State, round: int) -> None:
         """Write the client's current model to ``model.safetensors``, for use at the site."""
@@ -147,7 +192,7 @@ class SiteState:
 
     def list_rounds(self) -> list[int]:
         """Return the rounds after which there is a state."""
-        return sorted(int(path.stem.removeprefix("state-")) for path in self.folder.glob("state-*.safetensors"))
+        return sorted(map(_round_of, self.folder.glob(STATES)))
 
     def _path(self, round: int) -> Path:
         return self.folder / f"state-{round}.safetensors"
@@ -165,12 +210,12 @@ class _Trial:
     settings: Settings
     review: TrialReview
 
-    def plan_work(self, base: int | None) -> Work:
-        """Return what a question about the trial uses; ``base``: the round after which training begins, if it does."""
+    def plan_work(self, facts: Mapping[str, Any], *, trains: bool) -> Work:
+        """Return what a question with ``facts`` about the trial uses, and the client's state if it ``trains``."""
         samples = self.engine.data[self.kept.name]
-        if base is None:
+        if not trains:
             return Work(review=self.review, settings=self.settings, samples=len(samples))
-        client = self.kept.load_after(int(base))
+        client = self.kept.load_after(int(facts["base"]), str(facts.get(UPLOAD, "")))
         bounds, steps = self.engine.steps_of_round(self.kept.name, client)
         return Work(
             review=self.review, settings=self.settings, samples=len(samples), bounds=bounds, steps=steps, client=client
@@ -206,6 +251,7 @@ class Site:
         key: signs the ledger; None: it is not signed.
         account: file of what the data were used for; None: ``account.json`` beside ``folder``.
         validates: whether it only validates: it trains nothing, and measures the models that it would use.
+        retention: earlier states to keep, from which a coordinator that was restored from an older copy can go on.
 
     """
 
@@ -214,6 +260,7 @@ class Site:
         weights: str | None = None, export: Path | None = None, checked: Checked = lambda asked, _: asked,
         say: Say = lambda _: None, policy: SitePolicy | None = None, confirmation: Confirmation | None = None,
         validates: bool = False, key: ec.EllipticCurvePrivateKey | None = None, account: Path | None = None,
+        retention: Retention | None = None,
     ) -> None:  # fmt: skip
         self.data, self.name, self.folder, self.device = data, name, folder, device
         self.code, self.weights, self.checked, self.say = code, weights, checked, say
@@ -223,7 +270,7 @@ class Site:
         self._trials: dict[str, _Trial] = {}
         self.policy, self.confirmation = policy or SitePolicy(), confirmation
         self.validates, self._test_alone = validates, validates and holds_test_alone(data)
-        self.key, self.account = key, account or folder.parent / FILE
+        self.key, self.account, self.retention = key, account or folder.parent / FILE, retention
         self.answers: dict[str, Answer] = {
             "describe": self._describe, "introduce": self._introduce, "train": self._train,
             "evaluate": self._evaluate, "end": self._end,
@@ -253,19 +300,24 @@ class Site:
                 self.say(f"refused: {error} ({number} such questions so far)")
             return Exchange(kind="refused", facts={"why": str(error)})
         facts = dict(question.facts)
-        head, question = facts.pop(HEAD, None), replace(question, facts=facts)
-        answer, work = self._find_answer(question)
-        return gate.record(question, answer, work, head)
+        head, version = facts.pop(HEAD, None), str(facts.pop(VERSION, __version__))
+        question = replace(question, facts=facts)
+        answer, work = self._find_answer(question, version)
+        return gate.record(question, answer, work, {**head, "version": version} if head else None)
 
-    def _find_answer(self, question: Exchange) -> tuple[Exchange, Work | None]:
+    def _find_answer(self, question: Exchange, version: str) -> tuple[Exchange, Work | None]:
         work = None
         try:
             asks = self.gate.admit(question)
+            if not is_own_series(version) and question.kind != "end":
+                raise RefusedMessage(
+                    f"the coordinator runs fedshift {version}, and this site {__version__}, which may compute other "
+                    f"numbers: install fedshift {find_series(version)} here, or {find_series(__version__)} there"
+                )
             trial = self._trial(question.facts["trial"], question.signer) if asks.of_trial else None
             if trial:
-                base = question.facts["base"] if asks.spends == "uploads" and asks.steps else None
-                work = trial.plan_work(base)
-                self.gate.check(asks, question, work)
+                work = trial.plan_work(question.facts, trains=asks.spends == "uploads" and asks.steps)
+                work = self.gate.check(asks, question, work)
             answer = self.answers[question.kind](question, trial, work)
             return self.gate.release(asks, question, answer, work), work
         except DataRefused as error:
@@ -347,10 +399,18 @@ class Site:
         round, client = server.round + 1, work.client
         with keep_freed_memory():
             trained = trial.engine.train_client(server, trial.kept.name, client)
-        trial.kept.save(trained.client, base, round)
         update = trained.update
+        check_upload(trial.plan, update.shared, update.memory)
+        arrays = {
+            "shared": to_record(update.shared),
+            "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
+        }
+        trial.kept.save(trained.client, base, round, digest_records(arrays))
         loss = trained.loss_sum / update.weight
-        self.say(f"{trial.plan.method.label}, round {round}: {update.weight:.0f} samples, training loss {loss:.4f}")
+        again = f" (again: round {work.reached} was reached before)" if work.reached >= round else ""
+        self.say(
+            f"{trial.plan.method.label}, round {round}{again}: {update.weight:.0f} samples, training loss {loss:.4f}"
+        )
         facts = {
             "name": trial.kept.name, "round": round, "weight": update.weight, "steps": update.steps,
             "loss_sum": trained.loss_sum,
@@ -360,11 +420,6 @@ class Site:
             facts["rows"] = evaluate_trained(
                 trial.plan, state, trial.data.clients, splits, trial.data.task, trial.data.classes
             )
-        check_upload(trial.plan, update.shared, update.memory)
-        arrays = {
-            "shared": to_record(update.shared),
-            "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
-        }
         return Exchange(kind="trained", facts=facts, arrays=arrays)
 
     def _evaluate(self, asked: Exchange, trial: _Trial | None, _work: Work | None) -> Exchange:
@@ -372,7 +427,7 @@ class Site:
         plan, data = trial.plan, trial.data
         server, base = self._broadcast(plan, plan.sent if plan.has_global else plan.received, asked)
         if base or not plan.personalizes:
-            kept, only = trial.kept.load_after(base), data.clients[0]
+            kept, only = trial.kept.load_after(base, str(asked.facts.get(UPLOAD, ""))), data.clients[0]
             augment = trial.settings.augment
             own: State | None = make_personal_state(plan, kept, server, only.name, only.train, augment)
         else:
@@ -489,7 +544,7 @@ class Site:
         )
         self.gate.agree(review, asked)
         engine = Sequential(plan, {client.name: client.train}, seed, augment=settings.augment)
-        kept = SiteState(folder, client.name, plan, data.fingerprint)
+        kept = SiteState(folder, client.name, plan, data.fingerprint, self.retention)
         return _Trial(plan=plan, data=data, engine=engine, kept=kept, model=model, settings=settings, review=review)
 
     def _load_source(self, spec: DataSpec, layout: Layout = ALL_SITES) -> Federation:
@@ -543,6 +598,10 @@ class Site:
                 f"the experiment starts from weights {which}: bring the coordinator's file here (--weights FILE)"
             )
         return self.weights
+
+
+def _round_of(path: Path) -> int:
+    return int(path.stem.removeprefix("state-"))
 
 
 def _refuse(why: str, *, diverged: bool = False) -> Exchange:

@@ -23,6 +23,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 FACTS = "fedshift"
 HEAD = "ledger"
 """Fact of a question or an answer: where the record of its sender stands (:class:`.chain.Head`)."""
+VERSION = "version"
+"""Fact of a question: the coordinator's version of fedshift."""
+UPLOAD = "upload"
+"""Fact of a question: digest of the upload by which the coordinator knows the client's state."""
+BACK = "went_back"
+"""Fact of an answer: the coordinator's record had (``had``) more entries before than the question says (``has``)."""
 LONGEST_FACTS = 2**24
 """Maximum number of characters in an exchange's facts as JSON."""
 LONGEST_ADDRESS = 100
@@ -132,6 +138,12 @@ class Exchange:
             for record, entries in head["arrays"].items()
         }
         return Exchange(kind=head["kind"], facts=head["facts"], arrays=arrays, run=head["run"])
+
+
+def digest_records(records: Mapping[str, ArrayRecord]) -> str:
+    """Return a digest of all ``records`` of a message, by their names."""
+    digests = {name: digest_record(record) for name, record in records.items()}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def digest_record(record: ArrayRecord) -> str:
