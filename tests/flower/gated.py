@@ -1,9 +1,13 @@
-"""A small network whose training can be held up at a site, so that something happens in mid-round for certain."""
+"""A small network whose training can be held up at a site, so that something happens in mid-round for certain.
+
+Another one takes memory that a site may not have.
+"""
 
 import os
 import time
 from pathlib import Path
 
+import torch
 from torch import nn
 
 GATE = "FEDSHIFT_TEST_GATE"
@@ -30,3 +34,16 @@ def network(shape, classes):
     return nn.Sequential(
         nn.Flatten(), nn.Linear(pixels, 16), nn.BatchNorm1d(16), nn.ReLU(), Gate(), nn.Linear(16, classes)
     )
+
+
+class Hungry(nn.Module):
+    """Passes on what it gets, and asks for 8 GiB that it never uses."""
+
+    def forward(self, x):
+        if self.training and len(x) > 2:
+            torch.empty(2**31)
+        return x
+
+
+def hungry(shape, classes):
+    return nn.Sequential(*network(shape, classes)[:-1], Hungry(), nn.Linear(16, classes))

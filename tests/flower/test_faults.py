@@ -128,6 +128,14 @@ def misdeclared(question, answer):
     return replace(answer, arrays={**answer.arrays, "shared": ArrayRecord(arrays)})
 
 
+def truncated(question, answer):
+    """Half of an entry's bytes are lost."""
+    arrays = dict(answer.arrays["shared"])
+    data = arrays[WEIGHT].data
+    arrays[WEIGHT] = Array(arrays[WEIGHT].dtype, arrays[WEIGHT].shape, arrays[WEIGHT].stype, data[: len(data) // 2])
+    return replace(answer, arrays={**answer.arrays, "shared": ArrayRecord(arrays)})
+
+
 def beside(question, answer):
     """A record of arrays beside those of an upload."""
     arrays = {**answer.arrays, "more": to_record({"x": torch.zeros(4)})}
@@ -161,6 +169,7 @@ UPLOADS = {
     "NaN": (changed(**{WEIGHT: lambda x: x * torch.nan}), r"entry '1\.weight' of the upload holds NaN or infinity"),
     "infinity": (changed(**{WEIGHT: lambda x: x / 0}), "of the upload holds NaN or infinity"),
     "shape": (changed(**{WEIGHT: lambda x: x[:-1]}), r"shape \(15, \d+\) in place of \(16, \d+\)"),
+    "truncated": (truncated, r"entry '1\.weight' .* takes 12288 bytes, but has \d+"),
     "false shape": (misdeclared, r"entry '1\.weight' is declared as float32 of shape \(1073741824, 16\)"),
     "dtype": (changed(**{WEIGHT: lambda x: x.half()}), r"type torch\.float16 in place of torch\.float32"),
     "lacking": (changed(**{WEIGHT: lambda x: None}), r"the upload lacks entry '1\.weight'"),

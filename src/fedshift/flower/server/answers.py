@@ -33,7 +33,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TrainedAnswer(BaseModel):
-    """Facts sent with an upload: the round's samples and steps, summed training loss, and measurements if requested."""
+    """Facts sent with an upload: the round's samples and steps, summed training loss, and measurements if requested.
+
+    ``upload``: digest by which the client knows later which of its states this upload was made with.
+    """
 
     model_config = STRICT
     name: str
@@ -41,6 +44,7 @@ class TrainedAnswer(BaseModel):
     weight: float
     steps: Count
     loss_sum: float
+    upload: Annotated[str, Field(max_length=64)] = ""
     rows: list[dict[str, Any]] = []
 
 

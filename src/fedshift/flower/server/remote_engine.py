@@ -28,7 +28,7 @@ from ...results.schema import REESTIMATED, Row
 from ...utils.errors import FedshiftError
 from ...utils.state import State, join_states, pick, split_state
 from ..transport.arrays import RefusedMessage, check_state, check_update, from_record, to_record
-from ..transport.exchange import UPLOAD, Exchange, digest_records
+from ..transport.exchange import UPLOAD, Exchange
 from .answers import RowReader, read_evaluated, read_trained, refusing
 from .history import SUSPICIOUS, SpoiledModel, TrialHistory
 from .nodes import Nodes
@@ -216,7 +216,7 @@ class RemoteEngine(Engine):
         answer: Exchange | FedshiftError,
         splits: tuple[str, ...],
     ) -> tuple[ClientResult, str]:
-        """Return the upload of client ``name`` and its digest.
+        """Return the upload of client ``name``, and its digest as the client told it.
 
         Raises :class:`FedshiftError` with the reason if it cannot be used.
         """
@@ -240,7 +240,7 @@ class RemoteEngine(Engine):
             client=ClientState(personal={}, steps=steps_before + said.steps), update=update, loss_sum=said.loss_sum,
             rows=self._read_rows(said.rows, name, splits, "trained") if splits else None,
         )  # fmt: skip
-        return result, digest_records(arrays)
+        return result, said.upload
 
     def _read_rows(self, rows: list[dict[str, Any]], name: str, splits: tuple[str, ...], moment: str) -> list[Row]:
         parts = self.federation.client(name).splits

@@ -26,7 +26,7 @@ from ...evaluation.communication import list_disclosures
 from ...experiments.settings import Settings
 from ...results.schema import REESTIMATED
 from ..transport.arrays import RefusedMessage
-from ..transport.exchange import BACK, HEAD, Exchange, digest_record
+from ..transport.exchange import BACK, HEAD, UPLOAD, Exchange, digest_record
 from .account import Account, Book, Spending, TrialUse
 from .ledger import NOWHERE, VALIDATES, Ledger
 from .policy import REPEATS, SitePolicy
@@ -74,7 +74,7 @@ QUESTIONS: Mapping[str, Asks] = MappingProxyType({
     ),
     "train": Asks(
         answer="trained", spends="uploads", of_trial=True, records=frozenset({"shared", "memory"}),
-        facts=frozenset({"name", "round", "weight", "steps", "loss_sum", "rows"}),
+        facts=frozenset({"name", "round", "weight", "steps", "loss_sum", UPLOAD, "rows"}),
     ),
     "evaluate": Asks(
         answer="evaluated", spends="evaluations", of_trial=True, facts=frozenset({"name", "round", "rows"}),

@@ -76,6 +76,7 @@ Answer = Callable[[Exchange, "_Trial | None", Work | None], Exchange]
 Checked = Callable[[Exchange, int], Exchange]
 DATA = tuple(field.name for field in fields(DataSpec))
 STATES = "state-*.safetensors"
+LESS_MEMORY = "give it more, or agree on smaller batches, images or a smaller network"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,8 +329,11 @@ class Site:
             self.say(f"refused: {why}")
             return _refuse(why, diverged=isinstance(error, Diverged)), None
         except Exception as error:
-            self.say(f"failed: {type(error).__name__}: {error}")
-            return _refuse(f"{type(error).__name__}: {error}"), None
+            why = f"{type(error).__name__}: {error}"
+            if _lacks_memory(error):
+                why = f"this site has too little memory for the {question.kind} question: {LESS_MEMORY} ({why})"
+            self.say(f"failed: {why}")
+            return _refuse(why), None
 
     def _end(self, asked: Exchange, _trial: _Trial | None, _work: Work | None) -> Exchange:
         self.export_latest()
@@ -405,7 +409,8 @@ class Site:
             "shared": to_record(update.shared),
             "memory": to_record(join_states(trial.plan.rule_names, update.memory)),
         }
-        trial.kept.save(trained.client, base, round, digest_records(arrays))
+        upload = digest_records(arrays)
+        trial.kept.save(trained.client, base, round, upload)
         loss = trained.loss_sum / update.weight
         again = f" (again: round {work.reached} was reached before)" if work.reached >= round else ""
         self.say(
@@ -413,7 +418,7 @@ class Site:
         )
         facts = {
             "name": trial.kept.name, "round": round, "weight": update.weight, "steps": update.steps,
-            "loss_sum": trained.loss_sum,
+            "loss_sum": trained.loss_sum, UPLOAD: upload,
         }  # fmt: skip
         if splits := tuple(asked.facts["splits"]):  # on these, the model is measured before aggregation
             state = trained_state(trial.plan, trained.client, update, server)
@@ -598,6 +603,11 @@ class Site:
                 f"the experiment starts from weights {which}: bring the coordinator's file here (--weights FILE)"
             )
         return self.weights
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Return whether ``error`` says that memory ran out; torch has no type of its own for that on CPUs."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _round_of(path: Path) -> int:

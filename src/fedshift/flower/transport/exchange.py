@@ -26,7 +26,7 @@ HEAD = "ledger"
 VERSION = "version"
 """Fact of a question: the coordinator's version of fedshift."""
 UPLOAD = "upload"
-"""Fact of a question: digest of the upload by which the coordinator knows the client's state."""
+"""Fact of an upload, and of later questions: its digest, by which the client's state is known."""
 BACK = "went_back"
 """Fact of an answer: the coordinator's record had (``had``) more entries before than the question says (``has``)."""
 LONGEST_FACTS = 2**24
