@@ -114,8 +114,9 @@ def test_a_suspended_machine_takes_part_again_without_any_action(tmp_path, files
         three.release("pen")
         assert coordinator.ends() == 0, coordinator.said
         assert [site.ends() for site in sites.values()] == [0, 0, 0]
-        assert three.rounds[2] == ["pen", "print"]
-        assert three.rounds[4:] == [three.names] * 2
+        rounds = list(map(sorted, three.rounds))
+        assert rounds[2] == ["pen", "print"]
+        assert rounds[4:] == [["pen", "photo", "print"]] * 2
 
 
 @pytest.mark.slow
@@ -124,7 +125,7 @@ def test_with_too_few_sites_the_coordinator_stops_and_goes_on_when_one_is_back(t
     spec = gated(files, domains="pen,photo", rounds=3, evaluate_every=3)
     with machines(tmp_path, spec) as two:
         two.hold("photo", 2)
-        coordinator = two.serve("--min-clients", 2, "--round-timeout", 45)
+        coordinator = two.serve("--min-clients", 2)
         sites = {name: two.join(name) for name in two.names}
         two.held("photo", sites["photo"])
         sites["photo"].kill()
