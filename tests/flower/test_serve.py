@@ -47,6 +47,7 @@ def tls(tmp_path):
         (["exp.toml"], "give either --tls DIR"),
         (["exp.toml", "--tls", "x", "--insecure"], "give either --tls DIR"),
         (["exp.toml", "--insecure", "--min-clients", "0"], "min_clients=0: must be at least 1"),
+        (["exp.toml", "--insecure", "--from-round", "1"], "from_round=1 goes back in a run: name it (--resume)"),
         (["exp.toml", "--insecure", "--max-share", "0"], "max_share=0: must be greater than 0, and at most 1"),
         (["exp.toml", "--insecure", "--host", "0.0.0.0"], "in plain text to other machines"),
         (["exp.toml", "--tls", "nowhere"], "no ca.crt there"),
@@ -75,6 +76,7 @@ def test_what_cannot_be_served_is_said_at_once(arguments, why, cli):
         (["host:0", "--data", ".", "--insecure"], "'host:0' is no address"),
         (["host:9091", "--data", "absent", "--insecure"], "there is no"),
         (["host:9091", "--data", ".", "--insecure", "--key", "k"], "needs --tls"),
+        (["host:9091", "--data", ".", "--insecure", "--keep-rounds", "-1"], "keep_rounds=-1, keep_gb=1: both must be"),
         (["host:9091", "--data", ".", "--tls", "."], "no ca.crt there"),
     ],
 )

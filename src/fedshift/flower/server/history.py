@@ -142,6 +142,17 @@ def list_histories(directory: Path) -> list[TrialHistory]:
     return [TrialHistory(folder) for folder in folders if folder.exists()]
 
 
+def go_back(directory: Path, round: int) -> None:
+    """Go back to the model after ``round`` in the trial that began last of the run in ``directory``.
+
+    Raises :class:`UsageError` if that model is not kept.
+    """
+    begun = list_histories(directory)
+    if not begun:
+        raise UsageError(f"{directory} has no round yet to go back to: leave out --from-round {round}")
+    begun[-1].go_back(round)
+
+
 class HistoryKeeper(Observer):
     """Keeps the last checkpoints of the trials in a run ``directory``."""
 

@@ -35,7 +35,7 @@ from ..transport.firewall import GUARDED
 from ..transport.programs import LOOPBACK, PATIENCE, Program, check_flower, connect, isolate, register, submit
 from .claims import MAX_SHARE
 from .coordinator import COORDINATOR
-from .history import list_histories
+from .history import go_back
 from .outliers import BOUND
 from .prometheus import serve_metrics
 
@@ -155,7 +155,7 @@ def serve(
         _Coordination(spec, reach, directory, place) as work,
     ):
         if from_round is not None:
-            list_histories(directory)[-1].go_back(from_round)
+            go_back(directory, from_round)
         try:
             finished = work.run(Observers(shown, counted), stop)
         except UsageError:
