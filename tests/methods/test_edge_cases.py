@@ -17,7 +17,11 @@ from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods.agc import agc
 from fedshift.methods.centralized import centralized
+from fedshift.methods.dp_sgd import dp_sgd
+from fedshift.methods.fedap import fedap
+from fedshift.methods.fedheal import fedheal
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fednova import NormalizedAveraging
 from fedshift.methods.fedper import fedper
@@ -51,6 +55,27 @@ def trial(method, *layers):
     data = federation({name: (x, y, x, y) for name, (x, y) in arrays.items()})
     settings = Settings(rounds=1, work=Work(batch_size=4, epochs=1))
     return Trial(method, lambda shape, classes: nn.Sequential(*layers), data, settings, seed=0)
+
+
+class Scaled(nn.Linear):
+    """Ends in a trained factor, a parameter without dimensions."""
+
+    def __init__(self, before, after):
+        super().__init__(before, after)
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.factor * super().forward(x)
+
+
+@pytest.mark.parametrize("made", [agc, dp_sgd, fedap, fedheal, geometric_median, krum], ids=lambda made: made.__name__)
+def test_a_parameter_may_have_no_dimensions(made):
+    layers = (nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), Scaled(8, 3))
+    running = trial(made(gn(groups=1) if made is dp_sgd else None), *layers)
+    running.advance()
+    factor = running.model_state("a")["3.factor"]
+    assert factor.shape == ()
+    assert factor != 2
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,6 @@ def squared_distances(states: Sequence[State], names: Iterable[str]) -> Tensor:
     """Return the squared distance of each two clients over the entries ``names``, float64 ``[clients, clients]``."""
     total = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in sorted(names):
-        points = stack_entry(states, name).flatten(start_dim=1).cpu()
+        points = stack_entry(states, name).reshape(len(states), -1).cpu()
         total += torch.stack([(points - point).square().sum(dim=1) for point in points])
     return total

@@ -54,7 +54,7 @@ class PrivateGradients(GradientEstimator):
         total: State = {}
         samples = 0
         for grads in parts:
-            squares = [grad.flatten(1).square().sum(dim=1) for grad in grads.values()]
+            squares = [grad.reshape(len(grad), -1).square().sum(dim=1) for grad in grads.values()]
             norms_B = torch.stack(squares).sum(dim=0).sqrt()
             factors_B = self.clipping_norm / norms_B.clamp(min=self.clipping_norm)
             clipped = {name: torch.tensordot(factors_B, grad, dims=1) for name, grad in grads.items()}

@@ -92,7 +92,7 @@ class FairMean(Aggregation):
         distances_K = torch.zeros(clients, dtype=torch.float64)
         for name in sorted(plan.trained & plan.loaded):
             left = stack_entry(states, name) - server.shared[name].double()
-            distances_K += (left * _stack_counts(received, name)).flatten(start_dim=1).norm(dim=1).cpu()
+            distances_K += (left * _stack_counts(received, name)).reshape(clients, -1).norm(dim=1).cpu()
         parts = (distances_K / distances_K.sum().clamp(min=1e-300)).tolist()
         weights, steps = {}, {}
         for each, part in zip(received, parts, strict=True):

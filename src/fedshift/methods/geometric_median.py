@@ -44,7 +44,7 @@ class GeometricMedian(RobustAggregation):
         share[center] = 1.0
         gram = torch.zeros_like(away)  # of the uploads about the center; z is a mixture of them, so distances follow
         for name in sorted(names):
-            points = stack_entry(states, name).flatten(start_dim=1).cpu()
+            points = stack_entry(states, name).reshape(len(states), -1).cpu()
             points = points - points[center]
             gram += points @ points.T
         smallest = self.nu * float(away.median()) or self.nu
