@@ -88,6 +88,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.feddg_elcfs import feddg_elcfs as feddg_elcfs
     from .methods.feddg_ga import feddg_ga as feddg_ga
     from .methods.feddyn import feddyn as feddyn
+    from .methods.fedfa import fedfa as fedfa
     from .methods.fedgma import fedgma as fedgma
     from .methods.fedheal import fedheal as fedheal
     from .methods.fedmmb import fedmmb as fedmmb
@@ -95,6 +96,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.fedper import fedper as fedper
     from .methods.fedproto import fedproto as fedproto
     from .methods.fedprox import fedprox as fedprox
+    from .methods.fedrdn import fedrdn as fedrdn
     from .methods.fedrep import fedrep as fedrep
     from .methods.fedrod import fedrod as fedrod
     from .methods.fedsmb import fedsmb as fedsmb
@@ -102,9 +104,11 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.fedwon import fedwon as fedwon
     from .methods.fedyogi import fedyogi as fedyogi
     from .methods.fixbn import fixbn as fixbn
+    from .methods.fn import fn as fn
     from .methods.fpl import fpl as fpl
     from .methods.geometric_median import geometric_median as geometric_median
     from .methods.gn import gn as gn
+    from .methods.gperxan import gperxan as gperxan
     from .methods.harmofl import harmofl as harmofl
     from .methods.hbn import hbn as hbn
     from .methods.krum import krum as krum

@@ -87,7 +87,7 @@ def of(name, **options):
 REVEALED = {
     "scaffold": {"update": "all"}, "fedheal": {"update": "server"}, "feddg_ga": {"client": "server"},
     "harmofl": {"client": "all"}, "hbn": {"client": "all"}, "feddg_elcfs": {"image": "each"},
-    "fedproto": {"class": "each"}, "fpl": {"class": "each"},
+    "fedproto": {"class": "each"}, "fpl": {"class": "each"}, "fedrdn": {"client": "each"},
 }  # fmt: skip
 """What the papers' rules send: what it reveals, and who receives it; class counts are used for the mean alone."""
 
@@ -101,16 +101,18 @@ def test_each_method_says_what_it_reveals_and_to_whom(name):
     assert found == REVEALED.get(name, {})
     assert {each.name for each in entries} == (set() if plan.method.pooled else plan.sent)
     for each in entries:
-        written = each.name.endswith(("running_mean", "running_var"))
+        written = each.name.endswith(("running_mean", "running_var", "running_std"))
         made = any(each.name in bound.sets for bound in plan.rules)
         assert (each.reveals == "client") == (written and not made), each.name
-    assert sum(each.bytes for each in sends) == sum(x.nbytes for x in like_sends(plan).values())
+    declared = (*like_sends(plan).values(), *like_sends(plan, prelude=True).values())
+    assert sum(each.bytes for each in sends) == sum(x.nbytes for x in declared)
     assert sum(map(len, (group.members for group in group_disclosures([*entries, *sends])))) == len(entries + sends)
 
 
 def test_a_measurement_of_one_sample_reveals_it():
     assert {"image"} == {send.reveals for bound in of("harmofl", samples=1).rules for send in bound.sends.values()}
     assert {"image"} == {send.reveals for bound in of("hbn", samples=1).rules for send in bound.sends.values()}
+    assert {"image"} == {send.reveals for bound in of("fedrdn", samples=1).rules for _, send in bound.uploads}
 
 
 def test_who_is_handed_single_uploads_is_said():
@@ -119,7 +121,7 @@ def test_who_is_handed_single_uploads_is_said():
     single = {name for name, receivers in given.items() if "each" in receivers}
     assert single == {
         "fedap", "krum", "multi_krum", "median", "trimmed_mean", "geometric_median", "fedheal", "feddg_ga",
-        "feddg_elcfs", "fedproto", "fpl",
+        "feddg_elcfs", "fedproto", "fpl", "fedrdn",
     }  # fmt: skip
     assert describe_kept(of("fedavg")) == "nothing of single clients"
     kept = "the uploads of the last round, one by one; what fedap remembers of each client that took part"
@@ -150,5 +152,5 @@ def test_the_page_on_security_names_what_each_method_sends_beside_entries():
     assert said.keys() == found.keys()
     for name, (grain, receivers) in found.items():
         reveals, received = said[name]
-        assert reveals == (f"{grain}; image with `samples=1`" if name in ("harmofl", "hbn") else grain), name
+        assert reveals == (f"{grain}; image with `samples=1`" if name in ("harmofl", "hbn", "fedrdn") else grain), name
         assert re.fullmatch(RECEIVING[receivers], received.replace("**", "")), name

@@ -109,7 +109,7 @@ def test_another_key_of_a_step_changes_nothing_unless_draws_are_declared(method)
 def test_the_rules_that_draw_are_these():
     plans = [make_trial(method, model=without_dropout).plan for method in METHODS]
     drawing = {bound.rule.source_method for plan in plans for bound in plan.rules if bound.reads.draws}
-    assert drawing == {"fedsr", "feddg_elcfs", "partialfed_adaptive"}
+    assert drawing == {"fedsr", "feddg_elcfs", "partialfed_adaptive", "fedrdn"}
 
 
 def acts_in_steps(method):
@@ -119,7 +119,7 @@ def acts_in_steps(method):
 
 ACTING = [method for method in METHODS if acts_in_steps(method)]
 DRAWING = [styles(), mixup()]
-"""Methods that change batches, of which the catalog has none."""
+"""Methods of others that change batches."""
 
 
 @pytest.mark.parametrize("method", ACTING + DRAWING, ids=by_name)

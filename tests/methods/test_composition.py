@@ -30,17 +30,25 @@ FOLDS_ALONE = {*FOLDS, *STEPS} - {*WITH_RULE, *MIXES}
 """Those that change nothing but how uploads are folded."""
 WORKS = ["fedmmb", "fedsmb"]
 KEEPS_NORM = ["fedbn", "silobn", *MIXES]
+ASSEMBLED = ["gperxan"]
+"""Decides what becomes of BatchNorm, keeps it, and reads the shared classifier."""
+KEEPS_INPUTS = ["fedrdn"]
+"""Keeps what normalizes inputs, and makes the client's model with it."""
 KEEPS_HEAD = ["fedper", "fedrep", "partialfed_fix"]
 OWN_MODEL = ["ditto", "partialfed_adaptive", "apfl", "fedbabu", "fedala"]
 UNEVEN = ["fedrep", "partialfed_adaptive", "fedala"]
 PROTOTYPES = ["fedproto", "fpl"]
 SAMPLES = ["dp_sgd"]
 MEASURED = ["hbn"]
-FROM_SERVER = ["harmofl", *MEASURED]
-SENDS_MORE = ["scaffold", "feddg_elcfs", *PROTOTYPES, *FROM_SERVER]
+READS_UPLOADS = ["fedfa"]
+"""Computes entries from those of single clients."""
+FROM_SERVER = ["harmofl", *MEASURED, *READS_UPLOADS]
+SENDS_MORE = ["scaffold", "feddg_elcfs", "harmofl", *MEASURED, *KEEPS_INPUTS, *PROTOTYPES]
 GROUPS = ["gn", "ln"]
 NO_NORM = ["fedwon", "nonorm"]
+DECIDES_NORM = NO_NORM + GROUPS + MEASURED + ASSEMBLED
 ALONE, POOLED = ["single"], ["centralized"]
+KEEPS = KEEPS_NORM + KEEPS_HEAD + KEEPS_INPUTS + MEASURED + ASSEMBLED
 
 
 def both_ways(one, other):
@@ -55,25 +63,26 @@ REFUSED = {
     "already sets the local work": both_ways(WORKS, WORKS),
     "there is nothing to aggregate: clients send nothing": both_ways(ALONE, FOLDS_ALONE),
     "there is nothing to aggregate: all data are in one place": both_ways(POOLED, FOLDS_ALONE),
-    "pools all data but keeps entries on clients": both_ways(POOLED, ALONE + KEEPS_NORM + KEEPS_HEAD + MEASURED),
+    "pools all data but keeps entries on clients": both_ways(POOLED, ALONE + KEEPS),
     "pools all data but makes models of clients": both_ways(POOLED, ["partialfed_adaptive"]),
     "pools all data already": {*product(POOLED, POOLED)},
     "freezes statistics already": {("fixbn", "fixbn")},
     "both make the client's model: choose one of the two": {
         *both_ways(OWN_MODEL, OWN_MODEL) - {(name, name) for name in OWN_MODEL},
-        *both_ways(OWN_MODEL, ["fedrod"]),
+        *both_ways(OWN_MODEL, ["fedrod", *KEEPS_INPUTS]),
+        *both_ways(["fedrod"], KEEPS_INPUTS),
     },
     "partialfed_adaptive chooses which layers to load": both_ways(
-        ["partialfed_adaptive"], KEEPS_NORM + KEEPS_HEAD + ALONE + MEASURED
+        ["partialfed_adaptive"], KEEPS_NORM + KEEPS_HEAD + ALONE + MEASURED + ASSEMBLED
     ),
     "is kept on the client twice": {
         *both_ways(KEEPS_NORM, KEEPS_NORM) - both_ways(MIXES, MIXES),
         *both_ways(KEEPS_HEAD, KEEPS_HEAD),
+        *both_ways(KEEPS_NORM, ASSEMBLED),
+        *product(KEEPS_INPUTS, KEEPS_INPUTS),
     },
-    "cannot stay on the client, because it is never sent": {*product(KEEPS_NORM + KEEPS_HEAD + MEASURED, ALONE)},
-    "decides what is exchanged, but single exchanges nothing": {
-        *product(ALONE, KEEPS_NORM + KEEPS_HEAD + ALONE + MEASURED)
-    },
+    "cannot stay on the client, because it is never sent": {*product(KEEPS, ALONE)},
+    "decides what is exchanged, but single exchanges nothing": {*product(ALONE, KEEPS + ALONE)},
     "SCAFFOLD corrects the drift of what clients share": both_ways(ALONE + POOLED, ["scaffold"]),
     "FedProx holds parameters near those that the server sent": both_ways(ALONE + POOLED, ["fedprox"]),
     "FedDyn ties clients to what they share": both_ways(ALONE + POOLED, ["feddyn"]),
@@ -83,7 +92,7 @@ REFUSED = {
     "fine-tuning for use starts from what clients share": both_ways(ALONE + POOLED, ["fedbabu"]),
     "FedALA chooses how much to take over": both_ways(ALONE + POOLED, ["fedala"]),
     "but another part keeps '4.bias' on clients: use one of the two, or other layers": both_ways(
-        ["fedala", "fedrod"], KEEPS_HEAD
+        ["fedala", "fedrod", *ASSEMBLED], KEEPS_HEAD
     ),
     "fedrep has a phase that trains '4.bias', which is left untrained": both_ways(["fedrep"], ["fedbabu"]),
     "FedDG-ELCFS trains on images in the look of clients": both_ways(ALONE + POOLED, ["feddg_elcfs"]),
@@ -96,6 +105,7 @@ REFUSED = {
     "FedProx has no effect on one local step": both_ways(["fedprox"], ["fedsmb"]),
     "sends more than the entries that dp clips": both_ways(SENDS_MORE, ["dp"]),
     "sends more than the entries that robust aggregation protects": both_ways(SENDS_MORE, ROBUST),
+    "computes from the entries of single clients, beside those that": both_ways(READS_UPLOADS, ["dp", *ROBUST]),
     "twice: remove one of the two": {
         (name, name)
         for name in (
@@ -106,6 +116,8 @@ REFUSED = {
             "moon",
             "fedrod",
             "fedsr",
+            "fn",
+            *READS_UPLOADS,
             *PROTOTYPES,
             *(name for name in OWN_MODEL if name != "fedbabu"),
         )
@@ -120,9 +132,10 @@ REFUSED = {
     ),
     "already fine-tunes models for use": {("fedbabu", "fedbabu")},
     "already combines the gradients of samples": {("dp_sgd", "dp_sgd")},
-    "both decide what becomes of normalization": both_ways(NO_NORM + GROUPS + MEASURED, NO_NORM + GROUPS + MEASURED),
+    "both decide what becomes of normalization": both_ways(DECIDES_NORM, DECIDES_NORM),
     "another model on each client, for which the server computes no": both_ways(FROM_SERVER, ["ditto", "apfl"]),
-    "from what clients measure, but another part keeps it on clients": both_ways(ALONE, ["harmofl"]),
+    "from what clients measure, but another part keeps it on clients": both_ways(ALONE, ["harmofl", *READS_UPLOADS]),
+    "images are normalized before their amplitudes are: write harmofl+fedrdn": {("fedrdn", "harmofl")},
 }
 """Words of the reason, and the ordered pairs (outer, inner) that are refused for it."""
 REASON = {pair: words for words, pairs in REFUSED.items() for pair in pairs}
@@ -159,7 +172,7 @@ def test_each_refused_pair_stands_once_and_names_methods_that_exist():
 def test_what_dp_and_robust_aggregation_refuse_is_whatever_sends_more_than_entries():
     bases = {"dp_sgd": METHODS["gn"]()}
     plans = {name: trial(made(bases.get(name))).plan for name, made in METHODS.items()}
-    assert {name for name, plan in plans.items() if any(bound.sends for bound in plan.rules)} == {
+    assert {name for name, plan in plans.items() if any(bound.uploads for bound in plan.rules)} == {
         *SENDS_MORE,
         "fedheal",
         "feddg_ga",

@@ -40,6 +40,7 @@ from fedshift.methods import METHODS as CATALOG
 from fedshift.methods.agc import agc
 from fedshift.methods.dp_sgd import dp_sgd
 from fedshift.methods.fedavg import fedavg
+from fedshift.methods.fedfa import fedfa
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedwon import fedwon
 from fedshift.methods.gn import gn
@@ -202,17 +203,23 @@ def test_whatever_else_changes_gradients_sees_them_clipped_and_noisy():
 
 
 METHODS = list_catalog("methods")
-NO_BATCH_NORM = {"fedap", "fedbn", "hbn", "silobn", "fixbn"}
+NO_BATCH_NORM = {"fedap", "fedbn", "gperxan", "hbn", "silobn", "fixbn"}
 """Methods that act on BatchNorm, which is gone here."""
 LOSSES = (
     "apfl", "ditto", "fedala", "feddg_elcfs", "feddg_ga", "fedproto", "fedrod", "fedsr", "fpl", "moon",
     "partialfed_adaptive",
 )  # fmt: skip
-REFUSED = dict.fromkeys(LOSSES, "changes the loss") | {"harmofl": "sees the model run on samples before local work"}
+REFUSED = dict.fromkeys(LOSSES, "changes the loss") | {
+    "harmofl": "sees the model run on samples before local work", "fedrdn": "changes the batch",
+}  # fmt: skip
 """Methods whose local loss is no mean over samples, or that look at samples in another way, and why."""
 
 
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - NO_BATCH_NORM - {"dp_sgd", "gn", "ln", "nonorm", "fedwon"}))
+OTHERS = {"dp_sgd", "fedfa", "fedwon", "gn", "ln", "nonorm"}
+"""Methods that decide what becomes of BatchNorm, dp_sgd itself, and one whose layers keep statistics of batches."""
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - NO_BATCH_NORM - OTHERS))
 def test_every_method_trains_on_private_gradients_or_is_refused(name):
     method = dp_sgd(METHODS[name](gn()), noise_multiplier=0.1)
     if name in REFUSED:
@@ -309,6 +316,7 @@ WEIGHTED = CrossEntropy(weights=(1.0, 2.0, 3.0))
         (lambda: dp_sgd(noise_multiplier=inf), "noise_multiplier=inf"),
         (lambda: dp_sgd(delta=0.0), "delta=0: give"),
         (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* in BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
+        (lambda: plan_of(dp_sgd(fedfa(gn()))), r"'dp_sgd\+fedfa\+gn': the model writes into '.*running_mean' as it"),
         (lambda: dp_sgd(dp_sgd(gn())), "dp_sgd.gn already combines the gradients of samples; choose one of the two"),
         (
             lambda: plan_of(dp_sgd(), nn.Sequential(Counts(), nn.Flatten(), nn.Linear(25, 3)).double()),

@@ -146,6 +146,11 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
                 f"{name}: {bound.rule.source_method} sends more than the entries that {needs.entries_only} "
                 f"({', '.join(sorted(dict(bound.uploads)))}): remove one of the two"
             )
+        if bound.reads.entries:
+            raise UsageError(
+                f"{name}: {bound.rule.source_method} computes from the entries of single clients, beside those that "
+                f"{needs.entries_only}: remove one of the two"
+            )
 
 
 def _check_sets(plan: Plan, bound: Bound) -> None:
@@ -176,7 +181,8 @@ def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
         )
         raise UsageError(f"{what} holds for {which}, not for {optimizer}: use {fix}, or another method")
     for bound in plan.rules:
-        if bound.rule.personalizes == "start" or any(phase.trains != "own" for phase in bound.phases):
+        starts_elsewhere = bound.rule.personalizes == "start" and not bound.rule.buffers_alone
+        if starts_elsewhere or any(phase.trains != "own" for phase in bound.phases):
             raise UsageError(
                 f"method {plan.method.label!r}: {what} holds where every step moves every parameter from what was "
                 f"loaded, which {bound.rule.source_method} changes: remove one of the two"

@@ -21,7 +21,8 @@ class Requirements:
             without momentum, and no rule that changes the start or has phases for entries of the model. Begins the
             refusal: the claim that holds only then.
         momentum: ``plain_steps`` may carry momentum that starts anew each round.
-        entries_only: Clients send nothing beside the model's entries. Ends the refusal: what the part does with these.
+        entries_only: Clients send nothing beside the model's entries, and no rule reads those of single clients. Ends
+            the refusal: what the part does with these.
         classes: Each sample has one class. Begins the refusal: what the part does with classes.
 
     """

@@ -68,6 +68,7 @@ class Rule:
         requires: What the rest of the method must be like; checked before anything starts.
         personalizes: ``use``: a client uses the model of :meth:`personalize` and not the one that it loads and keeps;
             ``start``: its local work starts from that model, too.
+        buffers_alone: :meth:`personalize` changes buffers of the model, and parameters start from what was loaded.
         on_copies: :meth:`gradients` is called for the network of each rule's :attr:`Own.model`, too, by itself: for
             rules that treat any network alike.
 
@@ -75,6 +76,7 @@ class Rule:
 
     requires: ClassVar[Requirements] = Requirements()
     personalizes: ClassVar[Literal["", "use", "start"]] = ""
+    buffers_alone: ClassVar[bool] = False
     on_copies: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

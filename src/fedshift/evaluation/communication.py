@@ -180,7 +180,8 @@ def _describe_entries(plan: Plan, names: frozenset[str]) -> str:
     for text, selection in known.items():
         if names == frozenset(entry.name for entry in plan.entries if selection(entry)):
             return text
-    return f"{len({name.rpartition('.')[0] for name in names})} layers"
+    layers = {name.rpartition(".")[0] for name in names}
+    return f"{len(layers)} {'layer' if len(layers) == 1 else 'layers'}"
 
 
 def _describe_normalization(plan: Plan) -> str:

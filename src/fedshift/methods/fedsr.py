@@ -87,8 +87,7 @@ class Representation(Rule):
     @override
     def bind(self, plan: Plan) -> Bound:
         classifier = find_classifier(plan.entries, self.source_method)
-        name = next(entry.name for entry in plan.entries if entry.owner is classifier).rpartition(".")[0]
-        sampler = name.removesuffix("classifier") + "sampler"
+        sampler = next(name for name, layer in plan.module.named_modules() if isinstance(layer, Sampler))
         ones_KZ = torch.ones_like(classifier.weight, requires_grad=False)
         own = {"means": torch.zeros_like(ones_KZ), "deviations": ones_KZ, "scale": ones_KZ.new_ones(())}
         return Bound(

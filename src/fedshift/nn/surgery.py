@@ -83,7 +83,7 @@ def _refuse_loss(name: str, layer: nn.Module, new: nn.Module) -> None:
         )
 
 
-def _take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Module]) -> nn.Module:
+def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Module]) -> nn.Module:
     """Return what ``make`` gives, with the parts of ``layer`` behind it; refuse a layer that is not understood."""
     parts = require_understood(name, layer, what)
     if not parts:
@@ -118,7 +118,7 @@ class BatchNormToGroupNorm:
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, _BatchNorm):
             return None
-        return _take_place(name, layer, "GroupNorm", partial(self._convert, layer))
+        return take_place(name, layer, "GroupNorm", partial(self._convert, layer))
 
     def _convert(self, layer: _BatchNorm) -> nn.GroupNorm:
         channels = layer.num_features
@@ -149,7 +149,7 @@ class BatchNormToHybrid:
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, _BatchNorm):
             return None
-        return _take_place(name, layer, "HybridBatchNorm", partial(HybridBatchNorm.of, layer))
+        return take_place(name, layer, "HybridBatchNorm", partial(HybridBatchNorm.of, layer))
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class RemoveNorm:
 
     @staticmethod
     def _make(name: str, layer: nn.Module) -> nn.Module | None:
-        return _take_place(name, layer, "nothing", nn.Identity) if isinstance(layer, NORMALIZATION) else None
+        return take_place(name, layer, "nothing", nn.Identity) if isinstance(layer, NORMALIZATION) else None
 
 
 def is_foreign_normalization(layer: nn.Module) -> bool:

@@ -1,0 +1,168 @@
+"""FedRDN: each training image is normalized by the channels' mean and deviation of a client that is drawn for it.
+
+Yan, Fu, Li, Xie, Ma, Yang and Zhu 2025 (CVPR), arXiv:2306.09363, by its abstract and the authors' public code
+(IAMJackYan/FedRDN). Before round 1 client k sends m_k and s_k, the means over its images of each image's mean and
+(unbiased) deviation by channel, and gets those of all. In training an image x becomes (x - m_j) / s_j, where client j
+is drawn among all for each image and step; in use a client normalizes by its own, (x - m_k) / s_k.
+
+That code draws once for a batch, mean and deviation apart, and reads all of a client's images. Here a layer before the
+first convolution always normalizes by the client's own, which it keeps, and a batch is shifted and scaled so that the
+result is the drawn client's: whatever else runs the network sees inputs normalized as in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from typing_extensions import override
+
+from ..core.contexts import EndContext, FoldContext, Folded, Hook, LookContext, RoundContext, StepContext
+from ..core.declarations import Bound, Own, Reads, Send
+from ..core.means import cast_to, stack_entry
+from ..core.method import Method, method
+from ..core.plan import Plan
+from ..core.requirements import Requirements
+from ..core.rule import Rule
+from ..core.selection import of_type
+from ..nn.amplitude_norm import AmplitudeNorm
+from ..nn.dropout import draw_bits
+from ..nn.surgery import replace_modules
+from ..utils.errors import UsageError
+from ..utils.state import State
+
+DRAW = 5 * 2**19
+"""Number of the draws of clients under a step's key, beyond any that dropout layers or other rules make."""
+KINDS = ("mean", "deviation")
+
+
+class InputScaling(nn.Module):
+    """Subtracts ``mean [C]`` from the channels of inputs ``[B, C, ...]`` and divides them by ``deviation [C]``."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("deviation", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return inputs of the same shape."""
+        return (x - _along(self.mean, x)) / _along(self.deviation, x)
+
+
+def _along(values: Tensor, x: Tensor) -> Tensor:
+    """Return values of channels ``[..., C]`` in the shape that applies them to ``x [B, C, ...]``."""
+    return values.reshape(*values.shape, *[1] * (x.ndim - 2))
+
+
+@dataclass(frozen=True)
+class ScaleInputs:
+    """The surgery that puts an InputScaling before the network's first convolution."""
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Change ``module``; :class:`UsageError` where it has no convolution."""
+        if any(isinstance(layer, AmplitudeNorm) for layer in module.modules()):
+            raise UsageError("images are normalized before their amplitudes are: write harmofl+fedrdn")
+        first = next((layer for layer in module.modules() if isinstance(layer, _ConvNd)), None)
+        if first is None:
+            raise UsageError(
+                "fedrdn normalizes the channels that a model's first convolution sees, but the model has none"
+            )
+        scaling = InputScaling(first.in_channels).to(first.weight)
+        return replace_modules(module, lambda _, layer: nn.Sequential(scaling, first) if layer is first else None)
+
+
+@dataclass(frozen=True)
+class ClientStatistics(Rule):
+    """Statistics of the clients' images, exchanged before round 1; ``layer``: the InputScaling's name."""
+
+    samples: int
+    layer: str = field(default="", repr=False)
+    personalizes = "start"
+    buffers_alone = True
+    requires = Requirements(shared_entries="FedRDN normalizes by statistics of clients with which a model is shared")
+
+    @override
+    def bind(self, plan: Plan) -> Bound:
+        name = next(entry.name for entry in plan.entries if isinstance(entry.owner, InputScaling))
+        zeros_C = torch.zeros_like(plan.initial[name])
+        return Bound(
+            replace(self, layer=name.rpartition(".")[0]),
+            own=Own(
+                memory=dict.fromkeys(KINDS, zeros_C),  # no deviation is 0 once measured
+                server={"mean": zeros_C[None], "deviation": torch.ones_like(zeros_C)[None]},
+                growing=dict.fromkeys(KINDS, (0,)),
+            ),
+            reads=Reads(first=self.samples, draws=True),
+            prelude=Send.like(
+                dict.fromkeys(KINDS, zeros_C), "image" if self.samples == 1 else "client", passed_on=True
+            ),
+        )
+
+    @override
+    def look(self, client: LookContext) -> State:
+        if not client.prelude and client.memory["deviation"].any():
+            return client.memory
+        seen: dict[str, Tensor] = {}
+
+        def note(name: str) -> Hook:
+            return lambda _, given: seen.update({name: given[0]})
+
+        client.run({name: note(name) for name in ("", self.layer)})
+        x = seen[""]
+        if x.shape != seen[self.layer].shape or not torch.equal(x, seen[self.layer]):
+            raise UsageError(
+                "fedrdn normalizes the inputs of the model, but its first convolution sees them changed: move what "
+                "changes them into the data, or use another method"
+            )
+        pixels, like = x.flatten(2), client.memory["mean"]
+        deviation_C = pixels.std(dim=2).mean(dim=0).to(like.dtype)
+        return {
+            "mean": pixels.mean(dim=(0, 2)).to(like.dtype),
+            "deviation": torch.where(deviation_C > 0, deviation_C, 1.0),  # a channel that never varies stays
+        }
+
+    @override
+    def personalize(self, state: State, client: RoundContext) -> State:
+        measured = client.memory["deviation"] > 0
+        own = client.memory | {"deviation": torch.where(measured, client.memory["deviation"], 1.0)}
+        return state | {f"{self.layer}.{kind}": own[kind] for kind in KINDS}
+
+    @override
+    def batch(self, x: Tensor, y: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        drawn_B = draw_bits(step.key, DRAW, len(x)) % len(step.server["mean"])
+        mean, deviation = (_along(step.server[kind].index_select(0, drawn_B), x) for kind in KINDS)
+        own_mean, own_deviation = (_along(step.buffers[f"{self.layer}.{kind}"], x) for kind in KINDS)
+        return own_mean + own_deviation * (x - mean) / deviation, y
+
+    @override
+    def end(self, client: EndContext) -> tuple[State, State]:
+        if client.prelude:
+            return dict(client.bound.own.memory), client.memory
+        return client.memory, {}
+
+    @override
+    def fold(self, server: FoldContext) -> Folded:
+        if not server.prelude:
+            return Folded(server.memory)
+        dtype = server.memory["mean"].dtype
+        return Folded({kind: cast_to(stack_entry(server.uploads, kind), dtype) for kind in KINDS})
+
+
+@method
+def fedrdn(base: Method, *, samples: int = 256) -> Method:
+    """Normalize training images of ``base`` by the statistics of a client that is drawn for each, and others by own.
+
+    Args:
+        base: FedAvg unless given.
+        samples: Images of a client on which it measures its statistics, as many as its first pass has at most.
+
+    """
+    if samples < 1:
+        raise UsageError(f"samples={samples}: give 1 or more")
+    changed = base.with_surgery(ScaleInputs()).keep_on_client(of_type(InputScaling))
+    return changed.with_rule(ClientStatistics(samples))

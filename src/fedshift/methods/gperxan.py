@@ -1,0 +1,128 @@
+"""gPerXAN: BatchNorm stays on the client, beside a shared InstanceNorm, and features must suit the shared classifier.
+
+Le, Ho, Do, Le-Phuoc and Wong 2024 (CVPR), arXiv:2403.15605, by its abstract and the authors' public code
+(lhkhiem28/gPerXAN). Each BatchNorm of feature maps becomes b BN(x) + i IN(x), where (b, i) is the softmax of two scores
+that are trained and start equal. InstanceNorm removes what is a client's own look, BatchNorm keeps what tells classes
+apart. BN and its score are the client's, all else is averaged. With the features z of a batch, the loss L gains lam
+times the loss of the classifier that the client loaded, which is a constant: L(W z) + lam L(W_loaded z).
+
+The authors' clients send their BatchNorm too, which nobody loads, and the server tests on unseen sites with its mean.
+Here it never leaves; ``--unseen average`` makes the same mean. BatchNorm of vectors has no InstanceNorm beside it: it
+stays as it is, and on the client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from ..core.contexts import LossContext
+from ..core.declarations import Bound, Reads
+from ..core.method import Method, method
+from ..core.plan import Plan
+from ..core.requirements import Requirements
+from ..core.rule import Rule
+from ..core.selection import batch_norm, find_classifier, name_matches, of_type
+from ..nn.recognition import torch_kind
+from ..nn.surgery import replace_modules, take_place
+from ..utils.errors import UsageError
+
+MAPS: dict[type[nn.Module], type[nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
+    nn.BatchNorm2d: nn.InstanceNorm2d, nn.SyncBatchNorm: nn.InstanceNorm2d, nn.BatchNorm3d: nn.InstanceNorm3d,
+}  # fmt: skip
+"""Normalization of feature maps by batch, and what stands beside it."""
+
+
+class AssembledNorm(nn.Module):
+    """A weighted sum of two normalizations of feature maps ``[B, C, ...]``, by batch and by sample."""
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        super().__init__()
+        kind = cast("type[_BatchNorm]", torch_kind(layer))
+        self.batch = kind(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+        self.batch._parameters.update(layer._parameters)
+        self.batch._buffers.update(layer._buffers)
+        self.instance = MAPS[kind](layer.num_features, layer.eps, affine=True)
+        like = next((tensor for tensor in (layer.weight, layer.running_mean) if tensor is not None), None)
+        self.batch_score, self.instance_score = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+        if like is not None:
+            self.to(like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``."""
+        share = torch.stack((self.batch_score, self.instance_score)).softmax(dim=0)
+        made: Tensor = share[0] * self.batch(x) + share[1] * self.instance(x)
+        return made
+
+
+local_norm = replace(batch_norm | (of_type(AssembledNorm) & name_matches("*batch_score")), text="batch_norm and score")
+"""Every BatchNorm, and how much of an AssembledNorm it is."""
+
+
+@dataclass(frozen=True)
+class Assemble:
+    """The surgery that puts an InstanceNorm beside every BatchNorm of feature maps."""
+
+    decides_normalization: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "BatchNorm and InstanceNorm side by side"
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Change ``module``; :class:`UsageError` where it has no BatchNorm of feature maps."""
+        if not any(isinstance(layer, tuple(MAPS)) for layer in module.modules()):
+            raise UsageError("gperxan puts InstanceNorm beside BatchNorm of feature maps, but the model has none")
+        return replace_modules(module, self._make)
+
+    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
+        if not isinstance(layer, _BatchNorm) or torch_kind(layer) not in MAPS:
+            return None
+        return take_place(name, layer, "InstanceNorm beside it", partial(AssembledNorm, layer))
+
+
+@dataclass(frozen=True)
+class Guidance(Rule):
+    """The loss of the loaded classifier on the client's features, of strength ``lam``; ``head``: its entries."""
+
+    lam: float
+    head: tuple[str, ...] = field(default=(), repr=False)
+    requires = Requirements(shared_entries="gPerXAN guides features by the classifier that clients share")
+
+    @override
+    def bind(self, plan: Plan) -> Bound:
+        classifier = find_classifier(plan.entries, self.source_method)
+        names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
+        if not plan.loaded.issuperset(names):
+            raise UsageError(
+                f"{self.requires.shared_entries}, but another part keeps {min(names)!r} on clients: use one of the "
+                "two, or other layers"
+            )
+        return Bound(replace(self, head=names), reads=Reads(features="last"))
+
+    @override
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        loaded = {name.rpartition(".")[2]: step.loaded[name] for name in self.head}
+        guided = F.linear(step.features, loaded["weight"], loaded.get("bias"))
+        return loss + self.lam * step.criterion(guided, step.y)
+
+
+@method
+def gperxan(base: Method, *, lam: float = 0.5) -> Method:
+    """Put a shared InstanceNorm beside the BatchNorm of ``base``, which stays on clients, and guide their features.
+
+    Args:
+        base: FedAvg unless given.
+        lam: Strength of the loss of the classifier that clients loaded; 0: none.
+
+    """
+    if not 0 <= lam < float("inf"):
+        raise UsageError(f"lam={lam:g}: give a finite strength, 0 (no guidance) or more")
+    changed = base.with_surgery(Assemble()).keep_on_client(local_norm)
+    return changed.with_rule(Guidance(lam)) if lam else changed
