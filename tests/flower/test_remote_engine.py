@@ -52,12 +52,12 @@ def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(meth
     messages = len(grid.sites) * rounds
     (trial,) = same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
     rows, same = (
-        read_rows(folder / "trials" / f"{to_file_name(trial.plan.method.name)}-seed0" / METRICS)
+        read_rows(folder / "trials" / f"{to_file_name(trial.plan.method.label)}-seed0" / METRICS)
         for folder in (tmp_path / "served", tmp_path / "reference")
     )
     assert rows == same
     again, there = (
-        read_lag(folder / "trials" / f"{to_file_name(trial.plan.method.name)}-seed0")
+        read_lag(folder / "trials" / f"{to_file_name(trial.plan.method.label)}-seed0")
         for folder in (tmp_path / "served", tmp_path / "reference")
     )
     shared = holds_shared_statistics(trial.plan, trial.server, trial.model_state(trial.data.names[0]))
