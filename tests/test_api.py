@@ -293,7 +293,7 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"batch_size": 2.5}, "batch_size=2.5: should be a valid integer"),
         ({"batch_size": True}, "batch_size=True: should be a valid integer"),
         ({"participation": True}, "participation=True: should be a valid number"),
-        ({"participation": "half"}, "participation='half': should be a valid number"),
+        ({"participation": "half"}, "participation='half': should be a number, ordered or shuffled"),
         ({"seeds": True}, "seeds=True: should be a number of seeds, 1 or more, or the seeds themselves"),
         ({"seeds": 2.0}, "seeds=2.0: should be a number of seeds, 1 or more, or the seeds themselves"),
         ({"seeds": None}, "seeds=None: should be a number of seeds, 1 or more, or the seeds themselves"),

@@ -93,6 +93,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.fedheal import fedheal as fedheal
     from .methods.fedmmb import fedmmb as fedmmb
     from .methods.fednova import fednova as fednova
+    from .methods.fedpac import fedpac as fedpac
     from .methods.fedper import fedper as fedper
     from .methods.fedproto import fedproto as fedproto
     from .methods.fedprox import fedprox as fedprox

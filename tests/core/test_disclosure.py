@@ -88,8 +88,9 @@ REVEALED = {
     "scaffold": {"update": "all"}, "fedheal": {"update": "server"}, "feddg_ga": {"client": "server"},
     "harmofl": {"client": "all"}, "hbn": {"client": "all"}, "feddg_elcfs": {"image": "each"},
     "fedproto": {"class": "each"}, "fpl": {"class": "each"}, "fedrdn": {"client": "each"},
+    "fedpac": {"class": "each", "client": "all"},
 }  # fmt: skip
-"""What the papers' rules send: what it reveals, and who receives it; class counts are used for the mean alone."""
+"""What the papers' rules send: what it reveals, and the widest that receive it; class counts are for the mean alone."""
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -97,6 +98,7 @@ def test_each_method_says_what_it_reveals_and_to_whom(name):
     plan = of(name)
     entries = [each for each in list_disclosures(plan) if each.source == "the model"]
     sends = [each for each in list_disclosures(plan) if each.source != "the model"]
+    sends.sort(key=lambda each: list(RECEIVING).index(each.receivers))
     found = {each.reveals: each.receivers for each in sends if not each.name.endswith("/counts")}
     assert found == REVEALED.get(name, {})
     assert {each.name for each in entries} == (set() if plan.method.pooled else plan.sent)
@@ -121,7 +123,7 @@ def test_who_is_handed_single_uploads_is_said():
     single = {name for name, receivers in given.items() if "each" in receivers}
     assert single == {
         "fedap", "krum", "multi_krum", "median", "trimmed_mean", "geometric_median", "fedheal", "feddg_ga",
-        "feddg_elcfs", "fedproto", "fpl", "fedrdn",
+        "feddg_elcfs", "fedpac", "fedproto", "fpl", "fedrdn",
     }  # fmt: skip
     assert describe_kept(of("fedavg")) == "nothing of single clients"
     kept = "the uploads of the last round, one by one; what fedap remembers of each client that took part"

@@ -22,9 +22,10 @@ METHODS = list_catalog("methods")
 ROBUST = ["krum", "multi_krum", "median", "trimmed_mean", "geometric_median"]
 FOR_DOMAINS = ["fedgma", "fedheal", "feddg_ga"]
 MIXES = ["fedap"]
-FOLDS = ["fednova", *ROBUST, "dp", *FOR_DOMAINS, *MIXES]
+MIXES_HEADS = ["fedpac"]
+FOLDS = ["fednova", *ROBUST, "dp", *FOR_DOMAINS, *MIXES, *MIXES_HEADS]
 STEPS = ["fedavgm", "fedadagrad", "fedadam", "fedyogi"]
-WITH_RULE = ["fedheal", "feddg_ga", "feddyn"]
+WITH_RULE = ["fedheal", "feddg_ga", "feddyn", *MIXES_HEADS]
 """Methods of FOLDS and STEPS that change local work, too."""
 FOLDS_ALONE = {*FOLDS, *STEPS} - {*WITH_RULE, *MIXES}
 """Those that change nothing but how uploads are folded."""
@@ -57,12 +58,17 @@ def both_ways(one, other):
 
 REFUSED = {
     "already replaces the aggregation": both_ways(FOLDS, FOLDS),
-    "sends each client a mix of uploads, along which a server optimizer cannot step": both_ways(MIXES, STEPS),
+    "sends each client a mix of uploads, along which a server optimizer cannot step": both_ways(
+        MIXES + MIXES_HEADS, STEPS
+    ),
+    "FedPAC averages features of clients, of which these share none": both_ways(ALONE, MIXES_HEADS),
+    "FedPAC mixes classifiers of clients": both_ways(["fedper", "partialfed_fix"], MIXES_HEADS),
+    "has fedrep twice": both_ways(["fedrep"], MIXES_HEADS),
     "already has a server optimizer": both_ways([*STEPS, "feddyn"], [*STEPS, "feddyn"]),
     "by their mean, but": both_ways(["feddyn"], FOLDS),
     "already sets the local work": both_ways(WORKS, WORKS),
     "there is nothing to aggregate: clients send nothing": both_ways(ALONE, FOLDS_ALONE),
-    "there is nothing to aggregate: all data are in one place": both_ways(POOLED, FOLDS_ALONE),
+    "there is nothing to aggregate: all data are in one place": both_ways(POOLED, {*FOLDS_ALONE, *MIXES_HEADS}),
     "pools all data but keeps entries on clients": both_ways(POOLED, ALONE + KEEPS),
     "pools all data but makes models of clients": both_ways(POOLED, ["partialfed_adaptive"]),
     "pools all data already": {*product(POOLED, POOLED)},
@@ -94,12 +100,14 @@ REFUSED = {
     "but another part keeps '4.bias' on clients: use one of the two, or other layers": both_ways(
         ["fedala", "fedrod", *ASSEMBLED], KEEPS_HEAD
     ),
-    "fedrep has a phase that trains '4.bias', which is left untrained": both_ways(["fedrep"], ["fedbabu"]),
+    "fedrep has a phase that trains '4.bias', which is left untrained": both_ways(
+        ["fedrep", *MIXES_HEADS], ["fedbabu"]
+    ),
     "FedDG-ELCFS trains on images in the look of clients": both_ways(ALONE + POOLED, ["feddg_elcfs"]),
     "MOON pulls features to those of the model that clients share": both_ways(ALONE + POOLED, ["moon"]),
     "FedRoD adds a personal head to the one that clients share": both_ways(ALONE + POOLED, ["fedrod"]),
     "Ditto holds each client's model near the one that clients share": both_ways(ALONE + POOLED, ["ditto"]),
-    "SCAFFOLD's control variate holds where every step moves": both_ways(["scaffold"], UNEVEN),
+    "SCAFFOLD's control variate holds where every step moves": both_ways(["scaffold"], UNEVEN + MIXES_HEADS),
     "FedNova's normalization by the number of steps holds where every step moves": both_ways(["fednova"], UNEVEN),
     "FedNova makes up for different numbers of local steps": both_ways(["fednova"], ["fedsmb"]),
     "FedProx has no effect on one local step": both_ways(["fedprox"], ["fedsmb"]),
@@ -176,6 +184,7 @@ def test_what_dp_and_robust_aggregation_refuse_is_whatever_sends_more_than_entri
         *SENDS_MORE,
         "fedheal",
         "feddg_ga",
+        "fedpac",
     }
 
 

@@ -1,0 +1,173 @@
+"""FedPAC: features are pulled to their class's mean over all clients, and each client loads its own mix of classifiers.
+
+Xu, Tong and Huang, ICLR 2023, arXiv:2306.11867; formulas from the authors' public code (JianXu95/FedPAC). A round first
+trains the classifier, then the features, whose loss gains lam times the mean square of the difference between each
+feature and its class's prototype, as in ``fedproto``. The features are averaged by samples. Client i loads the
+classifier sum_j a_ij w_j, where the weights a_i >= 0 with sum 1 minimize sum_j a_ij^2 v_j + |h_i - sum_j a_ij h_j|^2: h
+has a row p_k mu_k for each class k, of its share among the client's samples and its mean feature under the features
+that the client loaded, and v = (sum_k p_k m_k - |h|^2) / n, of the mean squared norms m_k and n samples, is the
+variance of h. Weights below 0.001 are left out, as in that code.
+
+That code measures h and v in a pass of its own before training. Here they are those of the samples that the classifier
+is trained on in its first pass, whose features are the same, since these do not move yet. A client that sits a round
+out is known by the h that it sent last, and its mix is of the clients that took part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ..analysis.statistics import Floats
+from ..core.aggregation import Aggregated, Aggregation, Received, average
+from ..core.contexts import EndContext, LookContext, LossContext
+from ..core.declarations import Bound, Send
+from ..core.method import Method, method
+from ..core.plan import Plan
+from ..core.selection import find_classifier
+from ..core.states import ServerState
+from ..utils.errors import UsageError
+from ..utils.state import State
+from .fedproto import Prototypes
+from .fedrep import HeadThenBody
+
+SMALLEST = 1e-3
+"""Weight of a classifier below which a mix does without it."""
+
+
+@dataclass(frozen=True)
+class AlignedFeatures(Prototypes):
+    """A pull of strength ``lam`` to class prototypes, and what the server compares clients by."""
+
+    body: tuple[str, ...] = field(default=(), repr=False)
+    """Parameters of the features that clients load and train, which do not move while the classifier is trained."""
+
+    @override
+    def bind(self, plan: Plan) -> Bound:
+        bound, head = super().bind(plan), _name_classifier(plan, self.source_method)
+        zeros_KD = bound.own.server["prototypes"]
+        zeros_K, zero = zeros_KD[:, 0].clone(), zeros_KD.new_zeros(())
+        early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
+        own = replace(
+            bound.own,
+            buffers={**bound.own.buffers, **early},
+            memory={**bound.own.memory, "shares": zeros_K.clone()},
+        )
+        sends = {
+            **bound.sends,
+            **Send.like({"weighted_means": zeros_KD}, "class"),
+            **Send.like({"variance": zero}, "client"),
+        }
+        body = tuple(sorted((plan.trained & plan.loaded) - head))
+        if not body:
+            raise UsageError("FedPAC averages features of clients, of which these share none: use another method")
+        return replace(bound, rule=replace(self, body=body), own=own, sends=sends)
+
+    @override
+    def look(self, client: LookContext) -> State:
+        shares_K = client.memory["shares"]
+        counts_K = torch.bincount(client.targets, minlength=len(shares_K)).to(shares_K.dtype)
+        return {**super().look(client), "shares": counts_K / len(client.targets)}
+
+    @override
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        buffers, z_BD = step.own.buffers, step.features.detach()
+        sums_KD, squares_K, counts_K = (buffers[f"early_{name}"] for name in ("sums", "squares", "counts"))
+        begun = (step.steps > 0).to(z_BD.dtype)
+        unmoved = torch.stack([(step.params[name] == step.loaded[name]).all() for name in self.body]).all()
+        taken = (unmoved & (begun * counts_K.sum() < step.memory["samples"])).to(z_BD.dtype)
+        member_KB = taken * nn.functional.one_hot(step.y, len(counts_K)).to(z_BD.dtype).T
+        sums_KD.mul_(begun).add_(member_KB @ z_BD)
+        squares_K.mul_(begun).add_(member_KB @ z_BD.square().sum(dim=1))
+        counts_K.mul_(begun).add_(member_KB.sum(dim=1))
+        return super().loss(loss, step)
+
+    @override
+    def end(self, client: EndContext) -> tuple[State, State]:
+        memory, upload = super().end(client)
+        buffers, shares_K = client.own.buffers, client.memory["shares"]
+        counts_K = buffers["early_counts"].clamp(min=1)
+        weighted_KD = shares_K[:, None] * buffers["early_sums"] / counts_K[:, None]
+        squares = (shares_K * buffers["early_squares"] / counts_K).sum()
+        variance = (squares - weighted_KD.square().sum()).clamp(min=0) / client.memory["samples"]
+        return memory, {**upload, "weighted_means": weighted_KD, "variance": variance}
+
+
+@dataclass(frozen=True)
+class ClassifierMix(Aggregation):
+    """Mixes of classifiers of least expected error; it keeps the weighted means that each client sent last."""
+
+    head: tuple[str, ...] = field(default=(), repr=False)
+    keeps = True
+    mixes = True
+
+    @override
+    def bind(self, plan: Plan) -> Self:
+        head = _name_classifier(plan, self.source_method)
+        if missing := sorted(head - (plan.sent & plan.loaded)):
+            raise UsageError(
+                f"method {plan.method.label!r}: FedPAC mixes classifiers of clients, but another part keeps "
+                f"{missing[0]!r} on clients: use one of the two"
+            )
+        return replace(self, head=tuple(sorted(head)))
+
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        sent = {each.client: each.of(AlignedFeatures) for each in received}
+        known = server.kept | {client: upload["weighted_means"] for client, upload in sent.items()}
+        others = torch.stack([upload["weighted_means"].double().flatten() for upload in sent.values()])
+        variances = torch.stack([upload["variance"].double() for upload in sent.values()])
+        mixes = {}
+        for client, own in known.items():
+            gaps = own.double().flatten() - others
+            weights = _weigh((gaps @ gaps.T).cpu().numpy() + np.diag(variances.cpu().numpy()))
+            mixes[client] = {name: torch.tensor(weights) for name in self.head}
+        return Aggregated(entries=average(received), kept=known, mixes=mixes)
+
+
+def _weigh(form: Floats) -> Floats:
+    """Return the weights ``a >= 0`` with sum 1 that minimize ``a' form a``, without those below :data:`SMALLEST`.
+
+    ``form``: positive semidefinite, float64 ``[N, N]``. Scaled to sum 1, the solution of the nonnegative least squares
+    ``|R b|^2 + (1 - sum(b))^2`` with ``R' R = form`` is that minimum: along each direction the best length leaves
+    ``q / (1 + q)``, which grows with its ``q = a' form a``.
+    """
+    count, scale = len(form), float(np.diag(form).max())
+    if not scale > 0:
+        return np.full(count, 1 / count)
+    values, vectors = np.linalg.eigh(form / scale)
+    root = np.sqrt(values.clip(min=0))[:, None] * vectors.T
+    found, _ = nnls(np.vstack([root, np.ones(count)]), np.append(np.zeros(count), 1.0))
+    weights = found / found.sum()
+    kept: Floats = np.where(weights > SMALLEST, weights, 0.0)
+    kept /= kept.sum()
+    return kept
+
+
+def _name_classifier(plan: Plan, source: str) -> frozenset[str]:
+    classifier = find_classifier(plan.entries, source)
+    return frozenset(entry.name for entry in plan.entries if entry.owner is classifier)
+
+
+@method
+def fedpac(base: Method, *, lam: float = 1.0, head: int = 1, body: int = 5) -> Method:
+    """Pull the features of ``base`` to class prototypes, and send each client a mix of classifiers.
+
+    Args:
+        base: FedAvg unless given.
+        lam: Strength of the pull.
+        head: Part of a round's steps in which the classifier is trained, to ``body``.
+        body: Part in which the features are trained.
+
+    """
+    if lam < 0:
+        raise UsageError(f"lam={lam:g} is negative; it must be 0 (no pull) or more")
+    if head < 1 or body < 1:
+        raise UsageError(f"head={head} and body={body}: give 1 or more for each")
+    mixing = base.with_aggregation(ClassifierMix())
+    return mixing.with_rule(AlignedFeatures(lam)).with_rule(HeadThenBody(head / (head + body), 1))
