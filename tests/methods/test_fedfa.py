@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery
 from fedshift.core.work import Work
@@ -93,6 +94,15 @@ def test_rounds_equal_a_plain_loop(p):
     plain = network().eval()
     plain.load_state_dict({name: server[RENAMED.get(name, name)] for name in plain.state_dict()})
     assert (used(x) - plain(x)).abs().max() <= 1e-12
+
+
+def test_with_probability_0_it_is_its_base():
+    none, base = trial(fedfa(p=0.0)), trial(Method())
+    for _ in range(2):
+        none.advance()
+        base.advance()
+    for name, tensor in base.server.shared.items():
+        assert (none.server.shared[RENAMED.get(name, name)] - tensor).abs().max() <= 1e-15, name
 
 
 def test_on_alexnet_it_stands_where_the_authors_put_it():
