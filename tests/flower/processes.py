@@ -18,6 +18,7 @@ from fedshift.config.settings_file import to_toml
 from fedshift.flower import QUIET
 from fedshift.flower.transport.pki import make_authority
 from fedshift.flower.transport.programs import free_port
+from fedshift.utils.files import write_atomically
 from tests.flower.gated import GATE
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +106,7 @@ class Machines:
         self.folder, self.spec, self.tls = folder, spec, tls
         self._before, self._port = before, free_port()
         self.isolated, self.host = bool(before), "localhost"
+        self._links = {}
         self.served = folder / "served"
         self.watched = folder / "watched.jsonl"
         self.names = spec.domains.split(",")
@@ -115,16 +117,16 @@ class Machines:
         if tls:
             make_authority(folder / "tls", [], self.names)
 
-    def serve(self, *arguments, resume=False, ready=True):
+    def serve(self, *arguments, resume=False, ready=True, seconds=120):
         """Start the coordinator, and return once it knows the keys of all: sites that come earlier come twice.
 
-        Not ``ready``: return at once.
+        Not ``ready``: return at once. ``seconds``: how long a round may take.
         """
         what = ("--resume", self.served) if resume else (self.folder / "config.toml", "--out", self.served)
         secured = ("--tls", self.folder / "tls") if self.tls else ("--insecure",)
         before = self._submitted
         process = self.start(
-            "serve", "serve", *what, *secured, "--port", self._port, "--round-timeout", 120, "--code",
+            "serve", "serve", *what, *secured, "--port", self._port, "--round-timeout", seconds, "--code",
             "tests.flower.gated:network", *arguments,
         )  # fmt: skip
         if ready:
@@ -141,21 +143,35 @@ class Machines:
         keys, data = self.folder / "tls", self.spec.data
         data = Path(data) / f"{name}.npz" if Path(data).is_dir() else data
         secured = ("--tls", keys, "--key", keys / "nodes" / f"{name}.key") if self.tls else ("--insecure",)
+        port = self._links.get(name, self._port)
         return self.start(
-            name, "join", f"{self.host}:{self._port}", "--data", data, "--name", name, *secured, "--state",
+            name, "join", f"{self.host}:{port}", "--data", data, "--name", name, *secured, "--state",
             self.folder / name, "--poll", 0.1, "--threads", 1, "--code", "tests.flower.gated:network",
             *(["--policy", self.folder / policy] if policy else []), *arguments,
         )  # fmt: skip
 
+    def link(self, name, *, delay=0.0, state="up"):
+        """Put a :mod:`.link` between ``name``, if it joins later, and the coordinator, or change that link."""
+        file = self.folder / f"{name}.link.json"
+        write_atomically(file, json.dumps({"delay": delay, "state": state}).encode())
+        if name not in self._links:
+            self._links[name] = free_port()
+            words = ["-m", "tests.flower.link", file, self._links[name], self._port]
+            self.execute(f"{name}.link", *words).says("listening")
+
     def start(self, called, *arguments):
         """Start ``fedshift`` with ``arguments``; what it says goes to the file ``called``."""
+        program = ["-P", "-c", SERVE] if called == "serve" else ["-m", "fedshift"]
+        return self.execute(called, *program, *arguments)
+
+    def execute(self, called, *arguments):
+        """Start Python with ``arguments``; what it says goes to the file ``called``."""
         environment = {
             **{name: value for name, value in os.environ.items() if not (self.isolated and name in QUIET)},
             "PYTHONPATH": os.pathsep.join([str(self.folder / "watch"), *filter(None, sys.path), str(ROOT)]),
             WATCH: str(self.watched), GATE: str(self._gate(called)), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        program = ["-P", "-c", SERVE] if called == "serve" else ["-m", "fedshift"]
-        command = [*self._before, sys.executable, *program, *map(str, arguments)]
+        command = [*self._before, sys.executable, *map(str, arguments)]
         return Process(command, self.folder / f"{called}.log", environment, self.folder, self.stdin)
 
     def run(self, code, *arguments):
@@ -199,13 +215,13 @@ def machines(folder, spec, **options):
     """:class:`Machines`, of whose processes none outlives the block."""
     with ExitStack() as stack:
         made = Machines(folder, spec, stack.enter_context(_alone()), **options)
-        start, began = made.start, []
+        execute, began = made.execute, []
 
         def kept(*arguments):
-            began.append(start(*arguments))
+            began.append(execute(*arguments))
             return began[-1]
 
-        made.start = kept
+        made.execute = kept
         try:
             yield made
         finally:

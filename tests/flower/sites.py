@@ -128,19 +128,19 @@ def coordinator(spec, grid, directory, heard, **order):
     return Coordinator(grid, spec, given | order, heard, RUN)
 
 
-def in_process(spec, directory) -> Experiment:
-    """The same experiment in one process."""
-    experiment = make_experiment(replace(spec, engine="sequential"))
+def in_process(spec, directory, engine="sequential") -> Experiment:
+    """The same experiment in one process, by ``engine``."""
+    experiment = make_experiment(replace(spec, engine=engine))
     experiment.run(directory)
     return experiment
 
 
-def same_as_in_process(spec, directory, folder, reference):
-    """Assert that the run in ``directory``, with sites in ``folder``, left what one process does, bit for bit.
+def same_as_in_process(spec, directory, folder, reference, engine="sequential"):
+    """Assert that the run in ``directory``, with sites in ``folder``, left what one ``engine`` does, bit for bit.
 
     Returns that process's trials.
     """
-    experiment = in_process(spec, reference)
+    experiment = in_process(spec, reference, engine)
     return [
         same_trial(experiment.make_trial(name, seed), trial_folder(directory, name, seed), folder, reference)
         for name in (method.label for method in experiment.methods)

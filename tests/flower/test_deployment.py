@@ -121,8 +121,8 @@ def test_what_is_killed_in_mid_round_goes_on_as_if_it_had_not_been(victim, tmp_p
 
 
 @pytest.mark.slow
-def test_random_kills_of_random_processes_change_no_bit(tmp_path):
-    assert kills.run(tmp_path, seed=0, kills=3)["kills"] > 0
+def test_random_kills_freezes_and_link_cuts_change_no_bit(tmp_path):
+    assert kills.run(tmp_path, seed=0, faults=4)["faults"] > 0
 
 
 TAKE = """

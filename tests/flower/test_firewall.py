@@ -1,15 +1,18 @@
 """What other machines reach of a SuperLink."""
 
 import asyncio
+from base64 import b64encode
 from pathlib import Path
 
 import fedshift.flower  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
 
 import pytest
 import uvicorn
+from flwr.supercore.error import FlowerError
 
 from fedshift.flower.transport import firewall
-from fedshift.flower.transport.firewall import GUARDED, Firewall, UploadLimits, allow_uploads
+from fedshift.flower.transport.firewall import GUARDED, UNKNOWN, Firewall, UploadLimits, allow_uploads
+from fedshift.flower.transport.pki import PublicKeys, make_authority, revoke_key, rotate_key
 from fedshift.flower.transport.programs import make_environment
 from fedshift.utils.errors import FedshiftError
 
@@ -38,6 +41,34 @@ def test_other_machines_get_only_what_nodes_need(path):
     for here in ("127.0.0.1", "::1"):
         assert requested(path, here) == ["let in"]
     assert requested(path, "10.0.0.5", server="10.0.0.5") == ["let in"]
+
+
+def test_a_node_whose_key_is_not_there_any_more_gets_nothing_and_is_told_why(tmp_path):
+    make_authority(tmp_path / "pki", [], ["ann", "bob"])
+    keys, sent = PublicKeys(tmp_path / "pki", print), []
+
+    async def app(scope, receive, send):
+        await send({"status": 200})
+
+    async def send(message):
+        sent.append(message.get("status", message.get("body")))
+
+    def ask(key):
+        sent.clear()
+        headers = [(b"flwr-public-key", b64encode(key))] if key else []
+        scope = {"type": "http", "path": "/v1/fleet/pull-messages", "headers": headers, "client": ("10.0.0.7", 5000)}
+        asyncio.run(Firewall(app, UploadLimits(Path("nowhere")), keys)(scope, None, send))
+        return sent
+
+    before = dict(keys())
+    assert ask(before["ann"]) == ask(before["bob"]) == [200]
+    revoke_key(tmp_path / "pki", "ann")
+    rotate_key(tmp_path / "pki", "bob")
+    for key in (before["ann"], before["bob"], b"no key", None):
+        status, body = ask(key)
+        assert status == 404
+        assert FlowerError.from_json(body.decode()).message == UNKNOWN
+    assert ask(keys()["bob"]) == [200]
 
 
 async def plain_app(scope, receive, send):

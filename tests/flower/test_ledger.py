@@ -124,6 +124,16 @@ def rewrite(folder, site, key, keep):
             chain.append(content)
 
 
+def test_after_a_key_is_replaced_lines_are_signed_with_the_new_one_and_all_are_verified(tmp_path):
+    first, second = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    ledger = Ledger(tmp_path, key=first)
+    ledger.write(Exchange(kind="describe"), Exchange(kind="described"))
+    ledger.sign_with(second)
+    ledger.write(Exchange(kind="train"), Exchange(kind="trained"))
+    signed = [entry.signed for entry in read_ledger(tmp_path)]
+    assert signed == [fingerprint(key.public_key()) for key in (first, second)]
+
+
 def test_a_chain_that_was_computed_anew_is_found(signed, cli):
     """All uploads are dropped: without the key, with another one, and with the site's own."""
     folder, _ = signed
@@ -174,6 +184,14 @@ def test_a_coordinator_that_drops_heads_is_found(signed):
     for site in ("photo", "print"):
         with pytest.raises(FedshiftError, match="the record was rewritten"):
             compare_anchors(list(read_ledger(folder / site)), record, folder / site)
+
+
+def test_a_record_that_was_copied_before_the_end_is_no_rewritten_one(signed):
+    folder, _ = signed
+    record = folder / RECORD
+    record.write_bytes(b"".join(record.read_bytes().splitlines(keepends=True)[:4]))
+    with pytest.raises(FedshiftError, match=r"lines of the coordinator's record, and .* has 4: it was copied earlier"):
+        compare_anchors(list(read_ledger(folder / "photo")), record, folder / "photo")
 
 
 def test_the_record_of_another_site_confirms_nothing(signed):

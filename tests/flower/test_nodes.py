@@ -138,6 +138,27 @@ def test_a_name_belongs_to_a_key(grid, heard):
     assert nodes.online == {"ann", "bob", "dan"}
 
 
+def test_a_key_that_is_revoked_or_replaced_is_refused_at_once_also_in_mid_round(grid, heard, clock):
+    keys = {name: f"key of {name}".encode() for name in ("ann", "bob")}
+    nodes, pull = Nodes(grid, HELLO, heard.append, keys=lambda: keys), grid.pull_messages
+    nodes.refresh()
+
+    def revoke():
+        del keys["ann"]
+        grid.pull_messages = pull
+
+    grid.pull_messages = lambda numbers: []  # answers are on their way
+    clock.then.append(revoke)
+    assert asked(nodes, "ann", "bob", enough=1) == {"ann": "it is gone", "bob": "trained"}
+    assert "the key of ann was revoked or replaced: refused (1 connected)" in heard
+    assert asked(nodes, "ann", "bob", enough=1) == {"ann": "it is gone", "bob": "trained"}
+    assert grid.sent.count((1, "train")) == 1
+    keys["ann"] = b"the next key of ann"
+    grid.join(5, "ann", key=b"the next key of ann")
+    assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "trained"}
+    assert grid.sent.count((1, "train")) == 1
+
+
 def test_who_left_before_its_name_was_heard_is_nobody(grid, heard, clock):
     grid.join(3, "dan", key=b"")
     nodes = Nodes(grid, HELLO, heard.append, keys=dict)

@@ -5,7 +5,9 @@ import ssl
 import stat
 import sys
 from argparse import Namespace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
@@ -14,7 +16,20 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 
-from fedshift.flower.transport.pki import add_nodes, load_public_keys, make_authority
+from fedshift.flower.transport import pki
+from fedshift.flower.transport.certificates import check_server, read_certificates
+from fedshift.flower.transport.chain import load_key
+from fedshift.flower.transport.exchange import Exchange
+from fedshift.flower.transport.pki import (
+    PublicKeys,
+    add_nodes,
+    load_public_keys,
+    make_authority,
+    renew_certificate,
+    revoke_key,
+    rotate_key,
+)
+from fedshift.flower.transport.signatures import Signer, Verifier, fingerprint, load_private_key
 from fedshift.utils.errors import FedshiftError, UsageError
 
 HOST, ADDRESS = "coordinator.example.org", "10.0.0.5"
@@ -110,13 +125,100 @@ def test_another_authority_is_not_believed(place, tmp_path):
         handshake(place, HOST, authority=tmp_path / "other")
 
 
-def test_certificates_are_valid_for_the_days_asked_and_from_before_now(tmp_path):
+def test_certificates_are_valid_for_the_days_asked_the_authoritys_for_longer_and_from_before_now(tmp_path):
     until = make_authority(tmp_path / "pki", [HOST], [], 90).until
     (authority,) = ssl.create_default_context(cafile=tmp_path / "pki" / "ca.crt").get_ca_certs()
-    for seen in (authority, handshake(tmp_path / "pki", HOST)):
+    for seen, days in ((authority, 3650), (handshake(tmp_path / "pki", HOST), 90)):
         start, end = (ssl.cert_time_to_seconds(seen[when]) for when in ("notBefore", "notAfter"))
-        assert end == until.timestamp()
-        assert end - start == 90 * 86400 + 3600
+        assert end - start == days * 86400 + 3600
+    assert end == until.timestamp()
+
+
+def test_a_renewed_certificate_is_believed_by_sites_that_keep_their_files(place):
+    before, first = contents(place), handshake(place, HOST)
+    until = renew_certificate(place, days=60).until
+    assert {path.name for path, content in contents(place).items() if content != before[path]} == {"server.crt"}
+    seen = handshake(place, HOST)
+    assert ssl.cert_time_to_seconds(seen["notAfter"]) == until.timestamp() > ssl.cert_time_to_seconds(first["notAfter"])
+    assert {*seen["subjectAltName"]} == {*first["subjectAltName"]}
+    check_server(place)
+    question = Exchange(kind="end", facts={"say": "over"}, run=7)
+    signed = Signer(place, 7)(question)
+    assert Verifier(place / "ca.crt", HOST)(signed, 7).signer == fingerprint(load_key(place / "server.crt"))
+    renew_certificate(place, ["10.0.0.6"], new_key=True)
+    changed = {path.name for path, content in contents(place).items() if content != before[path]}
+    assert changed == {"server.crt", "server.key"}
+    assert stat.S_IMODE((place / "server.key").stat().st_mode) == 0o600
+    handshake(place, "10.0.0.6")
+    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+        handshake(place, HOST)
+
+
+def test_a_certificate_ends_no_later_than_its_authority(place, monkeypatch):
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + timedelta(days=3640)
+
+    monkeypatch.setattr(pki, "datetime", Later)
+    (authority,) = read_certificates(place / "ca.crt")
+    assert renew_certificate(place).until == authority.not_valid_after_utc
+    monkeypatch.setattr(pki, "datetime", SimpleNamespace(now=lambda _: datetime.now(UTC) + timedelta(days=3651)))
+    with pytest.raises(UsageError, match=r"the authority in .* ended on"):
+        renew_certificate(place)
+
+
+def test_without_the_authoritys_key_nothing_is_renewed_and_nothing_changes(place, tmp_path):
+    make_authority(tmp_path / "other", [HOST], [])
+    (place / "ca.key").write_bytes((tmp_path / "other" / "ca.key").read_bytes())
+    before = contents(place)
+    with pytest.raises(UsageError, match=r"ca\.key is not the key of ca\.crt"):
+        renew_certificate(place)
+    assert contents(place) == before
+    (place / "ca.key").unlink()
+    with pytest.raises(UsageError, match=r"holds no ca\.key"):
+        renew_certificate(place)
+    (place / "ca.crt").unlink()
+    with pytest.raises(UsageError, match=r"holds no ca\.crt: make one"):
+        renew_certificate(place)
+
+
+def test_a_key_is_rotated_under_its_name_and_revoked_and_what_it_signed_stays_verifiable(place):
+    first = (place / "nodes" / "hospital-a.pub").read_bytes()
+    rotate_key(place, "hospital-a")
+    second = (place / "nodes" / "hospital-a.pub").read_bytes()
+    assert second not in (first, b"")
+    belongs = fingerprint(load_private_key(place / "nodes" / "hospital-a.key").public_key())
+    assert belongs == fingerprint(load_key(place / "nodes" / "hospital-a.pub"))
+    assert stat.S_IMODE((place / "nodes" / "hospital-a.key").stat().st_mode) == 0o600
+    revoke_key(place, "hospital-a")
+    assert list(load_public_keys(place)) == ["hospital-a 2"]
+    assert not (place / "nodes" / "hospital-a.key").exists()
+    assert [(place / "retired" / f"hospital-a-{n}.pub").read_bytes() for n in (1, 2)] == [first, second]
+    for change in (rotate_key, revoke_key):
+        with pytest.raises(UsageError, match=r"'hospital-a' has no key in .*, where there are those of hospital-a 2"):
+            change(place, "hospital-a")
+    add_nodes(place, ["hospital-a"])  # which may come back
+
+
+def test_keys_are_read_while_files_come_change_and_go(place):
+    heard = []
+    keys = PublicKeys(place, heard.append)
+    before = dict(keys())
+    add_nodes(place, ["c"])
+    rotate_key(place, "hospital-a")
+    assert keys().keys() == {"c", *before}
+    assert keys()["hospital-a"] != before["hospital-a"]
+    (place / "nodes" / "c.pub").write_text("ecdsa-sha2-nis")  # half of it
+    kept = keys()["c"]
+    revoke_key(place, "hospital-a")
+    assert keys().keys() == {"c", "hospital-a 2"}
+    assert keys()["c"] == kept
+    assert len(heard) == 2
+    assert all("c.pub is no public key" in told for told in heard)
+    revoke_key(place, "c")
+    revoke_key(place, "hospital-a 2")
+    assert keys() == {}
 
 
 @pytest.mark.filterwarnings("ignore:'click[.]utils:DeprecationWarning")
@@ -155,7 +257,7 @@ def test_private_files_are_their_owners_alone_from_the_start(tmp_path, monkeypat
         add_nodes(tmp_path / "pki", ["b"])
     finally:
         os.umask(before)
-    keys = {"server.key", "a.key", "b.key"}
+    keys = {"ca.key", "server.key", "a.key", "b.key"}
     assert {name: made[name] for name in keys} == dict.fromkeys(keys, (os.O_EXCL, 0o600))
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "pki").rglob("*")}
     public = {"ca.crt", "server.crt", "a.pub", "b.pub"}
@@ -163,13 +265,9 @@ def test_private_files_are_their_owners_alone_from_the_start(tmp_path, monkeypat
     assert stat.S_IMODE((tmp_path / "pki").stat().st_mode) == 0o700
 
 
-def test_more_nodes_join_without_the_authoritys_key_which_is_nowhere(place):
+def test_more_nodes_join_without_the_authoritys_key(place):
+    (place / "ca.key").unlink()
     before = contents(place)
-    assert {path.name for path in before if path.suffix == ".key"} == {
-        "server.key",
-        "hospital-a.key",
-        "hospital-a 2.key",
-    }
     assert add_nodes(place, ["clinic.c"]) == ("clinic.c",)
     assert list(load_public_keys(place)) == ["clinic.c", "hospital-a", "hospital-a 2"]
     assert before.items() <= contents(place).items()
@@ -233,10 +331,10 @@ def test_a_directory_that_holds_something_is_refused(place, tmp_path):
 
 
 def test_what_could_not_be_written_leaves_nothing(tmp_path, monkeypatch):
-    real, count = os.fsync, iter(range(4))
+    real, count = os.fsync, iter(range(5))
 
     def full(descriptor):
-        if next(count) == 3:
+        if next(count) == 4:
             raise OSError(28, "No space left on device")
         real(descriptor)
 
@@ -258,10 +356,6 @@ def test_public_keys_that_cannot_be_told_apart_or_read_are_refused(place):
     (nodes / "twin.pub").write_bytes(other)
     with pytest.raises(UsageError, match=r"twin\.pub: Flower takes ECDSA"):
         load_public_keys(place)
-    for path in nodes.iterdir():
-        path.unlink()
-    with pytest.raises(UsageError, match="holds no public key"):
-        load_public_keys(place)
 
 
 def test_the_command_makes_all_and_says_what_goes_where(cli, tmp_path):
@@ -270,11 +364,18 @@ def test_the_command_makes_all_and_says_what_goes_where(cli, tmp_path):
     assert f"for {HOST}, {ADDRESS}, localhost, 127.0.0.1, ::1, until " in done.out
     assert "To the coordinator: ca.crt server.crt server.key nodes/*.pub" in done.out
     assert "To hospital-b: ca.crt nodes/hospital-b.key\n" in done.out
-    assert "The authority's own key was not kept" in " ".join(done.out.split())
+    assert "ca.key stays here" in done.out
     more = cli("pki", "add", "pki", "c", "d")
     assert "To the coordinator: nodes/c.pub nodes/d.pub" in more.out
     assert "To d: ca.crt nodes/d.key\n" in more.out
     assert list(load_public_keys(tmp_path / "pki")) == ["c", "d", "hospital-a", "hospital-b"]
+    renewed = cli("pki", "renew", "pki", "--days", 9)
+    assert f"for {HOST}, localhost, {ADDRESS}, 127.0.0.1, ::1, until " in renewed.out
+    assert "To the coordinator: server.crt, of pki, between two runs" in renewed.out
+    assert "server.crt server.key" in cli("pki", "renew", "pki", "--new-key").out
+    assert "To c: nodes/c.key" in cli("pki", "rotate", "pki", "c").out
+    assert "The key of c is no longer in pki" in cli("pki", "revoke", "pki", "c").out
+    assert list(load_public_keys(tmp_path / "pki")) == ["d", "hospital-a", "hospital-b"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib
 import io
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -28,6 +29,7 @@ from fedshift.flower.transport.forwarding import ForkExecutor
 from fedshift.flower.transport.programs import (
     APP,
     Program,
+    _resolve,
     connect,
     free_port,
     is_own,
@@ -149,6 +151,30 @@ def test_a_program_that_two_threads_interrupt_ends(tmp_path):
             program.kill()
 
 
+@pytest.mark.parametrize(("code", "expected"), [("pass", 0), ("raise OSError('broken')", 1)])
+def test_a_program_ends_when_it_returns_whatever_its_threads_do(code, expected, tmp_path):
+    """A SuperNode whose connection breaks in a TLS handshake, as behind a proxy whose server is gone."""
+    stand_in = f"""
+import sys, threading, types
+import fedshift.flower.transport.programs as programs
+def run():
+    threading.Thread(target=threading.Event().wait).start()
+    {code}
+sys.modules["stand_in"] = types.SimpleNamespace(run=run)
+programs.PROGRAMS["flwr"] = "stand_in:run"
+sys.argv[1:] = ["flwr"]
+programs.main()
+"""
+    environment = {**make_environment(tmp_path / "home", {}), "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(
+        [sys.executable, "-c", stand_in], stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as program:
+        try:
+            assert program.wait(60) == expected
+        finally:
+            program.kill()
+
+
 def test_programs_phone_nobody_and_install_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
     found = make_environment(tmp_path / "home", {"MORE": "1"})
@@ -172,6 +198,18 @@ def test_programs_reach_this_machine_without_a_proxy(tmp_path, monkeypatch):
             ("https://10.0.0.5:9091/", True), ("https://10.0.0.6:9091/", False),
         ):  # fmt: skip
             assert (client._transport_for_url(httpx.URL(url)) is client._transport) == direct, url
+
+
+def test_a_name_of_the_certificate_is_this_machine_for_programs_of_it(tmp_path, monkeypatch):
+    name = "coordinator.example.org"
+    found = make_environment(tmp_path / "home", {}, f"{name}=127.0.0.1")
+    assert (found["FEDSHIFT_NEAR"], found["no_proxy"].endswith(f",{name}")) == (f"{name}=127.0.0.1", True)
+    asked = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: asked.append((host, *rest)))
+    _resolve(*found["FEDSHIFT_NEAR"].split("="))
+    for host in (name, "other.example.org", None):
+        socket.getaddrinfo(host, 9091)
+    assert asked == [("127.0.0.1", 9091), ("other.example.org", 9091), (None, 9091)]
 
 
 def test_a_site_says_that_a_proxy_is_on_the_way(monkeypatch):

@@ -15,6 +15,7 @@ from fedshift.flower.site import join as joining
 from fedshift.flower.site.join import CoordinatorLink
 from fedshift.flower.site.reasons import describe_offset, explain_end, measure_offset
 from fedshift.flower.transport.certificates import EndNotice
+from fedshift.flower.transport.firewall import UNKNOWN
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
 
@@ -102,6 +103,11 @@ def test_a_clock_that_is_right_or_unknown_is_no_reason(coordinator):
     assert abs(measure_offset(coordinator(0), secured=False)) < 2
     assert explain_end("Connection refused", coordinator(0), secured=False) == ""
     assert measure_offset("127.0.0.1:1", secured=False) is None
+
+
+def test_a_site_whose_key_was_revoked_is_told_so():
+    said = f"Failed to initialize the connection to the SuperLink. [code: 404] {UNKNOWN}"
+    assert explain_end(said, "127.0.0.1:1", secured=True).startswith("the coordinator does not know this site's key")
 
 
 def test_the_second_site_with_a_key_is_told_that_it_is_in_use():

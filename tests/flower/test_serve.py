@@ -365,14 +365,18 @@ def test_two_sites_do_not_work_in_one_folder(tmp_path):
 def test_a_sites_folder_is_its_owners_alone(monkeypatch, tmp_path):
     folder = tmp_path / "sites" / "north"
     folder.mkdir(parents=True, mode=0o755)
+    account = folder.with_name("account.json")
     site = SimpleNamespace(
-        gate=SimpleNamespace(account=SimpleNamespace(check=lambda: None)), export_latest=lambda: None
+        gate=SimpleNamespace(account=SimpleNamespace(check=account.touch)), export_latest=lambda: None
     )
     monkeypatch.setattr(joining, "_watch", lambda *_: 0)
     link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=None)
     for where in (folder, folder.with_name("south")):
         assert joining.join(link, site, where, 1) == 0
         assert where.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in (account, folder / ".lock")] == [0o600, 0o600]
+    (tmp_path / "after").touch()
+    assert (tmp_path / "after").stat().st_mode & 0o777 != 0o600
 
 
 def test_a_closing_text_is_cut_and_cleaned(door):

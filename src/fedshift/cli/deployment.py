@@ -1,4 +1,4 @@
-"""The commands for an experiment across machines: ``serve``, ``join``, ``ledger`` and ``pki init|add``."""
+"""The commands for an experiment across machines: ``serve``, ``join``, ``ledger`` and ``pki``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ..utils.files import require_writable
 
 if TYPE_CHECKING:
     from ..flower.transport.chain import Entry
+    from ..flower.transport.pki import Authority
 
 pki = App(name="pki", help="Make the keys and certificates of a federation across machines.")
 
@@ -35,25 +36,20 @@ def init(
         directory: New or empty directory, which becomes readable only by its owner.
         host: Name or IP address by which nodes reach the coordinator; may be given several times.
         nodes: Comma-separated names of the nodes; `fedshift pki add` makes keys for more.
-        days: Validity of the certificates in days.
+        days: Validity of the coordinator's certificate in days; the authority's is ten years.
 
     """
-    from ..flower.transport.chain import load_key
     from ..flower.transport.pki import make_authority
-    from ..flower.transport.signatures import fingerprint
 
     made = make_authority(directory, _split_names(host), _split_names([nodes]), days)
     console = make_console()
-    print_line(
-        console, f"The coordinator's certificate is for {', '.join(made.hosts)}, until {made.until:%Y-%m-%d} (UTC)."
-    )
-    whose = fingerprint(load_key(directory / "server.crt"))
-    print_line(console, f"Its key, by which a site's policy may allow it (coordinators): {whose}")
+    _explain_certificate(console, directory, made)
     print_line(console, f"To the coordinator: ca.crt server.crt server.key nodes/*.pub, all of {directory}")
     _explain_delivery(console, made.names)
     print_line(
         console,
-        "The authority's own key was not kept: nothing needs it, and whoever had it could pose as the coordinator.",
+        "ca.key stays here: it signs the coordinator's next certificate (fedshift pki renew), and whoever has it can "
+        "pose as the coordinator. Without it, a certificate that ends needs a new authority and new files everywhere.",
     )
     return 0
 
@@ -72,6 +68,71 @@ def add(directory: Path, *names: str) -> int:
     console, made = make_console(), add_nodes(directory, names)
     print_line(console, f"To the coordinator: {' '.join(f'nodes/{name}.pub' for name in made)}, of {directory}")
     _explain_delivery(console, made)
+    return 0
+
+
+@pki.command
+def renew(
+    directory: Path,
+    *,
+    host: Annotated[list[str] | None, Parameter(negative=())] = None,
+    days: int = 825,
+    new_key: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Make a new certificate for the coordinator under the same authority, so that sites keep their files.
+
+    Args:
+        directory: Directory that `fedshift pki init` made, with ca.key.
+        host: Name or IP address by which nodes reach the coordinator; may be given several times. By default those of
+            the certificate before.
+        days: Validity of the certificate in days.
+        new_key: Replace the coordinator's key too; sites that allow it by its fingerprint must allow the new one. It is
+            no remedy for a theft: the stolen key stays valid with its certificate, and only a new authority ends that.
+
+    """
+    from ..flower.transport.pki import renew_certificate
+
+    made, console = renew_certificate(directory, _split_names(host or ()), days, new_key=new_key), make_console()
+    _explain_certificate(console, directory, made)
+    what = "server.crt server.key" if new_key else "server.crt"
+    print_line(console, f"To the coordinator: {what}, of {directory}, between two runs of `fedshift serve --resume`")
+    return 0
+
+
+@pki.command
+def rotate(directory: Path, name: str) -> int:
+    """Make a new key for a node, under its name.
+
+    Args:
+        directory: Directory that `fedshift pki init` made.
+        name: Name of the node.
+
+    """
+    from ..flower.transport.pki import rotate_key
+
+    rotate_key(directory, name)
+    console = make_console()
+    print_line(console, f"To {name}: nodes/{name}.key, of {directory}")
+    print_line(console, f"Then to the coordinator: nodes/{name}.pub, and `fedshift serve` refuses the old key at once")
+    return 0
+
+
+@pki.command
+def revoke(directory: Path, name: str) -> int:
+    """Remove a node's key, at the coordinator while `fedshift serve` runs, which refuses the node from then on.
+
+    Args:
+        directory: The coordinator's directory of keys, and the one that `fedshift pki init` made.
+        name: Name of the node.
+
+    """
+    from ..flower.transport.pki import revoke_key
+
+    revoke_key(directory, name)
+    print_line(
+        make_console(),
+        f"The key of {name} is no longer in {directory}: a `fedshift serve` that reads it refuses {name} at once",
+    )
     return 0
 
 
@@ -381,6 +442,17 @@ def _ask(text: str, question: str) -> bool:
 def _split_names(texts: Iterable[str]) -> list[str]:
     """Return the names in ``texts``, each of which may contain several, comma-separated."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def _explain_certificate(console: Console, directory: Path, made: Authority) -> None:
+    from ..flower.transport.chain import load_key
+    from ..flower.transport.signatures import fingerprint
+
+    print_line(
+        console, f"The coordinator's certificate is for {', '.join(made.hosts)}, until {made.until:%Y-%m-%d} (UTC)."
+    )
+    whose = fingerprint(load_key(directory / "server.crt"))
+    print_line(console, f"Its key, by which a site's policy may allow it (coordinators): {whose}")
 
 
 def _explain_delivery(console: Console, names: tuple[str, ...]) -> None:

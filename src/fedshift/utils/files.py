@@ -13,8 +13,8 @@ import json
 import os
 import stat
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from shutil import rmtree
@@ -175,6 +175,16 @@ def _remove_scratch(path: Path, marker: Path, lock: int) -> None:
     with suppress(OSError):
         marker.unlink()
     os.close(lock)
+
+
+@contextmanager
+def owner_only() -> Iterator[None]:
+    """Let files that are made meanwhile, also by programs that are started, be accessible only to their owner."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def require_writable(directory: Path) -> None:

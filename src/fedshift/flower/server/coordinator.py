@@ -38,7 +38,7 @@ from ...results.summary import holds_run, holds_summary
 from ...utils.errors import FedshiftError, UsageError, as_flag
 from ..transport.exchange import FACTS, Exchange, connect_locally
 from ..transport.firewall import allow_uploads
-from ..transport.pki import load_public_keys
+from ..transport.pki import PublicKeys
 from ..transport.signatures import Signer, fingerprint
 from .anchors import FILE, Anchors
 from .claims import MAX_SHARE, judge_claims
@@ -155,7 +155,7 @@ class Coordinator:
         if order["keys"]:
             keys = Path(order["keys"])
             signer = Signer(keys, run)
-            secured = {"keys": partial(load_public_keys, keys), "signed": signer}
+            secured = {"keys": PublicKeys(keys, report.notice), "signed": signer}
         if order.get("home"):
             secured["allow"] = partial(allow_uploads, Path(order["home"]))
         self.nodes = Nodes(

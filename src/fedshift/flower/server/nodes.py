@@ -1,6 +1,7 @@
 """The connected sites, and questions to them over a Flower grid; every wait has a timeout.
 
 A node introduces itself by its client's name; with TLS, that name is bound to the key that the coordinator has for it.
+If that key is removed or replaced meanwhile, nothing is asked of the node any more, and nothing that it says is used.
 A node that restarts introduces itself again and is asked its unanswered questions again. A node that has left is not
 asked, and the coordinator does not wait for it if enough others answer.
 """
@@ -103,6 +104,9 @@ class Nodes:
         for name in [name for name, address in self._online.items() if address not in listed]:
             del self._online[name]
             self.say(f"{name} has left ({len(self._online)} connected)")
+        for name in [name for name, address in self._online.items() if not self._holds_key(name, address)]:
+            del self._online[name]
+            self.say(f"the key of {name} was revoked or replaced: refused ({len(self._online)} connected)")
 
     def wait(self, number: int, seconds: float, among: frozenset[str] | None = None) -> None:
         """Wait until ``number`` clients that train (from ``among``, if given) are connected.
@@ -142,6 +146,8 @@ class Nodes:
         sent: dict[str, tuple[_Address, str]] = {}  # address and message id ("": lost)
         while missing and time.monotonic() < until:
             self.refresh()
+            for name in [name for name, (address, _) in sent.items() if not self._holds_key(name, address)]:
+                self._pulling.pop(sent.pop(name)[1], None)
             for name in sorted(missing & self.online):
                 address = self._online[name]
                 if name not in sent or sent[name][0] != address:
@@ -198,7 +204,7 @@ class Nodes:
             self.say(f"{self._call(address)} does not take part: {error.render(as_flag)}")
             return
         name, before = described.name, self.known.get(described.name)
-        if self.keys is not None and self.keys().get(name) != self._keys.get(address.node, b""):
+        if not self._holds_key(name, address):
             self.say(f"{self._call(address)} says that it is {name!r}, but does not hold its key: refused")
             return
         if not is_own_series(described.version):
@@ -223,6 +229,10 @@ class Nodes:
         self.say(f"{name} is connected, {does} ({len(self._online)} connected)")
         self.changed()
 
+    def _holds_key(self, name: str, address: _Address) -> bool:
+        """Return whether a node holds the key that the coordinator has for client ``name``, if it has keys."""
+        return self.keys is None or self.keys().get(name) == self._keys.get(address.node, b"")
+
     def _anchor(self, name: str, answer: Exchange | FedshiftError) -> Exchange | FedshiftError:
         """Return an answer without its ledger's head, once that is written down; an error if it has none."""
         if isinstance(answer, FedshiftError):
@@ -246,7 +256,7 @@ class Nodes:
         if not hasattr(self.grid, "get_nodes"):  # another implementation of the interface
             return {_Address(node, "") for node in self.grid.get_node_ids()}
         found = list(self.grid.get_nodes())
-        self._keys = {node.node_id: node.public_key for node in found}
+        self._keys |= {node.node_id: node.public_key for node in found}
         return {_Address(node.node_id, node.last_activated_at) for node in found}
 
     def _push(self, address: _Address, exchange: Exchange, seconds: float) -> str:

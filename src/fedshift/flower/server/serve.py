@@ -28,10 +28,18 @@ from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES, acquire_lock
 from ...results.summary import require_series
 from ...utils.errors import FedshiftError, UsageError
-from ...utils.files import ScratchDirectory
-from ..transport.certificates import EndNotice, read_end
+from ...utils.files import ScratchDirectory, owner_only
+from ..transport.certificates import (
+    EndNotice,
+    check_server,
+    example_host,
+    is_for,
+    list_hosts,
+    read_certificates,
+    read_end,
+)
 from ..transport.exchange import FACTS, accept_locally, listen_locally
-from ..transport.firewall import GUARDED
+from ..transport.firewall import GUARDED, KEYS
 from ..transport.programs import LOOPBACK, PATIENCE, Program, check_flower, connect, isolate, register, submit
 from .claims import MAX_SHARE
 from .coordinator import COORDINATOR
@@ -68,10 +76,22 @@ class ListenOptions:
     metrics: int | None = None
 
     @property
+    def here(self) -> str:
+        """The host for connections from this machine."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def name(self) -> str:
+        """The host by which Flower's programs on this machine connect: one that the certificate is for."""
+        certificate = read_certificates(self.tls / "server.crt")[0] if self.tls else None
+        if certificate is None or is_for(certificate, self.here):
+            return self.here
+        return example_host(list_hosts(certificate)[0])
+
+    @property
     def local_address(self) -> str:
         """The address for connections from this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
 
     @property
     def flags(self) -> str:
@@ -97,6 +117,7 @@ class ListenOptions:
                     raise UsageError(f"--tls {self.tls}: no {name} there: make it with `fedshift pki init`")
             if not any((self.tls / "nodes").glob("*.pub")):
                 raise UsageError(f"--tls {self.tls}: no key of a node there: make some with `fedshift pki add`")
+            check_server(self.tls)
         elif self.host not in LOOPBACK and not self.forced:
             raise UsageError(
                 f"--insecure on --host {self.host} would send models in plain text to other machines: give --tls, or "
@@ -134,8 +155,16 @@ def serve(
 ) -> int:
     """Run ``spec`` in ``directory`` with the sites that connect; return an exit code, as ``fedshift run`` does.
 
-    ``from_round``: round to which the trial in progress goes back first; None: it goes on where it was.
+    All files are made accessible only to their owner. ``from_round``: round to which the trial in progress goes back
+    first; None: it goes on where it was.
     """
+    with owner_only():
+        return _serve(spec, reach, place, directory, from_round)
+
+
+def _serve(
+    spec: RunSpec | CompareSpec, reach: ListenOptions, place: RunOptions, directory: Path, from_round: int | None
+) -> int:
     check_flower()
     console = Console()
     if place.resume is None and (directory / "config.toml").exists():
@@ -197,8 +226,8 @@ class _Coordination:
 
     @property
     def near(self) -> str:
-        """The host at which programs on this machine reach the SuperLink, never through a proxy."""
-        return self.reach.local_address.rpartition(":")[0].strip("[]")
+        """The host at which programs on this machine reach the SuperLink, never through a proxy; with its address."""
+        return self.reach.here if self.reach.name == self.reach.here else f"{self.reach.name}={self.reach.here}"
 
     def __enter__(self) -> _Coordination:
         return self
@@ -240,6 +269,7 @@ class _Coordination:
             "flower-superlink", [*listen, "--disable-runtime-dependency-installation", *secured, "--isolation",
             "process", *isolate(self.home)],
             home=self.home, log=self.logs / "superlink.log", near=self.near,
+            more={KEYS: str(tls.resolve())} if tls else {},
         )  # fmt: skip
         try:
             yield link
@@ -268,7 +298,7 @@ class _Coordination:
         port = self.reach.port
         began = time.monotonic()
         while True:
-            with suppress(OSError), socket.create_connection((self.near, port)):
+            with suppress(OSError), socket.create_connection((self.reach.here, port)):
                 self._patience = max(PATIENCE, SLOWER * (time.monotonic() - began))
                 break
             if stop.is_set():
@@ -286,17 +316,25 @@ class _Coordination:
         """Register the nodes' keys, and submit the app."""
         log = self.logs / "flwr.log"
         connect(self.home, self.reach.local_address, self.reach.tls / "ca.crt" if self.reach.tls else None)
-        self._registered: set[Path] = set()
+        self._registered: set[bytes] = set()
         self._register()
         submit(self.config, home=self.home, log=log, near=self.near, seconds=self._patience)
 
     def _register(self) -> None:
-        """Register new node keys, which may be added while the experiment runs."""
+        """Register new node keys, which may be added or replaced while the experiment runs.
+
+        Flower forgets none; the app asks nothing of nodes whose keys are not there any more (:mod:`.nodes`).
+        """
         if self.reach.tls:
-            for key in sorted(set((self.reach.tls / "nodes").glob("*.pub")) - self._registered):
-                self._registered.add(key)
-                log = self.logs / "flwr.log"
-                register(key, key.stem, home=self.home, log=log, near=self.near, seconds=self._patience)
+            for path in sorted((self.reach.tls / "nodes").glob("*.pub")):
+                try:
+                    key = path.read_bytes()
+                except FileNotFoundError:  # removed since
+                    continue
+                if key not in self._registered:
+                    self._registered.add(key)
+                    log = self.logs / "flwr.log"
+                    register(path, path.stem, home=self.home, log=log, near=self.near, seconds=self._patience)
 
     def _follow(self, link: Program, executor: Program, observer: Observer, stop: Event) -> bool | None:
         """Forward the app's messages; return whether the experiment finished, or None if the app was lost."""

@@ -18,13 +18,14 @@ from ...console.printing import Console
 from ...console.terminal import catch_interrupts
 from ...results.run_directory import acquire_lock
 from ...utils.errors import UsageError
-from ...utils.files import ScratchDirectory
+from ...utils.files import ScratchDirectory, owner_only
 from ...utils.printable import to_printable
 from ...utils.processors import available_processors
 from ..transport.certificates import EndNotice
 from ..transport.exchange import Exchange, accept_locally, listen_locally
 from ..transport.forwarding import SITE
 from ..transport.programs import Program, check_flower, find_proxy, free_port, isolate
+from ..transport.signatures import load_private_key
 from .reasons import explain_end
 from .site import Site
 
@@ -89,6 +90,8 @@ class CoordinatorLink:
 def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -> int:
     """Take part until the coordinator ends the experiment (returns 0) or Ctrl-C is pressed (returns 130).
 
+    All files are made accessible only to their owner.
+
     Raises :class:`FedshiftError` naming another process that uses ``folder``, the site's own folder.
     """
     import torch
@@ -96,6 +99,11 @@ def join(link: CoordinatorLink, site: Site, folder: Path, threads: int | None) -
     check_flower()
     link.check()
     torch.set_num_threads(threads or min(torch.get_num_threads(), available_processors()))
+    with owner_only():
+        return _join(link, site, folder)
+
+
+def _join(link: CoordinatorLink, site: Site, folder: Path) -> int:
     console = Console()
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(PermissionError):  # of a folder that another account made, which keeps what it gave it
@@ -128,6 +136,11 @@ def _watch(
         more["FEDSHIFT_POLL"] = str(link.poll)
     while True:
         began, port = time.monotonic(), free_port()
+        if link.key:  # which may have been replaced
+            try:
+                door.site.sign_with(load_private_key(link.key))
+            except (OSError, UsageError) as error:
+                door.site.say(str(error))
         tasks = ["--runtime-api-address", f"127.0.0.1:{port}", "--insecure", *secret]
         forward = Program("flower-superexec", tasks, home=home, log=log.with_name("superexec.log"), more=more)
         arguments = [*link.to_arguments(port), "--isolation", "process", *secret]

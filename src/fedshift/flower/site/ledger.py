@@ -42,12 +42,17 @@ class Ledger:
     """
 
     def __init__(self, folder: Path, role: str = TRAINS, key: ec.EllipticCurvePrivateKey | None = None) -> None:
-        self.role, self._chain = role, Chain(folder / FILE, key)
+        self.role, self._chain = role, Chain(folder / FILE)
         self._known: set[str] = set()
         # of each experiment: the last run, the most entries of its coordinator's record, and how far that went back
         self._told: dict[str, tuple[int, int, Mapping[str, int]]] = {}
         if key:
-            _remember(folder / KEYS, key.public_key())
+            self.sign_with(key)
+
+    def sign_with(self, key: ec.EllipticCurvePrivateKey) -> None:
+        """Sign each line from now on with ``key``, whose public key is kept beside the ledger."""
+        _remember(self._chain.path.with_name(KEYS), key.public_key())
+        self._chain.key = key
 
     def write(
         self, asked: Exchange, answer: Exchange, disclosed: Sequence[Disclosure] = (),
@@ -176,6 +181,11 @@ def compare_anchors(entries: Sequence[Entry], path: Path, name: Path) -> str:
         head = entry.content["coordinator"]
         if not (head and head["number"] and entry.content["experiment"] in experiments):
             continue
+        if head["number"] > max(record):
+            raise FedshiftError(
+                f"entry {entry.number} of {name} was told of {head['number']} lines of the coordinator's record, and "
+                f"{path} has {max(record)}: it was copied earlier (bring a new copy), or its last lines were dropped"
+            )
         found = record.get(head["number"])
         if found is not None and found.digest == head["digest"]:
             continue

@@ -1,4 +1,4 @@
-"""Why a coordinator turned a site away, where Flower gives a number or nothing: a clock that is off, a key in use.
+"""Why a coordinator turned a site away, in words that say what to do: a clock, a key in use or unknown.
 
 Nodes sign the time of each request. Flower 1.41 and 1.42 (``flwr.superlink.routers.fleet.node_auth``) refuse one from
 5 seconds or more in the future, or 305 seconds or more in the past, with 401 and no reason.
@@ -13,6 +13,8 @@ from email.utils import parsedate_to_datetime
 import httpx
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 
+from ..transport.firewall import UNKNOWN
+
 AHEAD, BEHIND = SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
 """Seconds by which a site's clock must be less ahead of the coordinator's, and less behind it."""
 SECONDS = 5.0
@@ -23,10 +25,16 @@ IN_USE = "[code: 2004]"
 
 def explain_end(said: str, address: str, *, secured: bool) -> str:
     """Return why the SuperNode whose last words are ``said`` was turned away; empty if it is not known better."""
+    if UNKNOWN in said:
+        return (
+            "the coordinator does not know this site's key, or it was replaced or revoked: have this site's .pub put "
+            "into pki/nodes there, or bring the key that belongs to it here"
+        )
     if IN_USE in said:
         return (
             "this site's key is in use: another `fedshift join` with it is connected, or one that was killed is not "
-            "missed yet. One key is for one site: stop the other, or ask for a key of your own (fedshift pki add)"
+            "missed yet, or the coordinator has just started and registers keys. One key is for one site: stop the "
+            "other, or ask for a key of your own (fedshift pki add)"
         )
     offset = measure_offset(address, secured=secured)
     return "" if offset is None else describe_offset(offset)

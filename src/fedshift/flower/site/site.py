@@ -287,6 +287,11 @@ class Site:
             say=lambda text: self.say(text),
         )  # fmt: skip
 
+    def sign_with(self, key: ec.EllipticCurvePrivateKey) -> None:
+        """Sign the ledger with ``key`` from now on."""
+        self.key = key
+        self.gate.ledger.sign_with(key)
+
     def answer(self, asked: Exchange) -> Exchange:
         """Return the answer to a coordinator's question, after writing it to the site's ledger.
 

@@ -69,7 +69,6 @@ class Chain:
 
     def __init__(self, path: Path, key: ec.EllipticCurvePrivateKey | None = None) -> None:
         self.path, self.key = path, key
-        self._fingerprint = fingerprint(key.public_key()) if key else ""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
@@ -87,11 +86,12 @@ class Chain:
         """Write a line to disk; return the chain's new head."""
         if self.path.exists() and self.path.stat().st_size > MOST_BYTES:
             self.path.rename(self.path.with_stem(f"{self.path.stem}-{self.head.number:09}"))
-        number = self.head.number + 1
-        link = {"number": number, "previous": self.head.digest, "key": self._fingerprint}
+        number, key = self.head.number + 1, self.key
+        whose = fingerprint(key.public_key()) if key else ""
+        link = {"number": number, "previous": self.head.digest, "key": whose}
         line = json.dumps({**content, **link}).encode()
-        if self.key:
-            signature = base64.b64encode(self.key.sign(line, SCHEME))
+        if key:
+            signature = base64.b64encode(key.sign(line, SCHEME))
             line = line[:-1] + _SIGNATURE + signature + b'"}'
         with self.path.open("ab") as file:
             file.write(line + b"\n")

@@ -3,12 +3,17 @@
 Nodes use paths below ``/v1/fleet/``; other paths submit runs, register nodes, stop runs and read logs. Flower's
 open-source build has no login for these other paths; here, such requests must come from the coordinator's machine. A
 node may send the bytes that its answer needs plus a margin; anything beyond is refused before it is stored in memory.
+Flower keeps every key that was ever registered; the guard refuses nodes whose keys are not there any more.
 """
 
 from __future__ import annotations
 
+import binascii
 import importlib
-from collections.abc import Mapping
+import json
+import os
+from base64 import b64decode
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -16,9 +21,14 @@ from typing import Any
 
 from ...utils.errors import FedshiftError
 from ...utils.files import write_atomically
+from .pki import PublicKeys
 
 GUARDED, LIMIT = "guarded", "limit"
 """Files in a SuperLink's home: the first exists once its guard is active, the second says how much nodes may send."""
+KEYS = "FEDSHIFT_KEYS"
+"""Environment variable with the directory of the coordinator's keys; without it, nodes are not known by keys."""
+UNKNOWN = "the coordinator does not know this key"
+"""What a node with such a key is answered."""
 FLEET, PUBLIC_KEY = "/v1/fleet/", b"flwr-public-key"
 MARGIN, LARGEST = 2**25, 2**24
 """Bytes allowed for everything except entries, and for one request; Flower sends entries in parts of 5 MiB."""
@@ -27,14 +37,15 @@ MARGIN, LARGEST = 2**25, 2**24
 class Firewall:
     """ASGI middleware that restricts what other machines can reach of a SuperLink's ``app``, and how much nodes send.
 
-    ``limits``: how much a node may send in answer to the current questions.
+    ``limits``: how much a node may send in answer to the current questions. ``keys``: returns the nodes' public keys by
+    name; None: nodes are not known by keys.
     """
 
-    def __init__(self, app: Any, limits: UploadLimits) -> None:
-        self.app, self.limits = app, limits
+    def __init__(self, app: Any, limits: UploadLimits, keys: Callable[[], Mapping[str, bytes]] | None = None) -> None:
+        self.app, self.limits, self.keys = app, limits, keys
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Forward a request, or answer it with 403, or with 413 if it is too large."""
+        """Forward a request, or answer it with 403, 404 from a node without a key, or 413 if it is too large."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(FLEET):
@@ -50,6 +61,9 @@ class Firewall:
         """Forward a node's request as long as it stays within the node's limit."""
         headers = dict(scope.get("headers", ()))
         node, declared = headers.get(PUBLIC_KEY), headers.get(b"content-length", b"0")
+        if self.keys is not None and _decode(node) not in self.keys().values():
+            await _answer(send, 404, UNKNOWN)
+            return
         left = self.limits.left(node)
         if not declared.isdigit() or int(declared) > left:
             await _answer(send, 413)
@@ -109,10 +123,20 @@ def allow_uploads(home: Path, count: int) -> None:
     write_atomically(home / LIMIT, str(count + count // 4 + MARGIN).encode())
 
 
-async def _answer(send: Any, status: int) -> None:
-    headers = [(b"content-length", b"0"), (b"connection", b"close")]
+async def _answer(send: Any, status: int, said: str = "") -> None:
+    """Answer with ``status``, and with ``said`` as a SuperNode repeats it."""
+    body = json.dumps({"code": status, "detail": said}).encode() if said else b""
+    headers = [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _decode(key: bytes | None) -> bytes:
+    """Return the key in a request's header; empty if there is none."""
+    try:
+        return b64decode(key or b"", validate=True)
+    except binascii.Error:
+        return b""
 
 
 def _is_local(scope: Mapping[str, Any]) -> bool:
@@ -137,7 +161,8 @@ def install_firewall(home: Path) -> None:
     def load_guarded(self: Any) -> None:
         self.proxy_headers = False
         load(self)
-        self.loaded_app = Firewall(self.loaded_app, UploadLimits(home / LIMIT))
+        keys = PublicKeys(Path(os.environ[KEYS]), print) if KEYS in os.environ else None
+        self.loaded_app = Firewall(self.loaded_app, UploadLimits(home / LIMIT), keys)
         _require_refusal(self.loaded_app)
         (home / GUARDED).touch()
 

@@ -4,22 +4,25 @@ Flower's SuperLink presents ``server.crt``, which SuperNodes verify against ``ca
 requests with ECDSA keys on a NIST curve, which Flower 1.41 and 1.42 read in OpenSSH format (``flower-supernode
 --auth-supernode-private-key``, ``flwr supernode register``). All keys use P-384, as Flower's own key generator does.
 
-``ca.crt server.crt server.key nodes/NAME.key nodes/NAME.pub``
+``ca.crt ca.key server.crt server.key nodes/NAME.key nodes/NAME.pub retired/NAME-NUMBER.pub``
 
-The authority's private key signs the two certificates and is then forgotten: nothing needs it later, and whoever had it
-could pose as the coordinator.
+The authority's private key signs the coordinator's certificate, and later ones under the same authority; nothing else
+needs it. An organization's own authority may take its place: its certificates and a key made elsewhere are then
+``ca.crt``, ``server.crt`` and ``server.key``.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from ipaddress import ip_address
+from itertools import count
 from pathlib import Path
 
 from ...utils.errors import FedshiftError, UsageError
@@ -33,10 +36,13 @@ try:
 except ModuleNotFoundError as error:
     raise UsageError("keys and certificates need the package cryptography: pip install 'fedshift[flower]'") from error
 
+from .certificates import list_hosts, read_certificates
+
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts for which every server certificate is valid."""
 DAYS, MOST_DAYS = 825, 3650
-"""Default validity of certificates in days (the longest that strict clients accept from a server), and the maximum."""
+"""Default validity in days of the coordinator's certificate (the longest that strict clients accept from a server), and
+the maximum, for which the authority's own is valid."""
 _SKEW = timedelta(hours=1)
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}\Z)({_LABEL}\.)*(?!\d+\Z){_LABEL}")
@@ -44,7 +50,7 @@ _HOST = re.compile(rf"(?=.{{1,253}}\Z)({_LABEL}\.)*(?!\d+\Z){_LABEL}")
 
 @dataclass(frozen=True, kw_only=True)
 class Authority:
-    """A new authority: the coordinator's hosts, the nodes' names and the end of the certificates' validity."""
+    """The coordinator's hosts, the nodes for which keys were made, and the end of the coordinator's certificate."""
 
     hosts: tuple[str, ...]
     names: tuple[str, ...]
@@ -54,13 +60,14 @@ class Authority:
 def make_authority(directory: Path, hosts: Iterable[str], names: Iterable[str], days: int = DAYS) -> Authority:
     """Make an authority, a server certificate for ``hosts`` and :data:`LOOPBACK`, and keys for the nodes ``names``.
 
-    Either all files are made or none. Private keys are created with mode 0600, readable only by their owner.
+    Either all files are made or none. Private keys are created with mode 0600, readable only by their owner. The
+    authority is valid for :data:`MOST_DAYS`.
 
     Args:
         directory: a new or empty directory, which is made accessible only to its owner (0700).
         hosts: the coordinator's names or IP addresses.
         names: the nodes' names.
-        days: validity of both certificates, in days.
+        days: validity of the server certificate, in days.
 
     Raises:
         UsageError: for a directory that is not empty, or an invalid host, name or number of days.
@@ -69,28 +76,74 @@ def make_authority(directory: Path, hosts: Iterable[str], names: Iterable[str], 
     """
     if (directory / "ca.crt").exists():
         raise UsageError(
-            f"{directory / 'ca.crt'} exists, and nothing is overwritten: give a new directory, or more nodes with "
-            f"`fedshift pki add {directory} NAME`"
+            f"{directory / 'ca.crt'} exists, and nothing is overwritten: give a new directory, more nodes with "
+            f"`fedshift pki add {directory} NAME`, or renew the coordinator's certificate with `fedshift pki renew "
+            f"{directory}`"
         )
     if directory.is_dir() and any(directory.iterdir()):
         raise UsageError(f"{directory} is not empty: give a new directory, which will hold nothing but keys")
-    if not 1 <= days <= MOST_DAYS:
-        raise UsageError(f"days {days}: certificates are valid for 1 to {MOST_DAYS} days")
-    certified = tuple(dict.fromkeys([*map(_normalize_host, hosts), *LOOPBACK]))
+    _check_days(days)
+    certified = _list_certified(hosts)
     names = tuple(names)
     nodes = _node_key_files(directory, names)
     ca_key, server_key = _new_key(), _new_key()
     now = datetime.now(UTC).replace(microsecond=0)
     until = now + timedelta(days=days)
-    ca, server = _make_certificates(ca_key, server_key, certified, now - _SKEW, until)
-    pem = serialization.Encoding.PEM
+    ca = _make_root(ca_key, now - _SKEW, now + timedelta(days=MOST_DAYS))
+    server = _make_server(ca, ca_key, server_key, certified, now - _SKEW, until)
     files = {
-        directory / "ca.crt": ca.public_bytes(pem),
+        directory / "ca.key": _encode_private(ca_key),
+        directory / "ca.crt": ca.public_bytes(serialization.Encoding.PEM),
         directory / "server.key": _encode_private(server_key),
-        directory / "server.crt": server.public_bytes(pem),
+        directory / "server.crt": server.public_bytes(serialization.Encoding.PEM),
     }
     _write(directory, files | nodes)
     return Authority(hosts=certified, names=names, until=until)
+
+
+def renew_certificate(
+    directory: Path, hosts: Iterable[str] = (), days: int = DAYS, *, new_key: bool = False
+) -> Authority:
+    """Replace ``server.crt`` in ``directory`` by a new certificate of the same authority.
+
+    Args:
+        directory: where :func:`make_authority` made the authority, with its private key.
+        hosts: the coordinator's names or IP addresses; by default those of the certificate before.
+        days: validity in days, at most that of the authority.
+        new_key: replace ``server.key`` too; sites whose policies name the coordinator's key must then name the new one.
+
+    Raises:
+        UsageError: without the authority's key, or for an invalid host or number of days.
+        FedshiftError: if files cannot be written.
+
+    """
+    _require_authority(directory)
+    _check_days(days)
+    ca, server = (read_certificates(directory / f"{name}.crt")[0] for name in ("ca", "server"))
+    certified = _list_certified(hosts or list_hosts(server))
+    if not (directory / "ca.key").is_file():
+        raise UsageError(
+            f"{directory} holds no ca.key, with which `fedshift pki init` signs: renew where that was run. If the key "
+            "is nowhere, make a new authority and bring its files to all machines"
+        )
+    ca_key, server_key = (_load_key(directory / f"{name}.key") for name in ("ca", "server"))
+    if ca_key.public_key() != ca.public_key():
+        raise UsageError(f"{directory / 'ca.key'} is not the key of ca.crt: bring both from one authority")
+    now = datetime.now(UTC).replace(microsecond=0)
+    until = min(now + timedelta(days=days), ca.not_valid_after_utc)
+    if until <= now:
+        raise UsageError(
+            f"the authority in {directory} ended on {until:%Y-%m-%d}: make a new one (`fedshift pki init`) and bring "
+            "its files to all machines"
+        )
+    files = {}
+    if new_key:
+        server_key = _new_key()
+        files[directory / "server.key"] = _encode_private(server_key)
+    made = _make_server(ca, ca_key, server_key, certified, now - _SKEW, until)
+    files[directory / "server.crt"] = made.public_bytes(serialization.Encoding.PEM)
+    _replace(directory, files)
+    return Authority(hosts=certified, names=(), until=until)
 
 
 def add_nodes(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
@@ -99,8 +152,7 @@ def add_nodes(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
     Raises :class:`UsageError` if there is no authority, if no name is given, or if a name is taken or invalid, and
     :class:`FedshiftError` if files cannot be written.
     """
-    if not (directory / "ca.crt").is_file():
-        raise UsageError(f"{directory} holds no ca.crt: make one with `fedshift pki init {directory} --host HOST`")
+    _require_authority(directory)
     names = tuple(names)
     if not names:
         raise UsageError(f"no node is named: write `fedshift pki add {directory} NAME`")
@@ -108,15 +160,39 @@ def add_nodes(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
+def rotate_key(directory: Path, name: str) -> None:
+    """Make a new key for node ``name``; the public key before stays in ``retired``, for what it signed.
+
+    Raises :class:`UsageError` if ``name`` has no key, and :class:`FedshiftError` if files cannot be written.
+    """
+    _require_node(directory, name)
+    files = _make_node_key(directory, name)
+    _retire(directory, name)
+    _replace(directory, files)
+
+
+def revoke_key(directory: Path, name: str) -> None:
+    """Remove the keys of node ``name``; its public key stays in ``retired``, for what it signed.
+
+    Raises :class:`UsageError` if ``name`` has no key, and :class:`FedshiftError` if files cannot be moved.
+    """
+    _require_node(directory, name)
+    _retire(directory, name)
+    for kind in ("pub", "key"):
+        (directory / "nodes" / f"{name}.{kind}").unlink(missing_ok=True)
+
+
 def load_public_keys(directory: Path) -> dict[str, bytes]:
     """Return public keys by node name, sorted, in the format of Flower's ``NodeInfo.public_key`` (PEM).
 
-    Raises :class:`UsageError` if ``directory`` has no keys, a file is not such a key, or two nodes share a key.
+    Raises :class:`UsageError` if a file is not such a key, or two nodes share a key.
     """
     owners: dict[bytes, str] = {}
     for path in sorted((directory / "nodes").glob("*.pub"), key=lambda path: path.stem):
         try:
             key = serialization.load_ssh_public_key(path.read_bytes())
+        except FileNotFoundError:  # removed since
+            continue
         except (ValueError, UnsupportedAlgorithm) as error:
             raise UsageError(f"{path} is no public key ({error}): take the file that `fedshift pki` made") from error
         if not isinstance(key, ec.EllipticCurvePublicKey):
@@ -125,9 +201,62 @@ def load_public_keys(directory: Path) -> dict[str, bytes]:
         known = owners.setdefault(pem, path.stem)
         if known != path.stem:
             raise UsageError(f"{path} is the key of node {known!r} too: each node needs a different one")
-    if not owners:
-        raise UsageError(f"{directory / 'nodes'} holds no public key: make some with `fedshift pki add`")
     return {name: key for key, name in owners.items()}
+
+
+class PublicKeys:
+    """The public keys of nodes in ``directory``, whose files may be added, replaced and removed at any time.
+
+    While a file cannot be read, perhaps because it is being written, files that are there keep the keys that they had,
+    and ``say`` is told.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        self.directory, self._say = directory, say
+        self._files = self._list()
+        self._keys = load_public_keys(directory)
+
+    def __call__(self) -> Mapping[str, bytes]:
+        """Return the keys by node name, in the format of :func:`load_public_keys`."""
+        if (files := self._list()) != self._files:
+            self._files = files
+            try:
+                self._keys = load_public_keys(self.directory)
+            except UsageError as error:
+                self._keys = {name: key for name, key in self._keys.items() if name in files}
+                self._say(f"{error}. Until then no key is added or replaced")
+        return self._keys
+
+    def _list(self) -> dict[str, tuple[int, int]]:
+        """Return the files by node name, each with what changes when it is written."""
+        found = {}
+        for path in (self.directory / "nodes").glob("*.pub"):
+            with suppress(FileNotFoundError):  # removed since
+                status = path.stat()
+                found[path.stem] = status.st_mtime_ns, status.st_size
+        return found
+
+
+def _check_days(days: int) -> None:
+    if not 1 <= days <= MOST_DAYS:
+        raise UsageError(f"days {days}: certificates are valid for 1 to {MOST_DAYS} days")
+
+
+def _list_certified(hosts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*map(_normalize_host, hosts), *LOOPBACK]))
+
+
+def _require_authority(directory: Path) -> None:
+    if not (directory / "ca.crt").is_file():
+        raise UsageError(f"{directory} holds no ca.crt: make one with `fedshift pki init {directory} --host HOST`")
+
+
+def _require_node(directory: Path, name: str) -> None:
+    known = sorted(path.stem for path in (directory / "nodes").glob("*.pub"))
+    if name not in known:
+        raise UsageError(
+            f"node {name!r} has no key in {directory / 'nodes'}, where there are those of {', '.join(known) or 'none'}"
+        )
 
 
 def _node_key_files(directory: Path, names: Iterable[str]) -> dict[Path, bytes]:
@@ -138,14 +267,25 @@ def _node_key_files(directory: Path, names: Iterable[str]) -> dict[Path, bytes]:
             raise UsageError(
                 f"node name {name!r}: write signs that can be shown, none of / \\ and comma, no dot or space in front"
             )
-        private, public = (directory / "nodes" / f"{name}.{kind}" for kind in ("key", "pub"))
-        for path in (private, public):
+        made = _make_node_key(directory, name)
+        for path in made:
             if path in files or path.exists():
-                raise UsageError(f"node {name!r} has a key, {path}, and nothing is overwritten: choose another name")
-        key, openssh = _new_key(), serialization.PublicFormat.OpenSSH
-        files[private] = _encode_private(key, serialization.PrivateFormat.OpenSSH)
-        files[public] = key.public_key().public_bytes(serialization.Encoding.OpenSSH, openssh) + b"\n"
+                raise UsageError(
+                    f"node {name!r} has a key, {path}, and nothing is overwritten: choose another name, or replace the "
+                    f"key with `fedshift pki rotate {directory} {name}`"
+                )
+        files |= made
     return files
+
+
+def _make_node_key(directory: Path, name: str) -> dict[Path, bytes]:
+    """Return the files of a new key for node ``name``."""
+    private, public = (directory / "nodes" / f"{name}.{kind}" for kind in ("key", "pub"))
+    key, openssh = _new_key(), serialization.PublicFormat.OpenSSH
+    return {
+        private: _encode_private(key, serialization.PrivateFormat.OpenSSH),
+        public: key.public_key().public_bytes(serialization.Encoding.OpenSSH, openssh) + b"\n",
+    }
 
 
 def _normalize_host(text: str) -> str:
@@ -160,43 +300,44 @@ def _normalize_host(text: str) -> str:
         return text.lower()
 
 
-def _make_certificates(
-    ca_key: ec.EllipticCurvePrivateKey,
-    server_key: ec.EllipticCurvePrivateKey,
-    hosts: Iterable[str],
-    start: datetime,
-    end: datetime,
-) -> tuple[x509.Certificate, x509.Certificate]:
-    """Return the authority's certificate and the server's (RFC 5280, 4.2.1)."""
-    issuer, subject = (
-        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedshift {role}")])
-        for role in ("authority", "coordinator")
-    )
-    blank = x509.CertificateBuilder().issuer_name(issuer).not_valid_before(start).not_valid_after(end)
-    blank = blank.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
-
-    def sign(
-        key: ec.EllipticCurvePrivateKey, name: x509.Name, *extensions: tuple[x509.ExtensionType, bool]
-    ) -> x509.Certificate:
-        draft = blank.subject_name(name).public_key(key.public_key()).serial_number(x509.random_serial_number())
-        draft = draft.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        for extension, critical in extensions:
-            draft = draft.add_extension(extension, critical=critical)
-        return draft.sign(ca_key, hashes.SHA384())
-
-    ca = sign(
-        ca_key, issuer,
+def _make_root(key: ec.EllipticCurvePrivateKey, start: datetime, end: datetime) -> x509.Certificate:
+    """Return the certificate of an authority with this key (RFC 5280, 4.2.1)."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedshift authority")])
+    return _sign(
+        key, name, key, name, start, end,
         (x509.BasicConstraints(ca=True, path_length=0), True),
         (_key_usage("key_cert_sign", "crl_sign"), True),
     )  # fmt: skip
-    server = sign(
-        server_key, subject,
+
+
+def _make_server(
+    ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey, key: ec.EllipticCurvePrivateKey, hosts: Iterable[str],
+    start: datetime, end: datetime,
+) -> x509.Certificate:  # fmt: skip
+    """Return the coordinator's certificate for ``hosts`` by the authority ``ca`` (RFC 5280, 4.2.1)."""
+    return _sign(
+        ca_key, ca.subject, key, x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedshift coordinator")]), start,
+        end,
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (_key_usage("digital_signature"), True),
         (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
         (x509.SubjectAlternativeName(list(map(_general_name, hosts))), False),
     )  # fmt: skip
-    return ca, server
+
+
+def _sign(
+    ca_key: ec.EllipticCurvePrivateKey, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, subject: x509.Name,
+    start: datetime, end: datetime, *extensions: tuple[x509.ExtensionType, bool],
+) -> x509.Certificate:  # fmt: skip
+    draft = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key.public_key())
+    draft = draft.serial_number(x509.random_serial_number()).not_valid_before(start).not_valid_after(end)
+    for extension, critical in (
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False),
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
+        *extensions,
+    ):
+        draft = draft.add_extension(extension, critical=critical)
+    return draft.sign(ca_key, hashes.SHA384())
 
 
 def _key_usage(*allowed: str) -> x509.KeyUsage:
@@ -222,6 +363,38 @@ def _encode_private(
     key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat = serialization.PrivateFormat.PKCS8
 ) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def _load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Return the private key in ``path``, as :func:`_encode_private` wrote it."""
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} is no private key ({error}): take the file that `fedshift pki init` made") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UsageError(f"{path} is no ECDSA key: take the file that `fedshift pki init` made")
+    return key
+
+
+def _retire(directory: Path, name: str) -> None:
+    """Copy the public key of node ``name`` to ``retired``."""
+    place = directory / "retired"
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+        free = next(path for number in count(1) if not (path := place / f"{name}-{number}.pub").exists())
+        shutil.copy(directory / "nodes" / f"{name}.pub", free)
+    except OSError as error:
+        raise FedshiftError(f"cannot write {place}: {error.strerror}. Give a place that can be written") from error
+
+
+def _replace(directory: Path, files: Mapping[Path, bytes]) -> None:
+    """Write ``files`` in place of those that are there, each at once; private keys with mode 0600 from creation."""
+    beside = directory / ".new"
+    shutil.rmtree(beside, ignore_errors=True)
+    _write(beside, {beside / path.relative_to(directory): content for path, content in files.items()})
+    for path in files:
+        (beside / path.relative_to(directory)).replace(path)
+    shutil.rmtree(beside)
 
 
 def _write(directory: Path, files: Mapping[Path, bytes]) -> None:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import tomllib
+import traceback
 import urllib.request
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, SimpleNamespace
+from typing import Any
 
 from ...utils.errors import FedshiftError, UsageError
 from .. import QUIET
@@ -43,6 +45,8 @@ PROGRAMS = {
 COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
 VERSIONS = ("1.41", "1.42")
 """Minor versions of Flower that fedshift was run with."""
+NEAR = "FEDSHIFT_NEAR"
+"""Environment variable with NAME=ADDRESS, if a name is to resolve to an address of this machine."""
 UNSET = ("FORWARDED_ALLOW_IPS", "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE")
 """Variables that programs do not inherit: trusted proxies, and the size of an entry's parts."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -58,7 +62,7 @@ class Program:
     """One of :data:`PROGRAMS` as a child process; its output is appended to the file ``log``.
 
     ``home``: a private folder for the files it writes. ``more``: additional environment variables. ``near``: a host
-    that it reaches without a proxy, like this machine.
+    that it reaches without a proxy, like this machine; NAME=ADDRESS: at this address, whatever name servers say.
     """
 
     def __init__(
@@ -118,11 +122,13 @@ def make_environment(home: Path, more: Mapping[str, str], near: str = "") -> dic
     home.chmod(0o700)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     inherited = {name: value for name, value in os.environ.items() if name not in UNSET}
-    known = (inherited.get("no_proxy") or inherited.get("NO_PROXY") or "", *LOOPBACK, near)
+    name, _, address = near.partition("=")
+    known = (inherited.get("no_proxy") or inherited.get("NO_PROXY") or "", *LOOPBACK, name)
     direct = ",".join(dict.fromkeys(filter(None, known)))
+    resolved = {NEAR: near} if address else {}
     return {
         **inherited, **QUIET, "NO_PROXY": direct, "no_proxy": direct, "FLWR_HOME": str(home), "PATH": path,
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PYTHONUNBUFFERED": "1", **more,
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "PYTHONUNBUFFERED": "1", **resolved, **more,
     }  # fmt: skip
 
 
@@ -210,6 +216,8 @@ def main() -> None:
     # first interrupt. Python's own handler would abort Flower's exit at the second, and the process would hang forever.
     signal.signal(signal.SIGINT, lambda *_: None)
     del sys.argv[0]
+    if near := os.environ.get(NEAR):
+        _resolve(*near.split("="))
     if sys.argv[0] == "flower-superlink":
         install_firewall(Path(os.environ["FLWR_HOME"]))
     if sys.argv[0] == "flower-supernode":
@@ -218,7 +226,15 @@ def main() -> None:
         if poll := os.environ.get("FEDSHIFT_POLL"):
             _poll_every(float(poll))
     module, _, name = PROGRAMS[sys.argv[0]].partition(":")
-    getattr(importlib.import_module(module), name)()
+    code = 0
+    try:
+        getattr(importlib.import_module(module), name)()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    # A SuperNode whose connection breaks in a TLS handshake returns; its other threads would go on for ever.
+    os._exit(code)
 
 
 def exit_with_parent(lifeline: int) -> None:
@@ -272,6 +288,16 @@ def poll_quickly() -> None:
                 f"{name} of flwr {version('flwr')} has no initial_backoff, which fedshift sets: nothing was started"
             )
         defaults["initial_backoff"] = 0.05
+
+
+def _resolve(name: str, address: str) -> None:
+    """Let ``name`` resolve to ``address`` in this process; programs verify the certificate by the name."""
+    resolve = socket.getaddrinfo
+
+    def resolve_near(host: Any, *rest: Any, **named: Any) -> Any:
+        return resolve(address if host == name else host, *rest, **named)
+
+    socket.getaddrinfo = resolve_near
 
 
 def _beat_every(seconds: float) -> None:

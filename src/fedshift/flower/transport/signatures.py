@@ -2,9 +2,10 @@
 
 Anyone who can reach a SuperLink's port can submit runs to it, and nodes would answer their messages. With TLS, the
 coordinator therefore signs each question with the key of its certificate, and a site answers only questions that it can
-verify against the authority's certificate (``ca.crt``). The certificate must be for the host that the site connects to:
-an authority of a hospital's own signs those of many other servers, too. The signature (ECDSA with SHA-384) covers the
-facts, all bytes of the arrays, and Flower's run number, so that a recorded question cannot be replayed in another run.
+verify against the authority's certificate (``ca.crt``), perhaps through intermediate authorities. The certificate must
+be for the host that the site connects to: an authority of a hospital's own signs those of many other servers, too. The
+signature (ECDSA with SHA-384) covers the facts, all bytes of the arrays, and Flower's run number, so that a recorded
+question cannot be replayed in another run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from ...utils.errors import UsageError
 from .arrays import RefusedMessage
-from .certificates import is_for, list_hosts
+from .certificates import check_chain, is_for, list_hosts, read_certificates
 from .exchange import Exchange, digest_record
 
 SCHEME = ec.ECDSA(hashes.SHA384())
@@ -53,7 +54,7 @@ class Verifier:
 
     def __init__(self, root: Path, host: str) -> None:
         self._host = host
-        self._root = x509.load_pem_x509_certificate(root.read_bytes())
+        self._roots = read_certificates(root)
 
     def __call__(self, exchange: Exchange, run: int) -> Exchange:
         """Return ``exchange`` without its proof and with its signer.
@@ -64,9 +65,8 @@ class Verifier:
         proof = facts.pop("proof", None)
         plain = replace(exchange, facts=facts)
         try:
-            certificate = x509.load_pem_x509_certificate(proof["certificate"].encode())
-            certificate.verify_directly_issued_by(self._root)
-            key = certificate.public_key()
+            chain = x509.load_pem_x509_certificates(proof["certificate"].encode())
+            key = chain[0].public_key()
             if not isinstance(key, ec.EllipticCurvePublicKey):
                 raise TypeError("its key is of another kind")
             key.verify(base64.b64decode(proof["signature"]), _signed_content(plain, run), SCHEME)
@@ -74,15 +74,21 @@ class Verifier:
             raise RefusedMessage(
                 f"a question that the coordinator did not sign for this run ({type(error).__name__})"
             ) from error
-        if not is_for(certificate, self._host):
+        if not is_for(chain[0], self._host):
             raise RefusedMessage(
-                f"a question signed with a certificate for {', '.join(list_hosts(certificate)) or 'no host'}, where "
+                f"a question signed with a certificate for {', '.join(list_hosts(chain[0])) or 'no host'}, where "
                 f"the coordinator is {self._host}"
             )
-        if not certificate.not_valid_before_utc <= datetime.now(UTC) <= certificate.not_valid_after_utc:
+        if not chain[0].not_valid_before_utc <= datetime.now(UTC) <= chain[0].not_valid_after_utc:
             raise RefusedMessage(
-                f"the coordinator's certificate is not valid now (until {certificate.not_valid_after_utc})"
+                f"the coordinator's certificate is not valid now (until {chain[0].not_valid_after_utc})"
             )
+        try:
+            check_chain(chain, self._roots)
+        except ValueError as error:
+            raise RefusedMessage(
+                f"a question signed with a certificate for which ca.crt does not vouch ({error})"
+            ) from error
         return replace(plain, signer=fingerprint(key))
 
 
