@@ -24,6 +24,8 @@ def test_parameter_counts():
     assert count(alexnet_dropout(classes=1000)) == 61_100_840 + convolutions
     assert count(alexnet_bn(classes=1000)) == 61_100_840 + convolutions + dense
     assert count(alexnet_bn()) == 57_063_498
+    weights, biases, norms = 9216 * 1024 + 1024 * 1024 + 1024 * 10, 1024 + 1024 + 10, 4 * 1024
+    assert count(alexnet_bn(width=1024)) == count(alexnet_bn()[:16]) + weights + biases + norms
 
 
 def test_layers_are_in_the_order_of_the_papers_tables():

@@ -89,6 +89,8 @@ def test_keys_of_rows_and_columns_are_settings(everything):
         ("fedbn/table17", {"data": "digits-five(samples=743)", "method": "fedbn"}),
         ("fedbn/figure4", {"split": "iid(clients=10, within='domain', test='same'), only(clients='*-[0-3]')"}),
         ("fedbn/figure8", {"epochs": 16, "batch_size": 0, "evaluate_every": 10, "rounds": 300}),
+        ("fedfa/office", {"method": "feddyn(alpha=0.1)+fedavg(weighting='uniform')", "validation": 0.4}),
+        ("fedfa/office", {"rounds": 400, "model": "alexnet-bn(width=1024)", "augment": None, "select": "best"}),
         ("fedmmb/table2", {"method": "fedsmb", "batches": 1, "split": "iid(clients=100)", "batch_size": 5}),
         ("fedmmb/table4", {"method": "fedmmb(batches=20)", "batches": None, "data": "cifar10(doubled=True)"}),
         ("fedmmb/table5", {"method": "fedavg", "data": "ham10000(by_lesion=False)", "rounds": 250, "metric": "auc"}),

@@ -27,7 +27,7 @@ def costing(step=0.0, sample=0.0, look=0.0, apart=False, visit=0.0, save=0.0):
     """Estimates where parts cost so much, and the surgeries on the networks whose steps and moves were timed."""
     timed, moved = [], []
 
-    def steps(plan, shape, *, pixels, classes, augment):
+    def steps(plan, shape, *, pixels, classes, task, augment):
         timed.append(plan.method.surgery)
         return StepCosts(step=step, sample=sample, look=look, apart=apart)
 
@@ -187,9 +187,21 @@ def test_a_place_that_cannot_be_written_costs_only_the_memory(cache, monkeypatch
     assert len(timed) == 1
 
 
-@pytest.mark.parametrize(("model", "apart"), [("synthetic-mlp", False), ("fnn2", True)])
-def test_parts_are_timed_for_real(model, apart, cache):
-    assert TimeEstimates().estimate([replace(RUN, method="fedavg", model=model)]) > 0
+@pytest.fixture
+def patients(tmp_path):
+    """A table of patients of two hospitals, with time and event."""
+    lines = [f"{'ab'[row % 2]},{row % 7},{row + 1},{row % 3 == 0:d}" for row in range(60)]
+    (tmp_path / "patients.csv").write_text("\n".join(("hospital,age,time,event", *lines)))
+    return RunSpec(
+        data=str(tmp_path / "patients.csv"), client_column="hospital", target="time,event", task="survival",
+        model="linear", batch_size=8, rounds=2, loss="cox(ties='order')",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "apart"), [("synthetic-mlp", False), ("fnn2", True), ("survival", True)])
+def test_parts_are_timed_for_real(model, apart, cache, patients):
+    run = patients if model == "survival" else replace(RUN, model=model)
+    assert TimeEstimates().estimate([replace(run, method="fedavg")]) > 0
     (steps,), (moves,) = (json.loads((cache / name).read_text()).values() for name in ("steps.json", "moves.json"))
     assert min(steps["sample"], steps["look"], moves["visit"], moves["save"]) > 0
     assert steps["step"] >= 0

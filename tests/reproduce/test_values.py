@@ -54,6 +54,7 @@ PAPERS = {
         },
         needed=frozenset({"paper_name", "lr", "batch_size"}),
     ),
+    "fedfa": Paper(tables={"office"}, figures=set(), where=r"the repository's README\.md .*"),
     "flamby": Paper(
         tables={"heart", "tcga-brca"}, figures=set(), where=r"the repository's flamby/results .*",
         row={"paper_name": str, "participation": str}, needed=frozenset({"paper_name"}),

@@ -40,10 +40,13 @@ def _alexnet_features(channels: int) -> dict[str, nn.Module]:
     return _conv_blocks(channels, _ALEXNET) | {"avgpool": nn.AdaptiveAvgPool2d(6), "flatten": nn.Flatten()}
 
 
-def alexnet_bn(shape: Shape = (3, 256, 256), classes: int = 10) -> nn.Module:
-    """AlexNet of FedBN's table 9: BatchNorm after every layer but the last; 57,063,498 parameters for ten classes."""
+def alexnet_bn(shape: Shape = (3, 256, 256), classes: int = 10, *, width: int = 4096) -> nn.Module:
+    """AlexNet of FedBN's table 9: BatchNorm after every layer but the last; 57,063,498 parameters for ten classes.
+
+    ``width``: features of the two hidden dense layers; 1024 in the network that FedFA's authors released.
+    """
     features = _alexnet_features(_image_channels("alexnet-bn", shape, _SMALLEST))
-    return nn.Sequential(OrderedDict(features | _dense_layers((9216, 4096, 4096, classes), 6, norm=True)))
+    return nn.Sequential(OrderedDict(features | _dense_layers((9216, width, width, classes), 6, norm=True)))
 
 
 def alexnet_dropout(shape: Shape = (3, 256, 256), classes: int = 10) -> nn.Module:

@@ -20,6 +20,7 @@ PAPERS = {
     "fedbn": "FedBN (Li et al. 2021, arXiv:2102.07623)",
     "fedmmb": "FedSMB and FedMMB (Nasirigerdeh et al., arXiv:2011.07006)",
     "fedwon": "FedWon (Zhuang and Lyu 2024, arXiv:2306.05879)",
+    "fedfa": "FedFA (Zhou and Konukoglu 2023, arXiv:2301.12995)",
     "flamby": "FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620)",
 }
 

@@ -42,6 +42,9 @@ from ..engines.sequential import Sequential
 from ..experiments.factory import make_methods, make_settings, resolve_model
 from ..experiments.settings import Settings, check_sizes, make_plan
 from ..results.checkpoint import save_checkpoint
+from ..tasks import describe_task, restore_task
+from ..tasks.classification import CLASSIFICATION
+from ..tasks.task import Task
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import UsageError
 from ..utils.files import cached_measurement
@@ -73,7 +76,7 @@ class _Sizes:
     """Sizes of a federation that determine a run's time: numbers of samples of each client, and shape of a sample.
 
     ``tests``: sizes of evaluated splits; ``distinct``: number of distinct samples in these, since clients may share
-    some; ``labels``: number of samples of each class.
+    some; ``labels``: number of samples of each class; ``task``: the prediction task, described.
     """
 
     train: dict[str, int]
@@ -82,6 +85,7 @@ class _Sizes:
     shape: list[int]
     pixels: bool
     labels: list[int]
+    task: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +110,19 @@ class VisitCosts:
 
 
 def time_steps(
-    plan: Plan, shape: tuple[int, ...], *, pixels: bool, classes: int, augment: Augmentation | None = None
+    plan: Plan,
+    shape: tuple[int, ...],
+    *,
+    pixels: bool,
+    classes: int,
+    task: Task = CLASSIFICATION,
+    augment: Augmentation | None = None,
 ) -> StepCosts:
     """Time steps and evaluations of ``plan`` on random samples with this shape, uint8 if ``pixels``."""
     many = min(MANY, max(LEAST, NUMBERS // max(1, torch.Size(shape).numel())))
     with torch_stream(0, "timing"), keep_freed_memory():
         x = torch.randint(256, (many, *shape), dtype=torch.uint8) if pixels else torch.rand(many, *shape)
-        split = Samples(x=x, y=torch.arange(many) % classes)
+        split = Samples(x=x, y=task.make_blank_targets(many, shape, classes))
         engine, key = Sequential(plan, {"client": split}, 0, augment=augment), torch.zeros((), dtype=torch.int64)
         job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
 
@@ -216,7 +226,8 @@ class TimeEstimates:
 
     def _sizes_of(self, spec: RunSpec) -> _Sizes:
         asked = repr({name: getattr(spec, name) for name in ("data", *(field.name for field in fields(DataSpec)))})
-        facts = __version__, asked, _list_files(data_root(spec))
+        kept = tuple(field.name for field in fields(_Sizes))
+        facts = __version__, kept, asked, _list_files(data_root(spec))
 
         def measure() -> dict[str, Any]:
             return _measure_sizes(prepare_clients(self._source(_read_settings(spec)), spec))
@@ -236,7 +247,8 @@ class TimeEstimates:
         """Return the costs of a run's parts; methods with the same changes to the network share them."""
         shape, classes = tuple(sizes.shape), len(sizes.labels)
         network = spec.model, shape, classes, __version__, torch.__version__, torch.get_num_threads()
-        form = str(method.surgery), sizes.pixels, spec.loss, spec.augment, spec.optimizer, spec.precision
+        task = restore_task(sizes.task)
+        form = str(method.surgery), sizes.pixels, str(task), spec.loss, spec.augment, spec.optimizer, spec.precision
 
         @cache
         def plan() -> Plan:
@@ -244,7 +256,9 @@ class TimeEstimates:
 
         def time_plan() -> dict[str, Any]:
             return asdict(
-                self._time_steps(plan(), shape, pixels=sizes.pixels, classes=classes, augment=settings.augment)
+                self._time_steps(
+                    plan(), shape, pixels=sizes.pixels, classes=classes, task=task, augment=settings.augment
+                )
             )
 
         steps = self._measure("steps.json", repr((network, form)), time_plan)
@@ -255,9 +269,11 @@ class TimeEstimates:
 def _make_plan(spec: RunSpec, method: Method, settings: Settings, sizes: _Sizes) -> Plan:
     """Return the plan of a run that uses only the surgery of ``method``."""
     shape, plain = tuple(sizes.shape), Method(name="plain", surgery=method.surgery)
+    task = restore_task(sizes.task)
     return make_plan(
-        plain, resolve_model(spec.model, shape), settings, parse_seeds(spec.seeds)[0], sample=torch.zeros(1, *shape),
-        classes=len(sizes.labels), labels=torch.tensor(sizes.labels), clients=1,
+        plain, resolve_model(spec.model, shape), settings.for_task(task), parse_seeds(spec.seeds)[0],
+        sample=torch.zeros(1, *shape), classes=len(sizes.labels), labels=torch.tensor(sizes.labels), clients=1,
+        task=task,
     )  # fmt: skip
 
 
@@ -292,6 +308,7 @@ def _measure_sizes(data: Federation) -> dict[str, Any]:
         "shape": list(split.shape),
         "pixels": split.dtype == torch.uint8,
         "labels": count_labels(data).tolist(),
+        "task": describe_task(data.task),
     }
 
 
