@@ -36,6 +36,7 @@ from ..engines import ENGINES
 from ..engines.auto import EngineChoice, choose_engine
 from ..engines.cost_model import count_operations
 from ..engines.engine import ClientResult, Engine, EngineFactory
+from ..engines.frozen import FITTING, Inputs
 from ..engines.spread import Pool
 from ..evaluation.communication import downlink_bytes, uplink_bytes
 from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
@@ -138,6 +139,7 @@ class Trial:
         }
         self.choice = None if settings.engine == "auto" else EngineChoice(engine=settings.engine, reason="as asked for")
         self._remote, self._executor = make_engine is not None, executor
+        self._used: Inputs | None = None
         if make_engine:
             self._engine: Engine | None = make_engine(self.plan, self.train, seed)
         else:
@@ -156,10 +158,22 @@ class Trial:
         if self.choice is None:
             settings, clients = self.settings, len(self.settings.draw_participants(self.seed, 1, self.clients.names))
             self.choice = choose_engine(
-                self.plan, self.train, clients=clients, rounds=settings.rounds, workers=settings.workers,
-                augment=settings.augment, apart="trained" in settings.moments,
+                self._inputs.plan, self._inputs.train, clients=clients, rounds=settings.rounds,
+                workers=settings.workers, augment=settings.augment, apart="trained" in settings.moments,
             )  # fmt: skip
         return self.choice
+
+    @property
+    def _inputs(self) -> Inputs:
+        """What steps and evaluations run on now; features of a frozen backbone are extracted at the first access."""
+        samples = Inputs(plan=self.plan, train=self.train, measured=self.measured)
+        if self._used is None:
+            with timed_section("backbone"):
+                extracts = not self._remote and self.settings.unseen in FITTING
+                self._used = samples.extract(self.settings.augment) if extracts else samples
+        if not self._used.fit(self.server):
+            self._used = samples
+        return self._used
 
     @property
     def engine(self) -> Engine:
@@ -168,14 +182,20 @@ class Trial:
             self._engine = self._make_engine(self.engine_choice)
         return self._engine
 
+    def _renew_engine(self) -> None:
+        """Make the engine anew where steps run on other inputs than it was made for."""
+        if self._engine and self.choice and not self._remote and self._engine.plan is not self._inputs.plan:
+            self._engine.close()
+            self._engine = self._make_engine(self.choice)
+
     def _make_engine(self, choice: EngineChoice) -> Engine:
         if choice.engine == "identity" and "trained" in self.settings.moments:
             raise UsageError(
                 "moments='trained' measures clients' models after local work, which the identity engine never "
                 "computes: use the sequential engine, or auto"
             )
-        kind, settings = ENGINES[choice.engine], self.settings
-        given = self.plan, self.train, self.seed, settings.workers, settings.augment, "trained" in settings.moments
+        kind, settings, used = ENGINES[choice.engine], self.settings, self._used or self
+        given = used.plan, used.train, self.seed, settings.workers, settings.augment, "trained" in settings.moments
         return Pool(*given, self._executor) if kind is Pool else kind(*given)
 
     def _draw_participants(self, number: int) -> tuple[str, ...]:
@@ -188,6 +208,7 @@ class Trial:
     def _train(self, names: tuple[str, ...]) -> Iterator[tuple[str, ClientResult]]:
         """Yield the results of clients ``names`` in the coming round as they finish; a failed client may be skipped."""
         working = {name: self.clients[name] for name in sorted(names)}
+        self._renew_engine()
         with limit_threads(self.engine_choice.threads):
             yield from self.engine.train(self.server, working)
 
@@ -343,7 +364,9 @@ class Trial:
         """
         rows = self._engine.evaluate(self.server) if self._engine else None
         if rows is None:
-            rows = evaluate_clients(self.plan, self.server, self.measured, self._splits, self.personal_state)
+            used = self._inputs
+            personal = lambda client: self.personal_state(self.measured.client(client.name))  # noqa: E731
+            rows = evaluate_clients(used.plan, self.server, used.measured, self._splits, personal)
         return self._without_newcomers(rows)
 
     def _without_newcomers(self, rows: list[Row]) -> list[Row]:
@@ -381,10 +404,10 @@ class Trial:
 
     def _evaluate_trained(self, name: str, trained: ClientResult) -> list[Row]:
         """Return rows of the model of client ``name`` after its work; on all clients' data if they are pooled."""
-        plan = self.plan
+        plan = self._inputs.plan
         state = trained_state(plan, trained.client, trained.update, self.server)
         names = [n for n in self.data.names if n not in self.settings.newcomers] if plan.method.pooled else [name]
-        owners = map(self.measured.client, names)
+        owners = map(self._inputs.measured.client, names)
         return evaluate_trained(plan, state, owners, self._splits, self.data.task, self.data.classes)
 
     def _downlink_bytes(self) -> int:
@@ -519,7 +542,10 @@ class Trial:
         before = list_products(self.plan.module)
         set_products(self.plan.module, recorded)
         if list_products(self.plan.module) != before:
-            self.plan = replace(self.plan)  # new, like the engine, which may have traced or sent the old
+            self.plan, self._used = (
+                replace(self.plan),
+                None,
+            )  # new, like the engine, which may have traced or sent the old
             if self._engine and self.choice and not self._remote:
                 self._engine.close()
                 self._engine = self._make_engine(self.choice)

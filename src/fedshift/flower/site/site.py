@@ -37,6 +37,7 @@ from ...data.schema import Layout
 from ...data.sources import SCALES, prepare_clients
 from ...diagnosis.quality import check_data
 from ...engines.engine import Diverged
+from ...engines.frozen import FITTING, Inputs
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...evaluation.policy import POLICIES, SKIP, make_lone_state
@@ -205,11 +206,19 @@ class _Trial:
 
     plan: Plan
     data: Federation
+    inputs: Inputs
     engine: Sequential
     kept: SiteState
     model: ModelFactory
     settings: Settings
     review: TrialReview
+
+    def follow(self, server: ServerState) -> None:
+        """Train and measure on samples from now on if features do not fit the entries of ``server``."""
+        if not self.inputs.fit(server):
+            train = {client.name: client.train for client in self.data.clients}
+            self.inputs = Inputs(plan=self.plan, train=train, measured=self.data)
+            self.engine = replace(self.engine, plan=self.plan, data=train)
 
     def plan_work(self, facts: Mapping[str, Any], *, trains: bool) -> Work:
         """Return what a question with ``facts`` about the trial uses, and the client's state if it ``trains``."""
@@ -406,6 +415,7 @@ class Site:
         assert work.client
         server, base = self._broadcast(trial.plan, trial.plan.received, asked)
         round, client = server.round + 1, work.client
+        trial.follow(server)
         with keep_freed_memory():
             trained = trial.engine.train_client(server, trial.kept.name, client)
         update = trained.update
@@ -428,7 +438,7 @@ class Site:
         if splits := tuple(asked.facts["splits"]):  # on these, the model is measured before aggregation
             state = trained_state(trial.plan, trained.client, update, server)
             facts["rows"] = evaluate_trained(
-                trial.plan, state, trial.data.clients, splits, trial.data.task, trial.data.classes
+                trial.inputs.plan, state, trial.inputs.measured.clients, splits, trial.data.task, trial.data.classes
             )
         return Exchange(kind="trained", facts=facts, arrays=arrays)
 
@@ -447,7 +457,8 @@ class Site:
         if own is not None:
             trial.kept.export_model(own, server.round)
         splits = ("test",) if self.validates else tuple(asked.facts["splits"])
-        rows = evaluate_clients(plan, server, data, splits, lambda _: own)
+        trial.follow(server)
+        rows = evaluate_clients(trial.inputs.plan, server, trial.inputs.measured, splits, lambda _: own)
         if own is not None:
             self._latest = _Measured(trial=trial, state=own, round=server.round, rows=tuple(rows))
             if server.round == trial.settings.rounds:
@@ -553,9 +564,13 @@ class Site:
             measured=sum(map(settings.is_evaluated, range(1, settings.rounds + 1))),
         )
         self.gate.agree(review, asked)
-        engine = Sequential(plan, {client.name: client.train}, seed, augment=settings.augment)
+        samples = Inputs(plan=plan, train={client.name: client.train}, measured=data)
+        inputs = samples.extract(settings.augment) if settings.unseen in FITTING else samples
+        engine = Sequential(inputs.plan, inputs.train, seed, augment=settings.augment)
         kept = SiteState(folder, client.name, plan, data.fingerprint, self.retention)
-        return _Trial(plan=plan, data=data, engine=engine, kept=kept, model=model, settings=settings, review=review)
+        return _Trial(
+            plan=plan, data=data, inputs=inputs, engine=engine, kept=kept, model=model, settings=settings, review=review
+        )
 
     def _load_source(self, spec: DataSpec, layout: Layout = ALL_SITES) -> Federation:
         """Return the cached data; ``layout``: columns of all sites' tables (see :func:`.local_data.load_local`)."""
