@@ -180,7 +180,7 @@ COPY = "import subprocess, sys; subprocess.run(['cp', '-a', *sys.argv[1:]], chec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedbn", "scaffold", "ditto"])
+@pytest.mark.parametrize("method", ["fedbn", "scaffold"])
 def test_a_copy_that_is_six_rounds_old_goes_on_with_the_same_bits(method, tmp_path, files, cli):  # noqa: F811
     """Copied with `cp` while it runs, restored after `kill -9` of the coordinator; sites do nothing."""
     more = {"steps": 5, "batch_size": 5} if method == "scaffold" else {}

@@ -76,7 +76,7 @@ def test_a_site_whose_memory_is_limited_says_so_and_the_others_go_on(tmp_path, f
     with machines(tmp_path, spec) as three:
         code = "--code", "tests.flower.gated:hungry"
         three.hold("pen", 1)
-        coordinator = three.serve("--min-clients", 2, *code)
+        coordinator = three.serve("--min-clients", 2, *code, seconds=1200)
         others = [three.join(name, *code) for name in ("pen", "print")]
         three.held("pen", others[0])
         photo = three.join("photo", *code)
@@ -97,7 +97,7 @@ def test_a_suspended_machine_takes_part_again_without_any_action(tmp_path, files
     spec = gated(files, rounds=6, evaluate_every=6)
     with machines(tmp_path, spec) as three:
         three.hold("pen", 2)
-        coordinator = three.serve("--min-clients", 2)
+        coordinator = three.serve("--min-clients", 2, seconds=1200)
         sites = {name: three.join(name) for name in three.names}
         three.held("pen", sites["pen"])
         frozen = [sites["photo"].pid, *descendants(sites["photo"].pid)]
@@ -115,8 +115,9 @@ def test_a_suspended_machine_takes_part_again_without_any_action(tmp_path, files
         assert coordinator.ends() == 0, coordinator.said
         assert [site.ends() for site in sites.values()] == [0, 0, 0]
         rounds = list(map(sorted, three.rounds))
-        assert rounds[2] == ["pen", "print"]
-        assert rounds[4:] == [["pen", "photo", "print"]] * 2
+        assert ["pen", "print"] in rounds
+        assert rounds[-1] == ["pen", "photo", "print"]
+        assert "is started again" not in sites["photo"].said
 
 
 @pytest.mark.slow
@@ -147,7 +148,7 @@ def test_two_programs_on_one_directory_ctrl_c_twice_and_a_closed_terminal(tmp_pa
     spec = gated(files, domains="pen,photo", rounds=4, evaluate_every=4)
     with machines(tmp_path, spec) as two:
         two.hold("photo", 2)
-        coordinator = two.serve("--min-clients", 2)
+        coordinator = two.serve("--min-clients", 2, seconds=1200)
         sites = {name: two.join(name) for name in two.names}
         two.held("photo", sites["photo"])
         # two programs on one directory
@@ -178,7 +179,7 @@ def test_two_programs_on_one_directory_ctrl_c_twice_and_a_closed_terminal(tmp_pa
         gone(started)
         two.release("photo")
         two.hold("photo", 2)
-        coordinator, sites["photo"] = two.serve("--min-clients", 2, resume=True), two.join("photo")
+        coordinator, sites["photo"] = two.serve("--min-clients", 2, resume=True, seconds=1200), two.join("photo")
         two.held("photo", sites["photo"])
         # the terminals of both are closed
         for process in (coordinator, sites["photo"]):
@@ -187,7 +188,7 @@ def test_two_programs_on_one_directory_ctrl_c_twice_and_a_closed_terminal(tmp_pa
             assert process.ends() == -signal.SIGHUP
             gone(started)
         two.release("photo")
-        coordinator, sites["photo"] = two.serve("--min-clients", 2, resume=True), two.join("photo")
+        coordinator, sites["photo"] = two.serve("--min-clients", 2, resume=True, seconds=1200), two.join("photo")
         until(lambda: coordinator.code is not None, "the end of", coordinator)
         assert coordinator.code == 0, coordinator.said
         assert [site.ends() for site in sites.values()] == [0, 0]
