@@ -29,10 +29,10 @@ class Gate(nn.Module):
         return x
 
 
-def network(shape, classes):
+def network(shape, classes, *, width=16):
     pixels = shape[0] * shape[1] * shape[2]
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(pixels, 16), nn.BatchNorm1d(16), nn.ReLU(), Gate(), nn.Linear(16, classes)
+        nn.Flatten(), nn.Linear(pixels, width), nn.BatchNorm1d(width), nn.ReLU(), Gate(), nn.Linear(width, classes)
     )
 
 

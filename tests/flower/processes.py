@@ -174,6 +174,11 @@ class Machines:
         command = [*self._before, sys.executable, *map(str, arguments)]
         return Process(command, self.folder / f"{called}.log", environment, self.folder, self.stdin)
 
+    def go_on(self, called, code, *arguments):
+        """Start Python ``code`` in the network of all; what it says goes to the file ``called``."""
+        command = [*self._before, sys.executable, "-c", code, *map(str, arguments)]
+        return Process(command, self.folder / f"{called}.log", dict(os.environ), self.folder)
+
     def run(self, code, *arguments):
         """What Python ``code`` says in the network of all."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])}

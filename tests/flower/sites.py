@@ -98,6 +98,7 @@ class Heard(Observer):
 
     def __init__(self):
         self.stop, self.changed, self.notices, self.rounds = threading.Event(), threading.Event(), [], []
+        self.alerts = []
         self.after = lambda done: None
 
     def tell(self, what, *values):
@@ -105,6 +106,9 @@ class Heard(Observer):
 
     def notice(self, text):
         self.notices.append(text)
+
+    def alert(self, event, text):
+        self.alerts.append((event, text))
 
     def round(self, done):
         self.rounds.append(done)

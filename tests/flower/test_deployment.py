@@ -185,7 +185,8 @@ def test_a_site_that_is_gone_holds_nobody_up_and_takes_part_again_when_it_is_bac
     with machines(tmp_path, spec) as three:
         three.hold("pen", 1)
         three.hold("photo", 2)
-        coordinator = three.serve("--min-clients", 2)
+        heard = tmp_path / "heard.jsonl"
+        coordinator = three.serve("--min-clients", 2, "--alert", f"tee -a {heard}")
         sites = {name: three.join(name) for name in ("pen", "photo")}
         three.held("pen", sites["pen"])
         sites["print"] = three.join("print")
@@ -203,6 +204,8 @@ def test_a_site_that_is_gone_holds_nobody_up_and_takes_part_again_when_it_is_bac
         assert coordinator.ends() == 0, coordinator.said
         assert [site.ends() for site in sites.values()] == [0, 0, 0]
         assert "photo has left (2 connected)" in coordinator.said
+        alert = json.loads(heard.read_text().partition("}")[0] + "}")
+        assert (alert["event"], alert["text"]) == ("left_out", "round 2: photo is left out: it is gone")
         others = ["pen", "print"]
         assert three.rounds == [["pen", "photo"], others, others, others, ["pen", "photo", "print"]]
     assert [file.name for file in sorted(tmp_path.glob("photo/*/*/state-*"))] == [

@@ -235,6 +235,7 @@ def test_an_update_many_times_as_long_as_the_others_is_left_out_by_name(fault, s
     assert found.took_part == [ALL, OTHERS, ALL]
     (complaint,) = found.complaints
     assert re.match("round 2: photo is left out: its update is .* times as long as the others'; at most 10", complaint)
+    assert found.heard.alerts == [("left_out", complaint)]
     (place,) = (found.folder / "served" / "trials").iterdir()
     assert load_checkpoint(place / "checkpoint.safetensors")[1]["sizes"]["longest"].keys() == set(ALL)
 
@@ -255,6 +256,7 @@ def test_from_a_model_on_which_sites_diverge_the_way_back_is_without_the_suspect
     assert re.match(
         "too few sites can go on from the model of round 2: .* repeating the round without photo, whose update", told
     )
+    assert ("diverged", told) in found.heard.alerts
     same(found, without)
     (place,) = (found.folder / "served" / "trials").iterdir()
     rounds = [json.loads(line) for line in (place / "rounds.jsonl").read_text().splitlines()]

@@ -530,3 +530,22 @@ def test_an_account_that_cannot_be_written_is_named_before_work_starts(tmp_path)
     (tmp_path / "account.json").write_text("{}")
     with pytest.raises(FedshiftError, match="is damaged"):
         Account(tmp_path / "account.json", "data", "fingerprint").check()
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_round_moves_no_more_bytes_than_the_site_allows(ask, questions, tmp_path, spare):
+    train, evaluate = (next(each for each in questions if each.kind == kind) for kind in ("train", "evaluate"))
+
+    def count(message):
+        return sum(len(array.data) for record in message.arrays.values() for array in record.values())
+
+    asked = count(train) + count(evaluate)
+    upload = count(ask(site_in(tmp_path / "free")))
+    limited = site_in(tmp_path / "limited", policy=allow().limiting(bytes_per_round=asked + upload + spare))
+    assert ask(limited).kind == "trained"
+    measured = ask(limited, "evaluate", base=1)
+    assert measured.kind == ("refused" if spare else "evaluated")
+    if spare:
+        assert f"{asked + upload} bytes to and from this site, which allows {asked + upload - 1}" in why(measured)
+    planned = site_in(tmp_path / "planned", policy=allow(bytes_per_round=1000))
+    assert "(--max-bytes-per-round)" in why(ask(planned))

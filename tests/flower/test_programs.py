@@ -366,6 +366,7 @@ PARTS = [
     ("flwr.supernode.start_client_internal", "time", "start_client_internal"),
     ("flwr.supercore.heartbeat", "HEARTBEAT_DEFAULT_INTERVAL", ""),
     ("flwr.supernode.fleet_http_connection", "HEARTBEAT_DEFAULT_INTERVAL", ""),
+    ("flwr.supernode.fleet_http_connection", "make_simple_http_retry_invoker", ""),
 ]
 
 
@@ -386,6 +387,21 @@ def test_a_part_of_flower_is_replaced_or_nothing_starts(module, name, reader, mo
     monkeypatch.delattr(found, name)
     with pytest.raises(SystemExit, match=rf"{module} of flwr 1\.\d+.* does not use {name}, which fedshift replaces"):
         programs.replace_part(module, name, "ours", used_by=reader)
+
+
+def test_a_cut_during_a_handshake_is_no_wrong_certificate(monkeypatch):
+    connection = importlib.import_module("flwr.supernode.fleet_http_connection")
+    name = "make_simple_http_retry_invoker"
+    own = getattr(connection, name)
+    monkeypatch.setattr(connection, name, own)  # put back afterwards
+    programs.retry_after_cuts()
+    errors = [
+        httpx.ConnectError("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol (_ssl.c:1006)"),
+        httpx.ConnectTimeout("_ssl.c:989: The handshake operation timed out"),
+        httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired"),
+    ]
+    assert list(map(own().should_giveup, errors)) == [True, True, True]
+    assert list(map(getattr(connection, name)().should_giveup, errors)) == [False, False, True]
 
 
 def test_retries_that_cannot_be_set_start_nothing(monkeypatch):

@@ -15,6 +15,7 @@ from fedshift.cli.app import app
 from fedshift.config.spec import RunOptions, RunSpec
 from fedshift.experiments.observer import Observer
 from fedshift.flower.server import serve as serving
+from fedshift.flower.server.alerts import Alerts
 from fedshift.flower.server.serve import ListenOptions, _Coordination
 from fedshift.flower.site import join as joining
 from fedshift.flower.site.join import CoordinatorLink
@@ -178,7 +179,8 @@ def coordination(monkeypatch, tmp_path):
         listening.append(socket.create_server(("127.0.0.1", port)))
         watched = Watched()
         try:
-            with _Coordination(RunSpec(), reach(port=port), tmp_path / "run", RunOptions()) as work:
+            silent = Alerts(None, tmp_path, tmp_path)
+            with _Coordination(RunSpec(), reach(port=port), tmp_path / "run", RunOptions(), silent) as work:
                 return work.run(watched, stop or threading.Event()), watched.heard
         finally:
             listening[0].close()

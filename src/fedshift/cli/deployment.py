@@ -1,4 +1,4 @@
-"""The commands for an experiment across machines: ``serve``, ``join``, ``ledger`` and ``pki``."""
+"""The commands for an experiment across machines: ``serve``, ``join``, ``check``, ``ledger`` and ``pki``."""
 
 from __future__ import annotations
 
@@ -150,6 +150,7 @@ def serve(
     update_bound: float = 10.0,
     max_share: float = 0.5,
     metrics: int | None = None,
+    alert: str | None = None,
     log: str | None = None,
     code: Annotated[list[str] | None, Parameter(negative=())] = None,
     out: Path | None = None,
@@ -176,6 +177,8 @@ def serve(
             limit.
         max_share: Greatest weight of one site among three or more, whatever number of samples it claims. 1: no limit.
         metrics: Port of this machine's loopback interface at which Prometheus reads progress; by default none.
+        alert: Command (JSON on its standard input) or http(s) address (POST) that hears when a site is left out,
+            training diverges, a round stalls or the experiment fails.
         log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
         code: Function on this machine, package.module:function, that the settings file may use as method or model; may
             be given several times. No others are called.
@@ -206,7 +209,7 @@ def serve(
     reach = ListenOptions(
         host=host or ("127.0.0.1" if insecure else "0.0.0.0"), port=port, tls=tls, clients=min_clients,
         seconds=round_timeout, wait=wait, update_bound=update_bound, max_share=max_share,
-        forced=force_insecure, metrics=metrics,
+        forced=force_insecure, metrics=metrics, alert=alert,
     )  # fmt: skip
     reach.check()
     return coordinate(spec, reach, place, directory, from_round)
@@ -235,6 +238,7 @@ def join(
     account: Path | None = None,
     keep_rounds: int = 50,
     keep_gb: float = 1.0,
+    max_bytes_per_round: int | None = None,
     confirm: Annotated[bool, Parameter(negative=())] = False,
     validate_only: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -267,6 +271,8 @@ def join(
         keep_rounds: Earlier rounds of each method and seed whose states are kept, so that a coordinator can be restored
             from a copy that is so many rounds old.
         keep_gb: Disk space for these states, in GB (1e9 bytes); the last three of each method and seed are always kept.
+        max_bytes_per_round: Most bytes of entries that a round may move, to and from this site together, repeated
+            messages included; by default any number.
         confirm: Before the first description, show what it tells, and before each method and seed the experiment and
             the entries that will leave the site; go on after the answer y.
         validate_only: Train nothing and upload no entries: measure the models that this site would use.
@@ -281,6 +287,7 @@ def join(
     listed = columns.split(",") if columns else None
     offered = {"target": target, "columns": listed and _split_names(listed), "groups": groups, "task": task}
     offers = (SitePolicy.read(policy) if policy else SitePolicy()).offering(path=data, **offered)
+    offers = offers.limiting(bytes_per_round=max_bytes_per_round)
     data = offers.data.path
     if data is None:
         raise UsageError("no data are named: give --data, or path in [data] of the policy")
@@ -321,6 +328,33 @@ def join(
 
         site.checked, site.key = Verifier(tls / "ca.crt", link.host), load_private_key(key)
     return take_part(link, site, folder, threads)
+
+
+def check(address: str, *, tls: Path, key: Path, state: Path | None = None, size: float | None = None) -> int:
+    """Check a site's machine and network before it joins: one line for each point, with the fix where it fails.
+
+    Args:
+        address: HOST:PORT of the coordinator, where `fedshift serve` runs.
+        tls: Directory with ca.crt, from `fedshift pki init`.
+        key: The site's private key, from `fedshift pki init`.
+        state: Directory that will hold the site's state; by default below sites.
+        size: Megabytes of the model, for estimates; by default what the coordinator says once it knows.
+
+    """
+    if size is not None and not 0 < size < 1e6:
+        raise UsageError(f"--size {size:g}: must be a number of megabytes, more than 0 and less than a million")
+    from ..flower.site.check import Checks
+    from ..flower.site.join import CoordinatorLink
+
+    link = CoordinatorLink(address=address, tls=tls, key=key, poll=None)
+    link.check()
+    console, failed = make_console(), 0
+    for found in Checks(link, state or Path("sites"), None if size is None else int(size * 1e6)).run():
+        failed += bool(found.fix)
+        print_line(console, f"{'FAILED' if found.fix else 'ok':6} {found.what}: {found.text}")
+        if found.fix:
+            print_line(console, f"       fix: {found.fix}")
+    return 1 if failed else 0
 
 
 def ledger(

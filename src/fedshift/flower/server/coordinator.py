@@ -24,9 +24,11 @@ from typing_extensions import override
 from ...config.expressions import trust_only
 from ...config.seeds import parse_seeds
 from ...config.spec import CompareSpec, RunSpec
+from ...core.kernel import init_server
 from ...core.plan import Plan
 from ...data.federation import count_labels
 from ...engines.engine import Data
+from ...evaluation.communication import downlink_bytes, list_disclosures
 from ...experiments.experiment import Experiment
 from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
 from ...experiments.loggers import parse_loggers
@@ -37,7 +39,7 @@ from ...results.run_directory import MACHINES, POPULATION, trial_folder
 from ...results.summary import holds_run, holds_summary
 from ...utils.errors import FedshiftError, UsageError, as_flag
 from ..transport.exchange import FACTS, Exchange, connect_locally
-from ..transport.firewall import allow_uploads
+from ..transport.firewall import allow_uploads, write_sizes
 from ..transport.pki import PublicKeys
 from ..transport.signatures import Signer, fingerprint
 from .anchors import FILE, Anchors
@@ -115,6 +117,7 @@ class ProgressReport(Observer):
     recorded = partialmethod(send, "recorded")
     client = partialmethod(send, "client")
     notice = partialmethod(send, "notice")
+    alert = partialmethod(send, "alert")
 
 
 class Coordinator:
@@ -156,12 +159,13 @@ class Coordinator:
             keys = Path(order["keys"])
             signer = Signer(keys, run)
             secured = {"keys": PublicKeys(keys, report.notice), "signed": signer}
-        if order.get("home"):
-            secured["allow"] = partial(allow_uploads, Path(order["home"]))
+        self.home = Path(order["home"]) if order.get("home") else None
+        if self.home:
+            secured["allow"] = partial(allow_uploads, self.home)
         self.nodes = Nodes(
             grid, hello, report.notice, known=known, changed=self._admit_newcomer, stop=report.stop,
             anchors=Anchors(self.path.with_name(FILE), experiment, signer.key if signer else None, report.notice),
-            **secured,
+            alert=report.alert, **secured,
         )  # fmt: skip
         whose = f", with the key {fingerprint(signer.key.public_key())}" if signer else ""
         report.notice(f"experiment {experiment}{whose}: sites may allow these alone (join --policy)")
@@ -224,10 +228,11 @@ class Coordinator:
         """
         if not TrialHistory(spoiled.folder).take_back(spoiled.round, spoiled.suspect):
             raise spoiled
-        self.report.notice(
+        self.nodes.say(
             f"too few sites can go on from the model of round {spoiled.round}: going back to the one before, and "
             f"repeating the round without {spoiled.suspect}, whose update was {spoiled.ratio:.3g} times as long as "
-            "the others'"
+            "the others'",
+            "diverged",
         )
 
     def _make_experiment(self, data: RemoteFederation) -> Experiment:
@@ -251,6 +256,9 @@ class Coordinator:
         }  # fmt: skip
 
         def make_engine(plan: Plan, samples: Data, seed: int) -> RemoteEngine:
+            if self.home:
+                up = sum(each.bytes for each in list_disclosures(plan) if not each.once)
+                write_sizes(self.home, down=downlink_bytes(plan, init_server(plan)), up=up, seconds=self.seconds)
             return RemoteEngine(
                 plan, samples, seed, federation=data, settings=settings, nodes=self.nodes,
                 min_clients=self.min_clients, seconds=self.seconds, update_bound=self.update_bound,

@@ -62,6 +62,7 @@ class Nodes:
         stop: ends waiting, once set.
         allow: called before each question with the largest number of bytes that the entries of an answer may take.
         anchors: the record of where sites' ledgers stand; None: their heads are not kept.
+        alert: called with the event (:mod:`.alerts`) and the line, if somebody should know at once.
 
     """
 
@@ -70,8 +71,9 @@ class Nodes:
         keys: Callable[[], Mapping[str, bytes]] | None = None, changed: Callable[[], None] = lambda: None,
         signed: Callable[[Exchange], Exchange] = lambda exchange: exchange, stop: Event | None = None,
         allow: Callable[[int], None] = lambda _: None, anchors: Anchors | None = None,
+        alert: Callable[[str, str], None] = lambda *_: None,
     ) -> None:  # fmt: skip
-        self.anchors = anchors
+        self.anchors, self._alert = anchors, alert
         self.grid, self.hello, self.stop = grid, hello, stop or Event()
         self._say = say
         self.keys, self.changed, self.signed, self.allow = keys, changed, signed, allow
@@ -81,9 +83,12 @@ class Nodes:
         self._keys: dict[int, bytes] = {}
         self._pool, self._pulling = ThreadPoolExecutor(MOST_PULLS), dict[str, Future[list[Message]]]()
 
-    def say(self, text: str) -> None:
-        """Say a line about a site, without control characters."""
-        self._say(to_printable(text))
+    def say(self, text: str, event: str = "") -> None:
+        """Say a line about a site, without control characters; ``event``: that of an alert, if it is one."""
+        clean = to_printable(text)
+        self._say(clean)
+        if event:
+            self._alert(event, clean)
 
     @property
     def online(self) -> frozenset[str]:

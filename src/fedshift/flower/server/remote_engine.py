@@ -91,7 +91,7 @@ class RemoteEngine(Engine):
                     parts = split_state(self.plan.rule_names, memory)
                 updates[name] = Update(shared={}, memory=parts, weight=float(len(self.data[name])), steps=0)
             except FedshiftError as error:
-                self.nodes.say(f"before round 1: {name} is left out: {error}")
+                self.nodes.say(f"before round 1: {name} is left out: {error}", "left_out")
         if len(updates) < enough:
             raise FedshiftError(
                 f"before round 1: of {len(asked)} clients that were asked, {len(updates)} sent an upload that can be "
@@ -113,7 +113,8 @@ class RemoteEngine(Engine):
             try:
                 results[name], uploads[name] = self._check_update(server, name, clients[name].steps, answer, splits)
             except FedshiftError as error:
-                self.nodes.say(f"round {round}: {name} is left out: {error}")
+                event = "diverged" if isinstance(error, Diverged) else "left_out"
+                self.nodes.say(f"round {round}: {name} is left out: {error}", event)
                 diverged += [error] if isinstance(error, Diverged) else []
         before = self._sizes.ratios
         updates = {name: result.update for name, result in results.items()}
@@ -121,7 +122,8 @@ class RemoteEngine(Engine):
         for name, ratio in outliers.items():
             self.nodes.say(
                 f"round {round}: {name} is left out: its update is {ratio:.3g} times as long as the others'; at "
-                f"most {self._sizes.bound:g} times is used (--update-bound)"
+                f"most {self._sizes.bound:g} times is used (--update-bound)",
+                "left_out",
             )
             del results[name]
         if len(results) < enough:

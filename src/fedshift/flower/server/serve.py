@@ -41,6 +41,7 @@ from ..transport.certificates import (
 from ..transport.exchange import FACTS, accept_locally, listen_locally
 from ..transport.firewall import GUARDED, KEYS
 from ..transport.programs import LOOPBACK, PATIENCE, Program, check_flower, connect, isolate, register, submit
+from .alerts import Alerts, StallWatch, parse_target
 from .claims import MAX_SHARE
 from .coordinator import COORDINATOR
 from .history import go_back
@@ -61,7 +62,7 @@ class ListenOptions:
     ``clients``: minimum number of participants. ``seconds``: maximum duration of a round. ``wait``: seconds to wait for
     the first clients to connect. ``update_bound``: largest ratio of a client's update length to the others'; 0: no
     limit. ``max_share``: greatest weight of one among three clients or more. ``metrics``: loopback port for metrics;
-    None: no metrics.
+    None: no metrics. ``alert``: command or address that hears what needs attention; None: nobody does.
     """
 
     host: str
@@ -74,6 +75,7 @@ class ListenOptions:
     max_share: float = MAX_SHARE
     forced: bool = False
     metrics: int | None = None
+    alert: str | None = None
 
     @property
     def here(self) -> str:
@@ -107,6 +109,8 @@ class ListenOptions:
         more = [f" --{name} {value:g}" for name, (value, default) in given.items() if value != default]
         if self.forced:
             more.append(" --force-insecure")
+        if self.alert:
+            more.append(f" --alert {shlex.quote(self.alert)}")
         return f"--min-clients {self.clients} {secured} --host {self.host} --port {self.port}{''.join(more)}"
 
     def check(self) -> None:
@@ -135,6 +139,8 @@ class ListenOptions:
                 f"max_share={self.max_share:g}: must be greater than 0, and at most 1 (no bound): the greatest weight "
                 "of one site among three or more"
             )
+        if self.alert is not None:
+            parse_target(self.alert)
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -181,15 +187,18 @@ def _serve(
         catch_interrupts(console) as stop,
         show_progress(Console(quiet=place.quiet)) as shown,
         serve_metrics(reach.metrics, read_end(reach.tls) if reach.tls else None) as counted,
-        _Coordination(spec, reach, directory, place) as work,
+        Alerts(reach.alert, directory, directory / MACHINES) as alerts,
+        _Coordination(spec, reach, directory, place, alerts) as work,
     ):
         if from_round is not None:
             go_back(directory, from_round)
         try:
             finished = work.run(Observers(shown, counted), stop)
-        except UsageError:
+        except UsageError as error:
+            alerts.send("failed", str(error))
             raise
         except FedshiftError as error:
+            alerts.send("failed", str(error))
             failure = error
         except KeyboardInterrupt:
             pass
@@ -214,7 +223,9 @@ class _Coordination:
         reach: ListenOptions,
         directory: Path,
         place: RunOptions,
+        alerts: Alerts,
     ) -> None:
+        self.alerts, self._stalls = alerts, StallWatch(reach.seconds / 2)
         self.place, self.reach, self.directory, self.logs = place, reach, directory, directory / MACHINES
         self._scratch = ScratchDirectory()
         self.home = self._scratch.path
@@ -363,6 +374,7 @@ class _Coordination:
                     elif link.code is not None or executor.code is not None:
                         return None
                     ends.check()
+                    self._watch(observer)
                     try:
                         self._register()
                     except FedshiftError as error:
@@ -373,7 +385,19 @@ class _Coordination:
             except (EOFError, OSError):
                 return None
 
+    def _watch(self, observer: Observer) -> None:
+        """Send an alert if the round stalls, and say which alerts failed."""
+        if self._stalls.is_due():
+            self.alerts.send("stalled", f"no round has ended for {self.reach.seconds / 2:g} seconds")
+        for text in self.alerts.take_failures():
+            observer.notice(text)
+
     def _show(self, observer: Observer, event: str, *values: Any) -> None:
+        if event == "alert":
+            self.alerts.send(*values)
+            return
+        if event in ("trial", "round"):
+            self._stalls.note()
         if event != "round":
             getattr(observer, event)(*values)
             return

@@ -156,6 +156,7 @@ class Gate:
     say: Callable[[str], None]
     _refused: set[str] = field(default_factory=set)
     _back: Mapping[str, int] = field(default_factory=lambda: NOWHERE)
+    _moved: tuple[str, int, int] = ("", 0, 0)
 
     def admit(self, question: Exchange) -> Asks:
         """Return what ``question`` asks for; raise :class:`RefusedMessage` unless it may ask for that here."""
@@ -202,6 +203,7 @@ class Gate:
                 f"nothing is measured on {', '.join(map(str, splits))} samples ({moment}) after round {after} by the "
                 "experiment's settings"
             )
+        self._count_bytes(review.trial, after, question)
         book = self.account.book
         self._allow(asks, question, work, book)
         if uploads:
@@ -224,8 +226,17 @@ class Gate:
         if asks.spends == "descriptions":
             self._release_description(question, answer)
         elif work is not None:
+            self._count_bytes(*self._moved[:2], answer)
             self._count(asks, question, work, answer)
         return answer
+
+    def _count_bytes(self, trial: str, round: int, message: Exchange) -> None:
+        """Count the entries of a message in ``round``; raise :class:`RefusedMessage` if the round moves too much."""
+        moved = sum(len(array.data) for record in message.arrays.values() for array in record.values())
+        if (trial, round) == self._moved[:2]:
+            moved += self._moved[2]
+        self._moved = trial, round, moved
+        self.policy.limits.check_bytes(moved)
 
     def record(
         self, question: Exchange, answer: Exchange, work: Work | None, coordinator: Mapping[str, Any] | None

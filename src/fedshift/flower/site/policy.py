@@ -59,6 +59,7 @@ class Limits(BaseModel):
             or, without these, :data:`UPLOADS`.
         evaluations: the same for measurements.
         descriptions: the same for descriptions that differ.
+        bytes_per_round: maximum number of bytes of entries that a round moves, to and from the site together.
 
     """
 
@@ -77,6 +78,7 @@ class Limits(BaseModel):
     uploads: Count | None = None
     evaluations: Count = 20_000
     descriptions: Count = 20
+    bytes_per_round: Positive | None = None
 
     def most(self, what: Spending) -> int:
         """Return how many of ``what`` may leave over everything that the data ever took part in."""
@@ -113,6 +115,7 @@ class Limits(BaseModel):
                 )
         if self.rounds is not None and review.rounds > self.rounds:
             raise RefusedMessage(f"this site's policy allows {self.rounds} rounds, not {review.rounds} (rounds)")
+        self.check_bytes(review.round_bytes)
         if review.validates:  # no entries leave, so that limits on sites, uploads and noise do not apply
             return
         if self.sites is not None and review.sites < self.sites:
@@ -153,6 +156,14 @@ class Limits(BaseModel):
                 f"an upload would be made of {steps} local step{'s' * (steps > 1)}, so that samples could be computed "
                 f"from it, and this site's policy asks for {self.least_steps} (least_steps): take more steps in a "
                 "round (epochs, batches, steps, or a smaller batch_size)"
+            )
+
+    def check_bytes(self, moved: int) -> None:
+        """Raise :class:`RefusedMessage` if a round in which ``moved`` bytes go to and from the site moves too many."""
+        if self.bytes_per_round is not None and moved > self.bytes_per_round:
+            raise RefusedMessage(
+                f"a round would move {moved} bytes to and from this site, which allows {self.bytes_per_round} "
+                "(--max-bytes-per-round): use a smaller model, or measure in fewer rounds (evaluate_every)"
             )
 
     def check_count(self, what: Spending, book: Book, more: int = 1) -> None:
@@ -217,6 +228,18 @@ class SitePolicy(BaseModel):
         except ValidationError as error:
             raise UsageError(_explain(error, "data")) from None
         return self.model_copy(update={"data": offer})
+
+    def limiting(self, **named: int | None) -> SitePolicy:
+        """Return the policy with limits that ``named`` makes tighter; None changes nothing."""
+        given = {key: value for key, value in named.items() if value is not None}
+        for key, value in given.items():
+            if (own := getattr(self.limits, key)) is not None and own < value:
+                raise UsageError(f"the policy's {key} is {own}, and {value} is given: give no more than the policy")
+        try:
+            limits = Limits.model_validate({**self.limits.model_dump(), **given})
+        except ValidationError as error:
+            raise UsageError(_explain(error, "limits")) from None
+        return self.model_copy(update={"limits": limits})
 
     def check_asker(self, question: Exchange, experiment: str) -> None:
         """Raise :class:`RefusedMessage` unless this coordinator and this experiment may ask."""

@@ -16,10 +16,12 @@ from ...analysis.privacy import (
     describe_sample_guarantee,
     find_mechanism,
 )
+from ...core.kernel import init_server
 from ...core.plan import Plan
-from ...evaluation.communication import describe_kept, list_disclosures
+from ...evaluation.communication import describe_kept, downlink_bytes, list_disclosures
 from ...experiments.description import describe_optimizer, describe_weighting, describe_work
 from ...results.disclosure import Disclosure, group_disclosures
+from ...utils.state import nbytes, pick
 from .ledger import VALIDATES
 
 
@@ -72,6 +74,17 @@ class TrialReview:
     def leaving(self) -> tuple[Disclosure, ...]:
         """Entries of the model, and what rules send beside them, that leave the site each round or before round 1."""
         return () if self.validates else list_disclosures(self.plan)
+
+    @property
+    def round_bytes(self) -> int:
+        """Bytes of entries that a round moves to and from the site, measurement included if there are any."""
+        server = init_server(self.plan)
+        loaded = downlink_bytes(self.plan, server)
+        shown = loaded
+        if self.plan.has_global:
+            shown += nbytes(pick(server.shared, self.plan.sent)) - nbytes(pick(server.shared, self.plan.received))
+        sent = sum(each.bytes for each in self.leaving if not each.once)
+        return (0 if self.validates else loaded + sent) + (shown if self.measured else 0)
 
     @property
     def uploads(self) -> int:

@@ -30,9 +30,11 @@ from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any
 
+import httpx
+
 from ...utils.errors import FedshiftError, UsageError
 from .. import QUIET
-from .firewall import install_firewall
+from .firewall import KEYS, install_firewall
 
 APP = Path(__file__).with_name("app")
 """The app that a coordinator submits."""
@@ -43,12 +45,14 @@ PROGRAMS = {
     "flower-superexec": "fedshift.flower.transport.forwarding:execute_tasks",
 }
 COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
+CUT = re.compile(r"eof occurred|timed out")
+"""What OpenSSL says of a connection that ended or stalled, rather than of a certificate."""
 VERSIONS = ("1.41", "1.42")
 """Minor versions of Flower that fedshift was run with."""
 NEAR = "FEDSHIFT_NEAR"
 """Environment variable with NAME=ADDRESS, if a name is to resolve to an address of this machine."""
-UNSET = ("FORWARDED_ALLOW_IPS", "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE")
-"""Variables that programs do not inherit: trusted proxies, and the size of an entry's parts."""
+UNSET = ("FORWARDED_ALLOW_IPS", "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", KEYS)
+"""Variables that programs do not inherit: trusted proxies, the size of an entry's parts, and where keys are."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 GRACE = 5.0
 """Seconds that a program gets to exit before it is killed."""
@@ -222,6 +226,7 @@ def main() -> None:
         install_firewall(Path(os.environ["FLWR_HOME"]))
     if sys.argv[0] == "flower-supernode":
         _beat_every(HEARTBEAT)
+        retry_after_cuts()
         poll_quickly()
         if poll := os.environ.get("FEDSHIFT_POLL"):
             _poll_every(float(poll))
@@ -298,6 +303,28 @@ def _resolve(name: str, address: str) -> None:
         return resolve(address if host == name else host, *rest, **named)
 
     socket.getaddrinfo = resolve_near
+
+
+def retry_after_cuts() -> None:
+    """Make a SuperNode try again after a connection that ended during the TLS handshake.
+
+    Flower takes every error that names TLS for a wrong certificate, gives up, and loses the upload.
+    """
+    module = importlib.import_module("flwr.supernode.fleet_http_connection")
+    make: Any = getattr(module, "make_simple_http_retry_invoker", None)
+
+    def make_patient() -> Any:
+        invoker = make()
+        gives_up = invoker.should_giveup
+        invoker.should_giveup = lambda error: not _is_cut(error) and gives_up(error)
+        return invoker
+
+    replace_part(module.__name__, "make_simple_http_retry_invoker", make_patient)
+
+
+def _is_cut(error: Exception) -> bool:
+    said = str(error).lower()
+    return isinstance(error, httpx.TransportError) and "certificate" not in said and bool(CUT.search(said))
 
 
 def _beat_every(seconds: float) -> None:
