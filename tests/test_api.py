@@ -268,10 +268,13 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
     ("changed", "said"),
     [
         ({"methods": []}, "no method is given"),
-        ({"methods": 3}, "methods: 3 is none: give texts such as 'fedbn+fedprox(mu=0.1)', methods such as fedshift"),
-        ({"methods": ["fedavg", None]}, "methods: None is none: give texts"),
-        ({"methods": [len]}, "methods: len (builtins) makes none: len() takes exactly one argument"),
-        ({"methods": [dict]}, "methods: {} is none"),
+        (
+            {"methods": 3},
+            "methods: 3 is not a method: give texts such as 'fedbn+fedprox(mu=0.1)', methods such as fedshift",
+        ),
+        ({"methods": ["fedavg", None]}, "methods: None is not a method: give texts"),
+        ({"methods": [len]}, "methods: len (builtins) failed: len() takes exactly one argument"),
+        ({"methods": [dict]}, "methods: {} is not a method"),
         ({"data": None}, "data of type NoneType: give a name, a directory, a Federation"),
         ({"data": 3}, "data of type int: give a name, a directory, a Federation"),
         ({"data": Path("nowhere")}, "data: there is no "),
@@ -318,7 +321,7 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"optimizer": fedshift.SGD(lr=0.1), "lr": 0.2}, "lr beside optimizer=SGD(lr=0.1"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr": 0.2}, "lr beside optimizer=SGD(lr=0.1"),
         ({"optimizer": fedshift.SGD(lr=0.1), "schedule": "step(every=2)"}, "schedule beside optimizer=SGD(lr=0.1"),
-        ({"schedule": 3}, "schedule=3 is none: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine"),
+        ({"schedule": 3}, "schedule=3 is not a schedule: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine"),
         (
             {"augment": lambda x, rng: x[:1]},
             "made torch.float32 [1, 3, 8, 8] of torch.float32 [2, 3, 8, 8]: return images",

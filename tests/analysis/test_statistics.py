@@ -176,5 +176,5 @@ def test_two_values_or_constant_ones_give_no_interval():
 
 def test_a_share_of_no_samples_or_of_too_few_is_refused():
     for hits, samples in ((0, 0), (6, 5)):
-        with pytest.raises(UsageError, match="no share"):
+        with pytest.raises(UsageError, match="not a proportion"):
             wilson_interval(hits, samples)

@@ -314,7 +314,7 @@ def test_an_engine_that_does_not_fit_is_refused_before_anything_starts(cli, tiny
         "run", "--data", tiny_folder, "--method", "fedavg", "--batch-size", 8, "--engine", "identity", "--out", "never"
     )
     assert outcome.code == 2
-    assert "the identity engine is for one step of each client a round" in outcome.err
+    assert "the identity engine needs exactly one step per client and round" in outcome.err
     assert not (tmp_path / "never").exists()
 
 

@@ -69,7 +69,7 @@ def test_plus_composes_as_calls_do():
         ("fedprox(fedavg,fedavg)", "too many positional arguments"),
         ("fedprox(mu=nan)", "values must be numbers, strings or True, False, None"),
         ("fedprox(**{})", "fedprox takes"),
-        ("single+fedbn", "single+fedbn: fedbn decides what is exchanged"),
+        ("single+fedbn", "single+fedbn: fedbn selects exchanged entries"),
         ("no_such_package.module:function", "No module named 'no_such_package'; install it"),
         ("fedshift.methods.fedbn:nothing_here", "module fedshift.methods.fedbn has no 'nothing_here'"),
         ("os:getcwd", "made a str, not a Method"),

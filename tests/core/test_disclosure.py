@@ -39,15 +39,15 @@ class Sending(Rule):
 
 
 WRONG = {
-    "uploads 'total' of shape (2,) and type float32, which it does not declare": Sending({}, total=(2, torch.float32)),
-    "uploads 'more' of shape (3,) and type bool, which it does not declare": Sending(
+    "uploads 'total' of shape (2,) and type float32 without declaring it": Sending({}, total=(2, torch.float32)),
+    "uploads 'more' of shape (3,) and type bool without declaring it": Sending(
         ONE, total=(2, torch.float32), more=(3, torch.bool)
     ),
     "uploads 'total' of shape (3,) and type float32, declared as (2,) and float32": Sending(
         ONE, total=(3, torch.float32)
     ),
     "uploads 'total' of shape (2,) and type int32, declared as (2,) and float32": Sending(ONE, total=(2, torch.int32)),
-    "declares 'total', which it does not upload": Sending(ONE),
+    "declares 'total' but does not upload it": Sending(ONE),
 }
 
 
@@ -75,7 +75,7 @@ def test_entries_of_the_model_leave_exactly_as_the_scope_says():
     plan = prepare(fedavg(), nn.Linear(2, 2), optimizer=SGD(lr=0.1))
     check_upload(plan, plan.initial, ())
     for shared in ({**plan.initial, "x": torch.zeros(2)}, {"weight": plan.initial["weight"]}):
-        with pytest.raises(UsageError, match="entries of the model are sent exactly as its scope says"):
+        with pytest.raises(UsageError, match="send exactly the entries in its scope"):
             check_upload(plan, shared, ())
 
 

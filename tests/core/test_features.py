@@ -116,7 +116,7 @@ def test_a_rule_may_count_in_its_own_entries(engine):
 
 
 def test_a_layer_that_is_missing_or_never_called_is_refused():
-    with pytest.raises(UsageError, match=r"reads the input of layer 'heat'.*near it are head"):
+    with pytest.raises(UsageError, match=r"reads the input of layer 'heat'.*similar names: head"):
         make_trial(fedavg().with_rule(CenterLoss("heat")))
 
     def idle(shape, classes):

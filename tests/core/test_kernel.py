@@ -216,7 +216,7 @@ def test_evaluation_changes_nothing_and_hidden_buffers_do_not_leak():
         (lambda: plan_of(fedavg(), network().requires_grad_(False)), "trains no parameter"),
         (
             lambda: prepare(fedavg(), network(), optimizer=SGD(lr=0.1), sample=torch.zeros(1, 3, 5, 5)),
-            r"refuses a sample of shape \(3, 5, 5\)",
+            r"rejects a sample of shape \(3, 5, 5\)",
         ),
         (
             lambda: prepare(

@@ -85,7 +85,7 @@ def test_a_function_by_name_takes_the_arguments_in_brackets():
         (nn.CrossEntropyLoss(reduction="sum"), "loss=CrossEntropyLoss(reduction='sum'): a batch needs one number"),
         (nn.MultiMarginLoss(reduction="none"), "loss=MultiMarginLoss(reduction='none'): a batch needs one number"),
         (nn.CrossEntropyLoss(ignore_index=0), "loss=CrossEntropyLoss(ignore_index=0): every sample counts here"),
-        (nn.Linear(2, 2), "loss=Linear(...) has parameters, which nobody would train"),
+        (nn.Linear(2, 2), "loss=Linear(...) has parameters, which would never be trained"),
     ],
 )
 def test_another_loss_is_refused_by_what_is_accepted(given, said):
@@ -104,9 +104,9 @@ def divide(logits, y):
         (nn.MSELoss(), "called with logits [6, 3] and labels [6], failed: "),
         (len, "len (builtins), called with logits [6, 3] and labels [6], failed: len() takes exactly one argument"),
         (divide, f"test_loss.py, line {divide.__code__.co_firstlineno + 1}, in divide. Give a function of logits"),
-        (lambda logits, y: 3.0, "gave a float in place of one number"),
-        (lambda logits, y: logits, "gave a Tensor of shape [6, 3] in place of one number"),
-        (lambda logits, y: logits.detach().sum(), "gave a Tensor without a gradient in place of one number"),
+        (lambda logits, y: 3.0, "returned a float instead of one number"),
+        (lambda logits, y: logits, "returned a Tensor of shape [6, 3] instead of one number"),
+        (lambda logits, y: logits.detach().sum(), "returned a Tensor without a gradient instead of one number"),
     ],
 )
 def test_a_function_that_is_no_loss_is_refused_where_the_classes_are_known(given, said):
@@ -250,7 +250,7 @@ def test_texts_are_short_and_equal_for_equal_losses():
 
 
 def test_balanced_weights_must_be_resolved_before_use():
-    with pytest.raises(UsageError, match=r"cross_entropy\(weights='balanced'\): .* call resolved\(counts\) first"):
+    with pytest.raises(UsageError, match=r"cross_entropy\(weights='balanced'\): .* call resolve\(counts\) first"):
         CrossEntropy(weights="balanced")(*batch())
 
 

@@ -106,7 +106,9 @@ def test_each_client_starts_each_layer_from_its_own_mix_of_the_uploads():
 
 
 def test_the_identity_engine_refuses_mixes():
-    with pytest.raises(UsageError, match="is for methods that only average whole models, which layer_mixes does not"):
+    with pytest.raises(
+        UsageError, match="needs a method that only averages complete models, which layer_mixes does not"
+    ):
         make_trial(layer_mixes(), "identity", work=plain.Work(batches=1, batch_size=8)).advance()
 
 
@@ -133,9 +135,9 @@ class Wrong(Aggregation):
     ("weights", "why"),
     [
         ({"head": torch.ones(2) / 2}, "mixes entry 'head' of client 'a', which clients do not load: name entries"),
-        ({"": torch.ones(3) / 3}, r"mixes entry '' of client 'a' by weights of shape \(3,\): give \(2,\) or \(2,\)"),
-        ({"1.bias": torch.ones(2, 2) / 2}, r"by weights of shape \(2, 2\): give \(2,\) or \(2, 3\)"),
-        ({"": torch.ones(2)}, "by weights that do not sum to one over the 2 uploads: divide them"),
+        ({"": torch.ones(3) / 3}, r"mixes entry '' of client 'a' with weights of shape \(3,\): give \(2,\) or \(2,\)"),
+        ({"1.bias": torch.ones(2, 2) / 2}, r"with weights of shape \(2, 2\): give \(2,\) or \(2, 3\)"),
+        ({"": torch.ones(2)}, "with weights that do not sum to one over the 2 uploads: normalize them"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_entry_and_client(weights, why):
@@ -148,12 +150,12 @@ def undeclared(plan, server, received):
 
 
 def test_what_is_kept_or_mixed_without_a_declaration_is_refused():
-    why = r"undeclared returns Aggregated\(kept=...\), of which sites are not told: declare keeps = True"
+    why = r"undeclared returns Aggregated\(kept=...\) without informing sites: declare keeps = True"
     with pytest.raises(UsageError, match=why):
         plain.trial(Method().with_aggregation(undeclared)).advance()
     Wrong.mixes = False
     try:
-        with pytest.raises(UsageError, match=r"returns Aggregated\(mixes=...\), .* declare mixes = True"):
+        with pytest.raises(UsageError, match=r"returns Aggregated\(mixes=...\) .*: declare mixes = True"):
             plain.trial(Method().with_aggregation(Wrong({"": torch.ones(2) / 2}))).advance()
     finally:
         Wrong.mixes = True
@@ -174,7 +176,7 @@ def test_a_plain_function_of_plan_server_and_what_was_received_aggregates():
 
 
 def test_a_function_in_a_methods_field_is_refused_with_what_to_do():
-    with pytest.raises(UsageError, match="is no Aggregation: give a function to with_aggregation"):
+    with pytest.raises(UsageError, match="is not an Aggregation: pass a function to with_aggregation"):
         Method(aggregate=halved)
 
 

@@ -83,7 +83,7 @@ def test_adam_without_weight_decay_equals_its_counterpart():
         (partial(torch.optim.SGD, fused=True), "fused has no counterpart here"),
         (partial(torch.optim.SGD, momentun=0.9), "torch.optim.SGD: SGD.__init__() got an unexpected keyword argument"),
         (partial(torch.optim.SGD, 0.1), "give arguments by name: functools.partial(torch.optim.SGD, lr=0.01)"),
-        (torch.optim.SGD([{"params": torch.zeros(1)}, {"params": torch.ones(1)}]), "has 2 groups of parameters"),
+        (torch.optim.SGD([{"params": torch.zeros(1)}, {"params": torch.ones(1)}]), "has 2 parameter groups"),
     ],
 )
 def test_optimizers_and_arguments_without_a_counterpart_are_refused_by_name(given, said):

@@ -125,9 +125,9 @@ def test_methods_without_it_hold_none():
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ("keeps", r"end\(\) returns other memory before round 1 than Own.memory"),
-        ("silent", "declares 'n', which it does not upload: the prelude of its bind"),
-        ("again", "uploads 'n' .* which it does not declare: the sends of its bind"),
+        ("keeps", r"before round 1, end\(\) returns memory that differs from Own.memory"),
+        ("silent", "declares 'n' but does not upload it: the prelude of its bind"),
+        ("again", "uploads 'n' .* without declaring it: the sends of its bind"),
         ("sets", r"before round 1 fold\(\) returns entries \(head\), but Bound.sets in its bind\(\) declares none"),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_rule_that_does_other_than_it_declares_is_refused(fault, why):
 
 @pytest.mark.parametrize("guard", [dp, median, lambda base: dp_sgd(gn(base))], ids=["dp", "median", "dp_sgd"])
 def test_privacy_and_robust_aggregation_refuse_it_as_other_uploads(guard):
-    with pytest.raises(UsageError, match=r"test_prelude sends more than .*(client: 'n'|\(n\))"):
+    with pytest.raises(UsageError, match=r"test_prelude sends (more than|information that) .*(client: 'n'|\(n\))"):
         make_trial(guard(Method().with_rule(Tells())))
 
 

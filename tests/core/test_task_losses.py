@@ -154,7 +154,7 @@ def test_every_loss_is_read_from_its_text(name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mse(weights=(1.0,))", "mse: weights=.*this loss has none; leave them out"),
+        ("mse(weights=(1.0,))", "mse: weights=.*this loss has no weights; leave them out"),
         ("huber(delta=0)", "huber: delta=0 must be a number above 0"),
         ("binary_focal(weights='balanced')", "binary_focal: weights='balanced': give a number for each label"),
         ("dice(smooth=0)", "dice: smooth=0 must be a number above 0"),

@@ -192,7 +192,7 @@ def test_lazy_samples_train_alike_in_one_step_on_all_batches(tiny):
 
 def test_the_pool_engine_refuses_to_copy_more_samples_than_fit_into_memory(tiny, monkeypatch):
     monkeypatch.setattr("fedshift.engines.spread.available_memory", lambda: 10_000.0)
-    with pytest.raises(UsageError, match=r"the pool engine copies the training samples, 0\.0 GB, into memory"):
+    with pytest.raises(UsageError, match=r"the pool engine copies the training samples \(0\.0 GB\) into memory"):
         run(tiny, fedavg(), "pool")
     assert run(lazily(tiny), fedavg(), "pool")
 
@@ -200,7 +200,7 @@ def test_the_pool_engine_refuses_to_copy_more_samples_than_fit_into_memory(tiny,
 def test_the_ray_engine_refuses_samples_that_stay_where_they_are(tiny):
     pytest.importorskip("ray")
     with pytest.raises(
-        UsageError, match="the ray engine hands all samples of a client to its hosts, and those of client 'ann'"
+        UsageError, match="the ray engine sends a client's samples to its hosts, but the samples of client 'ann'"
     ):
         run(lazily(tiny), fedavg(), "ray")
 

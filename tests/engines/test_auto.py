@@ -102,7 +102,7 @@ def test_the_fastest_is_chosen_and_the_others_times_are_told(data, timings, seco
     assert choice.engine == engine
     assert all(f"{name} " in choice.reason for name in seconds)
     assert choice.threads == (1 if len(seconds) == 3 and "pool" not in seconds else None)
-    assert "MFLOP a sample" in choice.reason
+    assert "MFLOP per sample" in choice.reason
 
 
 def test_starting_processes_must_pay_for_a_run(data, timings, monkeypatch):

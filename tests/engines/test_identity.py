@@ -104,15 +104,15 @@ def test_it_repeats_itself_bit_for_bit():
 @pytest.mark.parametrize(
     ("method", "model", "changes", "why"),
     [
-        (fedavg(), plain, {"work": Work(batch_size=8, batches=2)}, "one step of each client a round"),
-        (fedavg(), plain, {"work": Work(batch_size=8, epochs=1)}, "one step of each client a round"),
-        (fedavg(), plain, {"optimizer": AdamW(lr=0.1)}, "SGD that starts anew each round"),
-        (fedavg(), plain, {"optimizer": SGD(lr=0.1, momentum=0.9, keep=True)}, "SGD that starts anew each round"),
-        (fedprox(mu=0.1), plain, {}, "only average whole models, which fedprox\\(mu=0.1\\) does not"),
-        (median(), plain, {}, "only average whole models, which median does not"),
-        (fedbn(), normed, {}, "only average whole models, which fedbn does not"),
-        (fedavg(), normed, {}, "treat each sample by itself"),
-        (fedavg(), dropping, {}, "treat each sample by itself"),
+        (fedavg(), plain, {"work": Work(batch_size=8, batches=2)}, "exactly one step per client and round"),
+        (fedavg(), plain, {"work": Work(batch_size=8, epochs=1)}, "exactly one step per client and round"),
+        (fedavg(), plain, {"optimizer": AdamW(lr=0.1)}, "SGD that is reset each round"),
+        (fedavg(), plain, {"optimizer": SGD(lr=0.1, momentum=0.9, keep=True)}, "SGD that is reset each round"),
+        (fedprox(mu=0.1), plain, {}, "only averages complete models, which fedprox\\(mu=0.1\\) does not"),
+        (median(), plain, {}, "only averages complete models, which median does not"),
+        (fedbn(), normed, {}, "only averages complete models, which fedbn does not"),
+        (fedavg(), normed, {}, "processes samples independently"),
+        (fedavg(), dropping, {}, "processes samples independently"),
     ],
     ids=["batches", "epochs", "adamw", "kept momentum", "rule", "aggregate", "personal", "batchnorm", "dropout"],
 )
@@ -128,5 +128,5 @@ def test_asking_whether_the_engine_fits_leaves_the_plan_as_it_was(tiny):
         fedavg(), small_cnn, tiny, Settings(rounds=1, work=work, optimizer=SGD(lr=0.1), engine="sequential"), 0
     )
     before = clone(trial.plan.initial)
-    assert "treat each sample by itself" in Identity.refusal(trial.plan, trial.train)
+    assert "processes samples independently" in Identity.refusal(trial.plan, trial.train)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trial.plan.initial.items())

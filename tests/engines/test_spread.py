@@ -155,7 +155,7 @@ def test_an_engine_without_an_executor_opens_its_own_and_ends_it(monkeypatch):
 def test_seconds_of_the_lanes_count_for_whoever_records(spread_over, engine):
     with record_seconds() as seconds:
         outcomes(spread_over(engine, plan_of()))
-    assert {"hand over", "data", "forward and backward", "update"} <= seconds.keys()
+    assert {"transfer", "data", "forward and backward", "update"} <= seconds.keys()
 
 
 @pytest.mark.slow
@@ -288,7 +288,7 @@ def test_other_systems_devices_and_a_missing_package_are_refused(monkeypatch, en
     assert (
         engine.refusal(plan, DATA)
         == {
-            Pool: "shares memory in a way that this operating system does not have",
+            Pool: "needs POSIX shared memory, which this operating system lacks",
             Ray: "needs the package ray (pip install 'fedshift[ray]')",
         }[engine]
     )

@@ -105,7 +105,7 @@ def test_a_result_that_is_an_argument_or_a_constant_is_returned():
 
 
 def test_a_function_that_looks_at_values_is_no_tape():
-    with pytest.raises(Untraceable, match="gives a Python value"):
+    with pytest.raises(Untraceable, match="returns a Python value"):
         Tape(lambda x: [x * 2 if x.sum().item() > 0 else x], [torch.ones(2)])
 
 

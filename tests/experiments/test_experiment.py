@@ -69,7 +69,7 @@ def test_records_of_single_samples_are_of_the_reported_round(make, tmp_path, sel
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(make, tmp_path):
-    with pytest.raises(UsageError, match="batch_size=1, but batch normalization in this model has no variance"):
+    with pytest.raises(UsageError, match="batch_size=1, but BatchNorm in this model cannot compute a variance"):
         make(batch_size=1).run(tmp_path / "run")
     with pytest.raises(UsageError, match="pools all data but keeps entries on clients"):
         make("centralized+fedbn").run(tmp_path / "run")
@@ -134,17 +134,17 @@ def network_of(made):
         (lambda shape: nn.Flatten(), "the model cannot be made for samples of shape (3, 8, 8) and 3 classes"),
         (network_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))), "have shape (2,), but the data have 3 classes"),
         (network_of(nn.Conv2d(3, 3, 1)), "have shape (3, 8, 8), but the data have 3 classes: make it give (3,)"),
-        (network_of(nn.Sequential(nn.Flatten(), nn.Linear(100, 3))), "refuses a sample of shape (3, 8, 8)"),
+        (network_of(nn.Sequential(nn.Flatten(), nn.Linear(100, 3))), "rejects a sample of shape (3, 8, 8)"),
         (network_of(nn.Flatten()), "trains no parameter"),
         (
             network_of(Segmenter()),
-            "the model Segmenter returned a dict with 'out', 'aux', not a tensor of one score a class, [samples, "
-            "classes]: return the scores alone, or choose them by fedshift.models.take_output(network, 'out'); on the "
+            "the model Segmenter returned a dict with 'out', 'aux', not a tensor of class scores [samples, "
+            "classes]: return only the scores, or select them by fedshift.models.take_output(network, 'out'); on the "
             "command line, --model \"take_output(package.module:function, output='out')\"",
         ),
         (
             network_of(nn.Sequential(nn.Flatten(2), nn.LSTM(64, 3))),
-            "or choose them by fedshift.models.take_output(network, 0);",
+            "or select them by fedshift.models.take_output(network, 0);",
         ),
     ],
 )

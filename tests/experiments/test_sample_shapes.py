@@ -119,7 +119,7 @@ def test_whole_numbers_in_a_network_of_measurements_are_refused_with_the_fix():
     def linear(shape, classes):
         return nn.Linear(shape[0], classes)
 
-    with pytest.raises(UsageError, match=r"refuses a sample of shape \(6,\).*give measurements as floats"):
+    with pytest.raises(UsageError, match=r"rejects a sample of shape \(6,\).*give measurements as floats"):
         Trial(fedavg(), linear, draw_clients("tokens"), Settings(rounds=1), 0)
 
 

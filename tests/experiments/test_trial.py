@@ -148,8 +148,8 @@ def test_a_method_without_effect_on_one_step_is_said_to_have_none(make, tmp_path
         watch = Listener()
         make("fedprox", rounds=1, **work).run(tmp_path / str(number), observer=watch)
         assert [text for text in watch.notices if "one step" in text] == [
-            "fedprox: FedProx has no effect on one local step, which starts at the server's parameters; a round is one "
-            "step here"
+            "fedprox: FedProx has no effect on a single local step, which starts at the server's parameters; a round "
+            "is one step here"
         ]
 
 

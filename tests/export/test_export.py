@@ -119,7 +119,7 @@ def test_onnx_gives_the_same_answers_in_its_own_runtime(experiment, kept, tmp_pa
     (scores,) = session.run(["scores"], {"x": x})
     assert right(scores, "cid") == recorded(kept, "fedwon", "cid")
     assert np.allclose(scores, fedshift.load(tmp_path / "model")(x), atol=1e-5)
-    assert "model.onnx was tried on all 12 test samples" in (tmp_path / "model" / "README.md").read_text()
+    assert "model.onnx was tested on all 12 test samples" in (tmp_path / "model" / "README.md").read_text()
 
 
 def test_the_reason_is_given_where_there_is_no_onnx(tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_rows_of_a_table_are_filled_and_scaled_inside_by_the_clients_own(cli, tm
         with pytest.raises(UsageError, match=said):
             model(row)
     said = cli("export", "run", "--method", "fedavg", "--out", "x").err
-    assert "the global model needs a client whose scale it takes: name one (--client), one of north, south" in said
+    assert "the global model needs a client's scale: name a client (--client), one of north, south" in said
 
 
 def test_images_arrive_as_files_pillow_images_and_arrays_of_any_size(bobs, tmp_path):
@@ -214,7 +214,7 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(experiment, kept, cli, 
         ({"method": "fedbn"}, r"fedbn has no global model: name a client \(client\), one of ann, bob, cid"),
         (
             {"client": "ann"},
-            r"the run has 4 methods \(fedavg, fedbn, fedwon, ditto\): say which one's model \(method\)",
+            r"the run has 4 methods \(fedavg, fedbn, fedwon, ditto\): choose one \(method\)",
         ),
         ({"method": "fedbn", "client": "dan"}, "unknown client 'dan'"),
         ({"method": "fedavg", "seed": 7}, "no seed 7 here: there are 0, 1"),
@@ -260,7 +260,7 @@ class Unsteady(nn.Module):
 
 
 def test_a_damaged_or_missing_model_is_refused(bobs, tmp_path):
-    with pytest.raises(UsageError, match="holds no model: give a directory that `fedshift export` wrote"):
+    with pytest.raises(UsageError, match="contains no model: give a directory that `fedshift export` wrote"):
         fedshift.load(tmp_path)
     folder = copytree(bobs, tmp_path / "model")
     program, description = folder / "program.pt2", folder / "model.json"
@@ -398,8 +398,10 @@ def test_a_model_of_several_labels_names_those_that_a_sample_has(predicting):
     assert model.predict(x) == [[str(k) for k in range(2) if has[k]] for has in chosen]
     assert model.predict(x[0]) == model.predict(x)[0]
     card = (model.directory / "README.md").read_text()
-    assert f"program.pt2 was tried on all 10 test samples: {exact} with every label right, as the run recorded." in card
-    assert "says which of 2 labels a sample has (0, 1)" in card
+    assert (
+        f"program.pt2 was tested on all 10 test samples: {exact} with every label right, as the run recorded." in card
+    )
+    assert "predicts which of 2 labels a sample has (0, 1)" in card
 
 
 def made_of(outputs, task, classes, shape):

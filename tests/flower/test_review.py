@@ -89,7 +89,7 @@ def test_within_its_policy_a_site_takes_part(served, tmp_path):
     assert served("fedbn+fedprox(mu=1e+2)", policy=read(tmp_path, policy)) == ([ALL] * 2, [])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
 @pytest.mark.parametrize(("most", "allowed"), [(1e6, True), (0.5, False)])
 def test_epsilon_is_that_of_all_rounds(most, allowed, served, tmp_path):
     policy = read(tmp_path, f"epsilon = {most:.1f}")
@@ -98,14 +98,14 @@ def test_epsilon_is_that_of_all_rounds(most, allowed, served, tmp_path):
     assert all("allows epsilon 0.5, and 2 rounds spend " in told for told in refusals)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
 @pytest.mark.parametrize(("most", "took_part"), [(4.7, [OTHERS] * 2), (4.8, [ALL] * 2)])
 def test_epsilon_of_samples_is_that_of_every_pass_over_them(most, took_part, served, tmp_path):
     policy = read(tmp_path, f"sample_epsilon = {most:.1f}")  # two rounds of one epoch spend 4.79
     assert served("dp_sgd(noise_multiplier=1.4, secret=True)+gn", policy=policy)[0] == took_part
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
 def test_a_round_that_is_asked_for_again_spends_epsilon_again(tmp_path):
     method, policy = dp_sgd(noise_multiplier=1.4, secret=True), read(tmp_path, "sample_epsilon = 5.0")
     plan = prepare(method, nn.Linear(2, 2), optimizer=SGD(lr=0.1))
@@ -139,7 +139,7 @@ def test_no_sample_is_used_more_often_than_is_counted_whatever_the_local_work(wo
     assert f"after {work.passes(12, len(bounds))} passes over its data" in review.privacy
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
 def test_what_different_noise_spends_adds_up_as_the_accountant_has_it():
     from opacus.accountants import RDPAccountant
 
@@ -154,7 +154,7 @@ def test_what_different_noise_spends_adds_up_as_the_accountant_has_it():
     assert found == pytest.approx(accountant.get_epsilon(1e-5, alphas=ORDERS), rel=1e-12)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
 def test_a_site_that_is_started_again_goes_on_counting_what_it_sent(served, tmp_path):
     method = "dp_sgd(noise_multiplier=1.4, secret=True)+gn"
     policy = read(tmp_path, "sample_epsilon = 4.8")  # two rounds of one epoch spend 4.79
@@ -168,7 +168,7 @@ def test_a_site_that_is_started_again_goes_on_counting_what_it_sent(served, tmp_
     assert "account.json is damaged" in site.answer(Exchange(kind="describe")).facts["why"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon takes Opacus")
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
 def test_copies_of_a_sample_at_the_site_spend_as_if_they_were_in_one_batch(tmp_path):
     from opacus.accountants import RDPAccountant
 

@@ -18,7 +18,7 @@ def test_the_server_model_of_a_run_across_machines_is_that_of_one_process(cli, t
     for run in ("served", "run"):
         done = cli("export", tmp_path / run, "--out", tmp_path / "made" / run, "--no-onnx")
         assert done.code == 0, done.err
-        assert ("was tried on" in done.out) == (run == "run")
+        assert ("was tested on" in done.out) == (run == "run")
     served, alone = (load_file(tmp_path / "made" / run / "weights.safetensors") for run in ("served", "run"))
     assert served.keys() == alone.keys()
     assert all(torch.equal(served[name], alone[name]) for name in served)
@@ -33,8 +33,8 @@ def test_the_server_model_of_a_run_across_machines_is_that_of_one_process(cli, t
 @pytest.mark.parametrize(
     ("method", "changes", "words", "why"),
     [
-        ("fedbn", {}, (), "fedbn has no global model, and clients' are not where the run was coordinated"),
-        ("fedavg", {}, ("--client", "pen"), "clients' models are not where the run was coordinated"),
+        ("fedbn", {}, (), "fedbn has no global model, and clients' are not stored where the run was coordinated"),
+        ("fedavg", {}, ("--client", "pen"), "clients' models are not stored where the run was coordinated"),
         ("fedavg", {"normalize": "client"}, (), "are scaled by what only their sites know"),
     ],
 )

@@ -285,7 +285,7 @@ def test_a_site_exports_its_model_with_its_own_figures_and_no_one_elses(tmp_path
     rows = read_rows(tmp_path / "served" / "trials" / "fedbn-seed0" / "metrics.jsonl")
     (row,) = [row for row in rows if (row["client"], row["split"]) == ("photo", "test")]
     assert hits == sum(row["hits"])
-    assert f"program.pt2 was tried on all 140 test samples: {hits} right, as the run recorded." in said
+    assert f"program.pt2 was tested on all 140 test samples: {hits} right, as the run recorded." in said
     card = (model.directory / "README.md").read_text()
     assert "3 sites took part, whose samples stayed there." in card
     assert "| photo | 24 | 140 |" in card
@@ -294,7 +294,7 @@ def test_a_site_exports_its_model_with_its_own_figures_and_no_one_elses(tmp_path
     assert said.count(said[-1]) == 1
     # what may be replaced is a model
     require_models(tmp_path / "models")
-    with pytest.raises(UsageError, match=r"which is no exported model: choose another \(export\)"):
+    with pytest.raises(UsageError, match=r"which is not an exported model: choose another directory \(export\)"):
         require_models(tmp_path)
     # an answer does not wait for a model that cannot be written
     (tmp_path / "models" / "fedbn-seed0" / "model.json").unlink()

@@ -161,5 +161,5 @@ def test_a_site_exports_models_of_masks_labels_and_numbers(tmp_path, monkeypatch
         assert np.shape(model.predict(x)) == (
             (4, 4) if not task else (2,) if task == SCALED else (len(model.predict(x)),)
         )
-        (tried,) = (line for line in said if "was tried on" in line)
+        (tried,) = (line for line in said if "was tested on" in line)
         assert tried.endswith("as the run recorded.")

@@ -110,7 +110,7 @@ def test_they_refuse_every_method_that_sends_and_no_other_for_it(trial, method):
 @pytest.mark.parametrize("reveals", [grain for grain in GRAINS if grain != "update"])
 def test_an_estimator_of_gradients_refuses_what_reveals_more_than_the_update(reveals):
     with pytest.raises(
-        UsageError, match=f"dp_sgd combines .*sends more than follows from gradients .{reveals}: 'sent'"
+        UsageError, match=f"dp_sgd combines .*sends information that does not follow from gradients .{reveals}: 'sent'"
     ):
         plan_of(dp_sgd(Method().with_rule(Sends(reveals))))
 
@@ -121,7 +121,7 @@ def test_an_estimator_of_gradients_refuses_what_reveals_more_than_the_update(rev
         (ChangesLoss(), "changes the loss"),
         (ChangesBatch(), "changes the batch"),
         (ReadsTargets(), "reads the targets of all samples"),
-        (ReadsFirst(), "sees the model run on samples before local work"),
+        (ReadsFirst(), "runs the model on samples before local work"),
     ],
 )
 def test_an_estimator_of_gradients_refuses_rules_that_see_samples_beside_it(rule, why):

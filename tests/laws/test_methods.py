@@ -264,7 +264,7 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
     plan = replace(make_trial(method).plan, optimizer=optimizer)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=9)
     job = replace(job, params={name: tensor * 0.9 for name, tensor in job.params.items()})  # within any bounds
-    apart = (*plan.before, *plan.after)
+    separate = (*plan.before, *plan.after)
     phases = [next(phase for when in WHEN for phase in bound.list_phases(when)) for bound in plan.rules]
     rates = {n: phase.lr_scale for phase, own in zip(phases, plan.own_trained, strict=True) for n in own}
     decayed, _ = told_apart(plan, DECAYED)
@@ -279,8 +279,8 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
         for name, leaf in leaves.items():
             leaf.grad = grads[name].clone()
         reference.step()
-        for alone in (None, *apart):
-            job = update_(plan, replace(job, apart=alone), grads, job.rest, 1)
+        for phase in (None, *separate):
+            job = update_(plan, replace(job, separate_phase=phase), grads, job.rest, 1)
     for name, leaf in leaves.items():
         bounded = leaf.clamp(0, 1) if name.startswith(("localaggregation", "mixture/alpha")) else leaf
         assert (job.params[name] - bounded).abs().max() <= 1e-12, name

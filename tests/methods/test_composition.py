@@ -58,22 +58,22 @@ def both_ways(one, other):
 
 REFUSED = {
     "already replaces the aggregation": both_ways(FOLDS, FOLDS),
-    "sends each client a mix of uploads, along which a server optimizer cannot step": both_ways(
+    "sends each client its own mix of uploads, but a server optimizer updates one global model": both_ways(
         MIXES + MIXES_HEADS, STEPS
     ),
     "FedPAC averages features of clients, of which these share none": both_ways(ALONE, MIXES_HEADS),
     "FedPAC mixes classifiers of clients": both_ways(["fedper", "partialfed_fix"], MIXES_HEADS),
     "has fedrep twice": both_ways(["fedrep"], MIXES_HEADS),
     "already has a server optimizer": both_ways([*STEPS, "feddyn"], [*STEPS, "feddyn"]),
-    "by their mean, but": both_ways(["feddyn"], FOLDS),
+    "the mean of the clients' changes, but": both_ways(["feddyn"], FOLDS),
     "already sets the local work": both_ways(WORKS, WORKS),
     "there is nothing to aggregate: clients send nothing": both_ways(ALONE, FOLDS_ALONE),
     "there is nothing to aggregate: all data are in one place": both_ways(POOLED, {*FOLDS_ALONE, *MIXES_HEADS}),
     "pools all data but keeps entries on clients": both_ways(POOLED, ALONE + KEEPS),
-    "pools all data but makes models of clients": both_ways(POOLED, ["partialfed_adaptive"]),
+    "pools all data but personalizes models": both_ways(POOLED, ["partialfed_adaptive"]),
     "pools all data already": {*product(POOLED, POOLED)},
     "freezes statistics already": {("fixbn", "fixbn")},
-    "both make the client's model: choose one of the two": {
+    "both define the client's model: choose one of the two": {
         *both_ways(OWN_MODEL, OWN_MODEL) - {(name, name) for name in OWN_MODEL},
         *both_ways(OWN_MODEL, ["fedrod", *KEEPS_INPUTS]),
         *both_ways(["fedrod"], KEEPS_INPUTS),
@@ -88,29 +88,29 @@ REFUSED = {
         *product(KEEPS_INPUTS, KEEPS_INPUTS),
     },
     "cannot stay on the client, because it is never sent": {*product(KEEPS, ALONE)},
-    "decides what is exchanged, but single exchanges nothing": {*product(ALONE, KEEPS + ALONE)},
-    "SCAFFOLD corrects the drift of what clients share": both_ways(ALONE + POOLED, ["scaffold"]),
-    "FedProx holds parameters near those that the server sent": both_ways(ALONE + POOLED, ["fedprox"]),
-    "FedDyn ties clients to what they share": both_ways(ALONE + POOLED, ["feddyn"]),
-    "FedHEAL weighs changes of what clients share": both_ways(ALONE + POOLED, ["fedheal"]),
+    "selects exchanged entries, but single exchanges nothing": {*product(ALONE, KEEPS + ALONE)},
+    "SCAFFOLD corrects the drift of shared entries": both_ways(ALONE + POOLED, ["scaffold"]),
+    "FedProx keeps parameters near the server's": both_ways(ALONE + POOLED, ["fedprox"]),
+    "FedDyn regularizes shared entries": both_ways(ALONE + POOLED, ["feddyn"]),
+    "FedHEAL weighs changes of shared entries": both_ways(ALONE + POOLED, ["fedheal"]),
     "FedDG-GA compares each client's model with the shared one": both_ways(ALONE + POOLED, ["feddg_ga"]),
     "APFL mixes each client's model": both_ways(ALONE + POOLED, ["apfl"]),
     "fine-tuning for use starts from what clients share": both_ways(ALONE + POOLED, ["fedbabu"]),
-    "FedALA chooses how much to take over": both_ways(ALONE + POOLED, ["fedala"]),
-    "but another part keeps '4.bias' on clients: use one of the two, or other layers": both_ways(
+    "FedALA learns weights for adopting": both_ways(ALONE + POOLED, ["fedala"]),
+    "but another part keeps '4.bias' on clients: use one of the two, or choose other layers": both_ways(
         ["fedala", "fedrod", *ASSEMBLED], KEEPS_HEAD
     ),
-    "fedrep has a phase that trains '4.bias', which is left untrained": both_ways(
+    "fedrep has a phase that trains '4.bias', which another part leaves untrained": both_ways(
         ["fedrep", *MIXES_HEADS], ["fedbabu"]
     ),
-    "FedDG-ELCFS trains on images in the look of clients": both_ways(ALONE + POOLED, ["feddg_elcfs"]),
-    "MOON pulls features to those of the model that clients share": both_ways(ALONE + POOLED, ["moon"]),
-    "FedRoD adds a personal head to the one that clients share": both_ways(ALONE + POOLED, ["fedrod"]),
-    "Ditto holds each client's model near the one that clients share": both_ways(ALONE + POOLED, ["ditto"]),
-    "SCAFFOLD's control variate holds where every step moves": both_ways(["scaffold"], UNEVEN + MIXES_HEADS),
-    "FedNova's normalization by the number of steps holds where every step moves": both_ways(["fednova"], UNEVEN),
-    "FedNova makes up for different numbers of local steps": both_ways(["fednova"], ["fedsmb"]),
-    "FedProx has no effect on one local step": both_ways(["fedprox"], ["fedsmb"]),
+    "FedDG-ELCFS trains on images in the styles of clients": both_ways(ALONE + POOLED, ["feddg_elcfs"]),
+    "MOON attracts features to the shared model's": both_ways(ALONE + POOLED, ["moon"]),
+    "FedRoD adds a personal head to the shared head": both_ways(ALONE + POOLED, ["fedrod"]),
+    "Ditto keeps each client's model near the shared model": both_ways(ALONE + POOLED, ["ditto"]),
+    "SCAFFOLD's control variate holds only if every step updates": both_ways(["scaffold"], UNEVEN + MIXES_HEADS),
+    "FedNova's normalization by the number of steps holds only if every step updates": both_ways(["fednova"], UNEVEN),
+    "FedNova corrects for different numbers of local steps": both_ways(["fednova"], ["fedsmb"]),
+    "FedProx has no effect on a single local step": both_ways(["fedprox"], ["fedsmb"]),
     "sends more than the entries that dp clips": both_ways(SENDS_MORE, ["dp"]),
     "sends more than the entries that robust aggregation protects": both_ways(SENDS_MORE, ROBUST),
     "computes from the entries of single clients, beside those that": both_ways(READS_UPLOADS, ["dp", *ROBUST]),
@@ -135,13 +135,13 @@ REFUSED = {
         *both_ways(NO_NORM + GROUPS, ["fixbn"]),
         *both_ways(MEASURED, [*KEEPS_NORM, "fixbn"]),
     },
-    "dp_sgd combines the gradients of single samples, but in BatchNorm": both_ways(
+    "dp_sgd combines the gradients of single samples, but through BatchNorm": both_ways(
         SAMPLES, METHODS.keys() - {*GROUPS, *NO_NORM, *SAMPLES}
     ),
     "already fine-tunes models for use": {("fedbabu", "fedbabu")},
     "already combines the gradients of samples": {("dp_sgd", "dp_sgd")},
-    "both decide what becomes of normalization": both_ways(DECIDES_NORM, DECIDES_NORM),
-    "another model on each client, for which the server computes no": both_ways(FROM_SERVER, ["ditto", "apfl"]),
+    "both replace normalization layers": both_ways(DECIDES_NORM, DECIDES_NORM),
+    "another model on each client, but the server computes": both_ways(FROM_SERVER, ["ditto", "apfl"]),
     "from what clients measure, but another part keeps it on clients": both_ways(ALONE, ["harmofl", *READS_UPLOADS]),
     "images are normalized before their amplitudes are: write harmofl+fedrdn": {("fedrdn", "harmofl")},
 }

@@ -275,7 +275,7 @@ def test_a_run_without_opacus_says_how_to_get_it(make, tmp_path, Listener, monke
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
     heard = Listener()
     make("dp", rounds=1).run(tmp_path / "run", observer=heard)
-    assert "epsilon takes Opacus, which is not installed: pip install 'fedshift[privacy]'" in heard.notices[-1]
+    assert "epsilon needs Opacus, which is not installed: pip install 'fedshift[privacy]'" in heard.notices[-1]
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ LOSSES = (
     "partialfed_adaptive",
 )  # fmt: skip
 REFUSED = dict.fromkeys(LOSSES, "changes the loss") | {
-    "harmofl": "sees the model run on samples before local work", "fedrdn": "changes the batch",
+    "harmofl": "runs the model on samples before local work", "fedrdn": "changes the batch",
 }  # fmt: skip
 """Methods whose local loss is no mean over samples, or that look at samples in another way, and why."""
 
@@ -251,10 +251,10 @@ class Foreign(Rule):
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (Foreign("client"), r"test_dp_sgd sends more than follows from gradients \(client: 'total'\)"),
+        (Foreign("client"), r"test_dp_sgd sends information that does not follow from gradients \(client: 'total'\)"),
         (Foreign("class"), r"\(class: 'total'\)"),
         (Foreign("image"), r"\(image: 'total'\)"),
-        (Foreign(first=1), "test_dp_sgd sees the model run on samples before local work"),
+        (Foreign(first=1), "test_dp_sgd runs the model on samples before local work"),
         (Foreign(targets=True), "test_dp_sgd reads the targets of all samples"),
     ],
 )
@@ -279,7 +279,7 @@ def test_amplitudes_of_single_images_leave_without_noise_and_so_are_refused():
     for _, done in running.engine.train(server, clients):
         (upload,) = done.update.memory
         assert abs(upload["amplitude"].numpy() - found).max(axis=(1, 2, 3)).min() < 1e-6
-    with pytest.raises(UsageError, match="harmofl sees the model run on samples before local work: remove one"):
+    with pytest.raises(UsageError, match="harmofl runs the model on samples before local work: remove one"):
         trial(dp_sgd(harmofl(gn(), alpha=0.0, frequencies=2, samples=1), secret=True))
 
 
@@ -315,25 +315,25 @@ WEIGHTED = CrossEntropy(weights=(1.0, 2.0, 3.0))
         (lambda: dp_sgd(noise_multiplier=-1.0), "noise_multiplier=-1"),
         (lambda: dp_sgd(noise_multiplier=inf), "noise_multiplier=inf"),
         (lambda: dp_sgd(delta=0.0), "delta=0: give"),
-        (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* in BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
+        (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* through BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
         (lambda: plan_of(dp_sgd(fedfa(gn()))), r"'dp_sgd\+fedfa\+gn': the model writes into '.*running_mean' as it"),
         (lambda: dp_sgd(dp_sgd(gn())), "dp_sgd.gn already combines the gradients of samples; choose one of the two"),
         (
             lambda: plan_of(dp_sgd(), nn.Sequential(Counts(), nn.Flatten(), nn.Linear(25, 3)).double()),
-            r"'dp_sgd': the model writes into '0\.seen' as it trains, which dp_sgd cannot clip sample by sample",
+            r"'dp_sgd': the model writes into '0\.seen' during training, which dp_sgd cannot clip sample by sample",
         ),
         (
             lambda: plan_of(dp_sgd(), nn.Sequential(nn.Flatten(), Choosy(25, 3)).double()),
-            r"dp_sgd computes the gradient of each sample by torch.func, which cannot run this model \(in float32\)",
+            r"dp_sgd computes the gradient of each sample with torch.func, which cannot run this model \(in float32\)",
         ),
         (
             lambda: plan_of(dp_sgd(gn()), loss=WEIGHTED),
-            r"divided by the weights of a batch, .*: use focal\(gamma=0, weights=\(1\.0, 2\.0, 3\.0\)\)",
+            r"divides by the sum of a batch's weights, .*: use focal\(gamma=0, weights=\(1\.0, 2\.0, 3\.0\)\)",
         ),
         (lambda: trial(dp_sgd(gn(), secret=True), engine="stacked"), "stacked engine cannot run .* draws of dp_sgd"),
         (
             lambda: trial(dp_sgd(gn()), engine="identity", work=Work(batch_size=4, batches=1), moments=("loaded",)),
-            r"identity engine is for methods that only average whole models, which dp_sgd\+gn does not",
+            r"identity engine needs a method that only averages complete models, which dp_sgd\+gn does not",
         ),
     ],
 )  # fmt: skip

@@ -159,7 +159,7 @@ def test_tied_weights_stay_tied_under_surgery():
 
 
 def test_standardizing_nothing_is_refused():
-    with pytest.raises(UsageError, match="convolutions of a fan-in above 1, but the model has none"):
+    with pytest.raises(UsageError, match="convolutions with a fan-in above 1, but the model has none"):
         apply_surgery(fedwon(), nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4)))
 
 

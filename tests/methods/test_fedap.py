@@ -136,7 +136,7 @@ def test_a_weight_that_is_no_share_is_refused(self_weight):
 
 
 def test_a_server_optimizer_is_refused():
-    with pytest.raises(UsageError, match="sends each client a mix of uploads, along which a server optimizer cannot"):
+    with pytest.raises(UsageError, match="sends each client its own mix of uploads, but a server optimizer updates"):
         plain.trial(fedap(fedavgm()))
 
 

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused():
     for name, value in wrongs.items():
         with pytest.raises(UsageError, match=name):
             feddg_elcfs(**{name: value})
-    with pytest.raises(UsageError, match="images of 4 x 4 pixels have no more than 1 in each direction"):
+    with pytest.raises(UsageError, match="images of 4 x 4 pixels allow at most 1 in each direction"):
         trial_of_classes(feddg_elcfs(frequencies=2)).advance()
     with pytest.raises(UsageError, match="first convolution"):
         Trial(feddg_elcfs(), lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(144, 3)).double(), data(),

@@ -84,5 +84,7 @@ def test_a_regularizer_of_no_strength_is_refused(alpha):
 def test_what_would_break_the_sum_of_changes_is_refused():
     with pytest.raises(UsageError, match="already has a server optimizer"):
         feddyn(fedadam())
-    with pytest.raises(UsageError, match=r"by their mean, but Median\(\) does not average: remove one of the two"):
+    with pytest.raises(
+        UsageError, match=r"the mean of the clients' changes, but Median\(\) does not average: remove one of the two"
+    ):
         trial(median(feddyn()))

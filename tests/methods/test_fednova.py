@@ -275,11 +275,11 @@ def test_parameters_that_are_frozen_or_kept_and_frozen_statistics_stay_right():
         (
             fednova(),
             AdamW(lr=0.1),
-            "FedNova's normalization by the number of steps holds for SGD whose momentum starts",
+            "FedNova's normalization by the number of steps holds for SGD whose momentum is reset",
         ),
-        (fednova(), SGD(lr=0.1, momentum=0.9, keep=True), "use sgd, and momentum that is not kept"),
-        (fednova(fixbn(keep_momentum=True)), SGD(lr=0.1, momentum=0.9), "use sgd, and momentum that is not kept"),
-        (fednova(fedprox(mu=10.0)), SGD(lr=0.1), r"lr \* mu < 1, not for lr=0.1 and mu=10: lower one of the two"),
+        (fednova(), SGD(lr=0.1, momentum=0.9, keep=True), "use sgd, with keep=False"),
+        (fednova(fixbn(keep_momentum=True)), SGD(lr=0.1, momentum=0.9), "use sgd, with keep=False"),
+        (fednova(fedprox(mu=10.0)), SGD(lr=0.1), r"lr \* mu < 1, so that .* lr=0.1 and mu=10: lower one of the two"),
     ],
     ids=["adamw", "kept momentum", "momentum that a method keeps", "overshooting"],
 )

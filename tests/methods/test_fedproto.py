@@ -112,7 +112,7 @@ def test_a_network_without_a_linear_classifier_is_refused(method):
     def convolutional(shape, classes):
         return nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, classes, 4), nn.Flatten())
 
-    with pytest.raises(UsageError, match=f"{method.__name__} needs a linear classifier.*but that is a Conv1d"):
+    with pytest.raises(UsageError, match=f"{method.__name__} needs a linear classifier.*which is a Conv1d"):
         Trial(method(), convolutional, data(), Settings(rounds=1, optimizer=SGD(lr=LR)), SEED)
 
 
@@ -125,7 +125,7 @@ def test_a_classifier_of_several_vectors_a_sample_is_refused():
         def forward(self, x):
             return self.head(x.reshape(-1, 2, 2)).mean(1)
 
-    with pytest.raises(UsageError, match=r"fedproto takes one vector a sample as features.*reads \(2, 2\) numbers"):
+    with pytest.raises(UsageError, match=r"fedproto needs one feature vector per sample.*has shape \(2, 2\)"):
         Trial(
             fedproto(), lambda shape, classes: Tokens(classes), data(), Settings(rounds=1, optimizer=SGD(lr=LR)), SEED
         )

@@ -203,12 +203,12 @@ def test_arguments_without_sense_are_refused(arguments, said):
             lambda: fedper(hbn(), layers="1.*"),
             "computes '1.global_mean' from what clients measure, but another",
         ),
-        (lambda: single(hbn()), "hbn decides what is exchanged, but single exchanges nothing"),
+        (lambda: single(hbn()), "hbn selects exchanged entries, but single exchanges nothing"),
         (
             lambda: ditto(hbn()),
-            "ditto keeps another model on each client, for which the server computes no",
+            "ditto keeps another model on each client, but the server computes",
         ),
-        (lambda: hbn(hbn()), "both decide what becomes of normalization"),
+        (lambda: hbn(hbn()), "both replace normalization layers"),
     ],
 )
 def test_what_would_leave_statistics_behind_is_refused(make, said):

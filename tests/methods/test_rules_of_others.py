@@ -25,8 +25,8 @@ from tests.methods import others, plain
 BASES = {"fedavg": Method, "ditto": ditto, "scaffold": scaffold, "fedbn": fedbn}
 OTHERS = ("clipped", "small_features", "layer_mixes", "clusters", "styles", "mixup")
 REFUSED = {
-    ("clusters", "ditto"): "both make the client's model: choose one of the two",
-    ("clusters", "scaffold"): "SCAFFOLD's control variate holds where every step moves every parameter",
+    ("clusters", "ditto"): "both define the client's model: choose one of the two",
+    ("clusters", "scaffold"): "SCAFFOLD's control variate holds only if every step updates every parameter",
 }
 PAIRS = [(name, base) for name in OTHERS for base in BASES]
 RUNNING = [pair for pair in PAIRS if pair not in REFUSED]
@@ -87,7 +87,7 @@ def test_what_it_computes_is_not_what_its_base_computes(pair):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_identity_engine_refuses_them_in_words(name):
-    with pytest.raises(UsageError, match=r"is for methods that only average whole models, which .* does not"):
+    with pytest.raises(UsageError, match=r"needs a method that only averages complete models, which .* does not"):
         make_trial(made((name, "fedavg")), "identity", work=Work(batch_size=8, batches=1)).advance()
 
 

@@ -169,7 +169,7 @@ def test_what_a_model_has_not_or_is_kept_already_is_refused(method, model, messa
         (lambda: fedbn(keep="everything"), r"unknown keep 'everything': .*allowed are affine, all, norm_layers"),
         (lambda: fedbn(also="9.*|"), r"selection '9\.\*\|': write batch_norm"),
         (lambda: fedper(layers=0), "the last 0 layers: give 1 or more"),
-        (lambda: single(fedper()), r"single\+fedper: fedper decides what is exchanged, but single exchanges nothing"),
+        (lambda: single(fedper()), r"single\+fedper: fedper selects exchanged entries, but single exchanges nothing"),
     ],
 )
 def test_what_selects_nothing_is_refused(make, message):

@@ -91,7 +91,7 @@ def test_nothing_given_changes_nothing():
         (lambda: tuned(tuned(lr=0.1), lr=0.2), "sets lr already; set it once"),
         (
             lambda: trial(tuned(momentum=0.9), AdamW(lr=0.1)),
-            "sets momentum, which AdamW has not: it has .*weight_decay",
+            "sets momentum, which AdamW lacks: its fields are .*weight_decay",
         ),
         (lambda: trial(tuned(lr=-1.0)), "learning rate lr=-1: it must be a number of 0 or more"),
         (lambda: trial(tuned(weight_decay=-1.0)), "weight_decay=-1 is negative"),

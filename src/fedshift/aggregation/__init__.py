@@ -1,13 +1,13 @@
 """FedBN's aggregation over plain dictionaries of NumPy arrays or torch tensors, for users of other frameworks.
 
 Li et al. 2021 (arXiv:2102.07623), Algorithm 1: every entry outside batch normalization becomes the mean of the clients'
-entries weighted by their numbers of samples (McMahan et al. 2017, arXiv:1602.05629); normalization never leaves its
-client. The global result therefore holds no normalization, and each client gets its own back.
+entries weighted by their numbers of samples (McMahan et al. 2017, arXiv:1602.05629); normalization stays on its client.
+The global result therefore contains no normalization, and each client keeps its normalization entries.
 
-fedshift itself selects entries by the type of their layer (:mod:`fedshift.core.selection`). Only names are available
-here, so they are read as whole words ("bn" is in ``conv_bn.gamma``, not in ``subnet.weight``), and a layer that owns
-running statistics is batch normalization whatever its name; where names do not suffice,
-shapes decide. torch is used where tensors are given, and never imported.
+fedshift itself selects entries by layer type (:mod:`fedshift.core.selection`). Here only names are available, so they
+are matched as whole words ("bn" is in ``conv_bn.gamma``, not in ``subnet.weight``), and a layer with running statistics
+is always batch normalization; where names do not suffice, shapes decide. torch is used only for tensors, and never
+imported.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ BATCH_NORM = ("bn", "syncbn", "batchnorm", "batch_norm", "batchnormalization", "
 LAYER_NORM = ("ln", "layernorm", "layer_norm", "layernormalization", "layer_normalization")
 """Words that name a layer normalization layer."""
 RUNNING = ("running_mean", "running_var", "num_batches_tracked", "moving_mean", "moving_var", "moving_variance")
-"""Words for batch normalization's statistics: their layer is batch normalization whatever its name."""
+"""Words for batch normalization's statistics, which identify their layer as batch normalization."""
 STATISTICS = (*RUNNING, "batch_stats")
-"""The same and Flax's collection of them, whose entries are named only ``mean`` and ``var``."""
+"""The same and Flax's collection of statistics, whose entries are named only ``mean`` and ``var``."""
 
 _WORD = re.compile(r"\d+|[A-Z]+(?![^\W\d_A-Z])|[A-Z]?[^\W\d_A-Z]+")
 _COLLECTION = re.compile(r"(^|(?<=[./]))(params|batch_stats)[./]")  # Flax's collections, each with half of a layer
@@ -57,11 +57,11 @@ _FIELDS = ("kind", "dtype", "shape")
 
 @dataclass(frozen=True, eq=False)
 class Aggregated(Generic[Client]):
-    """Result of one aggregation. Its arrays are copies: none is an input, and none occurs twice.
+    """Result of one aggregation. All arrays are distinct copies.
 
-    ``shared`` is the global result, without any local entry. ``clients`` holds for each client, in the order of their
-    keys, the shared entries and its own local ones, in that client's order of entries. ``local`` are the names of the
-    local entries.
+    ``shared``: the global result, without local entries. ``clients``: for each client, in the order of their keys, the
+    shared entries and the client's local entries, in the client's order of entries. ``local``: the names of the local
+    entries.
     """
 
     shared: dict[str, Array]
@@ -74,7 +74,7 @@ class FedBNAggregation:
     """FedBN: normalization stays with its client, everything else is averaged.
 
     Args:
-        local: exact names of the entries that stay local. Without it, they are found by name.
+        local: exact names of the entries that stay local; None: detect them by name.
         patterns: additional words, such as "head" or "norm1": entries whose names contain one stay local.
         include_layer_norm: keep layer normalization local too.
         statistics_only: share batch normalization's affine parameters and keep its statistics local (SiloBN: Andreux
@@ -97,12 +97,14 @@ class FedBNAggregation:
                 raise UsageError(f"{field}={value!r} is one string: give a collection of strings, [{value!r}]")
         if self.local is not None:
             if self.patterns or self.include_layer_norm or self.statistics_only:
-                raise UsageError("local gives exact names and excludes every other option: drop local or the others")
+                raise UsageError("local lists exact names and excludes every other option: drop local or the others")
             object.__setattr__(self, "local", frozenset(self.local))
         object.__setattr__(self, "patterns", tuple(self.patterns))
         for pattern in self.patterns:
             if not re.fullmatch(r"[\w./:-]+", pattern) or not split_words(pattern):
-                raise UsageError(f"pattern {pattern!r} is not made of words: give whole words, as 'head'; no wildcards")
+                raise UsageError(
+                    f"pattern {pattern!r} does not consist of words: give whole words, such as 'head'; no wildcards"
+                )
 
     @property
     def name(self) -> str:
@@ -111,7 +113,7 @@ class FedBNAggregation:
 
     @property
     def batch_norm_patterns(self) -> tuple[str, ...]:
-        """Words that mark local entries; none if ``local`` gives exact names."""
+        """Words that mark local entries; empty if ``local`` lists exact names."""
         return () if self.local is not None else (*self._layers(), *STATISTICS, *self.patterns)
 
     def _layers(self) -> tuple[str, ...]:
@@ -120,31 +122,31 @@ class FedBNAggregation:
     def local_names(self, model: Mapping[str, Array]) -> frozenset[str]:
         """Return the names of the entries of ``model`` (name to array of any shape) that stay local.
 
-        Raises :class:`UsageError` if a local name, a pattern or an option matches no entry, if nothing stays local, and
-        if a model without statistics has layers whose kind their names do not reveal.
+        Raises :class:`UsageError` if a local name, a pattern or an option matches no entry, if nothing stays local, or
+        if a model without statistics has layers whose type is unclear from their names.
         """
         shapes = {name: describe_array(f"entry {name!r}", value)[2] for name, value in model.items()}
-        found = (
+        normalization = (
             find_normalization(shapes, self._layers(), not self.statistics_only) if self.local is None else frozenset()
         )
         claims = {name: {name} & shapes.keys() for name in sorted(self.local or ())}
         claims |= {pattern: {name for name in shapes if find_pattern(name, [pattern])} for pattern in self.patterns}
         if self.include_layer_norm:
-            claims["layer_norm"] = {name for name in found if find_pattern(name, LAYER_NORM)}
+            claims["layer_norm"] = {name for name in normalization if find_pattern(name, LAYER_NORM)}
         for claim, names in claims.items():
             if not names:
                 near = ", ".join(get_close_matches(claim, shapes, n=3, cutoff=0.3)) or "none"
-                raise UsageError(f"{claim!r} matches no entry; near it are: {near}. Correct it or drop it")
-        local = found.union(*claims.values())
+                raise UsageError(f"{claim!r} matches no entry; similar names: {near}. Correct it or drop it")
+        local = normalization.union(*claims.values())
         if not local:
             raise UsageError(
-                f"{self.name} would keep nothing local: no entry ({', '.join([*shapes][:3])}, ...) is named as batch "
+                f"{self.name} would keep nothing local: no entry ({', '.join([*shapes][:3])}, ...) is named like batch "
                 "normalization. Give local=[names], patterns=[words] or include_layer_norm=True; for FedAvg call "
                 "weighted_mean"
             )
         if self.local is None and (doubtful := find_unclear(shapes, local)):
             raise UsageError(
-                f"the models hold no running statistics, so it is unclear whether {', '.join(doubtful[:4])} are batch "
+                f"the models have no running statistics, so it is unclear whether {', '.join(doubtful[:4])} are batch "
                 "normalization. Give the statistics too (torch: state_dict(), not parameters()), or local=[names]"
             )
         return local
@@ -157,7 +159,7 @@ class FedBNAggregation:
             client_weights: each client's number of samples.
 
         Raises:
-            UsageError: as :func:`weighted_mean` and :meth:`local_names` do.
+            UsageError: see :func:`weighted_mean` and :meth:`local_names`.
 
         """
         models, shares = check_models(client_models, client_weights)
@@ -171,30 +173,31 @@ class FedBNAggregation:
 
 
 def weighted_mean(client_models: Models[Client], client_weights: Mapping[Client, float]) -> dict[str, Array]:
-    """Return the mean of every entry over the clients, weighted by ``client_weights``: FedAvg, without local entries.
+    """Return the mean of every entry over the clients, weighted by ``client_weights`` (FedAvg).
 
     Sums are accumulated in float64 in the order of the sorted client keys; each result has the kind (NumPy, or torch
     and its device), dtype and shape of its entry. Integers (and booleans, as 0 and 1) are rounded to the nearest.
 
     Raises:
         UsageError: naming client and entry, for entries that are missing, extra, or differ in kind, dtype or shape; for
-            complex and object arrays, NaN, infinity, and integers from 2**53 on, which float64 cannot hold; for weights
-            that are missing, extra, negative, not finite, or all zero; for no clients, and keys that do not sort.
+            complex and object arrays, NaN, infinity, and integers of 2**53 or more, which float64 cannot represent; for
+            weights that are missing, extra, negative, not finite, or all zero; for no clients, and keys that cannot be
+            sorted.
 
     """
     return _means(*check_models(client_models, client_weights), leave=frozenset())
 
 
 def _means(models: Models[Client], shares: Sequence[float], *, leave: frozenset[str]) -> dict[str, Array]:
-    folded: dict[str, Array] = {}
+    means: dict[str, Array] = {}
     for name, first in next(iter(models.values())).items():
         if name not in leave:
             total = reduce(add, (share * to_float64(m[name]) for m, share in zip(models.values(), shares, strict=True)))
             if isinstance(first, np.ndarray):
-                folded[name] = np.asarray(total if is_float(first) else np.rint(total)).astype(first.dtype)
+                means[name] = np.asarray(total if is_float(first) else np.rint(total)).astype(first.dtype)
             else:
-                folded[name] = (total if is_float(first) else total.round()).to(first.device, first.dtype)
-    return folded
+                means[name] = (total if is_float(first) else total.round()).to(first.device, first.dtype)
+    return means
 
 
 def _copy(value: Array) -> Array:
@@ -209,8 +212,8 @@ def to_float64(value: Array) -> Any:
 
 
 def describe_array(where: str, value: object) -> Description:
-    """Return kind, dtype and shape of an array; raise UsageError, beginning with ``where``, if it has no mean."""
-    torch = sys.modules.get("torch")  # if it is not imported, nothing is a tensor
+    """Return kind, dtype and shape of an array; raise UsageError, prefixed by ``where``, if it cannot be averaged."""
+    torch = sys.modules.get("torch")  # without the import, there are no tensors
     if torch is not None and isinstance(value, torch.Tensor):
         described = (f"torch on {value.device}", str(value.dtype), tuple(value.shape))
         fits = value.layout == torch.strided and not value.is_complex()
@@ -233,7 +236,7 @@ def is_float(value: Array) -> bool:
 def check_models(
     models: Models[Client], weights: Mapping[Client, float]
 ) -> tuple[dict[Client, Mapping[str, Array]], list[float]]:
-    """Return the models in the order of their sorted keys, and their weights' shares; refuse what has no mean."""
+    """Return the models sorted by key, and their normalized weights; refuse models that cannot be averaged."""
     if not models:
         raise UsageError("client_models is empty: give the entries of one client or more, {client: {name: array}}")
     for client in [*models, *weights]:
@@ -243,7 +246,7 @@ def check_models(
     try:
         order: list[Client] = sorted(models)  # type: ignore[type-var]
     except TypeError as error:
-        raise UsageError(f"clients {[*models]} have no common order: use strings alone, or numbers alone") from error
+        raise UsageError(f"clients {[*models]} cannot be sorted: use only strings, or only numbers") from error
     for client in order:
         if not isinstance(weights[client], Real) or not 0 <= weights[client] < math.inf:
             raise UsageError(f"client {client!r} has weight {weights[client]!r}: give a finite number, zero or more")
@@ -259,7 +262,7 @@ def check_models(
 def _check_entries(
     client: Client, model: Mapping[str, Array], first: Client, expected: Mapping[str, Description]
 ) -> dict[str, Description]:
-    """Describe the entries of ``model``; raise UsageError unless they match ``expected``, those of client ``first``."""
+    """Describe the entries of ``model``; raise UsageError unless they match ``expected``, from client ``first``."""
     if not isinstance(model, Mapping) or not model or not all(isinstance(name, str) for name in model):
         raise UsageError(f"the model of client {client!r} must be a dictionary from entry names (strings) to arrays")
     for name in [*model, *expected] if expected else ():
@@ -271,10 +274,12 @@ def _check_entries(
         where = f"entry {name!r} of client {client!r}"
         for part, mine, theirs in zip(_FIELDS, described[name], expected.get(name, described[name]), strict=True):
             if mine != theirs:
-                raise UsageError(f"{where} has {part} {mine}, but client {first!r} has {theirs}: make them alike")
+                raise UsageError(f"{where} has {part} {mine}, but client {first!r} has {theirs}: make them equal")
         if not bool((abs(to_float64(value)) < (math.inf if is_float(value) else 2**53)).all()):
-            fault = "NaN or infinity" if is_float(value) else "integers of 2**53 or more, which float64 cannot hold"
-            raise UsageError(f"{where} holds {fault}: leave this client out of the round, or repair its model")
+            fault = (
+                "NaN or infinity" if is_float(value) else "integers of 2**53 or more, which float64 cannot represent"
+            )
+            raise UsageError(f"{where} contains {fault}: leave this client out of the round, or repair its model")
     return described
 
 
@@ -284,19 +289,19 @@ def split_words(name: str) -> list[str]:
 
 
 def find_pattern(name: str, patterns: Iterable[str]) -> tuple[int, int] | None:
-    """Return start and end of the last match of any pattern in ``name``, as whole words."""
-    spans, own = [match.span() for match in _WORD.finditer(name)], split_words(name)
+    """Return the start and end of the last match of any pattern in ``name``, as whole words."""
+    spans, words = [match.span() for match in _WORD.finditer(name)], split_words(name)
     matches = [
         (spans[at][0], spans[at + len(wanted) - 1][1])
         for wanted in map(split_words, patterns)
-        for at in range(len(own) - len(wanted) + 1)
-        if own[at : at + len(wanted)] == wanted
+        for at in range(len(words) - len(wanted) + 1)
+        if words[at : at + len(wanted)] == wanted
     ]
     return max(matches, default=None)
 
 
 def _layer_name(name: str) -> str:
-    """Return the common prefix of the layer's entries: the name up to its statistic, or up to its last word."""
+    """Return the prefix of the layer's entries: the name before its statistic, or before its last word."""
     name = _COLLECTION.sub("", name)
     statistic = find_pattern(name, RUNNING)
     starts = [match.start() for match in _WORD.finditer(name) if not match.group().isdigit()]
@@ -304,9 +309,9 @@ def _layer_name(name: str) -> str:
 
 
 def find_normalization(shapes: Mapping[str, tuple[int, ...]], patterns: Iterable[str], affine: bool) -> frozenset[str]:
-    """Find statistics, with ``affine`` the other entries of layers that own them, and layers that ``patterns`` name.
+    """Find statistics, layers named by ``patterns``, and with ``affine`` the other entries of layers with statistics.
 
-    Patterns may name a whole block, as in ``conv_bn.0.weight``: they do not count in a layer that has a kernel, nor if
+    Patterns may name a whole block, as in ``conv_bn.0.weight``: they are ignored in a layer with a kernel, and if
     statistics show which layers of the block are its normalization.
     """
     layer = {name: _layer_name(name) for name in shapes}
@@ -329,14 +334,14 @@ def find_normalization(shapes: Mapping[str, tuple[int, ...]], patterns: Iterable
 
 
 def find_unclear(shapes: Mapping[str, tuple[int, ...]], local: frozenset[str]) -> list[str]:
-    """Find, in a model without statistics, likely scales and shifts: vectors of one shape in layers without kernel."""
+    """Find likely scales and shifts in a model without statistics: vectors of one shape in layers without a kernel."""
     if any(find_pattern(name, STATISTICS) for name in local):
         return []
-    alike = Counter((_layer_name(name), shape) for name, shape in shapes.items())
+    counts = Counter((_layer_name(name), shape) for name, shape in shapes.items())
     kernels = {_layer_name(name) for name, shape in shapes.items() if len(shape) > 1} | {""}
     return [
         name
         for name, shape in shapes.items()
-        if len(shape) == 1 and alike[_layer_name(name), shape] > 1 and _layer_name(name) not in kernels
+        if len(shape) == 1 and counts[_layer_name(name), shape] > 1 and _layer_name(name) not in kernels
         if name not in local and not find_pattern(name, LAYER_NORM)
     ]

@@ -1,1 +1,1 @@
-"""The kernel: what a federated method is, and the pure steps that every engine carries out."""
+"""The kernel: the definition of federated methods, and the pure steps that every engine runs."""

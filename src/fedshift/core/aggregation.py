@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Received:
-    """One client's round as the server has it; a sequence of these is in the order of the clients' names.
+    """One client's contribution to a round, as the server received it; sequences are sorted by client name.
 
     Args:
-        client: Its name.
-        update: Its upload.
-        weight: Its weight among those that took part, by the method's weighting; they sum to one.
-        size: Its training samples; 1 where clients count equally.
-        share: Its part of the sizes of all clients that train; less than one in all where some sat the round out.
+        client: The client's name.
+        update: The client's upload.
+        weight: The client's weight among the round's participants, by the method's weighting; weights sum to one.
+        size: Number of training samples; 1 where clients count equally.
+        share: The client's fraction of the sizes of all clients that train. Shares sum to less than one if some clients
+            did not take part in the round.
         kinds: Types of the method's rules, in order.
-        withheld: Its entries are not shown, since only their sum is needed.
+        withheld: Whether :attr:`entries` is refused, because only the sum over clients is needed.
 
     """
 
@@ -50,13 +51,13 @@ class Received:
         """The entries of the model that the client sent; a rule needs ``Reads(entries=True)``."""
         if self.withheld:
             raise UsageError(
-                "a rule's fold() reads the entries of single clients, which it does not declare: return "
+                "a rule's fold() reads the entries of single clients, without declaring it: return "
                 "Bound(self, reads=Reads(entries=True)) from its bind()"
             )
         return self.update.shared
 
     def of(self, rule: type) -> State:
-        """Return what the client sent for the method's rule of that type."""
+        """Return what the client sent for the method's rule of type ``rule``."""
         return self.update.memory[self.kinds.index(rule)]
 
 
@@ -65,10 +66,10 @@ class Aggregated:
     """Result of an aggregation.
 
     Args:
-        entries: The server's entries after the round, each in its own dtype.
-        kept: What the aggregation keeps on the server: ``server.kept`` in the next round.
-        mixes: Weights of the round's uploads by client and entry (:class:`~fedshift.core.mixes.Mixes`), of clients that
-            load a mix.
+        entries: The server's entries after the round, each in its original dtype.
+        kept: State that the aggregation keeps on the server: ``server.kept`` in the next round.
+        mixes: Weights of the round's uploads by client and entry (:class:`~fedshift.core.mixes.Mixes`), for clients
+            that load a mix.
 
     """
 
@@ -78,20 +79,21 @@ class Aggregated:
 
 
 AggregationFunction: TypeAlias = "Callable[[Plan, ServerState, Sequence[Received]], Aggregated | State]"
-"""A plain function in an :class:`Aggregation`'s place: it may return the entries alone."""
+"""A plain function that replaces an :class:`Aggregation`; it may return only the entries."""
 
 
 class Aggregation(ABC):
-    """Combines a round's uploads into the server's entries; a function of plan, server and what was received.
+    """Combines a round's uploads into the server's entries; a function of the plan, the server and the uploads.
 
-    :meth:`fedshift.core.method.Method.with_aggregation` makes one of a plain function.
+    :meth:`fedshift.core.method.Method.with_aggregation` converts a plain function.
 
     Attributes:
-        requires: What the rest of the method must be like; checked before anything starts.
-        sums: The entries are the uploads' weighted mean, so that the server holds a sum in place of uploads.
-        keeps: Something about clients stays on the server between rounds (``Aggregated.kept``).
-        mixes: Clients load mixes of the round's uploads (``Aggregated.mixes``).
-        passes_on: Others may receive entries as one client sent them, of which sites are told.
+        requires: Requirements on the rest of the method, checked before training starts.
+        sums: Whether the result is the weighted mean of the uploads, so that the server stores their sum instead of
+            them.
+        keeps: Whether state about clients stays on the server between rounds (``Aggregated.kept``).
+        mixes: Whether clients load mixes of the round's uploads (``Aggregated.mixes``).
+        passes_on: Whether clients may receive entries exactly as another client sent them; sites are informed of it.
 
     """
 
@@ -106,29 +108,29 @@ class Aggregation(ABC):
 
     @property
     def min_clients(self) -> int:
-        """Clients that must take part in a round."""
+        """Minimum number of clients in a round."""
         return 1
 
     @property
     def source_method(self) -> str:
-        """Name of the method that brings the aggregation, used in messages: its module."""
+        """Name of the method that defines the aggregation (its module), used in messages."""
         return type(self).__module__.rpartition(".")[2]
 
     def bind(self, plan: Plan) -> Self:
-        """Return the aggregation for ``plan``; :class:`UsageError` to refuse it."""
+        """Return the aggregation for ``plan``; raise :class:`UsageError` to refuse it."""
         return self
 
     @abstractmethod
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        """Return what the server holds after the round. Pure.
+        """Return the server's state after the round. Pure.
 
-        ``server``: as it was before the round; ``received``: of the clients that took part, at least one.
+        ``server``: the state before the round. ``received``: contributions of the participants, at least one.
         """
 
 
 @dataclass(frozen=True)
 class Mean(Aggregation):
-    """The mean of the uploads: FedAvg's aggregation, which need not keep a round's uploads."""
+    """The weighted mean of the uploads (FedAvg), computed without storing them."""
 
     sums = True
     passes_on = False
@@ -140,7 +142,7 @@ class Mean(Aggregation):
 
 @dataclass(frozen=True, repr=False)
 class FunctionAggregation(Aggregation):
-    """An aggregation by a plain function."""
+    """An aggregation that calls a plain function."""
 
     function: AggregationFunction
 
@@ -154,18 +156,16 @@ class FunctionAggregation(Aggregation):
 
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        made = self.function(plan, server, received)
-        return made if isinstance(made, Aggregated) else Aggregated(entries=made)
+        result = self.function(plan, server, received)
+        return result if isinstance(result, Aggregated) else Aggregated(entries=result)
 
 
 def average(received: Sequence[Received]) -> State:
-    """Return the :func:`weighted_mean` of the uploads, by the clients' weights."""
+    """Return the :func:`weighted_mean` of the uploads, with the clients' weights."""
     return weighted_mean([each.entries for each in received], [each.weight for each in received])
 
 
 class RobustAggregation(Aggregation):
     """An aggregation that tolerates clients whose uploads are arbitrary, if at least ``min_clients`` take part."""
 
-    requires = Requirements(
-        entries_only="robust aggregation protects, so that one faulty client could move the rest at will"
-    )
+    requires = Requirements(entries_only="robust aggregation protects, and one faulty client could corrupt the rest")

@@ -1,7 +1,8 @@
-"""A network in words that only change when the network does: layers' types and settings, tensors' shapes and types.
+"""A stable text description of a network: the types and settings of its layers, the shapes and dtypes of its tensors.
 
-A checkpoint is continued by a network of the same description. How a layer prints itself is not part of it, since that
-changes between releases of torch; nor are default settings of layers of torch and torchvision, to which releases add.
+A checkpoint can be resumed by any network with the same description. The description excludes the ``repr`` of layers,
+which changes between releases of torch, and default settings of torch's and torchvision's layers, which releases
+extend.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ from ..nn.linear import FastLinear
 
 LIBRARIES = ("torch", "torchvision")
 FAST = {FastLinear: nn.Linear, FastConv2d: nn.Conv2d}
-"""Types in place of which layers are described as torch's, since which of the two they are depends on the machine."""
+"""Layer types described as their counterparts in torch, because the machine determines which of the two is used."""
 
 
 def architecture(module: nn.Module) -> str:
-    """Describe ``module``, a line for each layer: name, type, settings and tensors.
+    """Describe ``module`` in one line per layer: name, type, settings and tensors.
 
-    A setting is a public attribute of the layer with a plain value (number, text, function, or a collection of these):
-    a dropout rate, a stride, eps, momentum, an activation function. A tensor has its type and shape, or the name under
-    which it came before where layers share it. Not described are the code of layers, private attributes, and the
-    training mode.
+    A setting is a public attribute with a plain value (number, text, function, or a collection of these): a dropout
+    rate, a stride, eps, momentum, an activation function. A tensor is described by its dtype and shape, or by its first
+    name if layers share it. The code of layers, private attributes and the training mode are not described.
     """
     names: dict[int, str] = {}
     lines = []
@@ -49,24 +49,24 @@ def _settings(layer: nn.Module, kind: type) -> dict[str, str]:
 
 
 def _shape(path: str, name: str, tensor: Tensor | None, names: dict[int, str]) -> str:
-    """Return a tensor's type and shape, or the name that ``names`` holds for it; a new tensor is added there."""
+    """Return a tensor's dtype and shape, or its name in ``names``; add a new tensor to ``names``."""
     if tensor is None:
         return "none"
-    own = f"{path}.{name}".lstrip(".")
-    first = names.setdefault(id(tensor), own)
-    return f"{tensor.dtype}{tuple(tensor.shape)}" if first == own else first
+    full_name = f"{path}.{name}".lstrip(".")
+    first = names.setdefault(id(tensor), full_name)
+    return f"{tensor.dtype}{tuple(tensor.shape)}" if first == full_name else first
 
 
 @cache
 def _defaults(kind: type) -> Mapping[str, str]:
-    """Default settings, as text, of the constructors that ``kind`` has from torch or torchvision."""
+    """Return the default settings, as text, of the constructors that ``kind`` inherits from torch or torchvision."""
     library = [parent for parent in reversed(kind.__mro__) if parent.__module__.partition(".")[0] in LIBRARIES]
     parameters = (inspect.signature(parent).parameters.values() for parent in library)
     return {one.name: _text(one.default) for many in parameters for one in many if one.default is not one.empty}
 
 
 def _text(value: Any) -> str:
-    """``value`` in words that are the same in every process, and for equal values of NumPy and Python."""
+    """Describe ``value`` identically in every process, and equal values of NumPy and Python alike."""
     if value is None or isinstance(value, str | bool | torch.dtype):
         return repr(value)
     if isinstance(value, Enum):
@@ -91,5 +91,5 @@ def _text(value: Any) -> str:
 
 
 def _name(kind: type) -> str:
-    """The package and name of a type, which may move within its package."""
+    """Return the top-level package and the name of a type, since types move within their package."""
     return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"

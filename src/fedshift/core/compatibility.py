@@ -1,7 +1,7 @@
-"""Compatibility: whether the parts of a method go together, checked before anything starts.
+"""Compatibility checks of the parts of a method, before training starts.
 
-Needs are declared (:class:`~fedshift.core.requirements.Requirements`), and so is what a rule does
-(:class:`~fedshift.core.declarations.Bound`).
+Checks read declarations: the needs of a part (:class:`~fedshift.core.requirements.Requirements`) and the effects of a
+rule (:class:`~fedshift.core.declarations.Bound`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .plan import Plan
 from .requirements import Requirements
 
 NAMED = 5
-"""Most names that a message lists."""
+"""Maximum number of names listed in a message."""
 
 
 def check_rules(plan: Plan) -> None:
-    """Raise :class:`UsageError` where rules do not go together, or with the plan: before they are bound to it."""
+    """Raise :class:`UsageError` if rules conflict with each other or with the plan; called before they are bound."""
     method, name = plan.method, f"method {plan.method.label!r}"
     for rule in method.rules:
         if sum(type(other) is type(rule) for other in method.rules) > 1:
@@ -35,24 +35,24 @@ def check_rules(plan: Plan) -> None:
     personalizing = [rule.source_method for rule in method.rules if rule.personalizes]
     personalizing += ["fine-tuning for use"] if method.finetune else []
     if len(personalizing) > 1:
-        raise UsageError(f"{name}: {' and '.join(personalizing)} both make the client's model: choose one of the two")
+        raise UsageError(f"{name}: {' and '.join(personalizing)} both define the client's model: choose one of the two")
     if method.pooled and personalizing:
         raise UsageError(
-            f"{name} pools all data but makes models of clients, and pooling leaves no clients: use centralized "
+            f"{name} pools all data but personalizes models, and pooling leaves no clients: use centralized "
             "without a personal method"
         )
 
 
 def check_compatibility(plan: Plan) -> None:
-    """Raise :class:`UsageError` where parts of the method do not go together or do not fit the plan."""
+    """Raise :class:`UsageError` if parts of the method conflict with each other or do not fit the plan."""
     method, name = plan.method, f"method {plan.method.label!r}"
     for index, bound in enumerate(plan.rules):
         _check_needs(plan, bound.rule.requires)
         _check_declarations(plan, index)
     if plan.work.batch_size == 1 and isinstance(plan.loss, Loss) and plan.loss.comparing:
         raise UsageError(
-            f"batch_size=1, but {plan.loss} compares the samples of a batch, and one alone has no gradient: use a "
-            "batch size of 2 or more, say 32"
+            f"batch_size=1, but {plan.loss} compares the samples of a batch, and a single sample has no gradient: use "
+            "a batch size of 2 or more, say 32"
         ).about("batch_size")
     if method.gradient is not None:
         _check_separate_samples(plan, f"{method.gradient.source_method} combines the gradients of single samples")
@@ -61,19 +61,19 @@ def check_compatibility(plan: Plan) -> None:
         raise UsageError(
             f"{name} replaces the aggregation, but there is nothing to aggregate: "
             f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
-            "use it without that part"
+            "remove that part"
         )
     if plan.mixes and method.server is not None:
         raise UsageError(
-            f"{name}: {method.aggregate!r} sends each client a mix of uploads, along which a server optimizer cannot "
-            "step: remove one of the two"
+            f"{name}: {method.aggregate!r} sends each client its own mix of uploads, but a server optimizer updates "
+            "one global model: remove one of the two"
         )
     _check_shared(plan, method.aggregate.requires)
     _check_needs(plan, method.aggregate.requires)
 
 
 def check_task(method: Method, task: Task) -> None:
-    """Raise :class:`UsageError` where a rule needs classes and the data have none, or several a sample."""
+    """Raise :class:`UsageError` if a rule needs exactly one class per sample and the data's task differs."""
     for rule in method.rules:
         if rule.requires.classes and not isinstance(task, Classification):
             raise UsageError(
@@ -83,12 +83,12 @@ def check_task(method: Method, task: Task) -> None:
 
 
 def check_client_count(aggregate: Aggregation, clients: int) -> None:
-    """Raise :class:`UsageError` where ``clients`` a round are too few for the aggregation."""
-    least = aggregate.min_clients
-    if clients < least:
+    """Raise :class:`UsageError` if ``clients`` participants per round are too few for the aggregation."""
+    minimum = aggregate.min_clients
+    if clients < minimum:
         raise UsageError(
-            f"{aggregate!r} needs at least {least} clients in a round, but {clients} take part: let more take part, or "
-            "tolerate fewer that are faulty"
+            f"{aggregate!r} needs at least {minimum} clients in a round, but {clients} take part: let more take part, "
+            "or tolerate fewer faulty clients"
         )
 
 
@@ -99,13 +99,13 @@ def _check_shared(plan: Plan, needs: Requirements) -> None:
 
 
 def _check_declarations(plan: Plan, index: int) -> None:
-    """Raise :class:`UsageError` where what a rule declares does not fit the plan, or is inconsistent."""
+    """Raise :class:`UsageError` if a rule's declarations are inconsistent or do not fit the plan."""
     bound, name = plan.rules[index], f"method {plan.method.label!r}"
     source, own = bound.rule.source_method, bound.own
     entries = [entry for part in (own.model, own.params, own.buffers, own.memory) for entry in part]
     if len(own.kept) < len(entries):
         twice = min(entry for entry in entries if entries.count(entry) > 1)
-        raise UsageError(f"{name}: {source} declares {twice!r} twice among its own entries: rename one")
+        raise UsageError(f"{name}: {source} declares the entry {twice!r} twice in Own: rename one")
     for what, names, known, allowed in (
         ("bounds", own.bounds.keys(), own.params.keys(), "Own.params"),
         ("another network's entry", own.model.keys(), plan.initial.keys(), "the model's entries"),
@@ -116,19 +116,20 @@ def _check_declarations(plan: Plan, index: int) -> None:
                 f"{name}: {source} declares {what} {min(wrong)!r}, which is not among {allowed} "
                 f"({', '.join(sorted(known)[:NAMED]) or 'none'}): correct its bind()"
             )
-    apart = [phase for phase in bound.phases if phase.when != "during"]
-    if apart and any(phase.trains == "own" and phase.when == "during" for phase in bound.phases):
+    if bound.has_separate_passes and any(phase.trains == "own" and phase.when == "during" for phase in bound.phases):
         raise UsageError(
-            f"{name}: {source} trains its own parameters both in the model's steps and apart from them: choose one"
+            f"{name}: {source} trains its own parameters both in the model's steps and in separate passes: choose one"
         )
     for phase in bound.phases:
         if phase.trains == "own":
             if not (own.model.keys() & plan.trained or own.params):
-                raise UsageError(f"{name}: {source} has a phase for its own parameters, and has none: leave it out")
+                raise UsageError(
+                    f"{name}: {source} has a phase for its own parameters but declares none: remove the phase"
+                )
         elif not phase.trains & plan.trained:
             raise UsageError(
-                f"{name}: {source} has a phase that trains {min(phase.trains, default='nothing')!r}, which is left "
-                "untrained: remove one of the two, or choose other layers"
+                f"{name}: {source} has a phase that trains {min(phase.trains, default='nothing')!r}, which another "
+                "part leaves untrained: remove one of the two, or choose other layers"
             )
     if bound.sets:
         _check_sets(plan, bound)
@@ -154,7 +155,7 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
 
 
 def _check_sets(plan: Plan, bound: Bound) -> None:
-    """Raise :class:`UsageError` unless clients load what the server computes, and no rule has copies of it."""
+    """Raise :class:`UsageError` unless clients load the entries that the server computes, and no rule copies them."""
     name = f"method {plan.method.label!r}"
     if kept := bound.sets - plan.loaded:
         where = "pooling leaves no client to measure" if plan.method.pooled else "another part keeps it on clients"
@@ -162,20 +163,20 @@ def _check_sets(plan: Plan, bound: Bound) -> None:
     for other in plan.rules:
         if bound.sets & other.own.model.keys():
             raise UsageError(
-                f"{name}: {other.rule.source_method} keeps another model on each client, for which the server computes "
-                f"no {min(bound.sets)!r}: remove one of the two"
+                f"{name}: {other.rule.source_method} keeps another model on each client, but the server computes "
+                f"{min(bound.sets)!r} only for the shared model: remove one of the two"
             )
 
 
 def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
     """Raise :class:`UsageError` unless each local step moves every parameter along its gradient.
 
-    ``momentum``: whether along those of the round's earlier steps, too.
+    ``momentum``: whether momentum within the round is allowed.
     """
     optimizer = plan.optimizer
     if not isinstance(optimizer, SGD) or (optimizer.momentum and (optimizer.keep or not momentum)):
         which, fix = (
-            ("SGD whose momentum starts anew each round", "sgd, and momentum that is not kept")
+            ("SGD whose momentum is reset each round", "sgd, with keep=False")
             if momentum
             else ("SGD without momentum", "sgd with momentum=0")
         )
@@ -184,22 +185,22 @@ def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
         starts_elsewhere = bound.rule.personalizes == "start" and not bound.rule.buffers_alone
         if starts_elsewhere or any(phase.trains != "own" for phase in bound.phases):
             raise UsageError(
-                f"method {plan.method.label!r}: {what} holds where every step moves every parameter from what was "
-                f"loaded, which {bound.rule.source_method} changes: remove one of the two"
+                f"method {plan.method.label!r}: {what} holds only if every step updates every parameter, starting from "
+                f"the loaded model, which {bound.rule.source_method} changes: remove one of the two"
             )
 
 
 def _check_separate_samples(plan: Plan, what: str) -> None:
-    """Raise :class:`UsageError` unless the gradient of a sample is that of its loss alone, and nothing else sees it.
+    """Raise :class:`UsageError` unless a sample affects only the gradient of its own loss.
 
-    What rules then send, and declare to reveal the update, follows from combined gradients.
+    Uploads of rules that declare ``reveals="update"`` then follow from the combined gradients.
     """
     name = f"method {plan.method.label!r}"
     for layer, module in plan.module.named_modules():
         if isinstance(module, _BatchNorm | HybridBatchNorm):
             raise UsageError(
-                f"{name}: {what}, but in BatchNorm (layer {layer!r}) a sample changes those of its whole batch, "
-                "and statistics: add gn, ln, nonorm or fedwon"
+                f"{name}: {what}, but through BatchNorm (layer {layer!r}) a sample changes the gradients of its whole "
+                "batch, and the statistics: add gn, ln, nonorm or fedwon"
             )
     for index, bound in enumerate(plan.rules):
         beyond = [f"{send.reveals}: {entry!r}" for entry, send in bound.uploads if send.reveals != "update"]
@@ -207,17 +208,18 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
             "changes the loss": index in plan.defines("loss"),
             "changes the batch": index in plan.defines("batch"),
             "reads the targets of all samples": bound.reads.targets,
-            "sees the model run on samples before local work": bound.reads.first,
-            f"sends more than follows from gradients ({'; '.join(beyond)})": beyond,
+            "runs the model on samples before local work": bound.reads.first,
+            f"sends information that does not follow from gradients ({'; '.join(beyond)})": beyond,
         }
         if why := next((text for text, true in reads.items() if true), ""):
             raise UsageError(f"{name}: {what}, and {bound.rule.source_method} {why}: remove one of the two")
     if isinstance(plan.loss, Loss) and plan.loss.comparing:
         raise UsageError(
-            f"{name}: {what}, but {plan.loss} compares the samples of a batch, and one alone has no gradient: remove it"
+            f"{name}: {what}, but {plan.loss} compares the samples of a batch, and a single sample has no gradient: "
+            "choose another loss"
         )
     if isinstance(plan.loss, CrossEntropy) and plan.loss.weights is not None:
         raise UsageError(
-            f"{name}: {what}, but {plan.loss} is divided by the weights of a batch, which cancel in one sample: use "
-            f"focal(gamma=0, weights={plan.loss.weights!r})"
+            f"{name}: {what}, but {plan.loss} divides by the sum of a batch's weights, so that the weight of a single "
+            f"sample cancels: use focal(gamma=0, weights={plan.loss.weights!r})"
         )

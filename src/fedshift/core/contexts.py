@@ -1,6 +1,7 @@
-"""Contexts: what the hooks of a rule may read; every field is there in every hook that gets the context.
+"""Contexts: the information that the hooks of a rule may read.
 
-What costs or reveals something (:class:`~fedshift.core.declarations.Reads`) is refused unless the rule declares it.
+Information that is costly or sensitive (:class:`~fedshift.core.declarations.Reads`) is refused unless the rule declares
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
-"""Called with a layer and its inputs, just before the layer is."""
+"""Called with a layer and its inputs, just before the layer runs."""
 
 
 class Owned(NamedTuple):
@@ -37,20 +38,20 @@ class Owned(NamedTuple):
 
 def _refuse(bound: Bound, what: str, declaration: str) -> UsageError:
     return UsageError(
-        f"{type(bound.rule).__name__} reads {what}, which it does not declare: return "
+        f"{type(bound.rule).__name__} reads {what} without declaring it: return "
         f"Bound(self, reads=Reads({declaration})) from its bind()"
     )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientContext:
-    """A client at work.
+    """Fields common to all contexts on a client.
 
     Args:
         bound: The rule and its declarations.
         loaded: The model's entries as the server sent them.
         memory: The rule's memory on this client.
-        own: The rule's own entries.
+        own: The current values of the rule's :class:`Own` entries.
         server: The rule's memory on the server, as broadcast.
         lr: The model's learning rate in this round.
 
@@ -77,9 +78,9 @@ class RoundContext(ClientContext):
 
 
 class Glimpse(NamedTuple):
-    """Some samples, and functions of the model that the round would start from, for :meth:`Rule.look`.
+    """Functions that evaluate the round's initial model on some samples, for :meth:`Rule.look`.
 
-    ``samples``: how many. ``run`` and ``loss_at``: as of :class:`LookContext`.
+    ``samples``: the number of samples. ``run`` and ``loss_at``: see :class:`LookContext`.
     """
 
     samples: int
@@ -92,7 +93,7 @@ class LookContext(RoundContext):
     """A client's round before local work.
 
     Args:
-        prelude: This is the exchange before round 1, in which the samples are those of a first pass.
+        prelude: Whether this is the exchange before round 1, which uses the samples of a first epoch.
 
     """
 
@@ -109,19 +110,19 @@ class LookContext(RoundContext):
 
     @property
     def samples(self) -> int:
-        """Return on how many samples :meth:`run` and :meth:`loss_at` work; needs ``Reads.first``, as they do."""
+        """Return the number of samples of :meth:`run` and :meth:`loss_at`; all three need ``Reads.first``."""
         return self._glimpse("samples").samples
 
     def run(self, hooks: Mapping[str, Hook]) -> None:
-        """Run the model that the round would start from once, in training mode, without a gradient.
+        """Run the round's initial model once, in training mode and without gradients.
 
-        Each hook is called with the layer that it names, ``""`` for the network, and the layer's inputs. Nothing that
-        layers write is kept.
+        ``hooks``: callables by layer name (``""``: the network), called with the layer and its inputs. Buffers that
+        layers write are discarded.
         """
         self._glimpse("run").run(hooks)
 
     def loss_at(self, entries: State) -> Tensor:
-        """Return the mean loss of that model with ``entries`` in place of its own, in evaluation mode."""
+        """Return the mean loss of that model in evaluation mode, with ``entries`` replaced."""
         return self._glimpse("loss_at").loss_at(entries)
 
     def _glimpse(self, what: str) -> Glimpse:
@@ -132,12 +133,12 @@ class LookContext(RoundContext):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepContext(ClientContext):
-    """A step.
+    """A local step.
 
     Args:
-        params: Trained entries of the network at hand: the model, or in :meth:`Rule.gradients` a copy.
-        buffers: Its other entries.
-        steps: Steps of the round so far, an int64 scalar: a tensor, so that a recorded step does not hold it constant.
+        params: Trained entries of the network: the model, or in :meth:`Rule.gradients` possibly a copy.
+        buffers: The network's other entries.
+        steps: Number of steps taken in the round, an int64 scalar tensor, which a recorded step can vary.
 
     """
 
@@ -149,14 +150,14 @@ class StepContext(ClientContext):
 
     @property
     def round(self) -> int:
-        """Return the rounds done before this one, for which no step is recorded; needs ``Reads(round=True)``."""
+        """Return the number of rounds done, which disables the recording of steps; needs ``Reads(round=True)``."""
         if not self.bound.reads.round:
             raise _refuse(self.bound, "round in a step", "round=True")
         return self._round
 
     @property
     def key(self) -> Tensor:
-        """Return the int64 scalar from which the step draws; needs ``Reads(draws=True)``."""
+        """Return the int64 scalar that keys the step's random draws; needs ``Reads(draws=True)``."""
         if not self.bound.reads.draws:
             raise _refuse(self.bound, "key", "draws=True")
         return self._key
@@ -164,12 +165,12 @@ class StepContext(ClientContext):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardPass:
-    """A pass of a network on a batch, differentiable in the network's parameters.
+    """A forward pass of a network on a batch, differentiable in the network's parameters.
 
     Args:
         x: Inputs ``[B, ...]``.
         y: Targets ``[B, ...]``.
-        outputs: The network's outputs, for classes ``[B, K]``.
+        outputs: The network's outputs, ``[B, K]`` for classification.
 
     """
 
@@ -181,7 +182,7 @@ class ForwardPass:
 
     @property
     def features(self) -> Tensor:
-        """Return the input of the layer that ``Reads.features`` names, which it must."""
+        """Return the input of the layer that ``Reads.features`` names; needs ``Reads.features``."""
         if not self.bound.reads.features:
             raise _refuse(self.bound, "features", "features='last'")
         return self._features
@@ -191,7 +192,7 @@ class RunModel(Protocol):
     """A function that runs the network on the batch of a step, or on other inputs for the same targets."""
 
     def __call__(self, entries: State, x: Tensor, /, *, training: bool) -> ForwardPass:
-        """Return the pass of the model with ``entries`` in place of its own on ``x``."""
+        """Return the forward pass on ``x`` of the model with ``entries`` replaced."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,8 +201,8 @@ class LossContext(StepContext):
 
     Args:
         x: Inputs of the batch, ``[B, ...]``.
-        y: Its targets, ``[B, ...]``.
-        criterion: The training loss, of outputs and targets.
+        y: Targets of the batch, ``[B, ...]``.
+        criterion: The training loss, a function of outputs and targets.
 
     """
 
@@ -214,7 +215,7 @@ class LossContext(StepContext):
 
     @property
     def outputs(self) -> Tensor:
-        """Return the model's outputs, from the pass of the loss; in passes of a rule's own it runs when asked for."""
+        """Return the outputs of the pass that computed the loss; in separate phases, run the model on demand."""
         return self._make_pass().outputs
 
     @property
@@ -223,23 +224,20 @@ class LossContext(StepContext):
         return self._make_pass().features
 
     def run(self, entries: State, x: Tensor | None = None, *, training: bool = True) -> ForwardPass:
-        """Return the pass of the model with ``entries`` in place of its own; on other inputs than the batch's: ``x``.
+        """Return the forward pass of the model with ``entries`` replaced, on the batch or on the inputs ``x``.
 
-        ``entries`` are used as they are: layers write into their buffers, while the model's are not written to. Dropout
-        has the masks of the model's pass. With ``training=False`` there is none, BatchNorm normalizes by its running
-        statistics, and nothing is written.
+        ``entries`` are not copied: layers write into their buffers, but never into the model's. Dropout uses the masks
+        of the model's pass. With ``training=False``, dropout is off, BatchNorm normalizes by its running statistics,
+        and no buffer is written.
         """
         return self._run(entries, self.x if x is None else x, training=training)
 
     def loss_at(self, entries: State) -> Tensor:
-        """Return the loss on the batch of the model with ``entries`` in place of its own.
-
-        They are used as in :meth:`run`, but dropout draws masks anew.
-        """
+        """Return the loss on the batch of the model with ``entries`` replaced; dropout draws new masks."""
         return self._loss_at(entries)
 
     def gradient_at(self, params: State) -> State:
-        """Return the gradient of :meth:`loss_at` in ``params``, as constants."""
+        """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""
         with use_torch_func():
             grads = torch.func.grad(self.loss_at)({name: tensor.detach() for name, tensor in params.items()})
         return {name: grad.detach() for name, grad in grads.items()}
@@ -251,9 +249,9 @@ class EndContext(RoundContext):
 
     Args:
         params: Trained entries of the model.
-        buffers: Its other entries.
-        steps: Steps of the round.
-        prelude: This is the exchange before round 1, which has no steps, and of which the client keeps nothing.
+        buffers: The model's other entries.
+        steps: Number of steps in the round.
+        prelude: Whether this is the exchange before round 1, which has no steps and leaves no memory on the client.
 
     """
 
@@ -273,7 +271,7 @@ class FoldContext:
         received: The clients' rounds, in the same order.
         plan: The plan.
         server: The server before the round.
-        prelude: This is the exchange before round 1, in which :attr:`Bound.sets` are not computed.
+        prelude: Whether this is the exchange before round 1, in which :attr:`Bound.sets` are not computed.
 
     """
 
@@ -286,7 +284,7 @@ class FoldContext:
 
 
 class Folded(NamedTuple):
-    """The server's memory, and its entries that a rule computes."""
+    """The rule's memory on the server, and the server's entries that the rule computes."""
 
     memory: State
     entries: Mapping[str, Tensor] = MappingProxyType({})

@@ -1,7 +1,7 @@
-"""Declarations: what a rule says about itself as data, which others read and check.
+"""Declarations: the state, phases, reads and uploads of a rule, as data that other parts read and check.
 
-Consent at a site, ``fedshift inspect``, policies, the ledger, reports and differential privacy read the same
-:class:`Send`; a client that would upload anything else is stopped (:func:`fedshift.core.disclosure.check_upload`).
+Consent at a site, ``fedshift inspect``, policies, the ledger, reports and differential privacy all read the same
+:class:`Send`, and a client refuses to upload anything else (:func:`fedshift.core.disclosure.check_upload`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Own:
-    """State of a rule, at its first values. No name occurs in two of its parts, but for ``server``.
+    """The initial state of a rule. Names are unique across all fields except ``server``.
 
     Args:
-        model: Another network's weights and buffers, under the names of the model's: all of them or some. It is trained
-            and decays as the model does, and rules that change the gradients of any network see it
-            (:attr:`Rule.on_copies`).
-        params: Other parameters, which are trained. They do not decay unless a phase says so, and no other rule sees
-            them.
-        bounds: Least and greatest values of ``params``, to which they are put back after each step.
-        buffers: Neither trained nor sent; :meth:`Rule.loss` may write into them.
-        memory: Kept by each client from round to round; it never leaves the client.
-        server: Kept by the server, which broadcasts it.
-        growing: Axes of entries of ``server`` whose lengths change from round to round; all other lengths, and all
-            types, stay what they are at the start.
+        model: Weights and buffers of another network, under some or all of the model's names. They are trained and
+            decayed like the model, and rules with :attr:`Rule.on_copies` transform their gradients.
+        params: Other trained parameters. Without weight decay unless a phase enables it; other rules do not see them.
+        bounds: Minimum and maximum of ``params``, which are clamped after each step.
+        buffers: Entries that are neither trained nor sent; :meth:`Rule.loss` may write into them.
+        memory: State that each client keeps from round to round and never sends.
+        server: State that the server keeps and broadcasts.
+        growing: Axes of entries in ``server`` whose lengths may change between rounds; all other lengths and all dtypes
+            are fixed.
 
     """
 
@@ -49,7 +47,7 @@ class Own:
 
     @property
     def kept(self) -> State:
-        """All that a client keeps for the rule, which has one name each."""
+        """All entries that a client keeps for the rule."""
         return {**self.model, **self.params, **self.buffers, **self.memory}
 
 
@@ -57,18 +55,19 @@ class Own:
 class Phase:
     """When parameters are trained.
 
-    A rule's own parameters are trained in all of the model's steps unless a phase trains them otherwise.
+    Without a phase, a rule's own parameters are trained in all of the model's steps.
 
     Args:
-        trains: The rule's own parameters, or entries of the model, which no step outside of such phases changes.
-        when: ``during``: in the model's steps, which alone count, for ``steps``, samples and weight. ``before`` and
-            ``after``: in passes that train the rule's own parameters alone, and in which its :meth:`Rule.loss` runs,
-            there and only there. After those ``before``, the model starts anew from :meth:`Rule.personalize`.
-        share: Part of the model's steps, from where to where. In n steps, a boundary between two parts lies at
-            ``min(max(1, round(share * n)), n - 1)``, and a single step trains all.
-        epochs: Number of passes over the client's data, whose batches are drawn as if the client had no others.
-        lr_scale: Learning rate relative to that of the model.
-        decay: The optimizer's weight decay acts on :attr:`Own.params`, too.
+        trains: ``"own"`` for the rule's own parameters, or names of entries of the model, which are then trained only
+            in such phases.
+        when: ``during``: in the model's steps; only these count toward steps, samples and weight. ``before`` and
+            ``after``: in separate passes that train only the rule's own parameters; :meth:`Rule.loss` then runs only
+            in these passes. After a ``before`` phase, the model restarts from :meth:`Rule.personalize`.
+        share: Interval of the model's steps, as fractions. In n steps, an inner boundary is at
+            ``min(max(1, round(share * n)), n - 1)``, and a single step trains all parameters.
+        epochs: Number of epochs of a separate pass, whose batches are drawn independently of the model's.
+        lr_scale: Learning rate relative to the model's.
+        decay: Whether weight decay applies to :attr:`Own.params`.
 
     """
 
@@ -84,18 +83,18 @@ class Phase:
             raise UsageError(f"a Phase with when={self.when!r}: give 'before', 'during' or 'after'")
         if self.when != "during" and self.trains != "own":
             raise UsageError(
-                f"a Phase {self.when} the model's steps trains the model's entries: give trains='own', or when='during'"
+                f"a Phase with when={self.when!r} trains the model's entries: give trains='own', or when='during'"
             )
         if not 0 <= self.share[0] < self.share[1] <= 1:
             raise UsageError(f"a Phase with share={self.share}: give two numbers in [0, 1], the smaller one first")
         if self.epochs < 1 or not self.lr_scale > 0:
             raise UsageError(
-                f"a Phase with epochs={self.epochs} and lr_scale={self.lr_scale:g}: give 1 or more, and a number above "
-                "0"
+                f"a Phase with epochs={self.epochs} and lr_scale={self.lr_scale:g}: give epochs of 1 or more, and an "
+                "lr_scale above 0"
             )
 
     def covers(self, step: int, steps: int) -> bool:
-        """Return whether the phase trains in ``step`` (from 0) of a round of ``steps`` steps of the model."""
+        """Return whether the phase includes ``step`` (from 0) of a round with ``steps`` steps of the model."""
         start, end = (round(share * steps) for share in self.share)
         if steps > 1:
             start = min(max(1, start), steps - 1) if self.share[0] > 0 else 0
@@ -103,23 +102,23 @@ class Phase:
         return steps <= 1 or start <= step < end
 
 
-Apart = tuple[int, Phase]
-"""A phase, after the position of its rule."""
+RulePhase = tuple[int, Phase]
+"""The position of a rule, and one of its phases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """Declaration of what costs or reveals something to read; a context refuses, by name, what is not declared.
+    """Declaration of costly or sensitive reads; a context refuses undeclared reads by name.
 
     Args:
-        targets: :attr:`LookContext.targets`, those of all of a client's training samples.
-        first: Number of different samples of a round, its first ones, on which :meth:`Rule.look` runs the model. A
-            client that uses fewer in the round has these.
-        features: Layer whose input :meth:`Rule.loss` gets, by its name in the network, or ``"last"`` for the last layer
-            with parameters, so that features are what the classifier sees. They come from the pass of the loss.
-        draws: :attr:`StepContext.key`, from which a step draws.
-        round: :attr:`StepContext.round`, for which no step is recorded.
-        entries: :meth:`Rule.fold` gets the entries of each client, and not only their mean.
+        targets: Whether the rule reads :attr:`LookContext.targets`, the targets of all training samples of a client.
+        first: Number of distinct samples, the first of the round, on which :meth:`Rule.look` runs the model. A client
+            that uses fewer in the round provides those.
+        features: Name of the layer whose input :meth:`Rule.loss` receives, or ``"last"`` for the last layer with
+            parameters, so that features are the classifier's input. They come from the pass of the loss.
+        draws: Whether the rule reads :attr:`StepContext.key` for random draws.
+        round: Whether the rule reads :attr:`StepContext.round`, which disables the recording of steps.
+        entries: Whether :meth:`Rule.fold` receives the entries of each client, and not only their mean.
 
     """
 
@@ -132,7 +131,7 @@ class Reads:
 
 
 Reveals = Literal["update", "client", "class", "image"]
-"""Kinds of content of an upload, from least to most: the client's update alone, or its data at that grain."""
+"""Information in an upload, from least to most: only the client's update, or its data at this granularity."""
 GRAINS: tuple[Reveals, ...] = get_args(Reveals)
 
 
@@ -141,16 +140,16 @@ class Send:
     """One tensor that every client uploads for a rule, in each round or once before round 1.
 
     Args:
-        shape: Its shape, the same for all clients and rounds; what varies in length is padded.
-        dtype: Its type.
-        reveals: ``update`` if it follows from the entries that the client loaded, its update and the rule's memory;
-            otherwise what it was measured on: all of a client's data (``client``), the samples of one class
-            (``class``), or single samples (``image``). A client with one sample reveals that sample at every grain.
-        passed_on: The server may send it to other clients as one client sent it, and not only in what it makes of all
-            of a round's.
+        shape: The shape, equal for all clients and rounds; content of variable length is padded.
+        dtype: The dtype.
+        reveals: ``update`` if the tensor follows from the loaded entries, the client's update and the rule's memory;
+            otherwise the data that it was measured on: all of a client's data (``client``), the samples of one class
+            (``class``), or single samples (``image``). A client with one sample reveals that sample at every
+            granularity.
+        passed_on: Whether the server may forward the tensor to other clients unaggregated.
 
     Raises:
-        UsageError: ``reveals`` is not one of these.
+        UsageError: ``reveals`` is not one of :data:`GRAINS`.
 
     """
 
@@ -165,12 +164,12 @@ class Send:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def like(cls, state: State, reveals: Reveals, *, passed_on: bool = False) -> dict[str, Send]:
-        """Return one for each entry of ``state``."""
+        """Return a :class:`Send` for each entry of ``state``."""
         return {
             name: cls(shape=tuple(tensor.shape), dtype=tensor.dtype, reveals=reveals, passed_on=passed_on)
             for name, tensor in state.items()
@@ -179,20 +178,20 @@ class Send:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A rule resolved against a plan, and all that it declares: ``plan.rules`` holds one for each rule.
+    """A rule resolved against a plan, with its declarations; ``plan.rules`` holds one per rule.
 
     Args:
-        rule: The rule, with what it has found in the plan.
-        own: Its state.
+        rule: The rule, configured for the plan.
+        own: The rule's initial state.
         phases: When parameters are trained.
-        reads: What it reads that must be declared.
-        sends: What every client uploads for the rule in each round: exactly the tensors of :meth:`Rule.end`.
-        prelude: What every client uploads once, before round 1; nothing: the rule has no exchange there. In it, every
-            client that trains takes no step and sends no entries: :meth:`Rule.look` runs, on the samples of a first
-            pass, then :meth:`Rule.end`, and at the server :meth:`Rule.fold`. Clients keep nothing of it, and one that
-            joins later has no part in it.
-        sets: Entries of the server that :meth:`Rule.fold` computes, in place of their aggregate.
-        notices: What users should know before the rule runs, one sentence each.
+        reads: Reads that must be declared.
+        sends: Uploads of every client for the rule in each round: exactly the tensors of :meth:`Rule.end`.
+        prelude: Uploads of every client before round 1; empty: the rule takes no part in that exchange. In it, clients
+            take no steps and send no entries of the model: :meth:`Rule.look` runs on the samples of a first epoch, then
+            :meth:`Rule.end`, and :meth:`Rule.fold` on the server. Clients keep no memory of it, and clients that join
+            later do not take part.
+        sets: Entries of the server that :meth:`Rule.fold` computes, replacing their aggregate.
+        notices: Sentences that users should read before the rule runs.
 
     """
 
@@ -207,15 +206,15 @@ class Bound:
 
     @property
     def uploads(self) -> tuple[tuple[str, Send], ...]:
-        """All that clients upload for the rule, each with its name: before round 1, and in each round."""
+        """All uploads for the rule, with their names: before round 1, and in each round."""
         return *self.prelude.items(), *self.sends.items()
 
     def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:
-        """Return the phases of ``when``; unless one says otherwise, own parameters are trained during all steps."""
+        """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""
         own = any(phase.trains == "own" for phase in self.phases)
         return tuple(phase for phase in (self.phases if own else (*self.phases, Phase())) if phase.when == when)
 
     @property
-    def is_apart(self) -> bool:
-        """Return whether the rule's own parameters, and its loss, have passes of their own."""
+    def has_separate_passes(self) -> bool:
+        """Return whether the rule's own parameters are trained in separate passes, where its loss runs."""
         return any(phase.when != "during" for phase in self.phases)

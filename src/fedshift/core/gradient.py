@@ -1,4 +1,4 @@
-"""Gradient estimators: how the gradient of a batch is made of those of its samples, where it is not their mean."""
+"""Gradient estimators: combine the gradients of samples into the gradient of a batch, where that is not their mean."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..utils.state import State
 
 
 class GradientEstimator(ABC):
-    """Makes the gradient of a batch, before any rule sees it.
+    """Computes the gradient of a batch from the gradients of its samples, before any rule sees it.
 
     Attributes:
-        secret: Draws come from the operating system, so that no engine may record or share them.
+        secret: Whether random draws come from the operating system, so that engines must not record or share them.
 
     """
 
@@ -25,13 +25,13 @@ class GradientEstimator(ABC):
 
     @property
     def source_method(self) -> str:
-        """Name of the method that brings the estimator, used in messages: its module."""
+        """Name of the method that defines the estimator (its module), used in messages."""
         return type(self).__module__.rpartition(".")[2]
 
     @abstractmethod
     def combine(self, parts: Iterable[State], key: Tensor) -> State:
         """Return the gradients of the model's trained entries.
 
-        ``parts``: those of the batch's samples, ``[samples, ...]``, some samples in each part. ``key``: int64 scalar
-        from which the step draws.
+        ``parts``: the gradients of the batch's samples in chunks ``[samples, ...]``. ``key``: int64 scalar that keys
+        random draws.
         """

@@ -1,8 +1,8 @@
-"""The kernel: how a client's round begins and ends, as pure functions that every engine runs.
+"""The kernel: the start and end of a client's round, as pure functions that every engine runs.
 
-One communication round is, for each client that takes part, ``client_init``, one ``client_step_`` for each batch
-(:mod:`fedshift.core.step`) and ``client_final``; then the uploads are aggregated (:mod:`fedshift.core.server_round`).
-Before round 1 there may be one ``client_prelude`` of each client.
+In a communication round, each participant runs ``client_init``, ``client_step_`` for each batch
+(:mod:`fedshift.core.step`) and ``client_final``; then the server aggregates the uploads
+(:mod:`fedshift.core.server_round`). Before round 1, each client may run ``client_prelude``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .step import client_facts
 
 
 def init_server(plan: Plan) -> ServerState:
-    """Return the server before the first round."""
+    """Return the server's state before the first round."""
     common = pick(plan.initial, plan.trained & plan.loaded)
     return ServerState(
         round=0,
@@ -32,14 +32,14 @@ def init_server(plan: Plan) -> ServerState:
 
 
 def broadcast(server: ServerState, name: str) -> ServerState:
-    """Return the server as client ``name`` sees it: with its mix, where there is one, in place of shared entries."""
+    """Return the server's state as client ``name`` receives it, with the client's mix, if any, as shared entries."""
     if server.mixes is None:
         return server
     return replace(server, shared=server.shared | server.mixes.mix(name), mixes=None)
 
 
 def init_client(plan: Plan) -> ClientState:
-    """Return a client that has not taken part yet; its entries share memory with the plan's until it does."""
+    """Return the state of a client before its first round; its entries share memory with the plan's."""
     memory = tuple(bound.own.kept for bound in plan.rules)
     return ClientState(personal=pick(plan.initial, plan.personal), memory=memory)
 
@@ -50,12 +50,12 @@ def _merge_loaded_and_personal(plan: Plan, client: ClientState, server: ServerSt
 
 
 def personal_entries(plan: Plan, client: ClientState, server: ServerState) -> State:
-    """Return the entries that a client does not load: its own, of which some are the server's until it has begun."""
+    """Return the entries that a client keeps; before its first step, adopted entries are the server's."""
     return client.personal if client.steps else client.personal | pick(server.shared, plan.adopted)
 
 
 def _context_between_rounds(plan: Plan, client: ClientState, server: ServerState, index: int) -> RoundContext:
-    """Return what the rule at ``index`` may read between rounds."""
+    """Return the context of the rule at ``index`` between rounds."""
     kept, bound = client.memory[index], plan.rules[index]
     return RoundContext(
         bound=bound,
@@ -69,7 +69,7 @@ def _context_between_rounds(plan: Plan, client: ClientState, server: ServerState
 
 
 def personal_state(plan: Plan, client: ClientState, server: ServerState) -> State:
-    """Return the model that the client would use now: entries that it loads and its own, as its rules combine them."""
+    """Return the client's current model: loaded and personal entries, as its rules combine them."""
     state = _merge_loaded_and_personal(plan, client, server)
     for index in plan.defines("personalize"):
         state = plan.rules[index].rule.personalize(state, _context_between_rounds(plan, client, server, index))
@@ -77,21 +77,21 @@ def personal_state(plan: Plan, client: ClientState, server: ServerState) -> Stat
 
 
 def trained_state(plan: Plan, client: ClientState, update: Update, server: ServerState) -> State:
-    """Return the client's model just after local work, before aggregation; ``server``: the one that it loaded from."""
+    """Return the client's model after local work and before aggregation; ``server``: the state that it loaded."""
     return personal_state(plan, client, replace(server, shared=update.shared))
 
 
 def global_state(plan: Plan, server: ServerState) -> State | None:
-    """Return the server's model, or None where it holds none."""
+    """Return the server's model, or None if it holds no complete model."""
     return {name: server.shared[name] for name in plan.initial} if plan.has_global else None
 
 
 def client_init(
     plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
 ) -> LocalTrainingState:
-    """Start a client's local work of ``planned_steps`` steps: load the shared entries, keep the personal ones.
+    """Start ``planned_steps`` local steps of a client from the shared and the personal entries.
 
-    ``seen``: the samples that rules look at; None: they do not look.
+    ``seen``: samples for :meth:`Rule.look`; None: skip that hook.
     """
     job = load_state(plan, client, server, planned_steps, seen)
     return replace(job, params=plan.clone_for_training(job.params), optimizer=clone(job.optimizer))
@@ -106,7 +106,7 @@ def load_state(
     *,
     prelude: bool = False,
 ) -> LocalTrainingState:
-    """Return :func:`client_init`'s job over the tensors of server and client themselves: copy before a step."""
+    """Return the job of :func:`client_init` without copying tensors of server and client: copy before a step."""
     contexts = [_context_between_rounds(plan, client, server, index) for index in range(len(plan.rules))]
     merged = _merge_loaded_and_personal(plan, client, server)
     state = _begin(plan, merged, contexts)
@@ -135,7 +135,7 @@ def load_state(
 
 
 def _begin(plan: Plan, state: State, contexts: Sequence[RoundContext]) -> State:
-    """Return the model that local work starts from, given the entries that the client loads and keeps."""
+    """Return the model that local work starts from, given the loaded and the personal entries."""
     for index in plan.defines("personalize"):
         rule = plan.rules[index].rule
         state = rule.personalize(state, contexts[index]) if rule.personalizes == "start" else state
@@ -145,7 +145,7 @@ def _begin(plan: Plan, state: State, contexts: Sequence[RoundContext]) -> State:
 def look(
     plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen, *, prelude: bool
 ) -> list[RoundContext]:
-    """Return the rules' contexts with their memories for the round, having looked at the model under ``state``."""
+    """Call the rules' :meth:`Rule.look` on the model ``state``; return their contexts with the new memories."""
     return [
         replace(each, memory=each.bound.rule.look(_look_context(plan, each, state, seen, prelude=prelude)))
         if index in plan.defines("look") and (each.bound.prelude or not prelude)
@@ -169,17 +169,17 @@ def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen, *
     def loss_at(entries: State) -> Tensor:
         return plan.loss(forward(plan, clone({**state, **entries}), x, training=False), y)
 
-    given = {each.name: getattr(context, each.name) for each in fields(context)}
-    return LookContext(**given, prelude=prelude, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
+    common = {each.name: getattr(context, each.name) for each in fields(context)}
+    return LookContext(**common, prelude=prelude, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
 
 
 def restart(plan: Plan, job: LocalTrainingState) -> LocalTrainingState:
-    """Return a job that has taken no steps but those ``apart`` with the model that its rules now start from. Pure."""
+    """Restart the model from its rules' :meth:`Rule.personalize` after separate phases. Pure."""
     together = job.state
     state = {name: job.global_params.get(name, together[name]) for name in plan.initial}
     contexts = [_round_context(plan, job, index) for index in range(len(plan.rules))]
     fresh = together | _begin(plan, state, contexts)
-    return replace(job, params=pick(fresh, job.params), rest=pick(fresh, job.rest), apart=None)
+    return replace(job, params=pick(fresh, job.params), rest=pick(fresh, job.rest), separate_phase=None)
 
 
 def _round_context(plan: Plan, job: LocalTrainingState, index: int) -> RoundContext:
@@ -189,7 +189,7 @@ def _round_context(plan: Plan, job: LocalTrainingState, index: int) -> RoundCont
 def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Update]:
     """End local work. Returns the client's new state and its upload.
 
-    Raises :class:`UsageError` where a rule would upload or keep anything but what it declares.
+    Raises :class:`UsageError` if a rule's upload or memory differs from its declarations.
     """
     together = job.state
     state = {name: together[name] for name in plan.initial}
@@ -216,11 +216,12 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
 
 
 def client_prelude(plan: Plan, samples: int, seen: Seen | None) -> Update:
-    """Return the upload of a client with ``samples`` in the exchange before round 1, which is of its data and the plan.
+    """Return the upload of a client with ``samples`` training samples in the exchange before round 1.
 
-    Server and clients start from the plan, so that nothing has to be received, and whoever asks again gets the same.
+    It depends only on the plan and the client's data, so that the client receives nothing, and a repeated call returns
+    the same upload.
 
-    Raises :class:`UsageError` where a rule would upload or keep anything but what it declares.
+    Raises :class:`UsageError` if a rule's upload or memory differs from its declarations.
     """
     job = load_state(plan, init_client(plan), init_server(plan), 0, seen, prelude=True)
     return client_final(plan, replace(job, samples=samples))[1]

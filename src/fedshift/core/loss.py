@@ -1,7 +1,7 @@
-"""Training losses by name, for each task; those over classes may have weights, which all clients share.
+"""Training losses by name, for each task. Losses over classes accept class weights, which all clients share.
 
-Weights are part of the task, not of a client: those with a name come from the label counts of the whole federation
-(:meth:`Loss.resolve`), the one fact that clients must share before they start.
+Weights belong to the task, not to a client: named weights are computed from the label counts of the whole federation
+(:meth:`Loss.resolve`), the only information that clients must share before they start.
 
 Focal loss: Lin et al. 2017, arXiv:1708.02002, equation 5, over the softmax of all classes as in FLamby's baseline of
 Fed-ISIC2019 (Ogier du Terrail et al. 2022, arXiv:2210.04620).
@@ -30,18 +30,19 @@ from .architecture import architecture
 Counted = Literal["balanced", "inverse_frequency"]
 """Names of weights that :meth:`Loss.resolve` computes from label counts."""
 Weights = tuple[float, ...] | Counted | None
-"""One number a class, the name of weights from label counts, or None: every class counts the same."""
+"""One number per class, the name of weights computed from label counts, or None: all classes count equally."""
 
-Own = TypeVar("Own", bound="Loss")
+LossT = TypeVar("LossT", bound="Loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(ABC):
-    """A training loss, called with a batch's outputs and targets; gives a number.
+    """A training loss, called with the outputs and targets of a batch; returns a scalar.
 
     For classes: logits ``[B, K]`` or ``[B, K, H, W]`` and labels ``[B]`` or ``[B, H, W]`` (int64). It works under
-    ``torch.func.grad`` and ``torch.vmap``. ``str`` gives the expression that :data:`LOSSES` reads. ``tasks``: names
-    of the tasks that it is for. ``comparing``: it compares the samples of a batch, so that one alone has no gradient.
+    ``torch.func.grad`` and ``torch.vmap``. ``str`` returns the expression that :data:`LOSSES` parses. ``tasks``: names
+    of supported tasks. ``comparing``: whether it compares the samples of a batch, so that a single sample has no
+    gradient.
     """
 
     name: ClassVar[str]
@@ -71,15 +72,15 @@ class Loss(ABC):
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a batch, a scalar."""
 
-    def to(self: Own, device: torch.device) -> Own:
+    def to(self: LossT, device: torch.device) -> LossT:
         """Return the loss with its tensors on ``device``."""
         return self
 
-    def resolve(self: Own, counts: Tensor) -> Own:
-        """Return the loss with its weights as numbers; ``counts`` ``[K]``: all clients' training samples by class.
+    def resolve(self: LossT, counts: Tensor) -> LossT:
+        """Return the loss with numeric weights; ``counts`` ``[K]``: all clients' training samples per class.
 
-        ``inverse_frequency`` weights are N / n_k, FLamby's for Fed-ISIC2019. ``balanced`` ones are these over the
-        number of classes that occur (King and Zeng 2001; as scikit-learn's), so that the mean weight of a training
+        ``inverse_frequency`` weights are N / n_k, as in FLamby for Fed-ISIC2019. ``balanced`` divides them by the
+        number of classes that occur (King and Zeng 2001; as in scikit-learn), so that the mean weight of a training
         sample is 1. A class without samples has weight 0. Raises :class:`UsageError` unless each class has one weight.
         """
         if self.weights is None:
@@ -95,9 +96,9 @@ class Loss(ABC):
         return replace(self, weights=tuple(sum(n_K) / (parts * count) if count else 0.0 for count in n_K))
 
     def _weights(self, logits: Tensor) -> Tensor | None:
-        """Return weights ``[K]`` in the type and on the device of ``logits``."""
+        """Return the weights ``[K]`` in the dtype and on the device of ``logits``."""
         if self.uses_counts:
-            raise UsageError(f"{self}: {self.weights} weights come from label counts: call resolved(counts) first")
+            raise UsageError(f"{self}: {self.weights} weights come from label counts: call resolve(counts) first")
         return None if self.weights is None else torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
 
     @override
@@ -114,8 +115,8 @@ class Loss(ABC):
 class CrossEntropy(Loss):
     """Cross-entropy; with weights, torch's mean over the batch, divided by the sum of the batch's weights.
 
-    So ``balanced`` and ``inverse_frequency`` weights are the same here; a batch without weight counts 0. ``smoothing``
-    in [0, 1): Szegedy et al. 2016, arXiv:1512.00567, section 7.
+    Hence ``balanced`` and ``inverse_frequency`` weights are equivalent here; a batch of zero weight has loss 0.
+    ``smoothing`` in [0, 1): Szegedy et al. 2016, arXiv:1512.00567, section 7.
     """
 
     name = "cross_entropy"
@@ -147,8 +148,8 @@ def _check_gamma(loss: str, gamma: float) -> None:
 class Focal(Loss):
     """Focal loss: mean over the batch of ``w_y (1 - p_y)^gamma (-log p_y)``, p being the softmax of the logits.
 
-    It is the plain mean, as FLamby's, so that the scale of weights is one of the learning rate: ``inverse_frequency``
-    weights are FLamby's, ``balanced`` ones have a mean of 1 over training samples.
+    It is the plain mean, as in FLamby, so that scaling the weights scales the learning rate: ``inverse_frequency``
+    weights are FLamby's, ``balanced`` weights have a mean of 1 over training samples.
     """
 
     name = "focal"
@@ -164,7 +165,7 @@ class Focal(Loss):
         known = y != LEFT_OUT
         y = y.clamp(min=0)
         log_p = logits.log_softmax(dim=1).gather(1, y[:, None])[:, 0]
-        missing = (1 - log_p.exp()).clamp_min(torch.finfo(logits.dtype).tiny)  # roots have no slope at 0
+        missing = (1 - log_p.exp()).clamp_min(torch.finfo(logits.dtype).tiny)  # the gradient of a root is infinite at 0
         terms = -(missing**self.gamma) * log_p
         weight_K = self._weights(logits)
         terms = terms if weight_K is None else weight_K[y] * terms
@@ -175,12 +176,12 @@ class Focal(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class Dice(Loss):
-    """One minus the soft Dice coefficient of a batch's pixels, the mean over classes but the background.
+    """One minus the soft Dice coefficient of a batch's pixels, averaged over the classes except the background.
 
     ``2 sum(p g) / (sum(p) + sum(g))``, p being the softmax of the logits and g 1 for pixels of the class: Milletari et
-    al. 2016, arXiv:1606.04797, section 3, without squares, as nnU-Net (Isensee et al. 2018, arXiv:1809.10486).
-    ``smooth`` is added to numerator and denominator, so that a class that is neither there nor predicted counts 0. With
-    weights, it is the weighted mean over all classes.
+    al. 2016, arXiv:1606.04797, section 3, without squares, as in nnU-Net (Isensee et al. 2018, arXiv:1809.10486).
+    ``smooth`` is added to numerator and denominator, so that a class that is neither present nor predicted has loss 0.
+    With weights, the result is the weighted mean over all classes.
     """
 
     name = "dice"
@@ -196,9 +197,9 @@ class Dice(Loss):
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         known = (y != LEFT_OUT).to(logits.dtype).unsqueeze(1)
         classes = torch.arange(logits.shape[1], device=y.device).reshape(1, -1, *(1 for _ in y.shape[1:]))
-        given = (y.unsqueeze(1) == classes).to(logits.dtype)
+        target = (y.unsqueeze(1) == classes).to(logits.dtype)
         p, others = logits.softmax(dim=1) * known, [0, *range(2, logits.ndim)]
-        both, either = (p * given).sum(dim=others), (p + given).sum(dim=others)
+        both, either = (p * target).sum(dim=others), (p + target).sum(dim=others)
         score_K = (2 * both + self.smooth) / (either + self.smooth)
         weight_K = self._weights(logits)
         if weight_K is None:
@@ -208,7 +209,7 @@ class Dice(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class DiceCrossEntropy(Dice):
-    """The sum of cross-entropy and :class:`Dice`, as nnU-Net trains (Isensee et al. 2018, arXiv:1809.10486)."""
+    """The sum of cross-entropy and :class:`Dice`, as in nnU-Net (Isensee et al. 2018, arXiv:1809.10486)."""
 
     name = "dice_cross_entropy"
 
@@ -219,7 +220,7 @@ class DiceCrossEntropy(Dice):
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryCrossEntropy(Loss):
-    """Mean cross-entropy of each label's sigmoid, ``[B, L]``; the weight of a label is that of its ones."""
+    """Mean cross-entropy of each label's sigmoid, ``[B, L]``; the weight of a label applies to its positives."""
 
     name = "binary_cross_entropy"
     tasks = ("multilabel",)
@@ -250,19 +251,21 @@ class BinaryFocal(BinaryCrossEntropy):
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         weight_L, y = self._weights(logits), y.to(logits.dtype)
         terms = nn.functional.binary_cross_entropy_with_logits(logits, y, pos_weight=weight_L, reduction="none")
-        missed = (y - logits.sigmoid()).abs().clamp_min(torch.finfo(logits.dtype).tiny)  # roots have no slope at 0
+        missed = (
+            (y - logits.sigmoid()).abs().clamp_min(torch.finfo(logits.dtype).tiny)
+        )  # the gradient of a root is infinite at 0
         return (missed**self.gamma * terms).mean()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unweighted(Loss):
-    """A loss of numbers ``[B, T]``, which have no classes to weigh."""
+    """A loss of numeric targets ``[B, T]``, without class weights."""
 
     tasks = ("regression",)
 
     def __post_init__(self) -> None:
         if self.weights is not None:
-            raise UsageError(f"{self.name}: weights={self.weights!r}: this loss has none; leave them out")
+            raise UsageError(f"{self.name}: weights={self.weights!r}: this loss has no weights; leave them out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,15 +313,15 @@ Ties = Literal["breslow", "efron", "order"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cox(Unweighted):
-    """Negative log partial likelihood of Cox's proportional hazards (1972), the mean over a batch's patients.
+    """Negative log partial likelihood of Cox's proportional hazards model (1972), averaged over a batch's patients.
 
-    Risks are ``[B, 1]``, targets ``[B, 2]``: time and event. Each patient with an event is compared with those of the
-    batch who are still at risk then; a batch without events counts 0. So FedAvg optimizes a likelihood that is
-    stratified by client, and ranks patients within clients only.
+    Risks are ``[B, 1]``, targets ``[B, 2]``: time and event. Each patient with an event is compared with the patients
+    in the batch who are still at risk at that time; a batch without events has loss 0. Hence FedAvg optimizes a
+    likelihood stratified by client, which ranks patients only within clients.
 
-    ``ties``: how patients with equal times are compared: ``breslow`` (1974) keeps all of them at risk, ``efron`` (1977,
-    doi:10.1080/01621459.1977.10480613) removes them in equal parts, and ``order`` keeps those that stand earlier in the
-    batch, as FLamby's baseline of Fed-TCGA-BRCA (Ogier du Terrail et al. 2022, arXiv:2210.04620).
+    ``ties``: treatment of patients with equal times: ``breslow`` (1974) keeps all of them at risk, ``efron`` (1977,
+    doi:10.1080/01621459.1977.10480613) removes them in equal parts, and ``order`` keeps the patients earlier in the
+    batch, as in FLamby's baseline for Fed-TCGA-BRCA (Ogier du Terrail et al. 2022, arXiv:2210.04620).
     """
 
     name = "cox"
@@ -352,7 +355,7 @@ class Cox(Unweighted):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CustomLoss(Loss):
-    """A function of yours, called as ``function(logits, y)``; ``text`` names it, the same in every process."""
+    """A user-defined function, called as ``function(logits, y)``; ``text`` names it identically in every process."""
 
     name = "custom"
     function: Callable[[Tensor, Tensor], Tensor]
@@ -365,7 +368,7 @@ class CustomLoss(Loss):
 
     @override
     def to(self, device: torch.device) -> CustomLoss:
-        """Return the loss with its buffers on ``device``, a copy where they are elsewhere."""
+        """Return the loss with its buffers on ``device``; copy it only if they are on another device."""
         module = self.function
         if not isinstance(module, nn.Module) or all(buffer.device == device for buffer in module.buffers()):
             return self
@@ -373,10 +376,10 @@ class CustomLoss(Loss):
 
     @override
     def resolve(self, counts: Tensor) -> CustomLoss:
-        """Return the loss, tried once on two samples of each class, on the device of ``counts``.
+        """Return the loss after a trial call with two samples of each class, on the device of ``counts``.
 
-        It is not where ``tried`` is false, for targets that are no classes. Raises :class:`UsageError` where it gives
-        none.
+        The call is skipped if ``tried`` is false (targets are not classes). Raises :class:`UsageError` if it does not
+        return a differentiable scalar.
         """
         if not self.tried:
             return self
@@ -394,8 +397,8 @@ class CustomLoss(Loss):
             shape = f"of shape {list(value.shape)} " if isinstance(value, Tensor) and value.ndim else ""
             lacks = "without a gradient " if isinstance(value, Tensor) and not value.ndim else ""
             raise UsageError(
-                f"{called} gave a {type(value).__name__} {shape}{lacks}in place of one number: give the mean over the "
-                "batch, computed from the logits"
+                f"{called} returned a {type(value).__name__} {shape}{lacks}instead of one number: return the mean over "
+                "the batch, computed from the logits"
             )
         return self
 
@@ -407,7 +410,7 @@ class CustomLoss(Loss):
 
 
 def _accept(loss: object, text: str | None) -> Loss:
-    """Return a loss, a module of torch or of the user's, a function, or a class of one of these, as a :class:`Loss`."""
+    """Convert a loss, a module, a function, or a class of one of these to a :class:`Loss`."""
     if isinstance(loss, type) and issubclass(loss, Loss | nn.Module):
         return _accept(loss(), text)
     if isinstance(loss, Loss):
@@ -429,11 +432,11 @@ def _accept(loss: object, text: str | None) -> Loss:
     )
 
 
-def _adapt(loss: Callable[..., Any], own: bool) -> Callable[..., Any]:
-    """Return a function that makes ``loss``, where that is a function of the user's, with its further arguments."""
-    if not own or isinstance(loss, type):
+def _adapt(loss: Callable[..., Any], user_defined: bool) -> Callable[..., Any]:
+    """Return a factory for ``loss`` that binds further arguments of a user-defined function."""
+    if not user_defined or isinstance(loss, type):
         return loss
-    return lambda **given: partial(loss, **given) if given else loss
+    return lambda **arguments: partial(loss, **arguments) if arguments else loss
 
 
 def _spell(loss: Loss) -> str | None:
@@ -453,11 +456,11 @@ LOSSES = Catalog[Loss](
     adapt=_adapt,
     spell=_spell,
 )  # fmt: skip
-"""Training losses; a function of yours takes logits and labels, and the arguments in brackets."""
+"""Training losses; a user-defined function takes logits and labels, and the arguments in parentheses."""
 
 
 def _refuse_arguments(loss: nn.Module) -> None:
-    """Raise :class:`UsageError` naming an argument of a loss module that has no meaning here."""
+    """Raise :class:`UsageError` naming an unsupported argument of a loss module."""
     name = type(loss).__name__
     if getattr(loss, "reduction", "mean") != "mean":
         raise UsageError(f"loss={name}(reduction={loss.reduction!r}): a batch needs one number: use reduction='mean'")
@@ -468,6 +471,6 @@ def _refuse_arguments(loss: nn.Module) -> None:
         )
     if any(True for _ in loss.parameters()):
         raise UsageError(
-            f"loss={name}(...) has parameters, which nobody would train: make them part of the network, whose "
-            "outputs the loss takes"
+            f"loss={name}(...) has parameters, which would never be trained: move them into the network, whose "
+            "outputs the loss receives"
         )

@@ -1,7 +1,6 @@
-"""Means of the clients' entries, and what robust aggregations compute of them.
+"""Means of the clients' entries, and statistics for robust aggregations.
 
-Sums are accumulated in float64 in the order given and cast back, so a result does not depend on how the work was
-scheduled.
+Sums are accumulated in float64 in a fixed order and cast back, so that results do not depend on scheduling.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from ..utils.state import State, clone, drop_equal
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SummedUploads:
-    """The uploads of several clients of a round, of which only the weighted sum exists.
+    """The weighted sum of several clients' uploads, without the single uploads.
 
-    ``mean``: the sum of exactly those entries that the method's scope sends. ``nbytes``: bytes of one client's.
+    ``mean``: the sum over exactly the entries in the method's scope. ``nbytes``: size in bytes of one client's upload.
     """
 
     mean: StreamingMean
@@ -27,22 +26,22 @@ class SummedUploads:
 
 
 CHUNK = 2**17
-"""Values that are summed at a time, so that the sums stay in the processor's cache."""
+"""Number of values summed at a time, so that the sums stay in the processor's cache."""
 
 
 class StreamingMean:
-    """Entry-wise weighted mean of states that arrive one after another and are not kept.
+    """Entry-wise weighted mean of a stream of states, which are not stored.
 
-    Sums are float64, those of float64 entries of deviations from the first state, so that the mean of equal values is
-    that value, bit for bit. Integer entries (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded
-    to the nearest.
+    Sums are float64; float64 entries are summed as deviations from the first state, so that the mean of equal values is
+    exact, bit for bit. Integer entries (BatchNorm's ``num_batches_tracked``) stay integers: their mean is rounded to
+    the nearest.
     """
 
     def __init__(self) -> None:
         self._first: State = {}
         self._sums: State = {}
         self._total = 0.0
-        self._last: tuple[State, float] | None = None  # not added yet: the same may come again
+        self._last: tuple[State, float] | None = None  # not added yet: the next state may be the same
 
     def add(self, state: State, weight: float) -> None:
         """Count ``state`` with ``weight`` (positive)."""
@@ -53,7 +52,7 @@ class StreamingMean:
         self._last = state, weight
 
     def add_stacked(self, state: State, weights: Sequence[float]) -> None:
-        """Count the states stacked in ``state``, each entry ``[K, ...]``, with ``weights`` (K positive numbers)."""
+        """Count the K states stacked in ``state``, each entry ``[K, ...]``, with ``weights`` (K positive numbers)."""
         if all(drop_equal(entry).shape[0] < len(weights) for entry in state.values()):
             self.add({name: entry[0] for name, entry in state.items()}, sum(weights))
             return
@@ -63,15 +62,15 @@ class StreamingMean:
         weights_K = torch.tensor(weights, dtype=torch.float64)
         for name, total in self._sums.items():
             lanes = drop_equal(state[name])
-            own_K = weights_K if len(lanes) == len(weights_K) else weights_K.sum(dim=0, keepdim=True)
+            lane_weights = weights_K if len(lanes) == len(weights_K) else weights_K.sum(dim=0, keepdim=True)
             lanes = lanes - self._first[name] if lanes.dtype == torch.float64 else lanes
             flat_KN, into_N = lanes.reshape(len(lanes), -1), total.reshape(-1)
             tiles = torch.split(flat_KN, max(1, CHUNK // len(lanes)), dim=1)
             for into, tile in zip(torch.split(into_N, tiles[0].shape[1]), tiles, strict=True):
-                into.addmv_(tile.double().T, own_K.to(tile.device))
+                into.addmv_(tile.double().T, lane_weights.to(tile.device))
 
     def merge(self, other: StreamingMean) -> None:
-        """Count all that ``other`` has counted, which is not used afterwards."""
+        """Count all states that ``other`` has counted; ``other`` must not be used afterwards."""
         self._flush()
         if not self._sums:
             self._first, self._sums, self._total, self._last = other._first, other._sums, other._total, other._last
@@ -84,14 +83,14 @@ class StreamingMean:
                 total += (other._first[name] - self._first[name]) * other._total
 
     def result(self) -> State:
-        """Return the mean of the added states, at least one, each entry in its own dtype."""
+        """Return the mean of the added states (at least one), each entry in its original dtype."""
         if self._last and not self._sums:
             return clone(self._last[0])
         self._flush()
         return {name: self._divide(total, self._first[name]) for name, total in self._sums.items()}
 
     def _begin(self, first: State) -> None:
-        """Prepare sums for states like ``first``, which is the first one, unless there are some."""
+        """Allocate sums for states like ``first``, unless they exist."""
         if not self._sums:
             exact = {name: entry.dtype == torch.float64 for name, entry in first.items()}
             self._first = {name: entry if exact[name] else entry.new_empty(0) for name, entry in first.items()}
@@ -126,7 +125,7 @@ def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
 
 
 def cast_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``values`` (float64) in ``dtype``, rounded to the nearest where that is an integer type."""
+    """Return ``values`` (float64) in ``dtype``, rounded to the nearest for integer dtypes."""
     return (values if dtype.is_floating_point else values.round()).to(dtype)
 
 
@@ -136,7 +135,7 @@ def stack_entry(states: Sequence[State], name: str) -> Tensor:
 
 
 def compute_trimmed_mean(states: Sequence[State], trim: int) -> State:
-    """Return the mean of each coordinate without its ``trim`` largest and smallest values; clients count equally."""
+    """Return the mean of each coordinate without its ``trim`` largest and ``trim`` smallest values, unweighted."""
     inner = slice(trim, len(states) - trim)
     return {
         name: cast_to(stack_entry(states, name).sort(dim=0).values[inner].mean(dim=0), first.dtype)
@@ -145,7 +144,7 @@ def compute_trimmed_mean(states: Sequence[State], trim: int) -> State:
 
 
 def squared_distances(states: Sequence[State], names: Iterable[str]) -> Tensor:
-    """Return the squared distance of each two clients over the entries ``names``, float64 ``[clients, clients]``."""
+    """Return the pairwise squared distances of clients over the entries ``names``, float64 ``[clients, clients]``."""
     total = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in sorted(names):
         points = stack_entry(states, name).reshape(len(states), -1).cpu()

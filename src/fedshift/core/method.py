@@ -1,7 +1,7 @@
 """Methods: compositions of orthogonal choices, each of which defaults to FedAvg's.
 
-A file of ``fedshift.methods`` holds one function that says only what differs from the method that it builds on; the
-decorator :func:`method` gives it a default base and a name. So methods compose: ``fedbn(fedprox(mu=0.01))``.
+A module in ``fedshift.methods`` defines one function that changes only what differs from its base method; the decorator
+:func:`method` adds a default base and a name. Methods therefore compose: ``fedbn(fedprox(mu=0.01))``.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .server_optimizer import ServerOptimizer
 from .work import Work
 
 Surgery = Callable[[nn.Module], nn.Module]
-"""A change of a copy of the model before entries are named; its repr says what it does."""
+"""A transformation of a copy of the model, before entries are named; its repr describes it."""
 
 
 Weighting = Literal["auto", "samples", "used", "uniform"]
-"""By a client's training samples (FedAvg's n_k), by the samples that it used in the round, or equally.
+"""Weight by training samples (FedAvg's n_k), by the samples used in the round, or equally.
 
-The two differ where a round is no whole number of passes. ``auto``: ``used`` where a round is a number of batches
-(FedMMB's Algorithm 1), otherwise ``samples``.
+The first two differ if a round is not a whole number of epochs. ``auto``: ``used`` if the local work is a number of
+batches (FedMMB's Algorithm 1), otherwise ``samples``.
 """
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """The round from which BatchNorm normalizes with its running statistics in training too, and they no longer move.
+    """Freezes BatchNorm's running statistics after some rounds, and normalizes with them in training from then on.
 
-    ``after``: rounds before that, a number, or a fraction (float in (0, 1)) of all rounds.
+    ``after``: the number of rounds before that, or a fraction (float in (0, 1)) of all rounds.
     """
 
     after: int | float
@@ -49,7 +49,7 @@ class Freeze:
             raise UsageError(f"switch={self.after}: give a number of rounds (an integer) or a fraction in (0, 1)")
 
     def rounds(self, total: int) -> int:
-        """Return how many rounds of ``total`` come before."""
+        """Return the number of rounds before freezing, of ``total`` rounds."""
         return self.after if isinstance(self.after, int) else int(self.after * total + 0.5)
 
 
@@ -58,23 +58,23 @@ class Method:
     """A federated method; with all defaults, FedAvg.
 
     Args:
-        name: Its expression, made of the functions that composed it.
-        typed: The text that was typed for it, which :attr:`label` shows in its place; None: none was.
-        surgery: Changes of the network, in order.
+        name: The expression that composed the method.
+        typed: The expression as the user typed it, which :attr:`label` prefers over ``name``; None: not typed.
+        surgery: Transformations of the network, in order.
         scope: Entries that clients load and send.
-        trains: Parameters that the federation trains, of those that the network trains.
-        finetune: Rounds of local work, of all parameters, that make of the model which a client loads the one that it
-            uses, whenever that is measured or handed out; they leave the federation as it is.
-        gradient: Makes a batch's gradient of its samples', before any rule sees it; None: their mean.
-        rules: Changes of local training and of what is remembered, applied in order.
+        trains: Parameters that the federation trains, among the network's trainable parameters.
+        finetune: Number of rounds of local work on all parameters by which a client fine-tunes the loaded model before
+            the model is evaluated or exported; federated training is unaffected.
+        gradient: Combines the gradients of samples into a batch's, before any rule sees it; None: their mean.
+        rules: Changes of local training and of persistent state, applied in order.
         freeze: When BatchNorm's statistics are frozen.
         aggregate: Combines the uploads.
-        weighting: How much clients count in an average, a :data:`Weighting`.
-        server: The server's own step along the aggregated change.
-        pooled: All data train together on one machine (the centralized upper baseline), ``"scaled"`` with batches as
-            many times larger as there are clients.
-        work: Fields of ``Work`` that differ from the experiment's.
-        optimizer: Fields of the local optimizer that differ from the experiment's.
+        weighting: Weights of clients in an average, a :data:`Weighting`.
+        server: Optimizer that steps along the aggregated change on the server.
+        pooled: Whether all data are trained on together on one machine (the centralized upper baseline); with
+            ``"scaled"``, the batch size is multiplied by the number of clients.
+        work: Fields of ``Work`` that override the experiment's.
+        optimizer: Fields of the local optimizer that override the experiment's.
 
     """
 
@@ -96,12 +96,12 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Name in tables, folders and messages; no computation depends on it."""
+        """Name in tables, folder names and messages; no computation depends on it."""
         return self.typed or self.name
 
     @property
     def text(self) -> str:
-        """All choices in one line; two methods that differ in anything differ here."""
+        """All choices in one line, which identifies the method."""
         parts: dict[str, Any] = {
             "begin with": None if self.scope.begin is nothing else self.scope.begin,
             "train": None if self.trains is everything else self.trains, "fine-tune": self.finetune,
@@ -118,17 +118,19 @@ class Method:
         if self.weighting not in WEIGHTINGS:
             raise unknown_name("weighting", str(self.weighting), WEIGHTINGS)
         if not isinstance(self.aggregate, Aggregation):
-            raise UsageError(f"aggregate={self.aggregate!r} is no Aggregation: give a function to with_aggregation")
+            raise UsageError(
+                f"aggregate={self.aggregate!r} is not an Aggregation: pass a function to with_aggregation instead"
+            )
 
     def resolve_weighting(self, work: Work) -> Self:
-        """Return the method with its weighting under ``work`` in place of ``auto``."""
-        own: Weighting = "used" if work.batches is not None else "samples"
-        return replace(self, weighting=own) if self.weighting == "auto" else self
+        """Return the method with the weighting ``auto`` resolved under ``work``."""
+        resolved: Weighting = "used" if work.batches is not None else "samples"
+        return replace(self, weighting=resolved) if self.weighting == "auto" else self
 
     def weigh(self, *, samples: float, used: float) -> float:
-        """Return the weight of a client with ``samples`` training samples, of which a round used ``used``.
+        """Return the unnormalized weight of a client with ``samples`` training samples, ``used`` of them in the round.
 
-        It is relative to those of others, and the ``weighting`` resolved.
+        ``weighting`` must be resolved.
         """
         assert self.weighting != "auto", "resolve_weighting first"
         return {"samples": float(samples), "used": float(used), "uniform": 1.0}[self.weighting]
@@ -138,48 +140,48 @@ class Method:
         return replace(self, scope=self.scope.keep_on_client(selection))
 
     def leave_untrained(self, selection: Select) -> Self:
-        """Return the method with ``selection`` not trained in the federation."""
+        """Return the method with ``selection`` excluded from federated training."""
         return replace(self, trains=self.trains & ~selection)
 
     def with_finetuning(self, rounds: int) -> Self:
-        """Return the method with models fine-tuned for use; raises :class:`UsageError` where it does so already."""
+        """Return the method with models fine-tuned for use; raise :class:`UsageError` if it already fine-tunes."""
         if self.finetune:
             raise UsageError(f"{self.name} already fine-tunes models for use; choose one of the two")
         return replace(self, finetune=rounds)
 
     def with_gradient(self, gradient: GradientEstimator) -> Self:
-        """Return the method with a gradient estimator; raises :class:`UsageError` where it has one already."""
+        """Return the method with a gradient estimator; raise :class:`UsageError` if it already has one."""
         if self.gradient is not None:
             raise UsageError(f"{self.name} already combines the gradients of samples; choose one of the two")
         return replace(self, gradient=gradient)
 
     def with_rule(self, rule: Rule) -> Self:
-        """Return the method with ``rule`` applied after its own."""
+        """Return the method with ``rule`` appended to its rules."""
         return replace(self, rules=(*self.rules, rule))
 
     def with_surgery(self, *surgery: Surgery) -> Self:
-        """Return the method with ``surgery`` after its own."""
+        """Return the method with ``surgery`` appended to its surgery."""
         return replace(self, surgery=(*self.surgery, *surgery))
 
     def with_aggregation(self, aggregate: Aggregation | AggregationFunction) -> Self:
-        """Return the method with another aggregation; raises :class:`UsageError` where it has one already.
+        """Return the method with another aggregation; raise :class:`UsageError` if it already replaces the mean.
 
-        ``aggregate``: an :class:`~fedshift.core.aggregation.Aggregation`, or a function of plan, server and what was
-        received (:class:`~fedshift.core.aggregation.Received`) that returns the server's entries.
+        ``aggregate``: an :class:`~fedshift.core.aggregation.Aggregation`, or a function of the plan, the server and the
+        sequence of :class:`~fedshift.core.aggregation.Received` that returns the server's entries.
         """
         if not self.aggregate.sums:
             raise UsageError(f"{self.name} already replaces the aggregation; choose one of the two")
-        made = aggregate if isinstance(aggregate, Aggregation) else FunctionAggregation(aggregate)
-        return replace(self, aggregate=made)
+        wrapped = aggregate if isinstance(aggregate, Aggregation) else FunctionAggregation(aggregate)
+        return replace(self, aggregate=wrapped)
 
     def with_server(self, server: ServerOptimizer) -> Self:
-        """Return the method with a server optimizer; raises :class:`UsageError` where it has one already."""
+        """Return the method with a server optimizer; raise :class:`UsageError` if it already has one."""
         if self.server is not None:
             raise UsageError(f"{self.name} already has a server optimizer; choose one of the two")
         return replace(self, server=server)
 
     def with_work(self, **work: Any) -> Self:
-        """Return the method with other local work; raises :class:`UsageError` where it sets its own already."""
+        """Return the method with other local work; raise :class:`UsageError` if it already overrides it."""
         if self.work:
             raise UsageError(f"{self.name} already sets the local work; choose one of the two")
         return replace(self, work=work)
@@ -189,7 +191,7 @@ Options = ParamSpec("Options")
 
 
 class MethodFunction(Protocol[Options]):
-    """A function of options that returns a method on top of ``base`` (FedAvg where it is None)."""
+    """A function of options that returns a method on top of ``base`` (None: FedAvg)."""
 
     __name__: str
 
@@ -198,16 +200,16 @@ class MethodFunction(Protocol[Options]):
 
 
 def method(function: Callable[Concatenate[Method, Options], Method]) -> MethodFunction[Options]:
-    """Make ``function(base, *, ...)`` a method by name: ``fedbn`` on FedAvg, ``fedbn+fedprox(mu=0.1)`` on another.
+    """Turn ``function(base, *, ...)`` into a named method: ``fedbn`` on FedAvg, ``fedbn+fedprox(mu=0.1)`` on another.
 
-    The name lists the options that differ from their defaults; ``base`` becomes optional, and errors begin with the
-    name. A function that returns its base unchanged leaves the name alone.
+    The name lists the options that differ from their defaults; ``base`` becomes optional, and error messages start with
+    the name. If the function returns its base unchanged, the name stays unchanged.
     """
     return _compose(function, _prefix)
 
 
 def modifier(function: Callable[Concatenate[Method, Options], Method]) -> MethodFunction[Options]:
-    """:func:`method` for what modifies a base without being a method by itself: its name comes last, ``fedavg+gn``."""
+    """:func:`method` for modifiers that are not methods by themselves; appends the name: ``fedavg+gn``."""
     return _compose(function, lambda title, base: f"{base}+{title}")
 
 
@@ -224,22 +226,22 @@ def _compose(
     reals = {each.name for each in options if each.annotation in (float, float | None, "float", "float | None")}
 
     @wraps(function)
-    def compose(base: Method | None = None, *args: Options.args, **given: Options.kwargs) -> Method:
+    def compose(base: Method | None = None, *args: Options.args, **kwargs: Options.kwargs) -> Method:
         start = base or Method()
-        real = {name: float(value) if name in reals and type(value) is int else value for name, value in given.items()}
-        given = cast("Any", real)  # 1 and 1.0 are one value, in whose name noise is drawn
+        real = {name: float(value) if name in reals and type(value) is int else value for name, value in kwargs.items()}
+        kwargs = cast("Any", real)  # 1 and 1.0 must yield the same name, which keys random streams
         try:
-            made = function(start, *args, **given)
+            composed = function(start, *args, **kwargs)
         except UsageError as error:
             raise UsageError(f"{join(function.__name__, start.name)}: {{}}", error) from error
-        values = signature.bind(start, *args, **given).arguments
+        values = signature.bind(start, *args, **kwargs).arguments
         changed = {
             each.name: values[each.name] for each in options if values.get(each.name, each.default) != each.default
         }
-        if made is start:
-            return made
+        if composed is start:
+            return composed
         title = _title(function.__name__, changed)
-        return replace(made, name=join(title, start.name), typed=join(title, start.typed) if start.typed else None)
+        return replace(composed, name=join(title, start.name), typed=join(title, start.typed) if start.typed else None)
 
     optional = first.replace(default=None, annotation="Method | None")
     compose.__signature__ = signature.replace(parameters=[optional, *options], return_annotation="Method")  # type: ignore[attr-defined]
@@ -247,9 +249,9 @@ def _compose(
 
 
 def _title(name: str, changed: Mapping[str, Any]) -> str:
-    """Return ``name`` with the options that were changed, as tables show it."""
-    given = ", ".join(
+    """Return ``name`` with the changed options, as tables show it."""
+    options = ", ".join(
         f"{option}={value:g}" if isinstance(value, float) and float(f"{value:g}") == value else f"{option}={value!r}"
         for option, value in changed.items()
     )
-    return f"{name}({given})" if given else name
+    return f"{name}({options})" if options else name

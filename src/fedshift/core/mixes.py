@@ -1,4 +1,4 @@
-"""Mixes: individual weighted means of a round's uploads that clients load in place of the server's entries."""
+"""Mixes: per-client weighted means of a round's uploads, which clients load instead of the server's entries."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .means import cast_to, weighted_mean
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mixes:
-    """Mixes of a round's uploads, one for each client that ``weights`` names; all others load the server's entries.
+    """Mixes of a round's uploads, one for each client in ``weights``; other clients load the server's entries.
 
-    The server keeps the uploads of one round and a client's weights, not a model for each client: a mix is made when it
-    is sent.
+    The server stores the uploads of one round and the weights, not a model per client: each mix is computed when it is
+    sent.
 
     Args:
-        uploads: The entries that clients load, in the order of the clients that took part.
-        weights: By client and entry, ``""`` for all entries that are not named: float64 ``[uploads]``, or
-            ``[uploads, *entry.shape]`` for a weight of each value. They sum to one over the uploads. An entry without
-            weights is the server's.
+        uploads: The entries that clients load, in the order of the participants.
+        weights: Weights by client and entry (``""``: all entries not named): float64 ``[uploads]``, or
+            ``[uploads, *entry.shape]`` for elementwise weights. They sum to one over the uploads. Clients load entries
+            without weights from the server.
 
     """
 
@@ -31,7 +31,7 @@ class Mixes:
     weights: Mapping[str, State]
 
     def mix(self, client: str) -> State:
-        """Return the entries that ``client`` loads in place of the server's."""
+        """Return the entries that ``client`` loads instead of the server's."""
         rows, mixed = self.weights.get(client, {}), {}
         for name in self.uploads[0] if rows else ():
             row = rows.get(name, rows.get(""))
@@ -47,18 +47,20 @@ class Mixes:
         return mixed
 
     def check(self, what: str) -> None:
-        """Raise :class:`UsageError`, beginning with ``what``, where weights do not fit the uploads."""
+        """Raise :class:`UsageError`, prefixed by ``what``, if weights do not fit the uploads."""
         count = len(self.uploads)
         for client, rows in self.weights.items():
             for name, row in rows.items():
                 where = f"{what} mixes entry {name!r} of client {client!r}"
                 if name and name not in self.uploads[0]:
-                    raise UsageError(f"{where}, which clients do not load: name entries that they do, or '' for all")
+                    raise UsageError(f"{where}, which clients do not load: name entries that they load, or '' for all")
                 whole = (count, *self.uploads[0][name].shape) if name else (count,)
                 if row.shape not in ((count,), whole):
-                    raise UsageError(f"{where} by weights of shape {tuple(row.shape)}: give {(count,)} or {whole}")
+                    raise UsageError(f"{where} with weights of shape {tuple(row.shape)}: give {(count,)} or {whole}")
                 if not torch.allclose(row.double().sum(dim=0), row.new_ones((), dtype=torch.float64), atol=1e-6):
-                    raise UsageError(f"{where} by weights that do not sum to one over the {count} uploads: divide them")
+                    raise UsageError(
+                        f"{where} with weights that do not sum to one over the {count} uploads: normalize them"
+                    )
 
     def flatten(self) -> State:
         """Return all tensors in one state."""
@@ -68,7 +70,7 @@ class Mixes:
 
     @staticmethod
     def unflatten(state: State) -> Mixes | None:
-        """Return the inverse of :meth:`flatten`; None for no tensors."""
+        """Invert :meth:`flatten`; return None for an empty state."""
         weights: dict[str, State] = {}
         for name, row in entries_under("weights", state).items():
             client, _, entry = name.rpartition("/")

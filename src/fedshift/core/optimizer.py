@@ -1,6 +1,6 @@
-"""Local optimizers over plain states, equal to ``torch.optim`` step for step, and learning-rate schedules over rounds.
+"""Local optimizers over plain states, which match ``torch.optim`` step for step, and learning-rate schedules by round.
 
-``update_`` works in place on tensors that its caller owns; the kernel's pure step calls it on copies.
+``update_`` works in place; the kernel's pure step calls it on copies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _require(holds: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A factor on the learning rate, by round; this one is constant."""
+    """A factor on the learning rate by round; the base class is constant."""
 
     def factor(self, round: int) -> float:
         """Return the factor in round ``round``, counted from 0."""
@@ -79,7 +79,8 @@ class Cosine(Schedule):
 def _accept_schedule(schedule: object, _text: str | None) -> Schedule:
     if not isinstance(schedule, Schedule):
         raise UsageError(
-            "{} is none: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine, StepDecay or Exponential",
+            "{} is not a schedule: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine, StepDecay or "
+            "Exponential",
             Ref(schedule=schedule),
         )
     return schedule
@@ -90,15 +91,15 @@ SCHEDULES = Catalog[Schedule](
     {"constant": Schedule, "cosine": Cosine, "step": StepDecay, "exponential": Exponential},
     _accept_schedule,
 )
-"""Schedules of the learning rate; the number of ``rounds`` is supplied."""
+"""Schedules of the learning rate; the number of ``rounds`` is added by the caller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(ABC):
     """A local optimizer.
 
-    ``lr``: learning rate, multiplied by ``schedule``. ``keep``: whether the optimizer's state survives on the client
-    from round to round; by default it is reset each round, as in the papers.
+    ``lr``: learning rate, multiplied by ``schedule``. ``keep``: whether the client keeps the optimizer's state between
+    rounds; by default it is reset each round, as in the papers.
     """
 
     lr: float
@@ -120,7 +121,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        """Take one step; ``params`` and ``state`` are changed in place."""
+        """Take one step, updating ``params`` and ``state`` in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,7 @@ OPTIMIZERS = Catalog[Optimizer](
     _accept_optimizer,
     settings=("lr", "schedule"),
 )
-"""Local optimizers; the learning rate ``lr`` and its ``schedule`` are supplied."""
+"""Local optimizers; the learning rate ``lr`` and its ``schedule`` are added by the caller."""
 
 
 NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
@@ -207,7 +208,7 @@ NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
     torch.optim.Adam: {"amsgrad": False, "weight_decay": 0, "decoupled_weight_decay": False},
     torch.optim.AdamW: {"amsgrad": False, "decoupled_weight_decay": True},
 }
-"""Arguments of torch's optimizers that have no counterpart here, at the one value that these have."""
+"""Arguments of torch's optimizers without a counterpart here, with their only supported value."""
 IMPLEMENTATION: Mapping[str, Any] = {
     "maximize": False,
     "foreach": None,
@@ -215,26 +216,26 @@ IMPLEMENTATION: Mapping[str, Any] = {
     "capturable": False,
     "differentiable": False,
 }
-"""Such arguments that all of them have."""
+"""Unsupported arguments common to all of torch's optimizers, with their only supported value."""
 
 
 def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None) -> Optimizer:
-    """Return an optimizer of torch as one of this module, step for step equal.
+    """Convert a torch optimizer to an :class:`Optimizer` that takes identical steps.
 
     Args:
-        optimizer: an :class:`Optimizer`, which is returned unchanged; or ``torch.optim.SGD``, ``Adam`` or ``AdamW``:
-            the class, a ``functools.partial`` of it with arguments, or an instance made of any parameters.
-        lr: learning rate of a class or partial without one; further arguments keep torch's defaults.
-        schedule: schedule of the learning rate; None: constant.
+        optimizer: An :class:`Optimizer`, which is returned unchanged; or ``torch.optim.SGD``, ``Adam`` or ``AdamW``:
+            the class, a ``functools.partial`` of it with arguments, or an instance over any parameters.
+        lr: Learning rate of a class, or of a partial without one; other arguments keep torch's defaults.
+        schedule: Schedule of the learning rate; None: constant.
 
     Raises:
-        UsageError: it is another optimizer, or an argument has no counterpart here.
+        UsageError: The optimizer is not supported, or an argument has no counterpart here.
 
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
     kind: Any = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    kind, given = (kind.func, kind.keywords) if isinstance(kind, partial) else (kind, {})
+    kind, arguments = (kind.func, kind.keywords) if isinstance(kind, partial) else (kind, {})
     if not isinstance(kind, type) or kind not in NEUTRAL:
         raise UsageError(
             f"optimizer={getattr(kind, '__name__', repr(kind))} is unknown: allowed are sgd and adamw, "
@@ -245,29 +246,29 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None)
     if isinstance(optimizer, partial) and optimizer.args:
         raise UsageError(f"optimizer={name}: give arguments by name: functools.partial({name}, lr=0.01)")
     try:
-        made: Any = optimizer if isinstance(optimizer, kind) else kind([torch.zeros(1)], **{"lr": lr, **given})
-        groups = made.param_groups
+        instance: Any = optimizer if isinstance(optimizer, kind) else kind([torch.zeros(1)], **{"lr": lr, **arguments})
+        groups = instance.param_groups
     except (TypeError, ValueError) as error:
         raise UsageError(f"optimizer={name}: {error}") from error
     if len(groups) > 1:
         raise UsageError(
-            f"optimizer={name} has {len(groups)} groups of parameters: give it one, since all parameters are trained "
-            "with the same settings here"
+            f"optimizer={name} has {len(groups)} parameter groups: give it one group, since all parameters are trained "
+            "with the same settings"
         )
     return _translate(name, groups[0], schedule or Schedule())
 
 
-def _translate(name: str, given: Mapping[str, Any], schedule: Schedule) -> Optimizer:
-    """Return the counterpart of torch's optimizer ``name``; raise :class:`UsageError` for an argument without one."""
+def _translate(name: str, settings: Mapping[str, Any], schedule: Schedule) -> Optimizer:
+    """Convert torch's optimizer ``name``; raise :class:`UsageError` for an argument without a counterpart."""
     for argument, neutral in {**IMPLEMENTATION, **NEUTRAL[getattr(torch.optim, name.rpartition(".")[2])]}.items():
-        value = given.get(argument, neutral)
+        value = settings.get(argument, neutral)
         if value != neutral:
             instead = "use torch.optim.AdamW, or leave it out" if argument == "weight_decay" else "leave it out"
             raise UsageError(f"optimizer={name}({argument}={value!r}): {argument} has no counterpart here: {instead}")
     common: dict[str, Any] = {
-        "lr": float(given["lr"]), "weight_decay": float(given["weight_decay"]), "schedule": schedule,
+        "lr": float(settings["lr"]), "weight_decay": float(settings["weight_decay"]), "schedule": schedule,
     }  # fmt: skip
-    if "betas" not in given:
-        return SGD(momentum=float(given["momentum"]), nesterov=given["nesterov"], **common)
-    beta1, beta2 = map(float, given["betas"])
-    return AdamW(beta1=beta1, beta2=beta2, eps=float(given["eps"]), **common)
+    if "betas" not in settings:
+        return SGD(momentum=float(settings["momentum"]), nesterov=settings["nesterov"], **common)
+    beta1, beta2 = map(float, settings["betas"])
+    return AdamW(beta1=beta1, beta2=beta2, eps=float(settings["eps"]), **common)

@@ -1,4 +1,4 @@
-"""Plans: a method resolved against one model (by :func:`fedshift.core.preparation.prepare`), and its forward pass."""
+"""Plans: a method resolved against a model (by :func:`fedshift.core.preparation.prepare`), and the forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..nn.dropout import Keyed, dropout_key
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
-from .declarations import Apart, Bound, Reads
+from .declarations import Bound, Reads, RulePhase
 from .method import Method
 from .optimizer import SGD, Optimizer
 from .rule import HOOKS, Rule
@@ -28,9 +28,10 @@ Precision = Literal["float32", "bfloat16"]
 
 
 class Updated(NamedTuple):
-    """Parameters that the optimizer changes in a step, ``lr_scale`` times as fast as it says.
+    """Parameters that the optimizer updates in a step, with the learning rate multiplied by ``lr_scale``.
 
-    ``rule``: the position of the rule that they are of; None: they are the model's. ``decay``: whether they decay.
+    ``rule``: position of the rule that owns the parameters; None: they are the model's. ``decay``: whether weight decay
+    applies.
     """
 
     names: frozenset[str]
@@ -41,25 +42,25 @@ class Updated(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """A method resolved against one model: which entries do what. Made by :func:`prepare`.
+    """A method resolved against one model: the role of each entry. Created by :func:`prepare`.
 
     Args:
         method: The method, its aggregation bound to the plan.
         module: A stateless template, after surgery.
         entries: The model's entries, in order.
-        initial: State that server and clients start from.
+        initial: Initial state of server and clients.
         loaded: Names of the entries that clients load.
-        adopted: Names of the entries that a client keeps, but takes from the server as its first round starts.
+        adopted: Names of the entries that a client keeps, but loads from the server in its first round.
         sent: Names of the entries that clients send.
-        trained: Names of the parameters that the optimizer changes.
-        rules: The method's rules, each resolved against the plan; empty while they are.
+        trained: Names of the parameters that the optimizer updates.
+        rules: The method's rules, resolved against the plan; empty while they are being bound.
         freeze_from: Round (from 0) from which statistics are frozen.
         work: Local work of a round.
         optimizer: The local optimizer.
-        loss: Mean loss of a batch, given outputs and labels.
-        smallest_batch: 2 where the model cannot train on one sample, else 1.
-        precision: Type in which layers compute; parameters, statistics, losses and updates keep theirs.
-        seed: Seed of the trial, which keys the server's draws.
+        loss: Computes the mean loss of a batch from outputs and labels.
+        smallest_batch: Minimum batch size: 2 if the model cannot train on one sample, else 1.
+        precision: Precision in which layers compute; parameters, statistics, losses and updates keep their dtype.
+        seed: Seed of the trial, which keys the server's random draws.
 
     """
 
@@ -87,31 +88,31 @@ class Plan:
 
     @property
     def received(self) -> frozenset[str]:
-        """Entries that clients receive in each round: what they load, and what they adopt in their first."""
+        """Entries that the server sends to clients: loaded in each round, or adopted in the first."""
         return self.loaded | self.adopted
 
     @property
     def has_global(self) -> bool:
-        """Return whether the server holds a whole model (FedBN's does not), and the same for all clients."""
+        """Whether the server holds one complete model for all clients (with FedBN it does not)."""
         return self.sent == frozenset(self.initial) and not self.mixes
 
     @property
     def mixes(self) -> bool:
-        """Return whether the aggregation makes for each client a mix of uploads, which it loads."""
+        """Whether clients load individual mixes of uploads."""
         return self.method.aggregate.mixes
 
     @property
     def personalizes(self) -> bool:
-        """Return whether each client has its own model, so that one that never trained has none.
+        """Whether each client has its own model, so that clients that never trained have none.
 
-        Factors of HybridBatchNorm act in training alone, and make no model another one.
+        HybridBatchNorm's factors affect only training and do not personalize the model.
         """
-        own = any(entry.name in self.personal and not hybrid_factors(entry) for entry in self.entries)
-        makes = self.method.finetune or any(bound.rule.personalizes for bound in self.rules)
-        return own or self.mixes or bool(makes)
+        keeps = any(entry.name in self.personal and not hybrid_factors(entry) for entry in self.entries)
+        adapts = self.method.finetune or any(bound.rule.personalizes for bound in self.rules)
+        return keeps or self.mixes or bool(adapts)
 
     def entries_fixed_in(self, round: int) -> frozenset[str]:
-        """Return entries that no local work of ``round`` (from 0) changes: frozen parameters, and frozen statistics."""
+        """Return the entries that local work does not change in ``round`` (from 0): untrained or frozen ones."""
         frozen = round >= self.freeze_from
         return frozenset(
             entry.name
@@ -121,17 +122,17 @@ class Plan:
 
     @cached_property
     def params(self) -> State:
-        """The model's trained entries, at their first values."""
+        """Initial values of the model's trained entries."""
         return pick(self.initial, self.trained)
 
     @cached_property
     def buffers(self) -> State:
-        """The model's other entries, at their first values."""
+        """Initial values of the model's other entries."""
         return pick(self.initial, self.initial.keys() - self.trained)
 
     @cached_property
     def prelude(self) -> bool:
-        """Return whether rules have an exchange before round 1."""
+        """Whether rules need an exchange before round 1."""
         return any(bound.prelude for bound in self.rules)
 
     def defines(self, hook: str) -> tuple[int, ...]:
@@ -148,7 +149,7 @@ class Plan:
 
     @cached_property
     def reads(self) -> Reads:
-        """Return the union of what rules read: the largest ``first``; features are those of :attr:`feature_layers`."""
+        """The union of the rules' reads, with the largest ``first``; for features, see :attr:`feature_layers`."""
         each = [bound.reads for bound in self.rules]
         return Reads(
             targets=any(reads.targets for reads in each),
@@ -160,63 +161,65 @@ class Plan:
 
     @cached_property
     def draws(self) -> bool:
-        """Return whether a step draws from its key."""
+        """Whether a step makes random draws."""
         keyed = any(isinstance(each, Keyed) for each in self.layers)
         return keyed or self.reads.draws or self.method.gradient is not None
 
     @cached_property
     def lanes_alike(self) -> bool:
-        """Return whether what clients start with and keep differs in the model's entries alone, not by rules."""
+        """Whether clients differ only in the model's entries when they start, not in the state of rules."""
         kept = any(bound.own.kept or bound.own.server for bound in self.rules)
         acts = any(map(self.defines, ("look", "personalize", "end", "fold")))
         return not (kept or acts or self.mixes)
 
     @cached_property
     def subtracts(self) -> bool:
-        """Return whether a step subtracts the objective's gradients, times the learning rate, and does nothing else."""
+        """Whether a step only subtracts the learning rate times the objective's gradients."""
         plain = isinstance(self.optimizer, SGD) and not (self.optimizer.momentum or self.optimizer.weight_decay)
-        own = any(self.own_trained) or any(bound.phases for bound in self.rules)
-        return plain and not self.defines("gradients") and self.method.gradient is None and not own
+        rules_train = any(self.own_trained) or any(bound.phases for bound in self.rules)
+        return plain and not self.defines("gradients") and self.method.gradient is None and not rules_train
 
     @cached_property
-    def before(self) -> tuple[Apart, ...]:
-        """The passes of a round that train a rule's own parameters before the model: the rule's position, the phase."""
-        return self._list_apart("before")
+    def before(self) -> tuple[RulePhase, ...]:
+        """Phases that train a rule's own parameters before the model's steps."""
+        return self._list_phases("before")
 
     @cached_property
-    def after(self) -> tuple[Apart, ...]:
-        """Return the phases that follow the model's steps."""
-        return self._list_apart("after")
+    def after(self) -> tuple[RulePhase, ...]:
+        """Phases that train a rule's own parameters after the model's steps."""
+        return self._list_phases("after")
 
-    def _list_apart(self, when: Literal["before", "after"]) -> tuple[Apart, ...]:
+    @cached_property
+    def _during(self) -> tuple[RulePhase, ...]:
+        """Phases within the model's steps."""
+        return self._list_phases("during")
+
+    def _list_phases(self, when: Literal["before", "during", "after"]) -> tuple[RulePhase, ...]:
         return tuple((index, phase) for index, bound in enumerate(self.rules) for phase in bound.list_phases(when))
 
     @cached_property
-    def _during(self) -> tuple[Apart, ...]:
-        """The phases in the model's steps."""
-        each = enumerate(self.rules)
-        return tuple((index, phase) for index, bound in each for phase in bound.list_phases("during"))
-
-    @cached_property
     def paced(self) -> bool:
-        """Return whether what a step trains depends on how many steps the round has."""
+        """Whether the parameters trained in a step depend on the number of steps in the round."""
         return any(phase.share != (0.0, 1.0) for _, phase in self._during)
 
-    def updates_in(self, step: int, steps: int, apart: Apart | None) -> tuple[Updated, ...]:
-        """Return what a step trains: ``step`` (from 0) of the model's ``steps`` in a round, or one ``apart``."""
-        active = (apart,) if apart else tuple(each for each in self._during if each[1].covers(step, steps))
-        kind = active, apart is None
+    def updates_in(self, step: int, steps: int, separate_phase: RulePhase | None) -> tuple[Updated, ...]:
+        """Return the parameters trained in ``step`` (from 0) of the model's ``steps``, or in a separate phase."""
+        if separate_phase:
+            active: tuple[RulePhase, ...] = (separate_phase,)
+        else:
+            active = tuple(each for each in self._during if each[1].covers(step, steps))
+        kind = active, separate_phase is None
         if kind not in self._updates:
-            made = tuple(self._list_updates(active, model=apart is None))
-            self._updates[kind] = tuple(each for each in made if each.names)
+            updates = self._list_updates(active, model=separate_phase is None)
+            self._updates[kind] = tuple(each for each in updates if each.names)
         return self._updates[kind]
 
     @cached_property
     def _updates(self) -> dict[object, tuple[Updated, ...]]:
         return {}
 
-    def _list_updates(self, active: tuple[Apart, ...], *, model: bool) -> Iterator[Updated]:
-        """Yield what steps train in which the phases ``active`` are; ``model``: the model, too."""
+    def _list_updates(self, active: tuple[RulePhase, ...], *, model: bool) -> Iterator[Updated]:
+        """Yield the parameters trained in the phases ``active``; ``model``: whether the model is trained, too."""
         phased = frozenset[str]().union(*(phase.trains for _, phase in self._during if phase.trains != "own"))
         taken = self.trained - phased if model else frozenset[str]()
         yield Updated(taken, None, 1.0, decay=True)
@@ -232,12 +235,12 @@ class Plan:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Floating-point type of the model and its inputs."""
+        """Floating-point dtype of the model and its inputs."""
         return next((t.dtype for t in self.initial.values() if t.is_floating_point()), torch.float32)
 
     @cached_property
     def image_format(self) -> torch.memory_format:
-        """Memory format of images and kernels: channels last where that is faster, for float32 on the CPU."""
+        """Memory format of images and kernels: channels last if faster (float32 on the CPU)."""
         if self.dtype == torch.float32 and all(tensor.device.type == "cpu" for tensor in self.initial.values()):
             for kind, layout in ((nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)):
                 if any(isinstance(layer, kind) for layer in self.layers):
@@ -246,12 +249,12 @@ class Plan:
 
     @cached_property
     def layers(self) -> tuple[nn.Module, ...]:
-        """Every module of the template, itself first."""
+        """All modules of the template, starting with the template itself."""
         return tuple(self.module.modules())
 
     @cached_property
     def feature_layers(self) -> dict[int, nn.Module]:
-        """The layers whose inputs rules read, by the rules' positions."""
+        """Layers whose inputs rules read, by position of the rule."""
         return {index: self._find_layer(bound) for index, bound in enumerate(self.rules) if bound.reads.features}
 
     def _find_layer(self, bound: Bound) -> nn.Module:
@@ -263,16 +266,16 @@ class Plan:
             near = get_close_matches(wanted, filter(None, named), cutoff=0.3)
             raise UsageError(
                 f"method {self.method.label!r}: {bound.rule.source_method} reads the input of layer {wanted!r}, which "
-                f"the model has not{'; near it are ' + ', '.join(near) if near else ''}: name a layer of the model, or "
-                "'last'"
+                f"the model lacks{'; similar names: ' + ', '.join(near) if near else ''}: name a layer of the model, "
+                "or 'last'"
             )
         return named[wanted]
 
     @cached_property
     def slots(self) -> tuple[tuple[dict[str, Any], str, str], ...]:
-        """Places of the template's tensors: the layer's dictionary, the key there, and the entry's name.
+        """Locations of the template's tensors: the layer's dictionary, the key in it, and the entry's name.
 
-        A parameter that occurs in several places has one entry. Buffers that are no entries have empty names.
+        A shared parameter has several locations and one entry. Non-persistent buffers have empty names.
         """
         names = {id(tensor): name for name, tensor in self.module.named_parameters()}
         names |= {id(tensor): name for name, tensor in self.module.named_buffers()}
@@ -285,7 +288,7 @@ class Plan:
         )
 
     def set_mode(self, *, training: bool, frozen: bool = False) -> None:
-        """Put the template in training or evaluation mode; ``frozen``: its BatchNorm layers in the latter."""
+        """Put the template in training or evaluation mode; ``frozen``: BatchNorm layers always in evaluation mode."""
         if any(type(layer).train is not nn.Module.train for layer in self.layers):  # the network overrides train()
             self.module.train(training)
         else:
@@ -293,17 +296,17 @@ class Plan:
                 layer.training = training
         for layer in self.layers if frozen else ():
             if isinstance(layer, _BatchNorm):
-                layer.training = False  # not that of a dropout or an activation which the layer may hold
+                layer.training = False  # without its children, such as a dropout
 
     def clone_for_training(self, state: State) -> State:
-        """Return a copy of ``state`` in the memory format of local work; its bits depend on the values only."""
+        """Return a copy of ``state`` in the memory format of local work, whatever the format of ``state``."""
         if self.image_format == torch.contiguous_format:
             return clone(state)
         return {name: to_memory_format(tensor.clone(), self.image_format) for name, tensor in state.items()}
 
     @cached_property
     def rule_names(self) -> tuple[str, ...]:
-        """Names of the rules, which tell their states apart in checkpoints and uploads: their types'."""
+        """Names of the rules' types, which prefix their states in checkpoints and uploads."""
         kinds = [type(bound.rule) for bound in self.rules]
         names = [kind.__name__.lower() for kind in kinds]
         return tuple(
@@ -313,7 +316,7 @@ class Plan:
 
     @cached_property
     def own_names(self) -> tuple[dict[str, str], ...]:
-        """Names of each rule's own entries in local training, beside the model's, by their names in the rule."""
+        """Names of each rule's own entries in local training, by their names in the rule."""
         return tuple(
             {entry: f"{name}/{entry}" for entry in (*bound.own.model, *bound.own.params, *bound.own.buffers)}
             for name, bound in zip(self.rule_names, self.rules, strict=True)
@@ -329,39 +332,39 @@ class Plan:
 
     @cached_property
     def undecayed_optimizer(self) -> Optimizer:
-        """The optimizer without weight decay, for all other parameters."""
+        """The optimizer without weight decay, for parameters that do not decay."""
         return replace(self.optimizer, weight_decay=0.0)
 
 
 def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
-    """Return the template's outputs under ``state``, in the model's type, for inputs ``x [B, ...]``.
+    """Return the template's outputs under ``state``, in the model's dtype, for inputs ``x [B, ...]``.
 
-    The template's tensors are exchanged for those of ``state`` and put back, as ``torch.func.functional_call`` does
-    with more care and time; buffers that are no entries for copies, so that nothing is written into the template.
+    Like ``torch.func.functional_call``, but faster, this temporarily replaces the template's tensors by ``state``;
+    non-persistent buffers are replaced by copies, so that the template stays unchanged.
     """
     low = plan.precision == "bfloat16"
     template = [held[key] for held, key, _ in plan.slots]
     try:
-        for (held, key, name), own in zip(plan.slots, template, strict=True):
-            held[key] = state[name] if name else own.clone()
+        for (held, key, name), original in zip(plan.slots, template, strict=True):
+            held[key] = state[name] if name else original.clone()
         with torch.autocast(x.device.type, torch.bfloat16) if low else nullcontext():
-            made = plan.module(x)
+            outputs = plan.module(x)
     finally:
-        for (held, key, _), own in zip(plan.slots, template, strict=True):
-            held[key] = own
-    if not isinstance(made, Tensor):
-        raise UsageError(_not_scores(plan.module, made))
-    return made.to(plan.dtype) if low else made
+        for (held, key, _), original in zip(plan.slots, template, strict=True):
+            held[key] = original
+    if not isinstance(outputs, Tensor):
+        raise UsageError(_describe_wrong_outputs(plan.module, outputs))
+    return outputs.to(plan.dtype) if low else outputs
 
 
 def compute_features(plan: Plan, state: State, x: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return :func:`compute_outputs`, and the input of each of ``plan.feature_layers`` in the same pass."""
+    """Return :func:`compute_outputs`, and the inputs of ``plan.feature_layers`` in the same pass, by rule."""
     seen: dict[nn.Module, Tensor] = {}
 
-    def note(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-        seen[layer] = given[0]
+    def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[layer] = inputs[0]
 
-    hooks = [layer.register_forward_pre_hook(note) for layer in set(plan.feature_layers.values())]
+    hooks = [layer.register_forward_pre_hook(record) for layer in set(plan.feature_layers.values())]
     try:
         outputs = compute_outputs(plan, state, x)
     finally:
@@ -376,22 +379,22 @@ def compute_features(plan: Plan, state: State, x: Tensor) -> tuple[Tensor, dict[
     return outputs, {index: seen[layer].to(plan.dtype) for index, layer in plan.feature_layers.items()}
 
 
-def _not_scores(module: nn.Module, made: object) -> str:
-    """Return the message for a network whose outputs are no tensor."""
-    keys = f" with {', '.join(map(repr, made))}" if isinstance(made, Mapping) else ""
-    output = repr(next(iter(made), "logits") if isinstance(made, Mapping) else 0)
+def _describe_wrong_outputs(module: nn.Module, outputs: object) -> str:
+    """Return the message for a network that does not return a tensor."""
+    keys = f" with {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else ""
+    output = repr(next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0)
     return (
-        f"the model {type(module).__name__} returned a {type(made).__name__}{keys}, not a tensor of one score a class, "
-        f"[samples, classes]: return the scores alone, or choose them by fedshift.models.take_output(network, {output})"
+        f"the model {type(module).__name__} returned a {type(outputs).__name__}{keys}, not a tensor of class scores "
+        f"[samples, classes]: return only the scores, or select them by fedshift.models.take_output(network, {output})"
         f'; on the command line, --model "take_output(package.module:function, output={output})"'
     )
 
 
 @torch.no_grad()
 def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False, key: Tensor | None = None) -> Tensor:
-    """Return the model's outputs under ``state`` for inputs ``x``; training BatchNorm updates ``state`` in place.
+    """Return the model's outputs under ``state`` for inputs ``x``; in training, BatchNorm updates ``state`` in place.
 
-    ``key``: int64 scalar that keys dropout masks; 0 unless given.
+    ``key``: int64 scalar that keys dropout masks; default 0.
     """
     plan.set_mode(training=training)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device) if key is None else key):
@@ -399,11 +402,11 @@ def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False, key:
 
 
 def to_inputs(plan: Plan, x: Tensor) -> Tensor:
-    """Return samples in the model's type; whole numbers, such as tokens, stay."""
+    """Return samples in the model's dtype; keep integers, such as tokens."""
     return x.to(plan.dtype) if x.is_floating_point() else x
 
 
 def to_memory_format(tensor: Tensor, layout: torch.memory_format) -> Tensor:
-    """Return images ``[N, C, H, W]``, or volumes where it is a layout of these, in ``layout``; others unchanged."""
+    """Return images ``[N, C, H, W]``, or volumes for ``channels_last_3d``, in ``layout``; others unchanged."""
     dimensions = 5 if layout == torch.channels_last_3d else 4
     return tensor.contiguous(memory_format=layout) if tensor.ndim == dimensions else tensor

@@ -1,7 +1,7 @@
-"""Preparation: a method and a model made into a plan, once and before anything starts.
+"""Preparation: build a plan from a method and a model, once, before training starts.
 
-Surgery makes a stateless template of the model; its entries are named and sorted into loaded, sent and trained ones;
-the template is tried on one sample. Parts that do not fit or do not go together are refused here.
+Surgery turns the model into a stateless template; its entries are classified as loaded, sent and trained; the template
+runs on one sample. Incompatible parts are refused here.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ from .work import Work
 
 
 def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` after the method's surgery; an error of the surgery names the method."""
+    """Return a copy of ``model`` after the method's surgery; errors name the method."""
     module = copy.deepcopy(model)
-    fates = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
-    if len(fates) > 1:
-        both = " and ".join(map(str, fates))
-        raise UsageError(
-            f"method {method.label!r}: {both} both decide what becomes of normalization: remove one of the two"
-        )
+    replacements = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
+    if len(replacements) > 1:
+        both = " and ".join(map(str, replacements))
+        raise UsageError(f"method {method.label!r}: {both} both replace normalization layers: remove one of the two")
     for change in method.surgery:
         try:
             module = change(module)
@@ -72,18 +70,18 @@ def prepare(
     Args:
         method: The method.
         model: The network, which is copied.
-        work: The experiment's local work, of which the method may change fields.
-        optimizer: The experiment's local optimizer, of which the method may change fields.
-        loss: Returns the mean loss of a batch, given outputs and labels.
-        precision: Type in which layers compute.
-        sample: Inputs ``[1, ...]`` of one sample, with which the model is tried once.
-        rounds: Number of rounds to come.
-        clients: Number of clients that train in all.
-        seed: Keys the server's draws.
+        work: The experiment's local work; the method may override fields.
+        optimizer: The experiment's local optimizer; the method may override fields.
+        loss: Computes the mean loss of a batch from outputs and labels.
+        precision: Precision in which layers compute.
+        sample: Inputs ``[1, ...]`` of one sample for a trial run of the model; None: skip checks that need it.
+        rounds: Number of rounds in the trial.
+        clients: Number of clients that train in the trial.
+        seed: Keys the server's random draws.
 
     Raises:
-        UsageError: The scope matches nothing or loads what nobody sends, parts of the method do not go together, or the
-            model holds entries that cannot travel or refuses the sample.
+        UsageError: The scope matches no entry or loads entries that no client sends, parts of the method are
+            incompatible, or the model has unsupported entries or rejects the sample.
 
     """
     if optimizer is None:
@@ -99,7 +97,7 @@ def prepare(
     if loaded - sent:
         raise UsageError(
             f"method {method.label!r} loads {min(loaded - sent)!r}, which no client sends: "
-            "the server would hand out its first value for ever; send it too, or do not load it"
+            "the server would always broadcast the initial value; send it too, or do not load it"
         )
     if method.pooled and loaded != frozenset(initial):
         raise UsageError(
@@ -110,7 +108,7 @@ def prepare(
     if method.trains is not everything:
         trained &= method.trains.names(found, "left untrained")
     if not trained:
-        raise UsageError(f"method {method.label!r} trains no parameter of the model: leave some requires_grad=True")
+        raise UsageError(f"method {method.label!r} trains no parameter of the model: set requires_grad=True on some")
     work = resolve_work(method, work or Work(epochs=1), clients)
     plan = Plan(
         method=method.resolve_weighting(work),
@@ -135,14 +133,14 @@ def prepare(
         _check_single_samples(plan, sample)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
-            "batch_size=1, but batch normalization in this model has no variance over one sample: use a batch size of "
+            "batch_size=1, but BatchNorm in this model cannot compute a variance over one sample: use a batch size of "
             "2 or more, or a model without BatchNorm"
         ).about("batch_size")
     return plan
 
 
 def resolve_work(method: Method, work: Work, clients: int) -> Work:
-    """Return the local work of ``method`` where the experiment's is ``work`` and ``clients`` train."""
+    """Return the local work of ``method``, given the experiment's ``work`` and number of ``clients``."""
     _refuse_unknown_settings(work, method.work, method)
     work = work.change(method.work)
     if method.pooled == "scaled" and work.batch_size is not None:
@@ -155,17 +153,17 @@ def _refuse_unknown_settings(settings: Work | Optimizer, changes: Mapping[str, A
     for name in changes:
         if name not in known:
             raise UsageError(
-                f"method {method.label!r} sets {name}, which {type(settings).__name__} has not: it has "
+                f"method {method.label!r} sets {name}, which {type(settings).__name__} lacks: its fields are "
                 f"{', '.join(sorted(known))}"
             )
 
 
 def bind_rules(plan: Plan) -> Plan:
-    """Return ``plan`` with its method's rules bound to it; anew, where its entries are others by now.
+    """Return ``plan`` with its method's rules bound to it; call again after the plan's entries change.
 
-    Raises :class:`UsageError` where a rule refuses the plan.
+    Raises :class:`UsageError` if a rule refuses the plan.
     """
-    plan, found = replace(plan, rules=()), []
+    plan, rules = replace(plan, rules=()), []
     for rule in plan.method.rules:
         try:
             bound = rule.bind(plan)
@@ -176,14 +174,14 @@ def bind_rules(plan: Plan) -> Plan:
                 f"method {plan.method.label!r}: {type(rule).__name__}.bind() returned a {type(bound).__name__}: return "
                 "fedshift.Bound(self, ...)"
             )
-        found.append(bound)
-    return replace(plan, rules=tuple(found))
+        rules.append(bound)
+    return replace(plan, rules=tuple(rules))
 
 
 def _check_sends(plan: Plan) -> None:
-    """Raise :class:`UsageError` where a rule uploads other than it declares, by the upload of a client without steps.
+    """Raise :class:`UsageError` if the upload of a client without steps differs from the rules' declarations.
 
-    Rules that look may upload what they saw alone; theirs is checked when the first client ends its work.
+    Uploads of rules with :meth:`Rule.look` depend on data, and are checked when the first client ends its work.
     """
     if not plan.defines("look"):
         client_final(plan, load_state(plan, init_client(plan), init_server(plan)))
@@ -191,7 +189,7 @@ def _check_sends(plan: Plan) -> None:
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
-    """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called as a function."""
+    """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called functionally."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
@@ -200,21 +198,21 @@ def _refuse_unsupported(module: nn.Module) -> None:
     for entry, tensor in module.state_dict().items():
         if tensor.is_complex():
             raise UsageError(
-                f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregation here do "
-                "not treat: hold its real and imaginary part as two entries (torch.view_as_real)"
+                f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
+                "support: store its real and imaginary parts as real entries (torch.view_as_real)"
             )
     registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             raise UsageError(
-                f"layer {name!r} of the model is compiled by torch.jit ({layer.original_name}), so that the types of "
-                "its layers are hidden: give the network that was compiled"
+                f"layer {name!r} of the model is compiled by torch.jit ({layer.original_name}), which hides the types "
+                "of its layers: pass the original network"
             )
         for where, held in _list_held(vars(layer)):
             if id(held) not in registered:
                 raise UsageError(
                     f"layer {name!r} of the model holds a {type(held).__name__} in {where}, where torch does not find "
-                    "it: it would neither train nor travel nor be exported; register it (nn.ModuleList, nn.ModuleDict, "
+                    "it: it would not be trained, sent or exported; register it (nn.ModuleList, nn.ModuleDict, "
                     "nn.ParameterList, self.register_buffer)"
                 )
         for hook in layer._forward_pre_hooks.values():
@@ -226,15 +224,15 @@ def _refuse_unsupported(module: nn.Module) -> None:
 
 
 def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """Yield modules with entries, and tensors that train, in a layer's own attributes and what these contain."""
-    found: list[tuple[str, Any]] = [
+    """Yield modules with entries and trainable tensors in the attributes of a layer, searching nested containers."""
+    pending: list[tuple[str, Any]] = [
         (f"its attribute {name!r}", value)
         for name, value in attributes.items()
         if name not in ("_parameters", "_buffers", "_modules")
     ]
     seen: set[int] = set()
-    while found:
-        where, value = found.pop()
+    while pending:
+        where, value = pending.pop()
         if isinstance(value, nn.Module):
             if any(True for _ in (*value.parameters(), *value.buffers())):
                 yield where, value
@@ -243,11 +241,11 @@ def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module |
                 yield where, value
         elif isinstance(value, Mapping | list | tuple | set) and id(value) not in seen:
             seen.add(id(value))
-            found += [(where, each) for each in (value.values() if isinstance(value, Mapping) else value)]
+            pending += [(where, each) for each in (value.values() if isinstance(value, Mapping) else value)]
 
 
 def _smallest_batch(plan: Plan, sample: Tensor, model: nn.Module) -> int:
-    """Return 1, or 2 where the model refuses to train on one sample, as BatchNorm does on one value a channel."""
+    """Return 1, or 2 if the model cannot train on one sample, like BatchNorm on one value per channel."""
     inputs = to_inputs(plan, sample)
 
     def try_batch(size: int, *, training: bool) -> None:
@@ -267,9 +265,9 @@ def _smallest_batch(plan: Plan, sample: Tensor, model: nn.Module) -> int:
     except Exception as error:
         if plan.method.surgery and _accepts(model, inputs):
             raise UsageError(
-                f"method {plan.method.label!r}: the model accepts a sample, but no longer does after the method has "
-                f"changed its layers ({describe_error(error)}): its forward may read layers that are now others; call "
-                "them alone, or use a method that keeps them"
+                f"method {plan.method.label!r}: the model accepts a sample, but not after the method replaced some of "
+                f"its layers ({describe_error(error)}): its forward may read attributes of replaced layers; only call "
+                "layers there, or use a method that keeps them"
             ) from error
         raise UsageError(_unsupported_sample_error(sample, error)) from error
     return 1
@@ -277,43 +275,43 @@ def _smallest_batch(plan: Plan, sample: Tensor, model: nn.Module) -> int:
 
 @torch.no_grad()
 def _accepts(model: nn.Module, inputs: Tensor) -> bool:
-    """Return whether ``model`` as it was given evaluates ``inputs``."""
+    """Return whether the original ``model`` evaluates ``inputs`` without an error."""
     try:
         copy.deepcopy(model).eval()(inputs)
-    except Exception:  # a network of the user may raise any type
+    except Exception:  # a user's network may raise any type
         return False
     return True
 
 
 @torch.no_grad()
 def _check_groups(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` where surgery made a GroupNorm whose groups have one value, so that it is constant."""
+    """Raise :class:`UsageError` if surgery created a GroupNorm with one value per group, whose output is constant."""
     if not any(getattr(change, "decides_normalization", False) for change in plan.method.surgery):
         return
     layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm)}
-    found: list[str] = []
+    problems: list[str] = []
 
-    def check(name: str, layer: nn.GroupNorm, given: tuple[Tensor, ...]) -> None:
-        if given[0][0].numel() == layer.num_groups:
-            found.append(f"layer {name!r} has {layer.num_groups} groups for {tuple(given[0].shape[1:])} values")
+    def check(name: str, layer: nn.GroupNorm, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0][0].numel() == layer.num_groups:
+            problems.append(f"layer {name!r} has {layer.num_groups} groups for {tuple(inputs[0].shape[1:])} values")
 
     handles = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers.items()]
     try:
-        with suppress(Exception):  # for which _smallest_batch has words; torch refuses such groups of one sample alone
+        with suppress(Exception):  # reported by _smallest_batch
             forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
     finally:
         for handle in handles:
             handle.remove()
-    if found:
+    if problems:
         raise UsageError(
-            f"method {plan.method.label!r}: {found[0]}, and a group of one value is normalized to 0 whatever it is: "
+            f"method {plan.method.label!r}: {problems[0]}, and a group of one value is always normalized to 0: "
             "use fewer groups (ln, gn(groups=1)), larger inputs, or a model without normalization there"
         )
 
 
 @torch.no_grad()
 def _check_freezing(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` where a layer writes into its statistics though they are frozen."""
+    """Raise :class:`UsageError` if a layer writes into its statistics although they are frozen."""
     if not plan.method.freeze:
         return
     state, inputs = clone(plan.initial), to_inputs(plan, sample)
@@ -331,7 +329,7 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
 
 @torch.no_grad()
 def _check_features(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` where a rule reads a layer that the model has not, or does not call."""
+    """Raise :class:`UsageError` if a rule reads a layer that the model lacks or does not call."""
     if plan.feature_layers:
         plan.set_mode(training=False)
         inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
@@ -340,16 +338,16 @@ def _check_features(plan: Plan, sample: Tensor) -> None:
             bound = plan.rules[index]
             if bound.rule.requires.classes and each.ndim != 2:
                 raise UsageError(
-                    f"method {plan.method.label!r}: {bound.rule.source_method} takes one vector a sample as features, "
-                    f"but the layer {bound.reads.features!r} reads {tuple(each.shape[1:])} numbers: choose a model "
-                    "whose classifier reads a vector"
+                    f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, "
+                    f"but the input of layer {bound.reads.features!r} has shape {tuple(each.shape[1:])}: choose a "
+                    "model whose classifier receives a vector"
                 )
 
 
 def _check_single_samples(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` where gradients of single samples are combined, which the model has not.
+    """Raise :class:`UsageError` if the method combines gradients of single samples and the model does not have them.
 
-    It has none if it writes into an entry as it trains, or if ``torch.func`` cannot run it.
+    They do not exist if the model writes into an entry during training, or if ``torch.func`` cannot run it.
     """
     gradient, state, inputs = plan.method.gradient, clone(plan.initial), to_inputs(plan, sample)
     if gradient is None:
@@ -360,7 +358,7 @@ def _check_single_samples(plan: Plan, sample: Tensor) -> None:
     moved = [name for name, tensor in state.items() if not torch.equal(tensor, plan.initial[name])]
     if moved:
         raise UsageError(
-            f"method {plan.method.label!r}: the model writes into {moved[0]!r} as it trains, which "
+            f"method {plan.method.label!r}: the model writes into {moved[0]!r} during training, which "
             f"{gradient.source_method} cannot clip sample by sample: use a model without running statistics"
         )
 
@@ -374,13 +372,13 @@ def _check_single_samples(plan: Plan, sample: Tensor) -> None:
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(
-            f"method {plan.method.label!r}: {gradient.source_method} computes the gradient of each sample by "
+            f"method {plan.method.label!r}: {gradient.source_method} computes the gradient of each sample with "
             f"torch.func, which cannot run this model (in {plan.precision}): {reason}"
         ) from error
 
 
 def _unsupported_sample_error(sample: Tensor, error: Exception) -> str:
-    advice = "Choose a model for this shape, or bring the data to the model's (for images: size, channels)"
+    advice = "Choose a model for this shape, or convert the data to the model's shape (for images: size, channels)"
     if not sample.is_floating_point():
-        advice = "Whole numbers are for networks of tokens: give measurements as floats (x.astype('float32'))"
-    return f"the model refuses a sample of shape {tuple(sample.shape[1:])}: {describe_error(error)}. {advice}"
+        advice = "Integers are treated as tokens: give measurements as floats (x.astype('float32'))"
+    return f"the model rejects a sample of shape {tuple(sample.shape[1:])}: {describe_error(error)}. {advice}"

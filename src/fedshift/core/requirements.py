@@ -1,7 +1,6 @@
-"""Requirements: what one part of a method needs of the others, declared as data.
+"""Requirements of one part of a method on the others, declared as data.
 
-:mod:`fedshift.core.compatibility` checks all of them in one place. What one rule or aggregation needs beyond these, its
-``bind`` checks.
+:mod:`fedshift.core.compatibility` checks them; a rule or an aggregation checks further requirements in its ``bind``.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """Needs of a rule or an aggregation; a need that is a text is absent where the text is empty.
+    """Requirements of a rule or an aggregation; texts are used in error messages, and an empty text requires nothing.
 
     Args:
-        shared_entries: Clients load parameters that they train. Begins the refusal: what the part does with them.
-        several_steps: Clients may take more than one step a round. Begins the refusal: why one step is too few; and the
-            notice where a round turns out to be one step, by the sizes of clients, of which a plan knows nothing.
+        shared_entries: Clients load parameters that they train. The message starts with this use of them.
+        several_steps: Clients may take more than one step per round. The message starts with this reason; so does the
+            notice if the clients' sizes, which a plan does not know, reduce a round to one step.
         plain_steps: Each local step moves every parameter along its gradient, starting from the loaded values: SGD
-            without momentum, and no rule that changes the start or has phases for entries of the model. Begins the
-            refusal: the claim that holds only then.
-        momentum: ``plain_steps`` may carry momentum that starts anew each round.
-        entries_only: Clients send nothing beside the model's entries, and no rule reads those of single clients. Ends
-            the refusal: what the part does with these.
-        classes: Each sample has one class. Begins the refusal: what the part does with classes.
+            without momentum, and no rule that changes the start or has phases for entries of the model. The message
+            starts with this claim, which holds only then.
+        momentum: ``plain_steps`` allows momentum that is reset each round.
+        entries_only: Clients send only the model's entries, and no rule reads the entries of single clients. The message
+            ends with this use of them.
+        classes: Each sample has one class. The message starts with this use of classes.
 
     """
 

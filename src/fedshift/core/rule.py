@@ -1,8 +1,8 @@
-"""Rules: what a method changes inside local training and at the server, beyond averaging.
+"""Rules: changes of local training and of the server, beyond averaging.
 
-A rule declares in :meth:`Rule.bind` all that it keeps, trains, reads and sends, and acts in the other hooks, each of
-which changes nothing unless a method overrides it. Rules chain: a method holds a tuple of them, at most one of a type,
-and each receives the value that the one before returned.
+A rule declares its state, trained parameters, reads and uploads in :meth:`Rule.bind`, and acts in the other hooks,
+which do nothing by default. A method holds a tuple of rules, at most one per type; each hook receives the value that
+the previous rule returned.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OLD_HOOKS = {
     "aggregate_memory": "fold",
     "aggregate_entries": "fold, with Bound.sets in bind",
 }
-"""Hooks of an earlier interface, with what took their place."""
+"""Hooks of an earlier interface, with their replacements."""
 OLD_ATTRIBUTES = {
     "lr_scale": "Phase.lr_scale in bind",
     "decays": "Phase.decay in bind",
@@ -55,22 +55,21 @@ OLD_ATTRIBUTES = {
     "growing": "Own.growing in bind",
     "finetune_rounds": "Method.with_finetuning",
 }
-"""Class attributes of that interface; as a field of a rule such a name means nothing by itself."""
+"""Class attributes of that interface, with their replacements; as dataclass fields, these names are allowed."""
 
 
 class Rule:
-    """The rule that changes nothing.
+    """Base class of rules, which changes nothing.
 
-    ``personalize``, ``batch``, ``loss`` and ``gradients`` run under ``torch.vmap`` and are recorded: they do not branch
-    on values of tensors. All hooks are pure, but that ``loss`` may write into buffers of its own.
+    ``personalize``, ``batch``, ``loss`` and ``gradients`` run under ``torch.vmap`` and are recorded: they must not
+    branch on values of tensors. All hooks are pure, except that ``loss`` may write into :attr:`Own.buffers`.
 
     Attributes:
-        requires: What the rest of the method must be like; checked before anything starts.
-        personalizes: ``use``: a client uses the model of :meth:`personalize` and not the one that it loads and keeps;
-            ``start``: its local work starts from that model, too.
-        buffers_alone: :meth:`personalize` changes buffers of the model, and parameters start from what was loaded.
-        on_copies: :meth:`gradients` is called for the network of each rule's :attr:`Own.model`, too, by itself: for
-            rules that treat any network alike.
+        requires: Requirements on the rest of the method, checked before training starts.
+        personalizes: ``use``: a client evaluates the result of :meth:`personalize` instead of the entries that it loads
+            and keeps; ``start``: local work starts from that model, too.
+        buffers_alone: Whether :meth:`personalize` changes only buffers, so that parameters start from the loaded values.
+        on_copies: Whether :meth:`gradients` is also called, separately, for each rule's :attr:`Own.model`.
 
     """
 
@@ -83,14 +82,10 @@ class Rule:
         super().__init_subclass__(**options)
         for name, now in OLD_HOOKS.items():
             if name in vars(cls):
-                raise UsageError(
-                    f"{cls.__name__} defines {name}, in place of which there is now {now} (docs/stability.md)"
-                )
+                raise UsageError(f"{cls.__name__} defines {name}, which was replaced by {now} (docs/stability.md)")
         for name, now in OLD_ATTRIBUTES.items():
             if name in vars(cls) and name not in vars(cls).get("__annotations__", {}):
-                raise UsageError(
-                    f"{cls.__name__} sets {name}, in place of which there is now {now} (docs/stability.md)"
-                )
+                raise UsageError(f"{cls.__name__} sets {name}, which was replaced by {now} (docs/stability.md)")
         if "bind" in vars(cls) and "entries" in signature(cls.bind).parameters:
             raise UsageError(
                 f"{cls.__name__} defines bind(entries), which is now bind(plan) and returns a fedshift.Bound"
@@ -106,46 +101,46 @@ class Rule:
 
     @property
     def source_method(self) -> str:
-        """Name of the method that brings the rule, used in messages: its module."""
+        """Name of the method that defines the rule (its module), used in messages."""
         return type(self).__module__.rpartition(".")[2]
 
     def bind(self, plan: Plan) -> Bound:
-        """Return the rule resolved against a plan whose rules are not bound yet, and all that it declares.
+        """Return the rule resolved against a plan whose rules are not bound yet, with its declarations.
 
-        Raises :class:`UsageError`, without the method's name, to refuse the plan.
+        Raise :class:`UsageError`, without the method's name, to refuse the plan.
         """
         return Bound(self)
 
     def look(self, client: LookContext) -> State:
         """Return the client's memory for the round, before local work.
 
-        Entries beside :attr:`Own.memory`'s last until :meth:`end`.
+        Additional entries, not in :attr:`Own.memory`, last until :meth:`end`.
         """
         return client.memory
 
     def personalize(self, state: State, client: RoundContext) -> State:
-        """Return the client's model, given the entries that it loads and keeps."""
+        """Return the client's model, given its loaded and personal entries."""
         return state
 
     def batch(self, x: Tensor, y: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
-        """Return the batch that is trained on, of the same shapes as ``x [B, ...]`` and ``y [B, ...]``."""
+        """Return the batch to train on, in the shapes of ``x [B, ...]`` and ``y [B, ...]``."""
         return x, y
 
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
-        """Return the objective (scalar) that is differentiated, given the loss on the batch, or the rule's before."""
+        """Return the training objective (scalar), given the loss on the batch or the previous rule's objective."""
         return loss
 
     def gradients(self, grads: State, step: StepContext) -> State:
-        """Return the gradients that the optimizer receives: those of the model's entries in training, by their names.
+        """Return the gradients for the optimizer, by name of the model's trained entries.
 
-        For a copy (:attr:`on_copies`) the names are those of the model's entries, and ``step.loaded`` is empty.
+        For a copy (:attr:`on_copies`), names are the model's, too, and ``step.loaded`` is empty.
         """
         return grads
 
     def end(self, client: EndContext) -> tuple[State, State]:
-        """Return the client's memory after local work, and what it uploads: exactly :attr:`Bound.sends`."""
+        """Return the client's memory after local work, and its upload: exactly :attr:`Bound.sends`."""
         return client.memory, {}
 
     def fold(self, server: FoldContext) -> Folded:
-        """Return the server's memory after a round, and entries that replace their aggregate: :attr:`Bound.sets`."""
+        """Return the server's memory after a round, and the entries of :attr:`Bound.sets`."""
         return Folded(server.memory)

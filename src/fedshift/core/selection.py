@@ -1,7 +1,7 @@
-"""Which named entries of a model travel: entries, selections by module type, and scopes.
+"""Selection of the named entries that clients exchange: entries, selections by module type, and scopes.
 
-Selection uses the TYPE of the module that owns an entry. Names mislead: "bn" is not in ``downsample.1`` of a ResNet
-and is in "subnet". Name patterns are for exceptions only, and a selection that matches nothing is an error.
+Selections use the type of the module that owns an entry, because names mislead: ``downsample.1`` of a ResNet is a
+BatchNorm, and "subnet" contains "bn". Name patterns are for exceptions; a selection that matches nothing is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEPT = "kept on the client"
 class Entry:
     """One named entry of a model's state: a parameter or a persistent buffer, and the module that owns it.
 
-    ``from_end``: layers with parameters that are registered after its own; 0 is the last layer, as a rule the
+    ``from_end``: number of layers with parameters registered after the owner; 0 is the last layer, usually the
     classifier.
     """
 
@@ -40,19 +40,19 @@ class Entry:
 
     @property
     def layer(self) -> str:
-        """The type of its layer, as torch prints it."""
+        """The type of the owner, as torch prints it."""
         return str(self.owner._get_name())  # type: ignore[no-untyped-call]
 
 
 def entries(module: nn.Module) -> tuple[Entry, ...]:
     """Return the entries of ``module`` in ``state_dict`` order; a tied parameter occurs once, by its first name."""
-    found: list[tuple[str, nn.Module, bool, int]] = []
+    rows: list[tuple[str, nn.Module, bool, int]] = []
     seen: set[int] = set()
     layers: list[nn.Module] = []
     modules = dict(module.named_modules())
     for prefix, holder in modules.items():
         dot = f"{prefix}." if prefix else ""
-        # A parametrization holds the weight of a layer, which is the one that counts: a BatchNorm stays a BatchNorm.
+        # The owner of a parametrized weight is the layer, not the parametrization: a BatchNorm stays a BatchNorm.
         owner = modules[prefix.partition("parametrizations.")[0].rstrip(".")] if "parametrizations." in dot else holder
         named = [(name, p, False) for name, p in holder._parameters.items()]
         hidden = holder._non_persistent_buffers_set
@@ -62,23 +62,23 @@ def entries(module: nn.Module) -> tuple[Entry, ...]:
                 seen.add(id(tensor))
                 if not is_buffer and not any(layer is owner for layer in layers[-1:]):
                     layers.append(owner)
-                found.append((dot + name, owner, is_buffer, max(len(layers), 1)))
-    return tuple(Entry(name, owner, hidden, max(len(layers), 1) - at) for name, owner, hidden, at in found)
+                rows.append((dot + name, owner, is_buffer, max(len(layers), 1)))
+    return tuple(Entry(name, owner, is_buffer, max(len(layers), 1) - at) for name, owner, is_buffer, at in rows)
 
 
-def find_classifier(found: Iterable[Entry], source_method: str) -> nn.Linear:
-    """Return the linear layer that a model ends in; :class:`UsageError` naming the method where it has none."""
-    last = next(entry for entry in found if entry.from_end == 0)
+def find_classifier(entries: Iterable[Entry], source_method: str) -> nn.Linear:
+    """Return a model's last layer if it is linear; otherwise raise :class:`UsageError` naming the method."""
+    last = next(entry for entry in entries if entry.from_end == 0)
     if not isinstance(last.owner, nn.Linear) or not runs_as_torch(last.owner):
         raise UsageError(
-            f"{source_method} needs a linear classifier as the model's last layer, but that is a {last.layer}: choose "
+            f"{source_method} needs a linear classifier as the model's last layer, which is a {last.layer}: choose "
             "a model that ends in a linear layer"
         )
     return last.owner
 
 
 def normalizes_as_torch(layer: nn.Module) -> bool:
-    """Return whether a layer is a BatchNorm that uses its statistics as torch's does, whatever it does next."""
+    """Return whether a layer is a BatchNorm that normalizes like torch's, possibly followed by other operations."""
     return isinstance(layer, _BatchNorm) and find_parts(layer) is not None
 
 
@@ -109,48 +109,48 @@ class Select:
         return self.text
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Keep the identity of those that are compared by it in another process."""
+        """Preserve the identity of constants across processes, because they are compared by identity."""
         constant = next((name for name in ("everything", "nothing", "buffers") if self is globals()[name]), None)
         return constant or (Select, (self.matches, self.text, self.parts, self.operator))
 
     def claims(self) -> Iterable[Select]:
-        """Yield the parts that must match an entry: named selections, and combinations taken away as a whole."""
+        """Yield the parts that must match an entry: named selections, and combinations excluded as a whole."""
         if not self.parts or len(self.parts) == 1:
             yield from self.parts or (self,)
         for part in self.parts:
             yield from part.claims()
 
-    def names(self, found: Iterable[Entry], taken: str = KEPT) -> frozenset[str]:
+    def names(self, entries: Iterable[Entry], fate: str = KEPT) -> frozenset[str]:
         """Return the names of the matching entries.
 
-        Raises :class:`UsageError` where a part of the selection matches no entry at all, or where one of several
-        selections that are taken away takes nothing that the others leave. ``taken``: what becomes of these.
+        Raises :class:`UsageError` if a part of the selection matches no entry, or if an excluded selection excludes
+        only entries that other parts already exclude. ``fate``: describes excluded entries in messages.
         """
-        found = tuple(found)
+        entries = tuple(entries)
         for claim in self.claims():
-            if claim not in (everything, nothing) and not any(map(claim, found)):
-                raise UsageError(_describe_unmatched(claim, found))
+            if claim not in (everything, nothing) and not any(map(claim, entries)):
+                raise UsageError(_describe_unmatched(claim, entries))
         parts = self._conjuncts()
         for index, part in enumerate(parts):
             others = parts[:index] + parts[index + 1 :]
-            if part.operator == "~" and not any(not part(e) and all(other(e) for other in others) for e in found):
+            if part.operator == "~" and not any(not part(e) and all(other(e) for other in others) for e in entries):
                 what = part.parts[0].text
                 kept = " and ".join(other.parts[0].text for other in others if other.operator == "~")
                 if kept:
-                    raise UsageError(f"{what} is {taken} twice, also by {kept}: remove one of the methods")
-                if taken != KEPT:
-                    raise UsageError(f"{what} cannot be {taken}, because another part leaves it out: remove a method")
+                    raise UsageError(f"{what} is {fate} twice, also by {kept}: remove one of the methods")
+                if fate != KEPT:
+                    raise UsageError(f"{what} cannot be {fate}, because another part leaves it out: remove a method")
                 raise UsageError(f"{what} cannot stay on the client, because it is never sent: remove a method")
-        return frozenset(entry.name for entry in found if self(entry))
+        return frozenset(entry.name for entry in entries if self(entry))
 
     def _conjuncts(self) -> list[Select]:
         return [each for part in self.parts for each in part._conjuncts()] if self.operator == "&" else [self]
 
 
-def _describe_unmatched(claim: Select, found: tuple[Entry, ...]) -> str:
-    types = sorted({entry.layer for entry in found})
-    near = get_close_matches(claim.text.strip("'"), [entry.name for entry in found], n=3, cutoff=0.3)
-    hint = f"; near it are {', '.join(near)}" if near else ""
+def _describe_unmatched(claim: Select, entries: tuple[Entry, ...]) -> str:
+    types = sorted({entry.layer for entry in entries})
+    near = get_close_matches(claim.text.strip("'"), [entry.name for entry in entries], n=3, cutoff=0.3)
+    hint = f"; similar names: {', '.join(near)}" if near else ""
     if claim is buffers:
         hint = ", none of which keeps statistics (as BatchNorm does with track_running_stats=True)"
     return (
@@ -178,16 +178,16 @@ def last_layers(layers: int) -> Select:
 
 
 def parse_selection(selection: str | int) -> Select:
-    """Return the selection that ``selection`` spells: a number of last layers, or names and patterns joined by ``|``.
+    """Parse a selection: a number of last layers, or names and patterns joined by ``|``.
 
-    Names are those of :data:`SELECTIONS` and ``last_layers``, for example ``"batch_norm|head.*"``.
+    Names are the keys of :data:`SELECTIONS` and ``last``; example: ``"batch_norm|head.*"``.
     """
     if isinstance(selection, int):
         return last_layers(selection)
     parts = [part.strip() for part in selection.split("|")]
     if not all(parts):
         raise UsageError(
-            f"selection {selection!r}: write {', '.join(SELECTIONS)}, last or a pattern such as head.*; | joins"
+            f"selection {selection!r}: write {', '.join(SELECTIONS)}, last or a pattern such as head.*, joined by |"
         )
     chosen = [last_layers(1) if part == "last" else SELECTIONS.get(part) or name_matches(part) for part in parts]
     return reduce(or_, chosen)
@@ -197,25 +197,25 @@ everything = Select(lambda _: True, "everything")
 nothing = Select(lambda _: False, "nothing")
 buffers = Select(lambda entry: entry.is_buffer, "buffers")
 batch_norm = of_type(_BatchNorm, text="batch_norm")
-"""Weight, bias and statistics of every BatchNorm layer (1d, 2d, 3d, synchronized), whatever its name."""
+"""Weight, bias and statistics of every BatchNorm layer (1d, 2d, 3d, synchronized)."""
 norm_layers = of_type(*LEARNED, text="norm_layers")
 """Entries of every normalization layer: BatchNorm, InstanceNorm, GroupNorm, LayerNorm, RMSNorm, HybridBatchNorm."""
 norm_statistics = replace(batch_norm & buffers, text="norm_statistics")
 """Running mean, running variance and batch counter of every BatchNorm layer."""
 hybrid_factors = replace(of_type(HybridBatchNorm) & name_matches("*factor"), text="hybrid_factors")
-"""The factors of every HybridBatchNorm layer, which decide how much of its statistics are the batch's."""
+"""The factors of every HybridBatchNorm layer, which weigh batch statistics against running statistics."""
 SELECTIONS: Mapping[str, Select] = {
     "batch_norm": batch_norm, "norm_layers": norm_layers, "norm_statistics": norm_statistics,
     "batch_norm_affine": batch_norm & ~buffers,
 }  # fmt: skip
-"""Selections by their names in the options of methods."""
+"""Selections by name, for options of methods."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Entries that a client takes from the server as a round starts (``load``) and uploads at its end (``send``).
+    """Entries that a client loads from the server at the start of a round (``load``) and uploads at its end (``send``).
 
-    ``begin``: entries that it sends and does not load, but takes once, as its first round starts.
+    ``begin``: entries that the client sends, and loads only at the start of its first round.
     """
 
     load: Select = everything

@@ -1,8 +1,8 @@
-"""Server optimizers: the server takes a step along the mean change of a round, as along a gradient.
+"""Server optimizers: the server treats the mean change of a round as a negative gradient and takes a step.
 
-Reddi et al. 2021 (arXiv:2003.00295), Algorithm 2. Only trained parameters that clients load go through the
-optimizer; BatchNorm's statistics and other buffers are estimates, not parameters, and are taken as aggregated, like
-entries that no client starts from. The state never travels.
+Reddi et al. 2021 (arXiv:2003.00295), Algorithm 2. The optimizer updates only trained parameters that clients load;
+BatchNorm's statistics, other buffers and entries that no client loads are replaced by their aggregate. The state stays
+on the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..utils.state import State
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer(ABC):
-    """A step on the server along the aggregated change ``delta`` of each trained entry; ``lr``: the server's own."""
+    """Takes a step along the aggregated change ``delta`` of each trained entry; ``lr``: the server's learning rate."""
 
     lr: float
 
@@ -36,13 +36,13 @@ class ServerOptimizer(ABC):
     def step(self, params: State, delta: State, state: State, share: float) -> tuple[State, State]:
         """Return the parameters and the state after a round. Pure.
 
-        ``share``: the participants' part of the weight of all clients that train; 1 where all take part.
+        ``share``: the participants' fraction of the weight of all clients that train; 1 if all take part.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled(ServerOptimizer):
-    """``x = x + lr delta``: the aggregated change made longer or shorter."""
+    """``x = x + lr delta``: a scaled step along the aggregated change."""
 
     @override
     def init(self, params: State) -> State:
@@ -55,7 +55,7 @@ class Scaled(ServerOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Momentum(ServerOptimizer):
-    """``v = beta v + delta; x = x + lr v``, which is ``torch.optim.SGD`` with momentum on the gradient ``-delta``."""
+    """``v = beta v + delta; x = x + lr v``, equal to ``torch.optim.SGD`` with momentum on the gradient ``-delta``."""
 
     beta: float
 
@@ -75,7 +75,7 @@ class Momentum(ServerOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(ServerOptimizer):
-    """``m = beta1 m + (1 - beta1) delta; x = x + lr m / (sqrt(v) + tau)``, where ``second`` says how v follows delta^2.
+    """``m = beta1 m + (1 - beta1) delta; x = x + lr m / (sqrt(v) + tau)``; ``second`` selects the update of v.
 
     v starts at tau^2; there is no bias correction (Algorithm 2).
     """

@@ -1,4 +1,4 @@
-"""The server's part of a round: it aggregates the clients' uploads into its state."""
+"""The server's part of a round: aggregate the clients' uploads into the server's state."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from .states import ServerState, Update
 
 
 def sums_suffice(plan: Plan) -> bool:
-    """Return whether the server needs of the clients' entries only their weighted sum."""
+    """Return whether the server needs only the weighted sum of the clients' entries."""
     return plan.method.aggregate.sums and bool(plan.sent) and not plan.reads.entries
 
 
 class StreamingAggregator:
-    """Aggregator of one round's uploads, which may arrive in any order.
+    """Aggregates one round's uploads, which may arrive in any order.
 
-    ``names``: the clients that are to upload. ``sizes``: training samples of every client that trains, also of those
-    that sit the round out. Uploads are taken in the order of the clients' names, so that the result does not depend on
-    that of arrival. Where the method averages entries, an upload is let go as soon as those before it have come, and
-    sums of uploads may arrive in their place, one after another. With ``max_share`` below 1, the greatest weight of one
-    among three clients or more, uploads are kept until all weights are known.
+    ``names``: the participants. ``sizes``: number of training samples of every client that trains, including clients
+    that do not take part in the round. Uploads are aggregated in the order of the clients' names, so that the result
+    does not depend on the order of arrival. If the method averages entries, an upload is discarded once it and its
+    predecessors are added, and sums of uploads may be added instead. With a ``max_share`` below 1 (the maximum weight
+    of a client among three or more), uploads are stored until all weights are known.
     """
 
     def __init__(
         self, plan: Plan, server: ServerState, names: Iterable[str], sizes: Mapping[str, int], max_share: float = 1.0
     ) -> None:
-        self._plan, self._server, self._coming = plan, server, sorted(names, reverse=True)
+        self._plan, self._server, self._pending = plan, server, sorted(names, reverse=True)
         self._sizes, self._max_share = sizes, max_share
         self._arrived: dict[str, Update] = {}
-        self._folded: list[tuple[str, Update]] = []
+        self._aggregated: list[tuple[str, Update]] = []
         self._mean = StreamingMean() if sums_suffice(plan) else None
         self._summed: SummedUploads | None = None
 
     def add(self, name: str, update: Update, summed: SummedUploads | None = None) -> None:
-        """Add the upload of one client; ``summed``: the sum that holds its entries, if ``update`` does not."""
+        """Add the upload of one client; ``summed``: the sum that includes its entries, if ``update`` does not."""
         self._arrived[name] = update
         if summed and summed is not self._summed:
             assert self._mean
             self._mean.merge(summed.mean)
             self._summed = summed
-        while self._coming and self._coming[-1] in self._arrived:
-            self._aggregate(self._coming.pop())
+        while self._pending and self._pending[-1] in self._arrived:
+            self._aggregate(self._pending.pop())
 
     def _aggregate(self, name: str) -> None:
         update = self._arrived.pop(name)
@@ -58,27 +58,27 @@ class StreamingAggregator:
             weight = self._plan.method.weigh(samples=self._sizes[name], used=update.weight)
             self._mean.add(update.shared, weight)
             update = replace(update, shared={})
-        self._folded.append((name, update))
+        self._aggregated.append((name, update))
 
     def finalize(self) -> ServerState:
-        """Return the server after the round, from the uploads that arrived."""
-        for name in sorted(self._arrived):  # those behind one that did not come
+        """Return the server's state after the round, from the uploads that arrived."""
+        for name in sorted(self._arrived):  # uploads sorted after a missing one
             self._aggregate(name)
         plan, server = self._plan, self._server
-        received = receive(plan, self._folded, self._sizes, self._max_share)
+        received = receive(plan, self._aggregated, self._sizes, self._max_share)
         shares = [each.share for each in received]
-        memory, made = fold_rules(plan, server, received)
+        memory, computed = fold_rules(plan, server, received)
         if self._mean:
             if self._max_share < 1:
-                weights, _ = weigh(plan, self._folded, self._sizes, self._max_share)
-                for (_, update), weight in zip(self._folded, weights, strict=True):
+                weights, _ = weigh(plan, self._aggregated, self._sizes, self._max_share)
+                for (_, update), weight in zip(self._aggregated, weights, strict=True):
                     self._mean.add(update.shared, weight)
             aggregated = Aggregated(entries=self._mean.result())
         else:
             aggregated = _check_declared(plan, plan.method.aggregate(plan, server, received))
-        shared, optimizer, mixes = aggregated.entries | made, server.optimizer, None
+        shared, optimizer, mixes = aggregated.entries | computed, server.optimizer, None
         if aggregated.mixes:
-            loaded = plan.loaded - made.keys()
+            loaded = plan.loaded - computed.keys()
             mixes = Mixes(uploads=tuple(pick(each.entries, loaded) for each in received), weights=aggregated.mixes)
             mixes.check(f"method {plan.method.label!r}: {plan.method.aggregate.source_method}")
         if plan.method.server:
@@ -94,46 +94,45 @@ class StreamingAggregator:
 def weigh(
     plan: Plan, updates: Sequence[tuple[str, Update]], sizes: Mapping[str, int], max_share: float
 ) -> tuple[list[float], dict[str, float]]:
-    """Return the weights of ``updates`` in a mean, and the sizes by which every client counts.
+    """Return the weights of ``updates`` in a mean, and the effective size of every client.
 
-    ``sizes``: training samples of every client that trains. What counts less than it says among all clients does so in
-    a round, too, in which few of them take part.
+    ``sizes``: number of training samples of every client that trains. A client whose size ``max_share`` reduces among
+    all clients has the same reduction in rounds with few participants.
     """
     method = plan.method
     raw = [method.weigh(samples=sizes[name], used=update.weight) for name, update in updates]
     weighed = {name: method.weigh(samples=size, used=size) for name, size in sizes.items()}
-    counted = dict(zip(weighed, bound_shares(list(weighed.values()), max_share), strict=True))
-    lowered = {name: counted[name] / size for name, size in weighed.items() if counted[name] != size}
+    effective = dict(zip(weighed, bound_shares(list(weighed.values()), max_share), strict=True))
+    lowered = {name: effective[name] / size for name, size in weighed.items() if effective[name] != size}
     raw = [weight * lowered.get(name, 1.0) for (name, _), weight in zip(updates, raw, strict=True)]
-    return bound_shares(raw, max_share), counted
+    return bound_shares(raw, max_share), effective
 
 
 def receive(
     plan: Plan, updates: Sequence[tuple[str, Update]], sizes: Mapping[str, int], max_share: float = 1.0
 ) -> list[Received]:
-    """Return ``updates``, in the order of the clients' names, as the server has received them; see :func:`weigh`."""
-    raw, weighed = weigh(plan, updates, sizes, max_share)
-    total, everyone, kinds = sum(raw), sum(weighed.values()), tuple(map(type, plan.method.rules))
+    """Return the contributions of ``updates``, which are sorted by client name; see :func:`weigh` for arguments."""
+    raw, effective = weigh(plan, updates, sizes, max_share)
+    total, total_size, kinds = sum(raw), sum(effective.values()), tuple(map(type, plan.method.rules))
     return [
         Received(
-            client=name, update=update, weight=weight / total, size=weighed[name], share=weighed[name] / everyone,
+            client=name, update=update, weight=weight / total, size=effective[name], share=effective[name] / total_size,
             kinds=kinds,
         )
         for (name, update), weight in zip(updates, raw, strict=True)
     ]  # fmt: skip
 
 
-def _check_declared(plan: Plan, made: Aggregated) -> Aggregated:
-    """Return ``made``; :class:`UsageError` unless the aggregation declares what it keeps, and whether it mixes."""
+def _check_declared(plan: Plan, result: Aggregated) -> Aggregated:
+    """Return ``result``; raise :class:`UsageError` if it keeps state or mixes uploads without declaring so."""
     aggregate = plan.method.aggregate
-    for field, what, held in (("kept", "keeps", made.kept), ("mixes", "mixes", made.mixes)):
-        declared = getattr(aggregate, what)
-        if held and not declared:
+    for field, flag, value in (("kept", "keeps", result.kept), ("mixes", "mixes", result.mixes)):
+        if value and not getattr(aggregate, flag):
             raise UsageError(
-                f"method {plan.method.label!r}: {aggregate.source_method} returns Aggregated({field}=...), of which "
-                f"sites are not told: declare {what} = True in an Aggregation"
+                f"method {plan.method.label!r}: {aggregate.source_method} returns Aggregated({field}=...) without "
+                f"informing sites: declare {flag} = True in an Aggregation"
             )
-    return made
+    return result
 
 
 def fold_rules(
@@ -141,37 +140,37 @@ def fold_rules(
 ) -> tuple[tuple[State, ...], State]:
     """Return the rules' memories on the server, and the entries that they compute.
 
-    Raises :class:`UsageError` where a rule returns anything but what it declares.
+    Raises :class:`UsageError` if a rule's result differs from its declarations.
     """
-    memory, made, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
+    memory, computed, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
     for index in plan.defines("fold"):
         if prelude and not plan.rules[index].prelude:
             continue
         uploads = [each.update.memory[index] for each in received]
-        seen = received if plan.rules[index].reads.entries else withheld
+        visible = received if plan.rules[index].reads.entries else withheld
         context = FoldContext(
-            memory=memory[index], uploads=uploads, received=seen, plan=plan, server=server, prelude=prelude
+            memory=memory[index], uploads=uploads, received=visible, plan=plan, server=server, prelude=prelude
         )
         folded = plan.rules[index].rule.fold(context)
         check_fold(plan, index, *folded, prelude=prelude)
         memory[index] = folded.memory
-        made |= folded.entries
-    return tuple(memory), made
+        computed |= folded.entries
+    return tuple(memory), computed
 
 
 def server_round(
     plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int]
 ) -> ServerState:
-    """Return the server after a round, given all its uploads by client name."""
-    folding = StreamingAggregator(plan, server, updates, sizes)
+    """Return the server's state after a round, given all uploads by client name."""
+    aggregator = StreamingAggregator(plan, server, updates, sizes)
     for name, update in updates.items():
-        folding.add(name, update)
-    return folding.finalize()
+        aggregator.add(name, update)
+    return aggregator.finalize()
 
 
 def server_prelude(
     plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int], max_share: float = 1.0
 ) -> ServerState:
-    """Return the server after the exchange before round 1, given all its uploads by client name; no round is done."""
+    """Return the server's state after the exchange before round 1, given all uploads by client name."""
     received = receive(plan, sorted(updates.items()), sizes, max_share)
     return replace(server, memory=fold_rules(plan, server, received, prelude=True)[0])

@@ -1,7 +1,7 @@
-"""Bounded weights: no client has more than a given share of an average, whatever it says of its size.
+"""Bounded weights: limit a client's share of an average, regardless of the size that it reports.
 
-Among three clients or more, a weight above the share is lowered to it (water filling: the weights of the others keep
-their ratios). Of two clients one always decides. Weights within the bound are returned as they are, bit for bit.
+Among three or more clients, weights above the bound are lowered to it by water filling, which preserves the ratios of
+the other weights. Two clients are never bounded. Weights within the bound are returned unchanged, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from math import fsum
 
 FEWEST = 3
-"""Number of clients from which on shares are bounded."""
+"""Minimum number of clients for which shares are bounded."""
 _ROUNDING = 1 + 1e-9
 
 
 def bound_shares(weights: Sequence[float], most: float) -> list[float]:
-    """Return ``weights`` (positive), of which none is more than ``most`` of their sum, or than all have if equal."""
+    """Lower ``weights`` (positive) so that none exceeds a fraction ``most`` of their sum (at least ``1 / count``)."""
     if len(weights) < FEWEST:
         return list(weights)
     most = max(most, 1 / len(weights))
@@ -24,4 +24,4 @@ def bound_shares(weights: Sequence[float], most: float) -> list[float]:
         level = most * fsum(ordered[lowered:]) / (1 - lowered * most)
         if weight <= level * _ROUNDING:
             return [min(each, level) for each in weights] if lowered else list(weights)
-    raise AssertionError("the smallest of some weights is at most their mean")
+    raise AssertionError("the smallest weight is at most the mean")

@@ -1,8 +1,8 @@
-"""States: what clients and the server hold, a client's work in progress, and its upload, as plain values.
+"""The state of clients, of the server and of local work in progress, and the upload of a client, as plain values.
 
-An engine may keep them in a dictionary, in another process or on another machine. A method's rules have one memory
-each: ``memory[i]`` and ``server_memory[i]`` belong to rule ``i``. While a client works, a rule's own entries lie beside
-the model's (:attr:`fedshift.core.plan.Plan.own_names`), so that the optimizer changes them all; between rounds they are
+An engine may keep them in a dictionary, in another process or on another machine. Each rule of a method has a memory:
+``memory[i]`` and ``server_memory[i]`` belong to rule ``i``. During local work, a rule's own entries are stored with the
+model's (:attr:`fedshift.core.plan.Plan.own_names`), so that the optimizer updates all of them; between rounds they are
 part of the rule's memory.
 """
 
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from ..utils.state import State
-from .declarations import Apart
+from .declarations import RulePhase
 from .mixes import Mixes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientState:
-    """State that a client keeps between rounds; none of it leaves the client.
+    """State that a client keeps between rounds and never sends.
 
     Args:
         personal: Entries that the client keeps instead of loading them.
-        optimizer: State of the local optimizer, where that survives a round.
-        memory: One state for each rule, its own entries included.
-        steps: Local steps done so far.
+        optimizer: State of the local optimizer, if kept between rounds.
+        memory: One state per rule, including the rule's own entries.
+        steps: Number of local steps done so far.
 
     """
 
@@ -41,8 +41,8 @@ class ClientState:
 class ServerState:
     """State of the server: ``shared`` entries and the rules' ``memory`` are broadcast, ``optimizer`` and ``kept`` stay.
 
-    ``round``: rounds done. ``optimizer``: the server optimizer's state. ``kept``: what the aggregation keeps.
-    ``mixes``: what :func:`broadcast` sends to some clients in place of ``shared``, where the aggregation makes mixes.
+    ``round``: number of rounds done. ``optimizer``: the server optimizer's state. ``kept``: the aggregation's state.
+    ``mixes``: mixes of uploads that :func:`broadcast` sends to some clients instead of ``shared``.
     """
 
     round: int
@@ -55,9 +55,10 @@ class ServerState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """The whole upload of one client in one round; nothing else ever leaves it.
+    """The complete upload of one client in one round; a client sends nothing else.
 
-    ``memory``: one state for each rule. ``weight``: samples used this round. ``steps``: local steps of this round.
+    ``memory``: one state per rule. ``weight``: number of samples used in the round. ``steps``: number of local steps in
+    the round.
     """
 
     shared: State
@@ -67,10 +68,10 @@ class Update:
 
 
 class Seen(NamedTuple):
-    """The part of a client's samples that rules see before local work; empty where none reads it.
+    """The samples that rules see before local work; empty if no rule reads them.
 
-    ``targets``: those of all training samples, ``[N, ...]``. ``x [B, ...]`` and ``y [B, ...]``: the round's first
-    samples. ``key``: that of its first step.
+    ``targets``: targets of all training samples, ``[N, ...]``. ``x [B, ...]`` and ``y [B, ...]``: the round's first
+    samples. ``key``: key of the round's first step.
     """
 
     targets: Tensor
@@ -84,21 +85,23 @@ class LocalTrainingState:
     """A client's local work in progress.
 
     Args:
-        params: Parameters that are trained, the rules' included; owned by the job, like ``optimizer``.
+        params: Trained parameters, including the rules'; owned by the job, like ``optimizer``.
         rest: Buffers and frozen parameters.
-        global_params: Entries as loaded this round.
+        global_params: Entries as loaded in this round.
         optimizer: State of the local optimizer.
-        memory: One state for each rule, without its own entries.
-        server_memory: One state for each rule, as broadcast.
-        round: Rounds done before this one.
+        memory: One state per rule, without the rule's own entries.
+        server_memory: One state per rule, as broadcast.
+        round: Number of rounds done before this one.
         lr: Learning rate of the round.
-        start: Steps that the client had done before the round.
-        done: Steps that it has done now.
-        planned_steps: Steps that the round will have.
+        start: Number of steps that the client had done before the round.
+        done: Number of steps that the client has done so far.
+        planned_steps: Number of steps planned for the round.
         frozen: Whether BatchNorm's statistics are frozen.
-        samples: Samples used this round.
-        apart: The phase whose passes these are, which train a rule's own parameters alone, and do not count.
-        prelude: This is the exchange before round 1, which has no steps.
+        samples: Number of samples used in this round.
+        separate_phase: The current phase before or after the model's steps, which trains only a rule's own parameters
+            and does not count toward steps and samples; None: the model's steps.
+        prelude: Whether this is the exchange before round 1, which has no steps.
+        counter: Number of steps taken in the round as a tensor, for recorded steps; None: computed.
 
     """
 
@@ -115,16 +118,16 @@ class LocalTrainingState:
     planned_steps: int
     frozen: bool
     samples: int = 0
-    apart: Apart | None = None
+    separate_phase: RulePhase | None = None
     prelude: bool = False
     counter: Tensor | None = None
 
     @property
     def steps(self) -> Tensor:
-        """Steps of the round so far, an int64 scalar."""
+        """Number of steps taken in the round, an int64 scalar."""
         return torch.tensor(self.done - self.start) if self.counter is None else self.counter
 
     @property
     def state(self) -> State:
-        """All entries, the rules' included."""
+        """All entries, including the rules'."""
         return {**self.params, **self.rest}

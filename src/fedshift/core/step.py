@@ -1,7 +1,7 @@
-"""A step of local work: the objective on a batch, its gradients, and the optimizer's update, as rules change them.
+"""A step of local work: the objective on a batch, its gradients, and the optimizer's update, each modified by rules.
 
-A step is ``compute_gradients`` (of ``compute_objective``, changed by the rules in ``transform_gradients``), then
-``update_``; these parts also work under ``torch.vmap``, so that an engine can run many clients in one tensor program.
+A step is ``compute_gradients`` (of ``compute_objective``, then modified by rules in ``transform_gradients``) followed
+by ``update_``. All of them work under ``torch.vmap``, so that an engine can run many clients in one tensor program.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .plan import Plan, Updated, compute_features, compute_outputs, to_memory_fo
 from .states import LocalTrainingState
 
 SAMPLE_GRADIENTS = 2**27
-"""Bytes of single samples' gradients that are held at a time."""
+"""Maximum size, in bytes, of the gradients of single samples in memory at a time."""
 
 
 SAMPLE_KEYS = 2**22
-"""Number of the draws of samples' keys under a step's key, beyond any that dropout layers or rules make."""
+"""Index of the draw of samples' keys under a step's key, larger than the indices that dropout layers and rules use."""
 
 
 def _own(plan: Plan, index: int, state: State) -> Owned:
@@ -59,12 +59,12 @@ def _step_facts(plan: Plan, job: LocalTrainingState, index: int, state: State, k
 
 
 def list_updates(plan: Plan, job: LocalTrainingState) -> tuple[Updated, ...]:
-    """Return what the coming step of ``job`` trains."""
-    return plan.updates_in(job.done - job.start, job.planned_steps, job.apart)
+    """Return the updates of the next step of ``job``."""
+    return plan.updates_in(job.done - job.start, job.planned_steps, job.separate_phase)
 
 
 def list_active(plan: Plan, job: LocalTrainingState) -> list[str]:
-    """Return the parameters of ``job`` that its coming step trains, in order."""
+    """Return the parameters that the next step of ``job`` trains, in order."""
     active = frozenset[str]().union(*(each.names for each in list_updates(plan, job)))
     return [name for name in job.params if name in active]
 
@@ -74,7 +74,7 @@ def compute_objective(
 ) -> tuple[Tensor, Tensor, State]:
     """Return the training objective at ``params`` on one batch, the data loss, and the updated ``rest``. Pure.
 
-    ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In steps ``apart`` the model is not run,
+    ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In separate phases the model does not run,
     and the data loss is 0.
     """
     plan.set_mode(training=True, frozen=job.frozen)
@@ -86,13 +86,14 @@ def compute_objective(
             facts = _step_facts(plan, job, index, {**params, **job.rest}, key)
             x, y = plan.rules[index].rule.batch(x, y, StepContext(**facts))
         batch = _Batch(plan, job, params, x, y, key)
-        if job.apart:
+        if job.separate_phase:
             total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
         else:
             batch.passed = compute_features(plan, model, x)
             total = loss = plan.loss(batch.passed[0], y)
         for index in plan.defines("loss"):
-            if job.apart[0] == index if job.apart else not plan.rules[index].is_apart:
+            separate = plan.rules[index].has_separate_passes
+            if job.separate_phase[0] == index if job.separate_phase else not separate:
                 total = plan.rules[index].rule.loss(total, batch.make_context(index, state))
     return total, loss, rest
 
@@ -105,7 +106,7 @@ class _Batch:
         self.passed: tuple[Tensor, dict[int, Tensor]] | None = None
 
     def make_context(self, index: int, state: State) -> LossContext:
-        """Return what the rule at ``index`` may read; ``state``: all entries, as layers and losses write into them."""
+        """Return the context of the rule at ``index``; ``state``: all entries, with buffers written in this step."""
         return LossContext(
             **_step_facts(self._plan, self._job, index, state, self._key),
             x=self._x,
@@ -117,7 +118,7 @@ class _Batch:
         )
 
     def _fill(self, entries: State) -> State:
-        """Return a model's entries: ``entries`` as they are, and copies of the model's own buffers beside these."""
+        """Complete ``entries``, which are not copied, by the model's parameters and copies of its buffers."""
         return {
             name: entries[name] if name in entries else self._params[name] if name in self._params
             else self._job.rest[name].clone()
@@ -131,19 +132,19 @@ class _Batch:
         self._plan.set_mode(training=training, frozen=self._job.frozen)
         try:
             with dropout_key(self._key):
-                found = compute_features(self._plan, self._fill(entries), x)
+                result = compute_features(self._plan, self._fill(entries), x)
         finally:
             self._plan.set_mode(training=True, frozen=self._job.frozen)
-        return self._name(index, x, found)
+        return self._wrap(index, x, result)
 
     def _make_pass(self, index: int) -> ForwardPass:
         if self.passed is None:
             with dropout_key(self._key):
                 self.passed = compute_features(self._plan, self._fill({}), self._x)
-        return self._name(index, self._x, self.passed)
+        return self._wrap(index, self._x, self.passed)
 
-    def _name(self, index: int, x: Tensor, found: tuple[Tensor, dict[int, Tensor]]) -> ForwardPass:
-        outputs, features = found
+    def _wrap(self, index: int, x: Tensor, result: tuple[Tensor, dict[int, Tensor]]) -> ForwardPass:
+        outputs, features = result
         bound = self._plan.rules[index]
         return ForwardPass(bound=bound, x=x, y=self._y, outputs=outputs, _features=features.get(index, outputs))
 
@@ -151,9 +152,9 @@ class _Batch:
 def compute_gradients(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[State, State, Tensor]:
-    """Return the gradients that the optimizer receives, ``rest`` after the batch, and the data loss. Pure.
+    """Return the gradients for the optimizer, ``rest`` after the batch, and the data loss. Pure.
 
-    Arguments as of :func:`compute_objective`.
+    For arguments, see :func:`compute_objective`.
     """
     x = to_memory_format(x, plan.image_format)
     if plan.method.gradient is not None:
@@ -162,9 +163,9 @@ def compute_gradients(
     leaves = {name: job.params[name].detach().requires_grad_() for name in list_active(plan, job)}
     with torch.enable_grad():
         total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key)
-    found = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
+    grads = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
     after = {name: tensor.detach() for name, tensor in rest.items()}
-    return transform_gradients(plan, job, dict(zip(leaves, found, strict=True)), key), after, loss.detach()
+    return transform_gradients(plan, job, dict(zip(leaves, grads, strict=True)), key), after, loss.detach()
 
 
 def combine_samples(
@@ -172,8 +173,8 @@ def combine_samples(
 ) -> tuple[State, State, Tensor]:
     """Return the batch gradient by ``Method.gradient``, ``rest`` unchanged, and the mean data loss. Pure.
 
-    Arguments as of :func:`compute_objective`. Each sample is a separate batch with a separate key, and no buffer
-    that its forward pass writes is kept. As many samples are differentiated together as ``SAMPLE_GRADIENTS`` holds.
+    For arguments, see :func:`compute_objective`. Each sample is a separate batch with a separate key; buffers written
+    by its forward pass are discarded. ``SAMPLE_GRADIENTS`` limits the number of samples differentiated at a time.
     """
     assert plan.method.gradient is not None
 
@@ -199,9 +200,10 @@ def combine_samples(
 
 
 def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: Tensor) -> State:
-    """Return the objective's gradients after every rule has changed the model's, and those of networks it treats alike.
+    """Return the objective's gradients after every rule has transformed the model's.
 
-    No rule changes the gradients of another's own parameters otherwise.
+    A rule with :attr:`Rule.on_copies` also transforms the gradients of other rules' ``Own.model``; no rule changes the
+    gradients of other rules' parameters otherwise.
     """
     state = job.state
     for index in plan.defines("gradients"):
@@ -211,30 +213,30 @@ def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: 
             changed = rule.gradients(changed, StepContext(**facts | {"params": pick(facts["params"], changed)}))
         for other, bound in enumerate(plan.rules) if rule.on_copies else ():
             names = {entry: plan.own_names[other][entry] for entry in bound.own.model}
-            found = {entry: grads[name] for entry, name in names.items() if name in grads}
-            if found:
+            copy_grads = {entry: grads[name] for entry, name in names.items() if name in grads}
+            if copy_grads:
                 copy = {entry: state[name] for entry, name in names.items()}
-                rest = {entry: tensor for entry, tensor in copy.items() if entry not in found}
-                at_copy = StepContext(**facts | {"params": pick(copy, found), "buffers": rest, "loaded": {}})
-                changed |= {names[entry]: grad for entry, grad in rule.gradients(found, at_copy).items()}
+                rest = {entry: tensor for entry, tensor in copy.items() if entry not in copy_grads}
+                at_copy = StepContext(**facts | {"params": pick(copy, copy_grads), "buffers": rest, "loaded": {}})
+                changed |= {names[entry]: grad for entry, grad in rule.gradients(copy_grads, at_copy).items()}
         grads = grads | changed
     return grads
 
 
 def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samples: int) -> LocalTrainingState:
-    """Take the optimizer's step along ``grads``, found on ``samples`` samples, in the memory of ``job``."""
+    """Take the optimizer's step along ``grads``, computed on ``samples`` samples, in place in ``job``'s tensors."""
     for each in list_updates(plan, job):
         optimizer = plan.optimizer if each.decay else plan.undecayed_optimizer
         optimizer.update_(pick(job.params, each.names), grads, job.optimizer, job.lr * each.lr_scale)
         if each.rule is not None:
-            _put_back_(plan, job, each.rule)
-    if job.apart:
+            _clamp_(plan, job, each.rule)
+    if job.separate_phase:
         return replace(job, rest=rest)
     return replace(job, rest=rest, done=job.done + 1, samples=job.samples + samples)
 
 
-def _put_back_(plan: Plan, job: LocalTrainingState, index: int) -> None:
-    """Put the own parameters of the rule at ``index`` back within their bounds."""
+def _clamp_(plan: Plan, job: LocalTrainingState, index: int) -> None:
+    """Clamp the own parameters of the rule at ``index`` to their bounds."""
     for entry, bounds in plan.rules[index].own.bounds.items():
         values = job.params[plan.own_names[index][entry]]
         values.copy_(values.clamp(*bounds))  # clamp_ has no batching rule
@@ -243,7 +245,7 @@ def _put_back_(plan: Plan, job: LocalTrainingState, index: int) -> None:
 def client_step_(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[LocalTrainingState, Tensor]:
-    """Take one local step on a batch, in the memory of ``job``. Returns the job after it and the data loss."""
+    """Take one local step on a batch, in place in ``job``'s tensors. Returns the new job and the data loss."""
     with timed_section("forward and backward"):
         grads, rest, loss = compute_gradients(plan, job, x, y, key)
     with timed_section("update"):
@@ -253,5 +255,5 @@ def client_step_(
 def client_step(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[LocalTrainingState, Tensor]:
-    """Take :func:`client_step_` on a copy of the job: pure."""
+    """Take :func:`client_step_` on a copy of the job. Pure."""
     return client_step_(plan, replace(job, params=clone(job.params), optimizer=clone(job.optimizer)), x, y, key)

@@ -1,11 +1,11 @@
 """Local work: the batches of a client between two exchanges, and the order of its samples.
 
-The order of samples is a function of the client's step count alone: pass ``p`` over the data is permuted by the stream
-``(seed, "order", client, p)``, and step ``s`` is batch ``s mod T`` of pass ``s div T``, T batches a pass; where T is 1,
-the samples stay in the order in which they are stored. A resumed run therefore needs no cursor. A group of C batches a
-round follows FedMMB's Algorithm 1 (Nasirigerdeh et al., arXiv:2011.07006): batches are taken in turn through a pass and
-the last group of a pass may be smaller. A round of n steps takes n, over as many passes as that needs, and the next
-round continues where it ended: local work in FLamby (du Terrail et al. 2022, arXiv:2210.04620, section 4).
+The order of samples depends only on the client's step count: epoch ``p`` is permuted by the stream
+``(seed, "order", client, p)``, and step ``s`` is batch ``s mod T`` of epoch ``s div T``, with T batches per epoch. If T
+is 1, the samples are not permuted. A resumed run therefore needs no cursor. Rounds of C batches follow FedMMB's
+Algorithm 1 (Nasirigerdeh et al., arXiv:2011.07006): they iterate through an epoch, whose last group may be smaller.
+Rounds of n steps continue where the previous round ended, across epochs: local work in FLamby (du Terrail et al. 2022,
+arXiv:2210.04620, section 4).
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ AMOUNTS = ("epochs", "batches", "steps")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Local work of one round: passes over the client's data, batches within a pass, or steps; exactly one of them.
+    """Local work of one round, as exactly one of epochs, batches within an epoch, or steps.
 
     Args:
-        batch_size: Samples in a batch; None: all of the client's.
-        epochs: Passes over the client's data.
-        batches: Batches, at most as many as are left of the pass: a round ends with the pass (FedMMB's Algorithm 1).
-        steps: Local steps, over as many passes as they need; the next round continues where this one ended.
+        batch_size: Number of samples in a batch; None: all samples of the client.
+        epochs: Number of epochs (passes over the client's data).
+        batches: Number of batches, limited to the rest of the epoch: a round ends with the epoch (FedMMB's Algorithm
+            1).
+        steps: Number of local steps, across epochs; the next round continues where this one ended.
 
     """
 
@@ -50,29 +51,29 @@ class Work:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in AMOUNTS if getattr(self, name) is not None}
-        if len(given) != 1:
-            found = " and ".join(f"{name}={value}" for name, value in given.items()) or "none of them"
-            raise UsageError(f"{found}: give exactly one of {', '.join(AMOUNTS)}").about("epochs", "batches", "steps")
-        for name, value in {"batch_size": self.batch_size, **given}.items():
+        amounts = {name: getattr(self, name) for name in AMOUNTS if getattr(self, name) is not None}
+        if len(amounts) != 1:
+            text = " and ".join(f"{name}={value}" for name, value in amounts.items()) or "none of them"
+            raise UsageError(f"{text}: give exactly one of {', '.join(AMOUNTS)}").about("epochs", "batches", "steps")
+        for name, value in {"batch_size": self.batch_size, **amounts}.items():
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
 
     def change(self, changes: Mapping[str, Any]) -> Self:
-        """Return the work with fields replaced by ``changes``, in which an amount takes the place of another."""
-        given = any(changes.get(name) is not None for name in AMOUNTS)
-        return replace(self, **{**(dict.fromkeys(AMOUNTS) if given else {}), **changes})
+        """Return the work with the fields in ``changes`` replaced; a new amount unsets the others."""
+        changes_amount = any(changes.get(name) is not None for name in AMOUNTS)
+        return replace(self, **{**(dict.fromkeys(AMOUNTS) if changes_amount else {}), **changes})
 
     def batch_bounds(self, samples: int, smallest: int = 1) -> Bounds:
-        """Return the first and last bound of each batch of one pass in the permuted samples.
+        """Return the start and stop of each batch of one epoch in the permuted samples.
 
-        The last batch is kept although smaller; where it would hold fewer than ``smallest`` samples (one sample under
-        batch normalization, which has no variance), its samples join the batch before it.
+        The last batch may be smaller; if it has fewer than ``smallest`` samples (BatchNorm cannot train on one), it is
+        merged with the previous batch.
         """
         return _bounds(samples, min(self.batch_size or samples, samples), smallest)
 
     def steps_of_round(self, done: int, per_pass: int) -> range:
-        """Return the steps of the next round of a client that has done ``done`` steps, ``per_pass`` batches a pass."""
+        """Return the steps of the next round of a client after ``done`` steps, with ``per_pass`` batches per epoch."""
         if self.epochs is not None:
             return range(done, done + self.epochs * per_pass)
         if self.steps is not None:
@@ -83,7 +84,7 @@ class Work:
     def is_one_step(self, sizes: Iterable[int], smallest: int = 1) -> bool:
         """Return whether each round of clients with ``sizes`` samples is one step.
 
-        ``smallest``: as of :meth:`batch_bounds`.
+        ``smallest``: see :meth:`batch_bounds`.
         """
         return self.always_one_step or (
             self.epochs == 1 and all(len(self.batch_bounds(size, smallest)) == 1 for size in sizes)
@@ -91,11 +92,11 @@ class Work:
 
     @property
     def always_one_step(self) -> bool:
-        """Return whether a round is one step, whatever the number of samples."""
+        """Whether a round is one step for any number of samples."""
         return 1 in (self.batches, self.steps)
 
     def rounds(self, done: int, per_pass: int) -> int:
-        """Return the number of rounds after which a client has done ``done`` steps, ``per_pass`` batches a pass."""
+        """Return the number of rounds that amount to ``done`` steps, with ``per_pass`` batches per epoch."""
         if self.epochs is not None:
             return done // (self.epochs * per_pass)
         if self.steps is not None:
@@ -105,9 +106,9 @@ class Work:
         return passes * -(-per_pass // self.batches) + -(-rest // self.batches)
 
     def passes(self, rounds: int, per_pass: int) -> int:
-        """Return the number of passes that a client begins in its first ``rounds`` rounds, ``per_pass`` batches each.
+        """Return the number of epochs that a client starts in ``rounds`` rounds, with ``per_pass`` batches per epoch.
 
-        Each sample is in one batch of a pass, so that it is in at most as many steps.
+        Each sample is in one batch per epoch, so that this bounds the number of steps that use it.
         """
         if self.epochs is not None:
             return rounds * self.epochs
@@ -117,9 +118,9 @@ class Work:
         return ceil(rounds / ceil(per_pass / self.batches))
 
     def average_round(self, samples: int, smallest: int = 1) -> tuple[float, float]:
-        """Return the steps of a round of a client with ``samples``, and the samples in these, averaged over rounds.
+        """Return the number of steps and of samples in a round of a client with ``samples``, averaged over rounds.
 
-        ``smallest``: as of :meth:`batch_bounds`.
+        ``smallest``: see :meth:`batch_bounds`.
         """
         per_pass = len(self.batch_bounds(samples, smallest))
         if self.epochs is not None:
@@ -144,8 +145,8 @@ def iterate_batches(seed: int, client: str, samples: int, bounds: Bounds, steps:
     if len(bounds) == 1:
         yield from ((step, torch.arange(samples)) for step in steps)
         return
-    taken_again = len(steps) < len(bounds) and samples <= KEPT_SAMPLES
-    draw = _kept_order if taken_again else _draw_order
+    reused = len(steps) < len(bounds) and samples <= KEPT_SAMPLES
+    draw = _kept_order if reused else _draw_order
     order, current = None, -1
     for step in steps:
         number, position = divmod(step, len(bounds))
@@ -158,24 +159,24 @@ def iterate_batches(seed: int, client: str, samples: int, bounds: Bounds, steps:
 def square_uses(
     seed: int, client: str, numbers: NDArray[np.int64], bounds: Bounds, passes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the different numbers, and how often a step of the first ``passes`` uses each, squared, summed over steps.
+    """Return the distinct numbers, and for each the squared uses per step, summed over the steps of ``passes`` epochs.
 
-    ``numbers``: those of the client's samples, int64 ``[N]``; copies of a sample have the same one.
+    ``numbers``: identifiers of the client's samples, int64 ``[N]``, equal for copies of a sample.
     """
-    different, place_N = np.unique(numbers, return_inverse=True)
-    if len(different) == len(numbers):
-        return different, np.full(len(different), passes)
-    total, step_N = np.zeros(len(different), np.int64), np.repeat(np.arange(len(bounds)), [b - a for a, b in bounds])
+    distinct, place_N = np.unique(numbers, return_inverse=True)
+    if len(distinct) == len(numbers):
+        return distinct, np.full(len(distinct), passes)
+    total, step_N = np.zeros(len(distinct), np.int64), np.repeat(np.arange(len(bounds)), [b - a for a, b in bounds])
     for steps in range(0, passes * len(bounds), len(bounds)):
         batches = iterate_batches(seed, client, len(numbers), bounds, range(steps, steps + len(bounds)))
         order = torch.cat([index for _, index in batches]).numpy()
         used, times = np.unique(place_N[order] * len(bounds) + step_N, return_counts=True)
         np.add.at(total, used // len(bounds), times**2)
-    return different, total
+    return distinct, total
 
 
 KEPT_SAMPLES = 10_000
-"""Samples of a client up to which the order of a pass is kept for the next round."""
+"""Maximum number of a client's samples for which the order of an epoch is cached."""
 
 
 def _draw_order(seed: int, client: str, number: int, samples: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Engines carry out the clients' work of a round. They know only the kernel; no method knows which engine runs it.
+"""Engines run the clients' local work of a round. They depend only on the kernel, and methods do not depend on engines.
 
-An engine is a subclass of :class:`fedshift.engines.engine.Engine`. Listing it in :data:`ENGINES` makes it available to
-the command line and subjects it to ``tests/laws``.
+An engine is a subclass of :class:`fedshift.engines.engine.Engine`. Engines in :data:`ENGINES` are available on the
+command line and are tested by ``tests/laws``.
 """
 
 from __future__ import annotations
@@ -21,4 +21,4 @@ ENGINES: Mapping[str, type[Engine]] = {
     "ray": Ray,
     "identity": Identity,
 }
-"""Engines by name; all others must equal ``sequential`` (``tests/laws``)."""
+"""Engines by name; all must equal ``sequential`` (``tests/laws``)."""

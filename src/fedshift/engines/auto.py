@@ -1,7 +1,7 @@
-"""Automatic choice of an engine for a trial, from the work's cost and a timed step of each engine on this machine.
+"""Automatic choice of an engine for a trial, from the cost of the work and a timed step of each engine on this machine.
 
-Timings are cached under everything they depend on, so that the same work on the same machine gets the same engine
-again, and with it the same rounding.
+Timings are cached with everything they depend on, so that the same work on the same machine always uses the same
+engine, and hence the same rounding.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from .stacked import (
 LITTLE = 1e11
 """Total operations below which a run takes about a second on any engine."""
 ALONE = " on one thread"
-"""Suffix of an engine's name where torch is to use one thread."""
+"""Suffix of an engine's name if torch uses one thread."""
 TURNS, SHORT = 5, 0.05
-"""Turns in which each engine's steps are timed, and seconds that one lasts at least."""
+"""Number of timed turns of each engine, and the minimum duration of a turn in seconds."""
 SEVERAL = 4
-"""Stacked steps that a thread takes at a time when they are timed; in a round it takes them all."""
+"""Number of stacked steps that a thread takes in a timed run; in a round it takes all of them."""
 MANY = 256
-"""Clients of a whole round that is timed, at most."""
+"""Maximum number of clients in a timed round."""
 START = 3.0
 """Seconds until worker processes are ready."""
 COPY = 4e9
-"""Bytes per second that a process copies, at least."""
-HANDED = 2e-3
-"""Seconds to pass a client to a worker and back, in addition to copying."""
+"""Bytes per second that a process copies."""
+TRANSFER = 2e-3
+"""Seconds to send a client to a worker and back, in addition to copying."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """The engine for a trial and the reason, a sentence without its period; ``threads``: torch's, None: all."""
+    """The engine for a trial and the reason, without a final period; ``threads``: torch's threads, None: all."""
 
     engine: str
     reason: str
@@ -74,28 +74,28 @@ def choose_engine(
     rounds: int,
     workers: int | None = None,
     augment: Augmentation | None = None,
-    apart: bool = False,
+    separate_uploads: bool = False,
 ) -> EngineChoice:
-    """Return the engine for ``rounds`` rounds in which ``clients`` of those in ``data`` take part.
+    """Return the fastest engine for ``rounds`` rounds with ``clients`` participants out of ``data``.
 
-    ``apart``: each client's model after its local work is needed, not only their average.
+    ``separate_uploads``: whether each client's model after local work is needed, not only the average.
     """
     steps, batch = _count_steps(plan, data)
     one, held = count_operations(plan, data), nbytes(pick(plan.initial, plan.trained))
     total = one * batch * steps * clients * rounds
-    needs = f"{one / 1e6:.3g} MFLOP a sample, {held / 1e6:.3g} MB of parameters"
-    if total < LITTLE and _fits_identity(plan, data, apart=apart):
+    needs = f"{one / 1e6:.3g} MFLOP per sample, {held / 1e6:.3g} MB of parameters"
+    if total < LITTLE and _fits_identity(plan, data, separate_uploads=separate_uploads):
         return EngineChoice(
             engine="identity", reason="each client does one plain step, so a round is one step on all batches"
         )
     if total < LITTLE:
-        few = f"{needs}: {total / 1e9:.3g} GFLOP in all are too few to gain from more"
+        few = f"{needs}: {total / 1e9:.3g} GFLOP in total are too few to gain from more"
         return EngineChoice(engine="sequential", threads=1, reason=few)
-    took = _predict(plan, data, clients, rounds, workers, augment, apart=apart)
+    took = _predict(plan, data, clients, rounds, workers, augment, separate_uploads=separate_uploads)
     best = min(took, key=lambda name: took[name])
     each = ", ".join(f"{name} {_format_time(value)}" for name, value in sorted(took.items(), key=lambda item: item[1]))
     threads = 1 if best.endswith(ALONE) else None
-    why = f"{needs}; by a step timed on each, training would take: {each}"
+    why = f"{needs}; predicted training time from a timed step: {each}"
     return EngineChoice(engine=best.removesuffix(ALONE), threads=threads, reason=why)
 
 
@@ -108,12 +108,12 @@ def measure_seconds(
     workers: int | None = None,
     augment: Augmentation | None = None,
 ) -> float:
-    """Return how long such rounds take on the fastest engine, by a step timed on each on this machine, cached."""
-    return min(_predict(plan, data, clients, rounds, workers, augment, apart=False).values())
+    """Return the seconds that the rounds take on the fastest engine, from a timed step on this machine (cached)."""
+    return min(_predict(plan, data, clients, rounds, workers, augment, separate_uploads=False).values())
 
 
 def estimate_seconds(plan: Plan, data: Data, *, clients: int, rounds: int) -> float:
-    """Return roughly how long such rounds take, without timing: by operations, and a millisecond a step."""
+    """Estimate the seconds that the rounds take without timing, from operations and a millisecond per step."""
     steps, batch = _count_steps(plan, data)
     return steps * clients * rounds * (1e-3 + count_operations(plan, data) * batch / LITTLE)
 
@@ -126,33 +126,33 @@ def _predict(
     workers: int | None,
     augment: Augmentation | None,
     *,
-    apart: bool,
+    separate_uploads: bool,
 ) -> dict[str, float]:
-    """Return the seconds that ``rounds`` rounds take on each engine, by a step timed on each."""
+    """Return the seconds that ``rounds`` rounds take on each engine, from a timed step."""
     steps, _ = _count_steps(plan, data)
     processes = min(workers or available_processors(), clients)
-    found = _calibrate(plan, data, clients, processes, augment, apart=apart)
-    took = {name: steps * clients * rounds * value for name, value in found.items() if name != "pool"}
-    if "pool" in found:
+    step_times = _calibrate(plan, data, clients, processes, augment, separate_uploads=separate_uploads)
+    took = {name: steps * clients * rounds * value for name, value in step_times.items() if name != "pool"}
+    if "pool" in step_times:
         moved = 3 * nbytes(plan.initial) / COPY
-        took["pool"] = START + rounds * ceil(clients / processes) * (steps * found["pool"] + moved + HANDED)
+        took["pool"] = START + rounds * ceil(clients / processes) * (steps * step_times["pool"] + moved + TRANSFER)
     return took
 
 
-def _fits_identity(plan: Plan, data: Data, *, apart: bool) -> bool:
-    """Return whether the rounds can be steps on the batches of all clients together."""
-    return not apart and Identity.refusal(plan, data) is None
+def _fits_identity(plan: Plan, data: Data, *, separate_uploads: bool) -> bool:
+    """Return whether a round can be one step on the union of all clients' batches."""
+    return not separate_uploads and Identity.refusal(plan, data) is None
 
 
 def _count_steps(plan: Plan, data: Data) -> tuple[int, int]:
-    """Return the steps of a round, and the samples in a batch, of a client of mean size."""
+    """Return the number of steps in a round and of samples in a batch, for a client of mean size."""
     samples = ceil(sum(map(len, data.values())) / len(data))
     bounds = plan.work.batch_bounds(samples, plan.smallest_batch)
     return len(plan.work.steps_of_round(0, len(bounds))), min(plan.work.batch_size or samples, samples)
 
 
 def _are_equal(data: Data) -> bool:
-    """Return whether all clients have as many samples, so that lanes may hold back updates."""
+    """Return whether all clients have equally many samples, so that lanes may defer updates."""
     return len(set(map(len, data.values()))) == 1
 
 
@@ -161,24 +161,25 @@ def _format_time(value: float) -> str:
 
 
 def _calibrate(
-    plan: Plan, data: Data, clients: int, processes: int, augment: Augmentation | None, *, apart: bool
+    plan: Plan, data: Data, clients: int, processes: int, augment: Augmentation | None, *, separate_uploads: bool
 ) -> dict[str, float]:
-    """Return the seconds of a client's step on each engine that can run the plan, measured now or cached."""
+    """Return the seconds of a client's step on each engine that can run the plan (cached)."""
     split = next(iter(data.values()))
     machine = torch.__version__, find_newest_source(), torch.get_num_threads(), processes, str(split.y.device)
     shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
     steps, batch = _count_steps(plan, data)
     once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
     lanes = min(clients, MANY), count_lanes(plan, data, clients)
-    work = steps, once, _are_equal(data), batch, apart, *lanes, split.shape, plan.optimizer, plan.loss, augment
+    sizes = steps, once, _are_equal(data), batch, separate_uploads, *lanes, split.shape
+    work = *sizes, plan.optimizer, plan.loss, augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
     return cached_measurement(
-        "engines.json", facts, lambda: _time_engines(plan, data, clients, processes, augment, apart)
+        "engines.json", facts, lambda: _time_engines(plan, data, clients, processes, augment, separate_uploads)
     )
 
 
 def _time_engines(
-    plan: Plan, data: Data, clients: int, processes: int, augment: Augmentation | None, apart: bool
+    plan: Plan, data: Data, clients: int, processes: int, augment: Augmentation | None, separate_uploads: bool
 ) -> dict[str, float]:
     split = max(data.values(), key=len)
     steps, batch = _count_steps(plan, data)
@@ -186,13 +187,14 @@ def _time_engines(
     x, y = split.inputs(index, plan.dtype), split.targets(index)
     key = torch.zeros((), dtype=torch.int64, device=split.y.device)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
-    shared = frozenset() if apart else find_shared(plan, data)
-    holdable = frozenset[str]() if apart or shared else find_holdable(plan, data)
+    shared = frozenset() if separate_uploads else find_shared(plan, data)
+    holdable = frozenset[str]() if separate_uploads or shared else find_holdable(plan, data)
     sizes = sizes_of_round(plan, len(split)) if _are_equal(data) else []
     held = choose_held(plan, holdable, sizes)
     width = count_lanes(plan, data, clients, shared or frozenset(held), sum(sizes) if held else 0)
     stackable = width > 1 and Stacked.refusal(plan, data) is None
-    whole = _fits_identity(plan, data, apart=apart)  # then whole rounds are timed, since drawing batches costs as much
+    # The identity engine is timed by whole rounds, since drawing batches is expensive.
+    whole = _fits_identity(plan, data, separate_uploads=separate_uploads)
     names = tuple(data)[: min(clients, MANY)]
     works: dict[str, Callable[[], object]] = {"identity": _prepare_round(Identity, plan, data, names)} if whole else {}
     each = {"identity": len(names)}
@@ -208,15 +210,15 @@ def _time_engines(
                 kind = {"shared": shared, "held": held, "rows": sum(sizes)}
                 several = prepare_steps(plan, data, lanes, chunks, batch, steps=SEVERAL, **kind)  # type: ignore[arg-type]
                 works[f"stacked{how}"], each[f"stacked{how}"] = _limit(threads, several), SEVERAL * lanes * chunks
-    found = {name: took / each.get(name, 1) for name, took in time_in_turns(works, TURNS, SHORT).items()}
+    seconds = {name: took / each.get(name, 1) for name, took in time_in_turns(works, TURNS, SHORT).items()}
     if processes > 1 and Pool.refusal(plan, data, augment) is None:
-        found["pool"] = found.get(f"sequential{ALONE}", found["sequential"])
-    return found
+        seconds["pool"] = seconds.get(f"sequential{ALONE}", seconds["sequential"])
+    return seconds
 
 
 def _prepare_round(engine: type[Engine], plan: Plan, data: Data, names: Sequence[str]) -> Callable[[], object]:
-    """Return a round of the clients ``names``, whose uploads are only summed."""
-    running, server = engine(plan, data, 0, apart=False), init_server(plan)
+    """Return a function that trains the clients ``names`` for a round and sums their uploads."""
+    running, server = engine(plan, data, 0, separate_uploads=False), init_server(plan)
     clients = {name: init_client(plan) for name in names}
 
     def train() -> None:
@@ -227,7 +229,7 @@ def _prepare_round(engine: type[Engine], plan: Plan, data: Data, names: Sequence
 
 
 def _limit(threads: int | None, work: Callable[[], object]) -> Callable[[], object]:
-    """Return ``work`` on ``threads`` threads (None: all)."""
+    """Return a function that runs ``work`` on ``threads`` threads (None: all)."""
 
     def limited() -> None:
         with limit_threads(threads):

@@ -1,4 +1,4 @@
-"""Cost of work: operations per sample, bytes of activations, this machine's peak, its faster library for products."""
+"""Cost model: operations per sample, bytes of activations, and this machine's peak and faster matrix library."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ..utils.threads import limit_threads
 from .engine import Data
 
 FASTER = 1.1
-"""Least ratio of speeds at which another library is chosen in place of torch's; below it, noise would decide."""
+"""Minimum speedup for choosing another library over torch's default; smaller ones are within noise."""
 LARGEST, HEAVIEST = 2**23, 2**18
-"""Multiplications, and weights, of the layers that are timed in place of larger ones."""
+"""Maximum number of multiplications and of weights in a timed layer; larger layers are scaled down."""
 PAIRS, SPAN = 5, 0.03
-"""Pairs of each product that are timed at least, and seconds for which more are."""
+"""Minimum number of timed pairs of each product, and minimum duration of timing in seconds."""
 FULL = 64
-"""Batch size for which libraries are chosen where batches are all of a client's samples."""
+"""Batch size for which libraries are chosen if a batch is the client's whole data."""
 
 
 def count_operations(plan: Plan, data: Data) -> int:
-    """Return the floating-point operations of training on one sample: three times those of the forward pass.
+    """Return the floating-point operations of training on one sample: three times the forward pass.
 
-    Matrix products and convolutions are counted, two operations for each multiplication and addition; the backward pass
-    takes twice as many as the forward pass, once for the inputs' gradients and once for the weights'.
+    Matrix products and convolutions count two operations per multiply-add; the backward pass costs two forward passes,
+    one for the gradients of inputs and one for the gradients of weights.
     """
     split = next(iter(data.values()))
     x = split.inputs(slice(0, 1), plan.dtype)
@@ -47,9 +47,9 @@ def count_operations(plan: Plan, data: Data) -> int:
 
 
 def _keep_compiler_out() -> None:
-    """Tell torch's counter that nothing is compiled; else its first use imports the compiler, which takes a second."""
+    """Keep torch's counter from importing the compiler at its first use, which takes a second."""
     dispatch: Any = flop_counter._FlopCounterMode.__torch_dispatch__
-    with suppress(AttributeError):  # another version of torch has another way, and imports it
+    with suppress(AttributeError):  # other versions of torch import it
         vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
 
 
@@ -57,9 +57,9 @@ def measure_activations(plan: Plan, data: Data) -> int:
     """Return the bytes of the layers' outputs for one sample, which training keeps until the backward pass."""
     counted = 0
 
-    def count(_layer: nn.Module, _inputs: object, made: object) -> None:
+    def count(_layer: nn.Module, _inputs: object, output: object) -> None:
         nonlocal counted
-        counted += made.nbytes if isinstance(made, Tensor) else 0
+        counted += output.nbytes if isinstance(output, Tensor) else 0
 
     hooks = [layer.register_forward_hook(count) for layer in plan.layers if not any(layer.children())]
     try:
@@ -71,22 +71,22 @@ def measure_activations(plan: Plan, data: Data) -> int:
 
 
 def time_median(work: Callable[[], object], times: int) -> float:
-    """Return the median seconds of ``times`` runs of ``work``, after one to warm up."""
+    """Return the median seconds of ``times`` runs of ``work``, after one warm-up run."""
     return median([_time(work) for _ in range(times + 1)][1:])
 
 
 def time_in_turns(works: Mapping[str, Callable[[], object]], turns: int, seconds: float) -> dict[str, float]:
-    """Return the median seconds of a run of each work, of ``turns`` that last at least ``seconds`` each.
+    """Return the median seconds of a run of each work, over ``turns`` turns of at least ``seconds``.
 
-    Turns take turns and last alike, so that whatever else runs here slows the works alike: of short runs alone, the
-    median would be of those that nothing interrupted.
+    Turns of different works alternate and have similar durations, so that other load on the machine slows all works
+    equally; the median of short runs would exclude interrupted ones.
     """
     runs = {name: _count_runs(work, seconds) for name, work in works.items()}
-    found: dict[str, list[float]] = {name: [] for name in works}
+    timings: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(turns):
         for name, work in works.items():
-            found[name].append(_time(partial(_repeat, work, runs[name])) / runs[name])
-    return {name: median(each) for name, each in found.items()}
+            timings[name].append(_time(partial(_repeat, work, runs[name])) / runs[name])
+    return {name: median(each) for name, each in timings.items()}
 
 
 def _repeat(work: Callable[[], object], runs: int) -> None:
@@ -95,18 +95,18 @@ def _repeat(work: Callable[[], object], runs: int) -> None:
 
 
 def _count_runs(work: Callable[[], object], seconds: float) -> int:
-    """Return how many runs of ``work`` take ``seconds``, by the second one."""
+    """Return how many runs of ``work`` take ``seconds``, estimated from the second run."""
     work()
     return max(1, ceil(seconds / _time(work)))
 
 
 @contextmanager
 def count_rows(module: nn.Module) -> Iterator[dict[str, int]]:
-    """Count the rows that each large linear layer multiplies at a call inside the block, by the layer's name."""
+    """Count the rows that each large linear layer multiplies per call inside the block, by layer name."""
     rows: dict[str, int] = {}
 
     def count(name: str) -> Callable[[nn.Linear, object, Tensor], None]:
-        return lambda layer, _, made: rows.update({name: max(rows.get(name, 0), made.numel() // layer.out_features)})
+        return lambda layer, _, out: rows.update({name: max(rows.get(name, 0), out.numel() // layer.out_features)})
 
     layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, FastLinear))
     hooks = [layer.register_forward_hook(count(name)) for name, layer in layers]
@@ -118,10 +118,10 @@ def count_rows(module: nn.Module) -> Iterator[dict[str, int]]:
 
 
 def choose_products(plan: Plan, rows: Mapping[str, int]) -> None:
-    """Let each large linear layer form each product by the library that is faster here, for the plan's batch size.
+    """Make each large linear layer compute each product with the faster library, for the plan's batch size.
 
-    ``rows``: those of each layer for one sample, by :func:`count_rows`. The choice depends on the shapes and the
-    machine alone: not on the number of threads, since a worker process has one and is to have the bits of its parent.
+    ``rows``: rows of each layer per sample, from :func:`count_rows`. The choice depends only on shapes and the machine,
+    not on the number of threads: a worker process has one thread and must produce the bits of its parent.
     """
     if plan.precision != "float32":
         return
@@ -132,13 +132,13 @@ def choose_products(plan: Plan, rows: Mapping[str, int]) -> None:
 
 
 def _choose(layer: nn.Linear, rows: int) -> list[str]:
-    """Return the products that ``layer`` is to form by oneDNN."""
+    """Return the products that ``layer`` should compute with oneDNN."""
     gains = time_products(_reduce_shape(rows, layer.in_features, layer.out_features))
     return [kind for kind, gain in gains.items() if gain >= FASTER]
 
 
 def _reduce_shape(rows: int, inputs: int, outputs: int) -> tuple[int, int, int]:
-    """Return the shape, its greatest size halved until timing takes milliseconds; large products gain alike."""
+    """Halve the largest dimension until timing takes milliseconds; large products have similar speedups."""
     while rows * inputs * outputs > LARGEST or inputs * outputs > HEAVIEST:
         if rows > max(inputs, outputs):
             rows //= 2
@@ -151,10 +151,10 @@ def _reduce_shape(rows: int, inputs: int, outputs: int) -> tuple[int, int, int]:
 
 @cache
 def time_products(shape: tuple[int, int, int]) -> Mapping[str, float]:
-    """Return how many times as fast oneDNN forms each product of a layer as torch's own library does, cached.
+    """Return the speedup of oneDNN over torch's default library for each product of a layer (cached).
 
-    ``shape``: rows, inputs and outputs. Timed on one thread, since on more the result depends on what else runs here.
-    The libraries take turns, and so do the products, so that a disturbance slows few of the pairs whose median counts.
+    ``shape``: rows, inputs and outputs. Timed on one thread, because timings on several depend on other load. Libraries
+    and products alternate, so that a disturbance affects few of the pairs whose median is returned.
     """
 
     def measure() -> dict[str, float]:
@@ -165,7 +165,7 @@ def time_products(shape: tuple[int, int, int]) -> Mapping[str, float]:
             while len(gains[ALONE[0]]) <= PAIRS or time.perf_counter() - began < SPAN:
                 for kind, (usual, other) in works.items():
                     gains[kind].append(_time(usual) / _time(other))
-        return {kind: median(each[1:]) for kind, each in gains.items()}  # the first were to warm up
+        return {kind: median(each[1:]) for kind, each in gains.items()}  # the first are warm-up runs
 
     facts = torch.__version__, torch.backends.cpu.get_cpu_capability(), shape
     return cached_measurement("products.json", facts, measure)
@@ -183,7 +183,7 @@ def _time(work: Callable[[], object]) -> float:
 def measure_peak(threads: int) -> dict[str, float]:
     """Measure float32 operations per second of a large matrix product and of a 3 x 3 convolution.
 
-    On the CPU, with this many ``threads``; the best that the libraries reach here, not the processor's data sheet.
+    On the CPU, with ``threads`` threads: the rates that the libraries reach, not the processor's nominal peak.
     """
     layer, x_BI = use_fast_linear(nn.Linear(1024, 1024)), torch.randn(1024, 1024)
     if isinstance(layer, FastLinear):

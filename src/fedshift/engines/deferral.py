@@ -1,8 +1,7 @@
-"""Steps of plain SGD that hold back the updates of large linear layers while batches are small, alone and in lanes.
+"""Steps of plain SGD with deferred updates of large linear layers, for small batches, with or without lanes.
 
-How it is done, and why, says :mod:`fedshift.nn.deferred`. The steps of a round differ from
-:func:`fedshift.core.step.client_step_` by rounding, and depend on that round alone, so that a resumed run and another
-process round alike.
+See :mod:`fedshift.nn.deferred` for the algorithm. Results differ from :func:`fedshift.core.step.client_step_` by
+rounding, which depends only on the round, so that resumed runs and other processes produce the same bits.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from ..utils.profiling import timed_section
 from ..utils.state import State
 
 LEAST = 2**20
-"""Weights below which a layer is updated at every step: they stay in the processor's cache."""
+"""Minimum number of weights of a layer whose updates are deferred; smaller layers stay in the processor's cache."""
 LARGE = 2**15
-"""Weights below which a layer of lanes is updated at every step."""
+"""Minimum number of weights of a layer whose updates are deferred in lanes."""
 Step = Callable[[Plan, LocalTrainingState, Tensor, Tensor, Tensor], tuple[LocalTrainingState, Tensor]]
 
 
 @contextmanager
 def deferred_steps(plan: Plan, job: LocalTrainingState, usual: Step) -> Iterator[Step]:
-    """Yield the function that takes the steps of ``job``, ``usual`` where no updates are held back.
+    """Yield the function that takes the steps of ``job``: ``usual``, unless updates are deferred.
 
-    At the end of the block all updates are in the job's memory.
+    At the end of the block, all updates are applied to the job's tensors.
     """
     held = _hold(plan, job)
     if not held:
@@ -52,8 +51,8 @@ def deferred_steps(plan: Plan, job: LocalTrainingState, usual: Step) -> Iterator
 
 
 def _hold(plan: Plan, job: LocalTrainingState) -> dict[str, HeldUpdates]:
-    """Return the weights whose updates are to be held back, by name; none where a rule might look at them."""
-    if (plan.work.batch_size or FEW + 1) > FEW or not _looks_at_no_weights(plan):
+    """Return the weights with deferred updates, by name; none if a rule might read them."""
+    if (plan.work.batch_size or FEW + 1) > FEW or not _is_plain_sgd(plan):
         return {}
     return {
         name: HeldUpdates(job.params[name], fast=not chosen_products(layer).isdisjoint(ALONE))
@@ -63,11 +62,11 @@ def _hold(plan: Plan, job: LocalTrainingState) -> dict[str, HeldUpdates]:
 
 
 def choose_held(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> dict[str, frozenset[str]]:
-    """Return what lanes with batches of ``sizes`` hold back for a round: weights that cost more than their updates.
+    """Return the weights among ``names`` whose updates lanes with batches of ``sizes`` should defer for a round.
 
-    Among ``names``; each with the products that its layer forms by oneDNN.
+    These are weights larger than their factored updates; each has the products that its layer computes with oneDNN.
     """
-    if max(sizes, default=FEW + 1) > FEW or not _looks_at_no_weights(plan):
+    if max(sizes, default=FEW + 1) > FEW or not _is_plain_sgd(plan):
         return {}
     shapes = {name: plan.initial[name].shape for name in names}
     return {
@@ -78,20 +77,20 @@ def choose_held(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> dict
 
 
 def hold(params: State, held: Mapping[str, frozenset[str]], rows: int) -> Mapping[str, LaneUpdates]:
-    """Return what is to hold ``rows`` rows of the updates of the parameters ``held``, in which lanes are equal."""
+    """Allocate ``rows`` rows for deferred updates of the parameters ``held``, which are equal in all lanes."""
     return {
         name: LaneUpdates(params[name][0].contiguous(), len(params[name]), rows, fast) for name, fast in held.items()
     }
 
 
-def _looks_at_no_weights(plan: Plan) -> bool:
-    """Return whether steps are plain SGD, in float32 or more, whose rules act on no weights."""
-    same = not (plan.defines("loss") or plan.defines("batch"))
-    return same and plan.subtracts and plan.precision == "float32"
+def _is_plain_sgd(plan: Plan) -> bool:
+    """Return whether steps are plain SGD in full precision, and no rule reads weights."""
+    unread = not (plan.defines("loss") or plan.defines("batch"))
+    return unread and plan.subtracts and plan.precision == "float32"
 
 
 def _linear_layers(plan: Plan) -> list[tuple[str, nn.Linear]]:
-    """Return the linear layers by the names of their weights; a weight of several, several times."""
+    """Return the linear layers with the names of their weights; a shared weight occurs once per layer."""
     layers = {id(layer._parameters): layer for layer in plan.layers if isinstance(layer, nn.Linear)}
     return [(name, layers[id(held)]) for held, key, name in plan.slots if key == "weight" and id(held) in layers]
 
@@ -99,7 +98,7 @@ def _linear_layers(plan: Plan) -> list[tuple[str, nn.Linear]]:
 def _step(
     plan: Plan, job: LocalTrainingState, held: dict[str, HeldUpdates], x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[LocalTrainingState, Tensor]:
-    """Take a step as :func:`fedshift.core.step.client_step_` does, but for the updates of the weights ``held``."""
+    """Take :func:`fedshift.core.step.client_step_`, deferring the updates of the weights ``held``."""
     with timed_section("forward and backward"):
         x = to_memory_format(x, plan.image_format)
         leaves = {
@@ -110,11 +109,11 @@ def _step(
             total, loss, rest = compute_objective(plan, job, leaves, x, y, key)
         for each in held.values():
             each.listening = True
-        found = torch.autograd.grad(total, tuple(leaves.values()), allow_unused=True)
+        gradients = torch.autograd.grad(total, tuple(leaves.values()), allow_unused=True)
         for each in held.values():
             each.listening = False
     with timed_section("update"):
-        grads = dict(zip(leaves, found, strict=True))
+        grads = dict(zip(leaves, gradients, strict=True))
         usual = {name for name, grad in grads.items() if grad is not None}
         params = {name: tensor for name, tensor in job.params.items() if name in usual}
         rest = {name: tensor.detach() for name, tensor in rest.items()}

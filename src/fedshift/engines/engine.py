@@ -1,6 +1,6 @@
-"""Interface of engines, which carry out the local work of a round's clients.
+"""Interface of engines, which run the local work of a round's clients.
 
-An engine knows only the kernel, and no method knows which engine runs it. It is made for one trial: a plan, the
+An engine depends only on the kernel, and methods do not depend on engines. It belongs to one trial: a plan, the
 clients' training data and a seed.
 """
 
@@ -30,13 +30,13 @@ from ..utils.random_streams import key_bits, stream, torch_stream
 from ..utils.state import State
 from ..utils.threads import limit_threads
 
-if TYPE_CHECKING:  # a worker has no tables and starts sooner without pandas
+if TYPE_CHECKING:  # workers start faster without pandas
     from ..results.schema import Row
 
 Data = Mapping[str, Samples]
-"""The clients' training samples, by client."""
+"""Training samples by client."""
 Batches = Sequence[tuple[int, Tensor]]
-"""Steps, each with its number and the indices of its samples."""
+"""Steps, as pairs of the step's number and the indices of its samples."""
 
 
 class Diverged(FedshiftError):
@@ -48,11 +48,11 @@ class ClientResult:
     """Result of a client's local work in one round.
 
     Attributes:
-        client: the client's state after the round; of a remote client, its number of steps alone.
+        client: the client's state after the round; for a remote client, only its number of steps.
         update: the client's upload.
         loss_sum: the data loss, summed over samples.
-        summed: the sum that holds the entries of the upload, whose ``shared`` is empty; None: they are in ``shared``.
-        rows: measurements of the model just after local work, where the engine makes them; None: the caller does.
+        summed: the sum that includes the upload's entries, if ``update.shared`` is empty; None: not summed.
+        rows: measurements of the model after local work, if the engine evaluates it; None: the caller does.
 
     """
 
@@ -65,18 +65,18 @@ class ClientResult:
 
 @dataclass(eq=False, repr=False)
 class Engine(ABC):
-    """Carries out the clients' work of a trial; close it at the end.
+    """Runs the clients' local work of a trial; call :meth:`close` at the end.
 
     Args:
         plan: the trial's plan.
         data: training samples by client.
         seed: the key of all random draws.
-        workers: the most processes to use, for engines that use some; None: one for each free processor.
+        workers: maximum number of processes, for engines that start some; None: one per free processor.
         augment: augmentation of training images.
-        apart: whether each client's upload is needed; otherwise an engine may give sums of uploads.
+        separate_uploads: whether each client's upload is needed; otherwise an engine may return sums of uploads.
 
     Raises:
-        UsageError: saying why, where the engine does not fit the plan.
+        UsageError: the engine cannot run the plan.
 
     """
 
@@ -85,9 +85,9 @@ class Engine(ABC):
     seed: int
     workers: int | None = None
     augment: Augmentation | None = None
-    apart: bool = True
+    separate_uploads: bool = True
     reads_ahead: ClassVar[bool] = True
-    """The engine reads the next batch of lazy samples while the present one trains."""
+    """Whether the engine reads the next batch of lazy samples during the current step."""
 
     def __post_init__(self) -> None:
         if why := self.refusal(self.plan, self.data, self.augment):
@@ -97,18 +97,18 @@ class Engine(ABC):
 
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:  # noqa: ARG003
-        """Return why the engine cannot run ``plan`` on ``data``, as the end of a sentence; None where it can."""
+        """Return why the engine cannot run ``plan`` on ``data``, as a predicate of a sentence; None if it can."""
         return None
 
     @property
     def max_share(self) -> float:
-        """The greatest weight of one among three clients or more; 1: their sizes are known to be true."""
+        """Maximum weight of a client among three or more; 1 if reported sizes are trusted."""
         return 1.0
 
     def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
         """Yield each of the clients ``names`` with its upload in the exchange before round 1.
 
-        They are run here, each on one thread, so that all engines give the same bits. A remote engine may leave out
+        Clients run in this process on one thread, so that all engines produce the same bits. A remote engine may omit
         clients that fail.
         """
         for name in names:
@@ -118,61 +118,61 @@ class Engine(ABC):
         """Return a client's upload in the exchange before round 1."""
         samples = len(self.data[name])
         bounds = self.plan.work.batch_bounds(samples, self.plan.smallest_batch)
-        whole_pass = list(iterate_batches(self.seed, name, samples, bounds, range(len(bounds))))
+        epoch = list(iterate_batches(self.seed, name, samples, bounds, range(len(bounds))))
         with limit_threads(1), torch_stream(self.seed, "prelude", name):
-            return client_prelude(self.plan, samples, self.see(name, whole_pass))
+            return client_prelude(self.plan, samples, self.see(name, epoch))
 
     @abstractmethod
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         """Train ``clients`` for one round; yield each with its result as it finishes, in any order.
 
-        A remote engine may leave out clients that fail. Raises :class:`Diverged` naming client, round and step.
+        A remote engine may omit clients that fail. Raises :class:`Diverged` naming client, round and step.
         """
 
     def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of ``names`` that can take part in the next round; an engine may wait for them."""
+        """Return the clients among ``names`` that can take part in the next round; an engine may wait for them."""
         return names
 
     def evaluate(self, server: ServerState) -> list[Row] | None:
-        """Return rows of all clients just after aggregation, measured where their data are; None: data are here."""
+        """Return measurements of remote clients after aggregation; None if the data are in this process."""
         return None
 
     def evaluate_reestimated(self, server: ServerState) -> list[Row] | None:
-        """Return rows of clients' models with BatchNorm statistics estimated anew where their data are; None: here."""
+        """Return measurements of remote clients' models with re-estimated BatchNorm statistics; None: data are here."""
         return None
 
     def facts(self) -> dict[str, Any]:
-        """Return the engine's state as JSON values for a checkpoint."""
+        """Return the engine's state for a checkpoint, as JSON values."""
         return {}
 
     def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most engines keep nothing
-        """Restore the state that :meth:`facts` returned, from a checkpoint's facts."""
+        """Restore the state that :meth:`facts` returned."""
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release the engine's resources."""
 
     def steps_of_round(self, name: str, client: ClientState) -> tuple[Bounds, range]:
-        """Return the bounds of each batch in a pass over the client's data, and the client's steps of this round."""
+        """Return the bounds of each batch in an epoch over the client's data, and the client's steps in this round."""
         bounds = self.plan.work.batch_bounds(len(self.data[name]), self.plan.smallest_batch)
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
     def draw_batches(self, name: str, client: ClientState) -> Batches:
-        """Return the client's batches of this round."""
+        """Return the client's batches in this round."""
         bounds, steps = self.steps_of_round(name, client)
         return list(iterate_batches(self.seed, name, len(self.data[name]), bounds, steps))
 
-    def draw_apart(self, name: str, client: ClientState, phase: Phase) -> Batches:
-        """Return the batches of passes that train a rule's own parameters, numbered as if the client had no others."""
+    def draw_separate(self, name: str, client: ClientState, phase: Phase) -> Batches:
+        """Return the batches of a separate phase, numbered independently of the model's batches."""
         bounds, _ = self.steps_of_round(name, client)
         count = phase.epochs * len(bounds)
         done = self.plan.work.rounds(client.steps, len(bounds)) * count
         return list(iterate_batches(self.seed, name, len(self.data[name]), bounds, range(done, done + count)))
 
     def read_ahead(self, name: str, batches: Batches) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield step and indices of each batch, and its stored samples where another thread can read lazy ones.
+        """Yield the step and indices of each batch, and its stored samples if another thread can read lazy samples.
 
-        One thread reads the next batch while the present one is used. What it reads is a function of the batch, so that
-        results are those without it.
+        A thread reads the next batch while the current one is used. Samples depend only on the batch, so that results
+        are the same as without the thread.
         """
         data = self.data[name]
         if not (self.reads_ahead and data.threaded and len(batches) > 1):
@@ -183,18 +183,18 @@ class Engine(ABC):
             return data.read(index.to(data.y.device), (self.seed, name, step))
 
         with ThreadPoolExecutor(1) as thread:
-            coming = thread.submit(read, *batches[0])
+            pending = thread.submit(read, *batches[0])
             for (step, index), after in zip_longest(batches, batches[1:]):
-                x = coming.result()
+                x = pending.result()
                 if after is not None:
-                    coming = thread.submit(read, *after)
+                    pending = thread.submit(read, *after)
                 yield step, index, x
 
     def load_batch(self, name: str, step: int, index: Tensor, stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return inputs ``[B, ...]`` and targets ``[B, ...]`` of a client's step on the samples at ``index``.
 
-        Augmentation is a function of ``(seed, name, step)`` alone, as are random transforms of lazy samples; masks move
-        with their images. ``stored``: the samples, where :meth:`read_ahead` has read them.
+        Augmentation and random transforms of lazy samples depend only on ``(seed, name, step)``; masks are transformed
+        with their images. ``stored``: the samples, if :meth:`read_ahead` has read them.
         """
         data, augment, key = self.data[name], self.augment, (self.seed, "augment", name, step)
         index = index.to(data.y.device)
@@ -206,9 +206,9 @@ class Engine(ABC):
         return x, augment_masks(augment, y, stream(*key)) if y.dim() == 3 else y
 
     def see(self, name: str, batches: Batches) -> Seen | None:
-        """Return what rules look at before the client's local work; None where none looks.
+        """Return the samples for :meth:`Rule.look` before the client's local work; None if no rule defines it.
 
-        The first samples of the round are seen once each, augmented as those of its first step.
+        The first distinct samples of the round, augmented like the samples of its first step.
         """
         if not self.plan.defines("look"):
             return None
@@ -220,29 +220,29 @@ class Engine(ABC):
         return Seen(targets, x[:count], y[:count], self.step_key(name, step))
 
     def step_key(self, name: str, step: int) -> Tensor:
-        """Return the int64 scalar from which the client's step draws; 0 where no step does."""
+        """Return the int64 scalar that keys the random draws of the client's step; 0 if steps draw nothing."""
         if not self.plan.draws:
             return torch.zeros((), dtype=torch.int64, device=self.data[name].y.device)
         return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=self.data[name].y.device)
 
 
 EngineFactory = Callable[[Plan, Data, int], Engine]
-"""Makes the engine of a trial from its plan, its clients' training samples and its seed."""
+"""Creates the engine of a trial from its plan, its clients' training samples and its seed."""
 
 
 def total_loss(losses: Tensor, batches: Batches) -> float:
-    """Return the data loss summed over samples; ``losses [steps]`` are means over ``batches``."""
+    """Return the data loss, summed over samples; ``losses [steps]`` are means over ``batches``."""
     return float(losses @ torch.tensor([len(index) for _, index in batches], dtype=torch.float64))
 
 
 def refuse_divergence(losses: Tensor, state: State, name: str, server: ServerState) -> None:
-    """Raise :class:`Diverged` if ``losses [steps]`` or entries of ``state``, after the round, are not finite."""
+    """Raise :class:`Diverged` if ``losses [steps]`` or entries of ``state`` after the round are not finite."""
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         at, what = f"step {int(bad[0, 0]) + 1} of {len(losses)}", f"loss {float(losses[bad[0, 0]])}"
     else:
         sums = [tensor.sum().double() for tensor in state.values() if tensor.is_floating_point()]
-        if not sums or torch.stack(sums).isfinite().all():  # a sum is not finite where a term is not
+        if not sums or torch.stack(sums).isfinite().all():  # a sum is not finite if a term is not
             return
         broken = [entry for entry, tensor in state.items() if not tensor.isfinite().all()]
         if not broken:

@@ -1,8 +1,8 @@
-"""The identity engine: where each client does one plain gradient step, the round is one step on all their batches.
+"""The identity engine: if each client takes one plain gradient step, a round is one step on all clients' batches.
 
-FedSMB (Nasirigerdeh et al., arXiv:2011.07006): averaging clients that start from one model and do one step of SGD each
-equals one step on the weighted mean of their losses. So no client's own model is ever computed; each client's "upload"
-here is the model that all uploads average to.
+FedSMB (Nasirigerdeh et al., arXiv:2011.07006): averaging clients that start from the same model and take one step of
+SGD equals one step on the weighted mean of their losses. Hence no client's model is computed; each "upload" is the
+average model.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from .engine import ClientResult, Data, Diverged, Engine, refuse_divergence
 from .sequential import Sequential
 
 TRIED = 4
-"""Samples on which the model is tried: does it treat each independently of the others?"""
+"""Number of samples used to test whether the model processes samples independently."""
 
 
 class Identity(Engine):
-    """Runs one step a round of plain SGD, averaged, on a model that treats each sample by itself."""
+    """Runs one averaged step of plain SGD per round, on models that process samples independently."""
 
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         method, work = plan.method, plan.work
         if not work.is_one_step(map(len, data.values()), plan.smallest_batch):
-            return f"is for one step of each client a round, not {work}"
+            return f"needs exactly one step per client and round, not {work}"
         if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
-            return f"is for SGD that starts anew each round, not {plan.optimizer}"
-        alone = method.rules or method.gradient is not None or not method.aggregate.sums
-        if alone or plan.personal or plan.initial.keys() != plan.sent:
-            return f"is for methods that only average whole models, which {method.label} does not"
+            return f"needs SGD that is reset each round, not {plan.optimizer}"
+        changes = method.rules or method.gradient is not None or not method.aggregate.sums
+        if changes or plan.personal or plan.initial.keys() != plan.sent:
+            return f"needs a method that only averages complete models, which {method.label} does not"
         return _find_batch_dependence(plan, data)
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         plan = self.plan
         with timed_section("data"):
-            batches = {name: self.draw_batches(name, client)[0] for name, client in clients.items()}  # one of each
+            batches = {name: self.draw_batches(name, client)[0] for name, client in clients.items()}  # one per client
             together, y = self._load(batches)
-        own = zip(clients, y, strict=True)
-        raw = [plan.method.weigh(samples=len(self.data[name]), used=len(labels)) for name, labels in own]
+        labeled = zip(clients, y, strict=True)
+        raw = [plan.method.weigh(samples=len(self.data[name]), used=len(labels)) for name, labels in labeled]
         weights = torch.tensor(raw, dtype=torch.float64) / sum(raw)
         job = client_init(plan, next(iter(clients.values())), server, planned_steps=1)
         with timed_section("forward and backward"):
@@ -63,21 +63,21 @@ class Identity(Engine):
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
             losses = _client_losses(plan, _run(plan, leaves, job, together), y)
             total = losses @ weights.to(losses)
-            found = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
+            gradients = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
         with timed_section("update"):
-            grads = dict(zip(leaves, found, strict=True))
+            grads = dict(zip(leaves, gradients, strict=True))
             job = update_(plan, job, grads, job.rest, len(together))
         shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
         per_client = losses.detach().double().cpu()
         try:
             refuse_divergence(per_client, shared, "all", server)
         except Diverged:
-            alone = Sequential(plan, self.data, self.seed, augment=self.augment)
+            sequential = Sequential(plan, self.data, self.seed, augment=self.augment)
             for name, client in clients.items():
-                alone.train_client(server, name, client)  # raises, and names the client
+                sequential.train_client(server, name, client)  # raises, naming the client
             raise
         summed = None
-        if not self.apart:
+        if not self.separate_uploads:
             summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(shared))
             summed.mean.add(shared, sum(raw))
             shared = {}
@@ -89,7 +89,7 @@ class Identity(Engine):
             yield name, ClientResult(client=after, update=update, loss_sum=loss_sum, summed=summed)
 
     def _load(self, batches: Mapping[str, tuple[int, Tensor]]) -> tuple[Tensor, list[Tensor]]:
-        """Return the inputs of all clients' batches, one after another, and each client's labels."""
+        """Return the concatenated inputs of all clients' batches, and each client's labels."""
         parts = [self.data[name] for name in batches]
         if self.augment is not None or not are_alike(parts):
             loaded = [self.load_batch(name, *batch) for name, batch in batches.items()]
@@ -102,9 +102,9 @@ class Identity(Engine):
 def _client_losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
     """Return each client's loss ``[clients]``, given the outputs for all samples and each client's labels."""
     sizes = [len(labels) for labels in y]
-    if len(set(sizes)) == 1 and isinstance(plan.loss, Loss):  # one that torch.vmap can run
-        found: Tensor = torch.vmap(plan.loss)(logits.reshape(len(y), sizes[0], *logits.shape[1:]), torch.stack(y))
-        return found
+    if len(set(sizes)) == 1 and isinstance(plan.loss, Loss):  # supports torch.vmap
+        losses: Tensor = torch.vmap(plan.loss)(logits.reshape(len(y), sizes[0], *logits.shape[1:]), torch.stack(y))
+        return losses
     return torch.stack([plan.loss(*each) for each in zip(torch.split(logits, sizes), y, strict=True)])
 
 
@@ -113,18 +113,18 @@ def _run(plan: Plan, params: Mapping[str, Tensor], job: LocalTrainingState, x: T
 
 
 def _find_batch_dependence(plan: Plan, data: Data) -> str | None:
-    """Return a refusal if the model depends on a batch as a whole; runs a few samples together and one by one."""
+    """Return a refusal if outputs depend on other samples of the batch, by running samples together and separately."""
     split = next(iter(data.values()))
     x = split.inputs(torch.arange(TRIED, device=split.y.device) % len(split), plan.dtype)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
-    before, job = clone(job.rest), replace(job, rest=clone(job.rest))  # statistics move, and these may be the plan's
+    before, job = clone(job.rest), replace(job, rest=clone(job.rest))  # statistics change, and may be the plan's
     plan.set_mode(training=True)
-    why = f"is for models that treat each sample by itself, unlike this one (in training, under {plan.method.label})"
+    why = f"needs a model that processes samples independently, but this one does not (trained by {plan.method.label})"
     try:
         with torch.no_grad():
             whole = _run(plan, job.params, job, x)
-            apart = torch.cat([_run(plan, job.params, job, one) for one in torch.split(x, 1)])
+            separate = torch.cat([_run(plan, job.params, job, one) for one in torch.split(x, 1)])
     except (ValueError, RuntimeError):
         return why
     moved = any(not torch.equal(tensor, before[name]) for name, tensor in job.rest.items())
-    return why if moved or not torch.allclose(whole, apart, rtol=1e-3, atol=1e-5) else None
+    return why if moved or not torch.allclose(whole, separate, rtol=1e-3, atol=1e-5) else None

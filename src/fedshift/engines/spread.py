@@ -1,8 +1,8 @@
-"""Engines that spread clients over lanes, as these become free: ``pool`` over processes, ``ray`` over a cluster.
+"""Engines that distribute clients over lanes: ``pool`` over processes, ``ray`` over a cluster.
 
-Networks too large to gain from running side by side make the best use of several processors when each trains another
-client: no step waits for another thread. A client's work is a pure function of its arguments on one thread: results are
-those of the sequential engine on one thread, bit for bit, whatever the number of lanes, on equal processors.
+For networks too large to gain from stacking, several processors are used best if each trains a different client,
+because no step waits for another thread. A client's work is a pure function of its arguments on one thread. Hence
+results equal the sequential engine's on one thread, bit for bit, for any number of lanes on equal processors.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .engine import ClientResult, Data, Engine
 from .sequential import Sequential
 
 HOW_TO_CONTINUE = Sentence(
-    "What was saved before is intact: continue with {}, with fewer {}, or with {}",
+    "Earlier checkpoints are intact: continue with {}, with fewer {}, or with {}",
     Ref(resume=True),
     Ref("workers"),
     Ref(engine="sequential"),
 )
-"""Advice for when a lane is lost."""
+"""Advice in the error for a lost lane."""
 
 
 def train_client(
@@ -48,22 +48,22 @@ def train_client(
     client: ClientState,
     augment: Augmentation | None = None,
 ) -> ClientResult:
-    """Return the result of a client's work in one round, on one thread; ``data`` has its samples at least."""
+    """Train a client for one round on one thread; ``data`` includes the client's samples."""
     with limit_threads(1):
         return Sequential(plan, data, seed, augment=augment).train_client(server, name, client)
 
 
 @dataclass(eq=False, repr=False)
 class Spread(Engine):
-    """Trains clients on the lanes of ``executor``, several at once, those with most work first.
+    """Trains clients concurrently on the lanes of ``executor``, starting with the largest amounts of work.
 
-    An executor that is given stays open; without one, the engine opens its own at the first round, and closes it.
+    An ``executor`` that is passed stays open; None: the engine opens one in the first round, and closes it.
     """
 
     executor: Executor | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.executor, InProcess):  # where nothing has to be sent, anything runs
+        if not isinstance(self.executor, InProcess):  # nothing is sent, so that every plan is supported
             super().__post_init__()
         self._opened: Executor | None = None
         self._plan: Handle | None = None
@@ -88,7 +88,7 @@ class Spread(Engine):
 
     @abstractmethod
     def _open(self) -> Executor:
-        """Open the engine's own executor."""
+        """Open an executor for the engine."""
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
@@ -99,15 +99,15 @@ class Spread(Engine):
         assert executor
         steps = {name: self.steps_of_round(name, client)[1] for name, client in clients.items()}
         order = sorted(clients, key=lambda name: len(steps[name]) * len(self.data[name]), reverse=True)
-        with timed_section("hand over"):
+        with timed_section("transfer"):
             self._plan = self._plan or executor.put(self.plan)
             broadcast = executor.put(server)
         failed: list[BaseException] = []
 
         def work(name: str) -> Chain:
-            given = self._plan, broadcast, self._find_data(executor, name), self.seed, name, clients[name], self.augment
+            samples, client = self._find_data(executor, name), clients[name]
             try:
-                return (yield train_client, *given)
+                return (yield train_client, self._plan, broadcast, samples, self.seed, name, client, self.augment)
             except LaneLost as error:
                 raise FedshiftError(
                     f"the {executor.lane_name} that trained client {name!r} in round {server.round + 1} {error}. {{}}",
@@ -117,24 +117,24 @@ class Spread(Engine):
         chains = ((name, work(name)) for name in order if not failed)
         at_once = min(self.workers or executor.lanes, len(clients)) or 1
         try:
-            for name, found in run_all(executor, chains, at_once):
-                if isinstance(found, BaseException):
-                    failed.append(found)
+            for name, result in run_all(executor, chains, at_once):
+                if isinstance(result, BaseException):
+                    failed.append(result)
                 else:
-                    yield name, found
+                    yield name, result
         finally:
             executor.drop(broadcast)
         if failed:
             raise failed[0]
 
     def _find_data(self, executor: Executor, name: str) -> Handle:
-        """Return all clients' samples where they lie in memory that lanes share, else those of client ``name``."""
+        """Return a handle to all clients' samples if lanes share memory, else to the samples of client ``name``."""
         key = "" if executor.shares_memory else name
         if key not in self._data:
             split, data = self.data[name], self.data
-            if key:  # x is a copy of the client's rows of what may be one array of all clients
+            if key:  # x copies the client's rows, since the array may contain all clients
                 data = {name: Samples(x=split.x, y=split.y, normalization=split.normalization)}
-            with timed_section("hand over"):
+            with timed_section("transfer"):
                 self._data[key] = executor.put(data)
         return self._data[key]
 
@@ -150,17 +150,17 @@ class Spread(Engine):
 
 
 class Pool(Spread):
-    """Runs what can be sent to another process, on the CPU, in worker processes."""
+    """Trains clients in worker processes on the CPU; the plan must be picklable."""
 
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         if os.name != "posix":
-            return "shares memory in a way that this operating system does not have"
+            return "needs POSIX shared memory, which this operating system lacks"
         size, free = count_bytes(data.values()), available_memory()
         if size > free:
             return (
-                f"copies the training samples, {size / 1e9:.1f} GB, into memory, of which {free / 1e9:.1f} GB are free"
+                f"copies the training samples ({size / 1e9:.1f} GB) into memory, but only {free / 1e9:.1f} GB are free"
             )
         return super().refusal(plan, data, augment)
 
@@ -170,7 +170,7 @@ class Pool(Spread):
 
 
 class Ray(Spread):
-    """Runs what can be sent to another process, on CPUs, where the package ``ray`` is installed."""
+    """Trains clients on a Ray cluster of CPUs; needs the package ``ray`` and a picklable plan."""
 
     @override
     @classmethod
@@ -179,7 +179,7 @@ class Ray(Spread):
             return "needs the package ray (pip install 'fedshift[ray]')"
         for name, split in data.items():
             if split.lazy:
-                return f"hands all samples of a client to its hosts, and those of client {name!r} stay where they are"
+                return f"sends a client's samples to its hosts, but the samples of client {name!r} are read lazily"
         return super().refusal(plan, data, augment)
 
     @override

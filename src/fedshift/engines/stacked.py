@@ -1,13 +1,13 @@
-"""The stacked engine: clients side by side in one tensor program, one lane each, by ``torch.vmap``.
+"""The stacked engine: trains clients side by side in one tensor program by ``torch.vmap``, one lane per client.
 
-A small network spends its time on calls, not on arithmetic; side by side, clients share the calls. Lanes are stepped in
-chunks whose parameters fit the processor's cache, each chunk on one thread and several at a time. Where all lanes of a
-chunk have batches of the same size, the step is recorded once (:mod:`fedshift.engines.tape`) and run many times; under
-plain SGD, a gradient that is a product goes straight into the parameters. Which steps these are depends on the round's
-clients alone, so that a resumed run rounds alike. A client that has done its steps leaves, so that no batch is padded
-and nothing is masked. Where uploads are only summed, a chunk makes nothing but their sum: where lanes take one step of
-SGD, they have no parameters of their own but those that they keep to themselves, and where they take several on few
-samples, large linear layers hold back their updates for the round, so that all lanes multiply by the same weights.
+Small networks spend their time on calls rather than arithmetic, and stacked clients share calls. Lanes are stepped in
+chunks whose parameters fit the processor's cache, one thread per chunk. If all lanes of a chunk have batches of the
+same size, the step is recorded once (:mod:`fedshift.engines.tape`) and run many times; under plain SGD, factored
+gradients are multiplied directly into the parameters. The recorded steps depend only on the round's clients, so that a
+resumed run produces the same bits. A client leaves the stack after its last step; batches are never padded or masked.
+If only the sum of uploads is needed, a chunk computes only the sum: lanes that take one step of SGD share all
+parameters except personal ones, and lanes that take several steps on few samples defer the updates of large linear
+layers for the round, so that all lanes multiply by the same weights.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from .sequential import Sequential
 from .stepper import Held, Stack, Stepper, replace_parts
 
 CACHE = 2**24
-"""Bytes of trained parameters that are stepped together."""
+"""Maximum size, in bytes, of the trained parameters of a chunk."""
 ACTIVATIONS = 2**27
-"""Bytes of layers' outputs that are held at a time."""
+"""Maximum size, in bytes, of a chunk's layer outputs."""
 GATHERED = 2**25
-"""Bytes of samples that are gathered at a time for a chunk's next steps."""
+"""Maximum size, in bytes, of the samples gathered for a chunk's next steps."""
 LASTING = 4
-"""Steps of a round from which on it lasts longer than threads take to start."""
+"""Minimum number of steps in a round for which starting threads is worthwhile."""
 
 
 class _Lane(NamedTuple):
-    """A client's steps of the round: ``batches``, and those of each phase ``before`` and ``after`` them."""
+    """A client's ``batches`` in the round, and the batches of each phase ``before`` and ``after`` them."""
 
     name: str
     client: ClientState
@@ -70,24 +70,24 @@ class _Lane(NamedTuple):
     before: list[Batches]
     after: list[Batches]
     sizes: list[int]
-    """Samples of each of ``batches``."""
+    """Number of samples in each of ``batches``."""
 
     @classmethod
     def of(cls, engine: Engine, name: str, client: ClientState) -> _Lane:
         batches, plan = engine.draw_batches(name, client), engine.plan
         before, after = (
-            [engine.draw_apart(name, client, each) for _, each in phases] for phases in (plan.before, plan.after)
+            [engine.draw_separate(name, client, each) for _, each in phases] for phases in (plan.before, plan.after)
         )
         return cls(name, client, batches, before, after, [index.shape[0] for _, index in batches])
 
 
 class Stacked(Engine):
-    """Runs what ``torch.vmap`` can run; ``width``: the most lanes that are stepped together."""
+    """Trains clients in lanes; supports plans that ``torch.vmap`` can run. ``width``: maximum number of lanes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._shared = frozenset() if self.apart else find_shared(self.plan, self.data)
-        self._holdable = frozenset() if self.apart or self._shared else find_holdable(self.plan, self.data)
+        self._shared = frozenset() if self.separate_uploads else find_shared(self.plan, self.data)
+        self._holdable = frozenset() if self.separate_uploads or self._shared else find_holdable(self.plan, self.data)
         self.width = count_lanes(self.plan, self.data, len(self.data), self._shared)
         self._stepper = Stepper(self.plan, self._shared)
         self._whole = _WholeBatches()
@@ -102,7 +102,7 @@ class Stacked(Engine):
             prepare_steps(plan, data, 2, 1)()
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            return f"cannot run {plan.method.label} on this model, for which torch.vmap says: {reason}"
+            return f"cannot run {plan.method.label} on this model (torch.vmap: {reason})"
         return None
 
     @override
@@ -112,9 +112,9 @@ class Stacked(Engine):
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes, self._weigh(lane)), reverse=True)
         on_cpu = next(iter(self.data.values())).y.device.type == "cpu"
         threads = count_threads(len(lanes[0].batches)) if on_cpu else 1
-        kinds = [(lane.sizes, self._weigh(lane)) for lane in lanes]  # what lanes share or hold back is their plain mean
-        alike = groupby(zip(kinds, lanes, strict=True), lambda pair: pair[0])
-        groups = [[lane for _, lane in pairs] for _, pairs in alike] if self._shared else [lanes]
+        kinds = [(lane.sizes, self._weigh(lane)) for lane in lanes]  # lanes that share or defer are averaged unweighted
+        equal = groupby(zip(kinds, lanes, strict=True), lambda pair: pair[0])
+        groups = [[lane for _, lane in pairs] for _, pairs in equal] if self._shared else [lanes]
         held, width, sizes = dict[str, frozenset[str]](), self.width, lanes[0].sizes
         if kinds[0] == kinds[-1] and (held := choose_held(self.plan, self._holdable, sizes)):
             width = count_lanes(self.plan, self.data, len(lanes), frozenset(held), sum(sizes))
@@ -130,7 +130,7 @@ class Stacked(Engine):
         updates = hold(stack[0], held, sum(lanes[0].sizes))
         for number, phase in enumerate(self.plan.before):
             stack, _ = self._take_steps(
-                lanes, [lane.before[number] for lane in lanes], replace(job, apart=phase), stack
+                lanes, [lane.before[number] for lane in lanes], replace(job, separate_phase=phase), stack
             )
         if self.plan.before:
             stack = self._restart(job, stack)
@@ -139,17 +139,17 @@ class Stacked(Engine):
         stack = {**stack[0], **means}, *stack[1:]
         for number, phase in enumerate(self.plan.after):
             turns = [lane.after[number] for lane in lanes]
-            stack, _ = self._take_steps(lanes, turns, replace(job, apart=phase), stack)
+            stack, _ = self._take_steps(lanes, turns, replace(job, separate_phase=phase), stack)
         losses_KS = losses_KS.cpu()
         most = losses_KS.shape[1]
         sizes_KS = torch.tensor([lane.sizes + [0] * (most - len(lane.sizes)) for lane in lanes], dtype=torch.float64)
         if not (losses_KS.isfinite().all() and _is_finite(stack)):
-            if self._shared or updates:  # no lane has parameters to look at
-                alone = Sequential(self.plan, self.data, self.seed, augment=self.augment)
-                return [(lane.name, alone.train_client(server, lane.name, lane.client)) for lane in lanes]
+            if self._shared or updates:  # lanes have no individual parameters to check
+                sequential = Sequential(self.plan, self.data, self.seed, augment=self.augment)
+                return [(lane.name, sequential.train_client(server, lane.name, lane.client)) for lane in lanes]
             self._refuse_divergence(server, lanes, job, stack, losses_KS)
         sums = (losses_KS * sizes_KS).sum(dim=1).tolist()
-        finish = self._finish_together if self._is_summed else self._finish_apart
+        finish = self._finish_together if self._is_summed else self._finish_separately
         return list(zip((lane.name for lane in lanes), finish(lanes, job, stack, sums), strict=True))
 
     def _weigh(self, lane: _Lane) -> float:
@@ -157,16 +157,16 @@ class Stacked(Engine):
 
     @cached_property
     def _is_summed(self) -> bool:
-        return not self.apart and self.plan.lanes_alike and sums_suffice(self.plan)
+        return not self.separate_uploads and self.plan.lanes_alike and sums_suffice(self.plan)
 
     def _load(self, server: ServerState, lanes: Sequence[_Lane]) -> tuple[LocalTrainingState, Stack]:
-        """Return the first lane's job, which stands for what lanes have in common, and the stack of all."""
+        """Return the first lane's job, for the state common to all lanes, and the stack of all lanes."""
         if not self.plan.lanes_alike:
             jobs = [self._load_lane(broadcast(server, lane.name), lane) for lane in lanes]
             return jobs[0], _stack_jobs(self.plan, jobs)
         first = load_state(self.plan, lanes[0].client, server)
         kept = [personal_entries(self.plan, lane.client, server) for lane in lanes]
-        personal = {name: torch.stack([own[name] for own in kept]) for name in self.plan.personal}
+        personal = {name: torch.stack([state[name] for state in kept]) for name in self.plan.personal}
         fresh = self.plan.optimizer.init(first.params)
         optimizer = _stack_states([lane.client.optimizer or fresh for lane in lanes])
         params, rest = (
@@ -178,14 +178,14 @@ class Stacked(Engine):
 
     def _load_lane(self, server: ServerState, lane: _Lane) -> LocalTrainingState:
         seen = self.see(lane.name, lane.batches)
-        with self._stepper.template:  # a rule may see the model run
+        with self._stepper.template:  # Rule.look may run the model
             return load_state(self.plan, lane.client, server, 0, seen)
 
     def _restart(self, job: LocalTrainingState, stack: Stack) -> Stack:
-        """Return the stack with the models that the rules now start from."""
+        """Return the stack after :func:`restart` of each lane's model."""
 
-        def restart_lane(own: Stack) -> tuple[State, State]:
-            lane = restart(self.plan, replace_parts(job, own))
+        def restart_lane(parts: Stack) -> tuple[State, State]:
+            lane = restart(self.plan, replace_parts(job, parts))
             return lane.params, lane.rest
 
         return *torch.vmap(restart_lane)(stack), *stack[2:]
@@ -200,15 +200,15 @@ class Stacked(Engine):
     ) -> tuple[Stack, Tensor]:
         """Return the stack after each lane's steps in ``turns``, and their losses, float64 ``[lanes, steps]``.
 
-        ``job``: what lanes have in common. The losses of steps that a lane does not take are 0. ``held``: what takes
-        the updates of some parameters, where lanes have batches of the same sizes.
+        ``job``: the state common to all lanes. Losses of steps that a lane does not take are 0. ``held``: storage for
+        deferred updates of some parameters, if lanes have batches of the same sizes.
         """
         plan = self.plan
         samples = _Samples(self, [lane.name for lane in lanes], turns, self._whole)
         most = max(map(len, turns))
         losses_KS = torch.zeros(len(lanes), most, dtype=torch.float64, device=samples.device)
-        but = self._shared | frozenset(held or {})
-        stack = _make_writable(stack[0], but), stack[1], *map(_make_writable, stack[2:])
+        exclude = self._shared | frozenset(held or {})
+        stack = _make_writable(stack[0], exclude), stack[1], *map(_make_writable, stack[2:])
         for at in range(most):
             together: dict[tuple[int, int], list[int]] = {}
             for number, turn in enumerate(turns):
@@ -219,7 +219,7 @@ class Stacked(Engine):
                 with timed_section("data"):
                     x, y, keys = samples.take(members, at)
                 now = replace(job, planned_steps=planned)
-                now = now if job.apart else replace(now, done=job.start + at)
+                now = now if job.separate_phase else replace(now, done=job.start + at)
                 if len(members) == len(lanes):
                     stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True, held=held)
                     continue
@@ -233,7 +233,7 @@ class Stacked(Engine):
     def _finish_together(
         self, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack, loss_sums: Sequence[float]
     ) -> Iterator[ClientResult]:
-        """Yield the clients' results, whose uploads are one sum."""
+        """Yield the clients' results, with one sum of their uploads."""
         plan, (params, rest, optimizer, *_) = self.plan, stack
         entries = {**params, **rest}
         sent = {name: entries[name] for name in plan.initial if name in plan.sent}
@@ -254,7 +254,7 @@ class Stacked(Engine):
             update = Update(shared={}, memory=memory, weight=float(count), steps=len(lane.batches))
             yield ClientResult(client=client, update=update, loss_sum=loss_sum, summed=summed)
 
-    def _finish_apart(
+    def _finish_separately(
         self, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack, loss_sums: Sequence[float]
     ) -> Iterator[ClientResult]:
         for number, (lane, loss_sum) in enumerate(zip(lanes, loss_sums, strict=True)):
@@ -263,10 +263,10 @@ class Stacked(Engine):
 
     def _take_lane(self, lane: _Lane, job: LocalTrainingState, stack: Stack, number: int) -> LocalTrainingState:
         """Return a lane's job after its steps."""
-        own = tuple({entry: tensor[number] for entry, tensor in state.items()} for state in stack)
+        parts = tuple({entry: tensor[number] for entry, tensor in state.items()} for state in stack)
         steps, start = len(lane.batches), lane.client.steps
         job = replace(job, start=start, done=start + steps, planned_steps=steps, samples=sum(lane.sizes))
-        return replace_parts(job, own)
+        return replace_parts(job, parts)
 
     def _refuse_divergence(
         self, server: ServerState, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack, losses_KS: Tensor
@@ -278,14 +278,14 @@ class Stacked(Engine):
 
 
 class _Samples:
-    """The batches of a chunk's lanes, gathered for several steps at a time."""
+    """The batches of a chunk's lanes, gathered for several steps at once."""
 
     def __init__(self, engine: Engine, names: Sequence[str], turns: Sequence[Batches], whole: _WholeBatches) -> None:
         self._engine, self._names, self._turns, self._whole = engine, names, turns, whole
         self._data = [engine.data[name] for name in names]
         self.device = self._data[0].y.device
         sizes = [[index.shape[0] for _, index in turn] for turn in turns]
-        together = engine.augment is None and all(own == sizes[0] for own in sizes) and are_alike(self._data)
+        together = engine.augment is None and all(size == sizes[0] for size in sizes) and are_alike(self._data)
         self._sizes = sizes[0] if together else None
         self._keys = None if engine.plan.draws else torch.zeros(len(names), dtype=torch.int64, device=self.device)
         self._held = range(0)
@@ -309,7 +309,7 @@ class _Samples:
         return x.contiguous(), self._y_KR[:, rows].contiguous(), keys
 
     def _gather(self, at: int) -> None:
-        """Gather the samples of the steps from ``at`` on."""
+        """Gather the samples of steps ``at`` and following."""
         assert self._sizes is not None
         row = len(self._names) * self._data[0].nbytes_each
         end, held = at, 0
@@ -322,18 +322,18 @@ class _Samples:
 
 
 class _WholeBatches:
-    """Batches of all samples of several clients, the same in each round, kept until they are more than ``GATHERED``."""
+    """Cache, of ``GATHERED`` bytes, of batches with all samples of several clients, which are equal in each round."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], tuple[Tensor, Tensor, object]] = {}
         self._lock = Lock()
 
     def take(self, names: Sequence[str], data: Sequence[Samples], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the inputs ``[K, N, ...]`` and labels ``[K, N]`` of clients of one size, gathered or kept."""
+        """Return the inputs ``[K, N, ...]`` and labels ``[K, N]`` of clients of equal size."""
         stored = [tensor._version for part in data for tensor in (part.store, part.y) if isinstance(tensor, Tensor)]
         with self._lock:
             x, y, before = self._kept.pop(tuple(names), (None, None, None))
-            if x is None or y is None or before != (stored, x._version, y._version):  # or they were written to
+            if x is None or y is None or before != (stored, x._version, y._version):  # missing or modified
                 x, y = _gather_lanes(data, [torch.arange(len(part), device=part.y.device) for part in data])
                 x = data[0].scale(x, dtype)
             self._kept[tuple(names)] = x, y, (stored, x._version, y._version)
@@ -343,17 +343,17 @@ class _WholeBatches:
 
 
 def _gather_lanes(data: Sequence[Samples], indices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the stored samples ``[K, R, ...]`` and targets ``[K, R]`` at equally many ``indices`` of each client."""
+    """Return the stored samples ``[K, R, ...]`` and targets ``[K, R]`` at ``indices``, R for each client."""
     y_KR = torch.stack([part.targets(index) for part, index in zip(data, indices, strict=True)])
     return gather_rows(data, indices).reshape(*y_KR.shape[:2], *data[0].shape), y_KR
 
 
 def find_shared(plan: Plan, data: Data) -> frozenset[str]:
-    """Return the parameters that lanes need not have by themselves where only the sum of uploads is wanted.
+    """Return the parameters that lanes can share if only the sum of uploads is needed.
 
-    In a round of one step of SGD, the mean of the steps from one start of lanes that weigh alike, with batches of one
-    size, is the step along their mean gradient: found in one pass, without any lane's own copy. None where steps are
-    not so, or ``torch.vmap`` cannot run the network over parameters without lanes; found by trying one step.
+    In a round of one step of SGD, the mean of equally weighted steps with batches of one size equals a step along the
+    mean gradient, which one pass computes without per-lane copies. Empty if steps differ, or if ``torch.vmap`` cannot
+    run the network with parameters without lanes, which is tested by one step.
     """
     same = not plan.defines("gradients") and plan.method.gradient is None and not (plan.before or plan.after)
     linear = isinstance(plan.optimizer, SGD) and not plan.optimizer.keep and same
@@ -369,12 +369,12 @@ def find_shared(plan: Plan, data: Data) -> frozenset[str]:
 
 
 def find_holdable(plan: Plan, data: Data) -> frozenset[str]:
-    """Return the weights whose updates lanes may hold back where only the sum of uploads is wanted.
+    """Return the weights whose updates lanes can defer if only the sum of uploads is needed.
 
-    Those of large linear layers that all lanes load, if the layer is called once, on vectors; found by trying one step.
+    These are weights of large linear layers that all lanes load and call once, on vectors, which is tested by one step.
     """
 
-    def may_be_held(name: str) -> bool:
+    def is_holdable(name: str) -> bool:
         try:
             prepare_steps(plan, data, 2, 1, held={name: frozenset()}, rows=FEW)()
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
@@ -384,38 +384,38 @@ def find_holdable(plan: Plan, data: Data) -> frozenset[str]:
     if not (plan.lanes_alike and sums_suffice(plan)):
         return frozenset()
     fewest = sizes_of_round(plan, min(map(len, data.values())))
-    return frozenset(filter(may_be_held, choose_held(plan, plan.loaded & plan.trained, fewest)))
+    return frozenset(filter(is_holdable, choose_held(plan, plan.loaded & plan.trained, fewest)))
 
 
 def sizes_of_round(plan: Plan, samples: int) -> list[int]:
-    """Return the sizes of the batches of a round of a client with ``samples``."""
+    """Return the batch sizes in a round of a client with ``samples`` samples."""
     bounds = plan.work.batch_bounds(samples, plan.smallest_batch)
     steps = plan.work.steps_of_round(0, len(bounds))
     return [stop - start for start, stop in (bounds[step % len(bounds)] for step in steps)]
 
 
 def count_threads(steps: int) -> int:
-    """Return how many chunks of clients with ``steps`` steps are trained at a time."""
+    """Return how many chunks of clients with ``steps`` steps are trained concurrently."""
     return torch.get_num_threads() if steps >= LASTING else 1
 
 
 def even_width(clients: int, width: int, threads: int) -> int:
-    """Return how many of ``clients`` make a chunk, at most ``width``, if each of ``threads`` is to have as many."""
+    """Return the size of a chunk, at most ``width``, that distributes ``clients`` evenly over ``threads``."""
     chunks = ceil(clients / width / threads) * threads
     return ceil(clients / chunks)
 
 
 def count_lanes(plan: Plan, data: Data, clients: int, shared: frozenset[str] = frozenset(), rows: int = 0) -> int:
-    """Return how many of ``clients`` are stepped together: parameters fit the cache, activations the memory.
+    """Return how many of ``clients`` to step together, so that parameters fit the cache and activations the memory.
 
-    ``shared``: parameters that are there only once, of whose updates ``rows`` rows are held for each client.
+    ``shared``: parameters that lanes share, with ``rows`` rows of deferred updates per client.
     """
-    own = nbytes(pick(plan.initial, plan.trained - shared))
+    unshared = nbytes(pick(plan.initial, plan.trained - shared))
     sizes = [sum(plan.initial[name].shape) * plan.initial[name].element_size() for name in shared] if rows else []
     held = rows * sum(sizes)
     largest = max(map(len, data.values()))
-    made = measure_activations(plan, data) * min(plan.work.batch_size or largest, largest)
-    return min(clients, max(1, CACHE // max(1, own)), max(1, ACTIVATIONS // max(1, made + held)))
+    activations = measure_activations(plan, data) * min(plan.work.batch_size or largest, largest)
+    return min(clients, max(1, CACHE // max(1, unshared)), max(1, ACTIVATIONS // max(1, activations + held)))
 
 
 def prepare_steps(
@@ -429,9 +429,10 @@ def prepare_steps(
     held: Mapping[str, frozenset[str]] | None = None,
     rows: int = 0,
 ) -> Callable[[], None]:
-    """Return a function that takes ``steps`` with each of ``threads`` chunks of ``lanes`` clients, to time or try.
+    """Return a function that takes ``steps`` steps with ``threads`` chunks of ``lanes`` clients, for timing or testing.
 
-    ``shared``: as of :class:`Stepper`; ``held``: parameters of whose updates half of ``rows`` rows are held already.
+    ``shared``: see :class:`Stepper`; ``held``: parameters with deferred updates, whose buffers of ``rows`` rows are
+    half full.
     """
     split = next(iter(data.values()))
     index = torch.arange(batch or plan.smallest_batch, device=split.y.device) % len(split)
@@ -464,7 +465,7 @@ def _stack_jobs(plan: Plan, jobs: Sequence[LocalTrainingState]) -> Stack:
 
 
 def _stack_states(states: Sequence[State]) -> State:
-    """Return each entry as ``[lanes, ...]``; expanded, not copied, where the lanes share one tensor."""
+    """Return each entry as ``[lanes, ...]``; expand instead of copying if lanes share one tensor."""
     stacked = {}
     for name, first in states[0].items():
         tensors = [state[name] for state in states]
@@ -473,21 +474,21 @@ def _stack_states(states: Sequence[State]) -> State:
     return stacked
 
 
-def _make_writable(state: State, but: frozenset[str] = frozenset()) -> State:
-    """Return a copy of ``state``, ``but`` for some entries, where lanes share memory with each other or the server."""
-    return {name: tensor if name in but else _make_own(tensor) for name, tensor in state.items()}
+def _make_writable(state: State, exclude: frozenset[str] = frozenset()) -> State:
+    """Copy entries of ``state``, except ``exclude``, whose lanes share memory with each other or the server."""
+    return {name: tensor if name in exclude else _separate(tensor) for name, tensor in state.items()}
 
 
-def _make_own(tensor: Tensor) -> Tensor:
-    """Return a tensor ``[lanes, ...]`` of which each lane has its part; kernels lie channels last on the CPU."""
-    own = tensor if len(tensor) > 1 else tensor.clone()
-    if own.ndim != 5 or not own.is_cpu:
-        return own.contiguous()
-    return own.flatten(0, 1).contiguous(memory_format=torch.channels_last).view(own.shape)
+def _separate(tensor: Tensor) -> Tensor:
+    """Return a tensor ``[lanes, ...]`` without memory shared between lanes; kernels are channels last on the CPU."""
+    lanes = tensor if len(tensor) > 1 else tensor.clone()
+    if lanes.ndim != 5 or not lanes.is_cpu:
+        return lanes.contiguous()
+    return lanes.flatten(0, 1).contiguous(memory_format=torch.channels_last).view(lanes.shape)
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
-    """Return ``stack`` with the rows at ``index`` replaced by those of ``changed``."""
+    """Return ``stack`` with the rows at ``index`` replaced by the rows of ``changed``."""
     return tuple(
         {entry: tensor.contiguous().index_copy_(0, index, rows[entry]) for entry, tensor in state.items()}
         for state, rows in zip(stack, changed, strict=True)
@@ -495,7 +496,7 @@ def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
 
 
 def _is_finite(stack: Stack) -> bool:
-    """Return whether the sums of all trained parameters and statistics are finite, hence these themselves."""
-    own = [drop_equal(tensor) for state in stack[:2] for tensor in state.values()]
-    sums = [tensor.sum() for tensor in own if tensor.is_floating_point()]
+    """Return whether all trained parameters and statistics are finite, by their sums."""
+    tensors = [drop_equal(tensor) for state in stack[:2] for tensor in state.values()]
+    sums = [tensor.sum() for tensor in tensors if tensor.is_floating_point()]
     return bool(torch.stack([value.double() for value in sums]).isfinite().all())

@@ -1,10 +1,10 @@
-"""Steps of lanes: clients side by side, recorded once for their shapes, and one pass for all where they are to average.
+"""Steps of stacked clients (lanes): recorded once per shape, and merged into one pass if only averages are needed.
 
 A step that all lanes take with batches of one size is a flat list of tensor operations (:mod:`fedshift.engines.tape`).
-Under plain SGD, a gradient that is a product goes straight into the parameters. Where lanes take one step from the same
-parameters and only their sum is wanted, no lane has parameters of its own: the products of all lanes are one, and its
-gradient is the sum of theirs (FedSMB's identity, Nasirigerdeh et al., arXiv:2011.07006, here for part of a network).
-Where they take more steps, the updates of large layers may be held back for the round (:class:`LaneUpdates`).
+Under plain SGD, factored gradients are multiplied directly into the parameters. If lanes take one step from the same
+parameters and only their sum is needed, lanes share parameters: one product computes all lanes, and its gradient is the
+sum of their gradients (FedSMB's identity, Nasirigerdeh et al., arXiv:2011.07006, for a part of the network). If they
+take more steps, updates of large layers may be deferred for the round (:class:`LaneUpdates`).
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from ..utils.state import State
 from .tape import Factors, Tape, Untraceable
 
 TAPES = 64
-"""Kinds of steps that are recorded at most, where it makes no difference to results."""
+"""Maximum number of kinds of recorded steps, if recording does not affect results."""
 Stack = tuple[State, ...]
 """The lanes' parameters, other entries, optimizer states, loaded entries and memories of each rule.
 
-Each entry is ``[lanes, ...]``. Loaded entries are left out where all lanes load the same.
+Each entry is ``[lanes, ...]``. Loaded entries are omitted if all lanes load the same.
 """
 Gradients = Mapping[str, Tensor | Factors]
 Held = Mapping[str, LaneUpdates]
-"""The updates that are held back, by parameter."""
+"""Deferred updates by parameter."""
 
 
 class Stepper:
-    """Steps lanes that have batches of one size; safe to call from several threads.
+    """Steps lanes with batches of one size; thread-safe.
 
-    ``shared``: parameters in which lanes are equal before the step, the first and only one, and of which their mean
-    alone is needed after it (:func:`find_shared`).
+    ``shared``: parameters that are equal in all lanes before the only step, and of which only the mean is needed after
+    it (:func:`find_shared`).
     """
 
     def __init__(self, plan: Plan, shared: frozenset[str] = frozenset()) -> None:
         self._plan, self._shared = plan, shared
-        self.template = Lock()  # whoever runs the plan's module exchanges its tensors
+        self.template = Lock()  # running the plan's module replaces its tensors
         self._tapes: dict[object, Tape | None] = {}
         self._rules_act = bool(plan.defines("loss") or plan.defines("batch"))
         self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
@@ -67,11 +67,11 @@ class Stepper:
         recorded: bool = False,
         held: Held | None = None,
     ) -> tuple[Stack, Tensor]:
-        """Step all lanes of ``stack``, in its memory; ``job`` holds all that lanes have in common.
+        """Step all lanes of ``stack`` in place; ``job`` holds the state common to all lanes.
 
-        ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``; ``recorded``: by a tape, where that is possible.
-        ``held``: what takes the updates of some parameters, which stay as they are. Returns the new stack and the
-        losses ``[lanes]``.
+        ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``; ``recorded``: whether to use a tape, if possible.
+        ``held``: storage for the updates of parameters that stay unchanged. Returns the new stack and the losses
+        ``[lanes]``.
         """
         if self._shared:
             return self._step_together(job, stack, x, y, keys)
@@ -82,11 +82,11 @@ class Stepper:
             lanes = weights, rest, optimizer, *memory
             grads, rest, loss = self._differentiate(job, lanes, x, y, keys, recorded=recorded, held=held)
         with timed_section("update"):
-            if self._plan.subtracts and not job.apart:
+            if self._plan.subtracts and not job.separate_phase:
                 _subtract_(params, grads, job.lr, held)
             elif self._elementwise:
-                own = params, stack[1], optimizer, *memory
-                update_(self._plan, replace_parts(job, own), dict(grads), rest, 0)  # type: ignore[arg-type]
+                parts = params, stack[1], optimizer, *memory
+                update_(self._plan, replace_parts(job, parts), dict(grads), rest, 0)  # type: ignore[arg-type]
             else:
                 update_lane = partial(self._update_lane, job)
                 torch.vmap(update_lane)(grads, rest, (params, stack[1], optimizer, *memory), keys)
@@ -95,39 +95,39 @@ class Stepper:
     def _step_together(
         self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor
     ) -> tuple[Stack, Tensor]:
-        """Take :meth:`step` with the mean of the lanes' gradients in place of each, for the shared parameters."""
+        """Take :meth:`step` with the mean of the lanes' gradients for the shared parameters."""
         shared = self._shared
         params, before = (
             {n: tensor[0].contiguous() if n in shared else tensor for n, tensor in state.items()} for state in stack[:2]
         )
         with timed_section("forward and backward"):
-            found, rest, loss = self._differentiate(job, (params, before, *stack[2:]), x, y, keys, recorded=True)
+            sums, rest, loss = self._differentiate(job, (params, before, *stack[2:]), x, y, keys, recorded=True)
         with timed_section("update"):
             if self._plan.subtracts:
                 rates = {n: job.lr / len(x) if n in shared else job.lr for n in params}
-                params = {n: tensor.sub(found[n], alpha=rates[n]) for n, tensor in params.items()}  # type: ignore[arg-type]
+                params = {n: tensor.sub(sums[n], alpha=rates[n]) for n, tensor in params.items()}  # type: ignore[arg-type]
             else:
-                grads: State = {n: grad / len(x) if n in shared else grad for n, grad in found.items()}  # type: ignore[operator,misc]
+                grads: State = {n: grad / len(x) if n in shared else grad for n, grad in sums.items()}  # type: ignore[operator,misc]
                 params = {n: tensor.clone() if n in shared else tensor for n, tensor in params.items()}
-                own = params, stack[1], self._plan.optimizer.init(params), *stack[3:]
-                update_(self._plan, replace_parts(job, own), grads, rest, 0)
+                parts = params, stack[1], self._plan.optimizer.init(params), *stack[3:]
+                update_(self._plan, replace_parts(job, parts), grads, rest, 0)
         params = {n: tensor.expand(len(x), *tensor.shape) if n in shared else tensor for n, tensor in params.items()}
         return (params, rest, *stack[2:]), loss
 
     def _may_record(self, job: LocalTrainingState) -> bool:
-        """Return whether the step may be recorded; rules may read the rate and the round, which a tape holds constant.
+        """Return whether the step may be recorded: rules may read the learning rate and the round, which a tape fixes.
 
-        A tape for each round would cost more than it saves.
+        A tape per round would cost more than it saves.
         """
         lasts = self._plan.optimizer.lr_in_round(job.round + 1) == job.lr and not self._plan.reads.round
-        return not job.apart and (lasts or not self._rules_act)
+        return not job.separate_phase and (lasts or not self._rules_act)
 
     def _list_read(self, job: LocalTrainingState, stack: Stack) -> tuple[Any, ...]:
-        """Return what rules read in a step beside what it changes, which a tape must not hold constant."""
+        """Return the inputs of rules that vary between steps and must not be constants of a tape."""
         return (stack[3:], job.global_params, job.server_memory, job.steps) if self._rules_act else ()
 
-    def _update_lane(self, job: LocalTrainingState, grads: State, rest: State, own: Stack, key: Tensor) -> Stack:
-        lane = replace_parts(job, own)
+    def _update_lane(self, job: LocalTrainingState, grads: State, rest: State, parts: Stack, key: Tensor) -> Stack:
+        lane = replace_parts(job, parts)
         after = update_(self._plan, lane, transform_gradients(self._plan, lane, grads, key), rest, 0)
         return after.params, after.optimizer, after.rest
 
@@ -144,7 +144,7 @@ class Stepper:
     ) -> tuple[Gradients, State, Tensor]:
         """Return the gradients, ``rest`` after the batch and the data losses ``[lanes]``.
 
-        Where updates are ``held`` back, the gradients are those of the layer's outputs, and its inputs.
+        For ``held`` parameters, the gradient is a pair: the gradients of the layer's outputs, and its inputs.
         """
         params, rest, *_ = stack
         held = held or {}
@@ -154,7 +154,7 @@ class Stepper:
         read, spec = tree_flatten(self._list_read(job, stack))
 
         def run(*flat: Tensor) -> list[Tensor]:
-            own, before = dict(zip(params, flat, strict=False)), dict(zip(rest, flat[count:end], strict=True))
+            leaves, before = dict(zip(params, flat, strict=False)), dict(zip(rest, flat[count:end], strict=True))
             pairs = zip(held.items(), flat[end + 3 : last_factor : 2], flat[end + 4 : last_factor : 2], strict=True)
             lanes = {name: (s_KRO, x_KRI, each.fast) for (name, each), s_KRO, x_KRI in pairs}
             now, around = job, stack[3:]
@@ -162,7 +162,7 @@ class Stepper:
                 around, loaded, server, steps = tree_unflatten(list(flat[last_factor:]), spec)
                 now = replace(job, global_params=loaded, server_memory=server, counter=steps)
             with self.template:
-                parts = own, before, *around
+                parts = leaves, before, *around
                 batch = flat[end : end + 3]
                 grads, after, loss = _compute_lanes(self._plan, now, parts, *batch, shared=self._shared, held=lanes)
             pairs_of = [tensor for name in held for tensor in grads.pop(name)]
@@ -202,9 +202,9 @@ def _compute_lanes(
 ) -> tuple[dict[str, Any], State, Tensor]:
     """Return the gradients of the lanes' objectives, their ``rest`` after the batch, and their data losses.
 
-    Parameters that are ``shared`` have no lanes; the gradients of those that are trained are the objectives' sum's.
-    Nor have those whose updates are ``held`` back, as two factors, by layers with those products by oneDNN; their
-    gradients are those of the layers' outputs, ``[lanes, B, O]``, and the inputs, ``[lanes, B, I]``.
+    ``shared`` parameters have no lanes; their gradients are summed over lanes. ``held`` parameters have no lanes
+    either; each is mapped to the two factors of its deferred updates and its oneDNN products, and its gradient is a
+    pair: the gradients of the layer's outputs, ``[lanes, B, O]``, and the inputs, ``[lanes, B, I]``.
     """
 
     def descend(
@@ -227,8 +227,8 @@ def _compute_lanes(
         ) -> tuple[State, State, Tensor]:
             return combine_samples(plan, replace_parts(job, (params, rest, {}, loaded, *memory)), *batch)
 
-        made: tuple[State, State, Tensor] = torch.vmap(combine)(params, rest, loaded, tuple(memory), x, y, keys)
-        return made
+        combined: tuple[State, State, Tensor] = torch.vmap(combine)(params, rest, loaded, tuple(memory), x, y, keys)
+        return combined
     active = frozenset(list_active(plan, job))
     leaves = {
         name: tensor.detach().requires_grad_() if name in active and name not in held else tensor
@@ -240,17 +240,17 @@ def _compute_lanes(
     lanes = {name: (s_KRO, x_KRI, slopes[name]) for name, (s_KRO, x_KRI, _) in held.items()}
     with torch.enable_grad(), vmapped_lanes(), MergedLanes():
         dims = ({name: None if name in shared or name in held else 0 for name in state} for state in (leaves, rest))
-        given: Any = leaves, rest, loaded, tuple(memory), x, y, keys, lanes
-        total, loss, after, inputs = torch.vmap(descend, (*dims, *[0] * 6))(*given)
-        wanted = {name: tensor for name, tensor in leaves.items() if name in active and name not in held}
-        found = torch.autograd.grad(total.sum(), (*wanted.values(), *slopes.values()), materialize_grads=True)
-    grads: dict[str, Any] = dict(zip((*wanted, *slopes), found, strict=True))
+        arguments: Any = leaves, rest, loaded, tuple(memory), x, y, keys, lanes
+        total, loss, after, inputs = torch.vmap(descend, (*dims, *[0] * 6))(*arguments)
+        free = {name: tensor for name, tensor in leaves.items() if name in active and name not in held}
+        gradients = torch.autograd.grad(total.sum(), (*free.values(), *slopes.values()), materialize_grads=True)
+    grads: dict[str, Any] = dict(zip((*free, *slopes), gradients, strict=True))
     grads |= {name: (grads[name], x_KBI.detach()) for name, x_KBI in inputs.items()}
     return grads, {n: t.detach() for n, t in after.items()}, loss.detach()
 
 
 def _subtract_(params: State, grads: Gradients, lr: float, held: Held) -> None:
-    """Take a step of plain SGD in the memory of ``params``, or of what their updates are ``held`` by."""
+    """Take a step of plain SGD in place of ``params``, or add it to the deferred updates ``held``."""
     for name, grad in grads.items():
         if name in held:
             slope_KBO, x_KBI = grad

@@ -1,8 +1,8 @@
-"""One file a paper; each says only what differs from the method it builds on.
+"""Federated methods, one module per paper; each defines only the difference from its base method.
 
-Every module here defines one function, named like the module, that returns a :class:`fedshift.core.method.Method`.
-There is no registry: ``fedbn`` resolves to ``fedshift.methods.fedbn:fedbn``, and ``my_package.module:function`` to one
-of yours.
+Every module here defines one function with the module's name that returns a :class:`fedshift.core.method.Method`.
+There is no registry: ``fedbn`` resolves to ``fedshift.methods.fedbn:fedbn``, and ``my_package.module:function`` to a
+user-defined function.
 """
 
 from dataclasses import replace
@@ -14,20 +14,20 @@ from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function
 
 
-def _accept(given: object, text: str | None) -> Method:
-    made = given
-    if text is None and callable(given) and not isinstance(given, Method):
+def _accept(value: object, text: str | None) -> Method:
+    method = value
+    if text is None and callable(value) and not isinstance(value, Method):
         try:
-            made = given()
+            method = value()
         except Exception as error:
-            raise UsageError(f"methods: {describe_function(given)} makes none: {describe_error(error)}") from error
-    if isinstance(made, Method):
-        return made if text is None else replace(made, typed=tidy(text))
+            raise UsageError(f"methods: {describe_function(value)} failed: {describe_error(error)}") from error
+    if isinstance(method, Method):
+        return method if text is None else replace(method, typed=tidy(text))
     if text is not None:
-        raise UsageError(f"method {text!r} made a {type(made).__name__}, not a Method: return fedshift.Method")
+        raise UsageError(f"method {text!r} returned a {type(method).__name__}, not a Method: return fedshift.Method")
     raise UsageError(
-        f"methods: {made!r} is none: give texts such as 'fedbn+fedprox(mu=0.1)', methods such as fedshift.fedbn(), or "
-        "functions that make one without arguments; several in a list"
+        f"methods: {method!r} is not a method: give texts such as 'fedbn+fedprox(mu=0.1)', methods such as "
+        "fedshift.fedbn(), or functions that return one without arguments; several in a list"
     )
 
 

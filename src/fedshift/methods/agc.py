@@ -1,7 +1,7 @@
-"""Adaptive gradient clipping: no unit's gradient is larger than ``clip`` times the unit's weights.
+"""Adaptive gradient clipping: bound the norm of each unit's gradient by ``clip`` times the norm of its weights.
 
-Brock et al. 2021, arXiv:2102.06171, as FedWon (arXiv:2306.05879), equation 4 and table 19, uses it with any method: the
-gradient of an output unit i is scaled to clip * max(||W_i||, 1e-3) where it is larger. A bias or gain is one unit.
+Brock et al. 2021, arXiv:2102.06171, as used by FedWon (arXiv:2306.05879), equation 4 and table 19, with any method: the
+gradient of an output unit i is scaled to clip * max(||W_i||, 1e-3) if it is larger. A bias or gain is one unit.
 """
 
 from collections.abc import Iterator
@@ -22,16 +22,16 @@ from ..utils.state import State
 from ..utils.words import join_some
 
 EPS = 1e-3
-"""Smallest norm of a unit's weights in equation 4."""
+"""Minimum norm of a unit's weights in equation 4."""
 SMALL_BATCH = 4
-"""Largest batch that FedWon's experiments do not clip (appendix A.3)."""
+"""Largest batch size without clipping in FedWon's experiments (appendix A.3)."""
 NAMED = 3
-"""Most entries that a notice names."""
+"""Maximum number of entries named in a notice."""
 
 
 @dataclass(frozen=True)
 class Clipping(Rule):
-    """Clipping of each unit's gradient; ``classifier``: the last layer's too."""
+    """Clips each unit's gradient; ``classifier``: whether the last layer is clipped, too."""
 
     clip: float
     classifier: bool = True
@@ -47,15 +47,15 @@ class Clipping(Rule):
     def _warn(self, method: str, batch_size: int | None, params: State) -> Iterator[str]:
         if batch_size is not None and batch_size <= SMALL_BATCH:
             yield (
-                f"{method} clips gradients of batches of {batch_size}, where FedWon's authors leave clipping out "
-                f"(batches of {SMALL_BATCH} or fewer): fedwon(agc=None) does, as do methods without agc"
+                f"{method} clips gradients of batches of {batch_size}, but FedWon's authors do not clip batches of "
+                f"{SMALL_BATCH} or fewer: use fedwon(agc=None), or a method without agc"
             )
         pinned = [name for name in sorted(params.keys() & self.names) if not params[name].any()]
         if pinned:
             yield (
                 f"{method} clips the gradients of {join_some(pinned, shown=NAMED)}, which start at zero, to a norm of "
-                f"{self.clip * EPS:.3g} (clip * {EPS:g}) each until their own norm is above {EPS:g}: they hardly move "
-                "in a short run"
+                f"{self.clip * EPS:.3g} (clip * {EPS:g}) each until their norm exceeds {EPS:g}: they hardly change in "
+                "a short run"
             )
 
     @override
@@ -67,7 +67,7 @@ class Clipping(Rule):
 
 
 def _unitwise_norm(x: Tensor) -> Tensor:
-    """Return the norm of each output unit ``[O, 1, ...]``; of all of ``x`` where only one of its sizes is above 1."""
+    """Return the norm of each output unit ``[O, 1, ...]``, or of all of ``x`` if at most one dimension exceeds 1."""
     over = None if x.squeeze().ndim < 2 else tuple(range(1, x.ndim))
     norm: Tensor = torch.linalg.vector_norm(x, dim=over, keepdim=True)
     return norm
@@ -81,7 +81,7 @@ def _adaptive_clip_grad(grad: Tensor, param: Tensor, clip: float) -> Tensor:
 
 @modifier
 def agc(base: Method, *, clip: float = 0.64, classifier: bool = True) -> Method:
-    """Clip the gradients of ``base`` at ``clip`` times the weights, in place of any clipping that it has.
+    """Clip the gradients of ``base`` at ``clip`` times the weights, replacing any earlier clipping.
 
     FedWon uses 0.64 on Digits-Five and 1.28 on Office-Caltech-10 and DomainNet with batches of 32, and no clipping with
     batches of 4 or less. ``classifier``: whether the last layer is clipped, too.

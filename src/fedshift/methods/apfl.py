@@ -1,10 +1,10 @@
-"""APFL: each client uses a mixture of a personal model and the one that the federation shares.
+"""APFL: each client uses a mixture of a personal model and the shared model.
 
-Deng et al. 2020, arXiv:2003.13461, Algorithm 1: on each batch w takes FedAvg's step and the client's own model v one
-on the mixture u = alpha v + (1 - alpha) w, v = v - lr grad_v F(u). Where alpha is learned, it follows <v - w, grad
-F(u)>, the slope of F(u) in alpha, and is put back into [0, 1]. Here it takes that step with every batch; the authors'
-public code (FedTorch) takes it on the first batch of a round, with a decay of 0.02 alpha, and mixes outputs in place
-of parameters. Normalization statistics are those that the mixture has met in training.
+Deng et al. 2020, arXiv:2003.13461, Algorithm 1: on each batch, w takes FedAvg's step and the personal model v a step on
+the mixture u = alpha v + (1 - alpha) w, v = v - lr grad_v F(u). A learned alpha follows <v - w, grad F(u)>, the
+derivative of F(u) with respect to alpha, and is clamped to [0, 1]. Here alpha takes a step with every batch; the
+authors' public code (FedTorch) updates it on the first batch of a round, with a decay of 0.02 alpha, and mixes outputs
+instead of parameters. Normalization statistics are updated by the mixture in training.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,13 +24,13 @@ from ..utils.state import State
 
 @dataclass(frozen=True)
 class Mixture(Rule):
-    """The client's own model, and its part ``alpha`` of the mixture; ``learned``: alpha is trained, from there on."""
+    """A personal model, and its weight ``alpha`` in the mixture; ``learned``: whether alpha is trained."""
 
     alpha: float
     learned: bool
     buffers: frozenset[str] = field(default=frozenset(), repr=False)
     personalizes = "use"
-    requires = Requirements(shared_entries="APFL mixes each client's model with the one that clients share")
+    requires = Requirements(shared_entries="APFL mixes each client's model with the shared model")
 
     @override
     def bind(self, plan: Plan) -> Bound:
@@ -50,7 +50,7 @@ class Mixture(Rule):
         return self._mix(state, client.own)
 
     def _mix(self, shared: State, own: Owned) -> State:
-        """Return the mixture of ``shared`` and the client's own model, with the statistics of the latter."""
+        """Return the mixture of ``shared`` and the personal model, with the statistics of the latter."""
         alpha = own.params["alpha"] if self.learned else self.alpha
         return {
             name: mine if name in self.buffers else shared[name] + alpha * (mine - shared[name])
@@ -60,14 +60,14 @@ class Mixture(Rule):
 
 @method
 def apfl(base: Method, *, alpha: float = 0.5, learned: bool = True) -> Method:
-    """Add a model of each client's to that of ``base``; the client uses their mixture.
+    """Add a personal model to ``base``; each client uses the mixture of both.
 
     Args:
         base: FedAvg unless given.
-        alpha: Part of the client's own model in the mixture, in [0, 1].
-        learned: Each client learns its alpha, which begins at ``alpha``.
+        alpha: Weight of the personal model in the mixture, in [0, 1].
+        learned: Whether each client learns its weight, starting at ``alpha``.
 
     """
     if not 0 <= alpha <= 1:
-        raise UsageError(f"alpha={alpha:g}: it must lie in [0, 1], 0 (the shared model) to 1 (the client's own)")
+        raise UsageError(f"alpha={alpha:g}: it must lie in [0, 1], 0 (the shared model) to 1 (the personal model)")
     return base.with_rule(Mixture(float(alpha), learned))

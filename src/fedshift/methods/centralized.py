@@ -1,7 +1,7 @@
 """Centralized training: all clients' data in one place, the upper baseline of FedBN's table 12.
 
-A round is one pass (or group of batches) over the pooled data. With batches K times as large as a client's, for K
-clients (FedSMB, arXiv:2011.07006), it takes as many steps as the federation does and sees as many samples in each.
+A round is one epoch (or group of batches) over the pooled data. With batches K times as large as a client's, for K
+clients (FedSMB, arXiv:2011.07006), it takes as many steps as the federation, with as many samples in each.
 """
 
 from dataclasses import replace
@@ -14,8 +14,8 @@ from ..utils.errors import UsageError
 def centralized(base: Method, *, scaled: bool = True) -> Method:
     """Train ``base`` on the pooled data of all clients; each client's test set is evaluated.
 
-    ``scaled``: batches of K times the experiment's size, the federation's budget of steps; else of the same size, K
-    times as many steps.
+    ``scaled``: use K times the experiment's batch size, and hence the federation's number of steps; otherwise the same
+    batch size and K times as many steps.
     """
     if base.pooled:
         raise UsageError(f"{base.name} pools all data already; remove one of the two")

@@ -1,8 +1,8 @@
-"""Ditto: beside the global model, each client trains a personal one that is held near it.
+"""Ditto: each client also trains a personal model, which a proximal term keeps near the global model.
 
-Li et al. 2021, arXiv:2012.04221, Algorithm 1: v = v - lr (grad F(v) + lam (v - w_t)), on the same batches on which the
-client trains w for the server, or in ``epochs`` passes apart from it (the algorithm's s steps). The client uses v,
-normalization statistics included; w is trained and averaged as without it.
+Li et al. 2021, arXiv:2012.04221, Algorithm 1: v = v - lr (grad F(v) + lam (v - w_t)), on the batches that train w for
+the server, or in ``epochs`` separate passes (the algorithm's s steps). The client uses v, including its normalization
+statistics; the training and averaging of w are unaffected.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class PersonalModel(Rule):
     lam: float
     epochs: int | None = None
     personalizes = "use"
-    requires = Requirements(shared_entries="Ditto holds each client's model near the one that clients share")
+    requires = Requirements(shared_entries="Ditto keeps each client's model near the shared model")
 
     @override
     def bind(self, plan: Plan) -> Bound:
@@ -36,9 +36,9 @@ class PersonalModel(Rule):
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
-        own, near = step.own.model, [name for name in step.params if name in step.loaded]
-        distance = sum((own[name] - step.loaded[name]).square().sum() for name in near)
-        return loss + step.loss_at(own) + self.lam / 2 * distance
+        personal, near = step.own.model, [name for name in step.params if name in step.loaded]
+        distance = sum((personal[name] - step.loaded[name]).square().sum() for name in near)
+        return loss + step.loss_at(personal) + self.lam / 2 * distance
 
     @override
     def personalize(self, state: State, client: RoundContext) -> State:
@@ -47,13 +47,12 @@ class PersonalModel(Rule):
 
 @method
 def ditto(base: Method, *, lam: float = 1.0, epochs: int | None = None) -> Method:
-    """Train a personal model beside that of ``base``; ``lam``: how strongly it is held near the global one.
+    """Train a personal model in addition to the model of ``base``; ``lam``: strength of the proximal term.
 
-    ``epochs``: passes of a round over the client's data for the personal model; None: it is trained on the batches of
-    the global one.
+    ``epochs``: number of epochs per round for the personal model; None: train it on the batches of the global model.
     """
     if epochs is not None and epochs < 1:
         raise UsageError(f"epochs={epochs}: give 1 or more, or leave it out for the batches of the global model")
     if lam < 0:
-        raise UsageError(f"lam={lam:g} is negative; it must be 0 (training alone) or more")
+        raise UsageError(f"lam={lam:g} is negative; it must be 0 (local training) or more")
     return base.with_rule(PersonalModel(lam, epochs))

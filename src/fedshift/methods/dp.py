@@ -1,13 +1,14 @@
-"""Differential privacy for clients: each client's change is clipped, and noise hides any one of them in the mean.
+"""Differential privacy for clients: clip each client's change and add noise to the mean.
 
 McMahan et al. 2018 (DP-FedAvg), arXiv:1710.06963, Algorithm 1 with flat clipping; Geyer et al. 2017, arXiv:1712.07557.
-Of the changes d_k that a round's m clients send, over all entries together, the server takes over
-(1/m) (sum_k d_k min(1, C / |d_k|) + N(0, (z C)^2)). Clients count equally and counters, which are integers, stay what
-they are on the server, since both would tell how many samples a client has. A running variance that the noise makes
-negative stays as it was before the round.
+From the changes d_k of a round's m clients, over all entries together, the server computes
+(1/m) (sum_k d_k min(1, C / |d_k|) + N(0, (z C)^2)). Clients count equally, and integer counters are not updated on the
+server, because both would reveal how many samples a client has. A running variance that the noise makes negative keeps
+its value before the round.
 
-The promise holds for noise that nobody can draw again (``secret=True``). Otherwise noise is a function of seed, method,
-round and entry, all of which a run directory holds: that is for experiments that can be repeated, and hides nothing.
+The guarantee holds for noise that nobody can reproduce (``secret=True``). Otherwise noise is a function of seed,
+method, round and entry, which are all stored in a run directory: this makes experiments reproducible but provides no
+privacy.
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ from ..utils.state import State, clone
 class PrivateMean(Aggregation):
     """The mean of changes clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
 
-    ``delta``: the delta for which epsilon is accounted. ``secret``: noise by the operating system in place of noise
-    that follows from the trial's seed and method.
+    ``delta``: the delta for which epsilon is accounted. ``secret``: whether the operating system draws the noise, and
+    not the trial's seed and method.
     """
 
     clipping_norm: float
@@ -54,7 +55,8 @@ class PrivateMean(Aggregation):
             )
         if self.clipping_norm == inf and self.noise_multiplier:
             raise UsageError(
-                "clipping_norm=inf bounds nothing, so that no noise hides it: give a clip, or noise_multiplier=0"
+                "clipping_norm=inf bounds nothing, so that no noise can hide it: give a finite clip, or "
+                "noise_multiplier=0"
             )
 
     @override
@@ -71,10 +73,10 @@ class PrivateMean(Aggregation):
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
         before, fixed = server.shared, plan.entries_fixed_in(server.round)
-        taken = sorted(name for name, at in before.items() if at.is_floating_point() and name not in fixed)
+        names = sorted(name for name, tensor in before.items() if tensor.is_floating_point() and name not in fixed)
         mean = StreamingMean()
         for each in received:
-            change = {name: each.entries[name].double() - before[name].double() for name in taken}
+            change = {name: each.entries[name].double() - before[name].double() for name in names}
             mean.add(_clip_change(change, self.clipping_norm), 1.0)
         after_round = clone(before)
         scale = self.noise_multiplier * self.clipping_norm / len(received) if self.noise_multiplier else 0.0
@@ -82,7 +84,7 @@ class PrivateMean(Aggregation):
             after = before[name].double() + moved
             if scale:
                 after += scale * self._draw_noise(plan, server, name).to(after.device)
-            if name.endswith("running_var"):  # as torch calls it wherever statistics are kept
+            if name.endswith("running_var"):  # torch's name for running variances
                 after = torch.where(after < 0, before[name].double(), after)
             after_round[name] = cast_to(after, before[name].dtype)
         return Aggregated(entries=after_round)
@@ -97,7 +99,7 @@ class PrivateMean(Aggregation):
 
 
 def _clip_change(change: State, clip: float) -> State:
-    """Return ``change`` scaled to norm ``clip`` where it is longer; the norm is that of all its entries together."""
+    """Scale ``change`` to norm ``clip`` if it is larger; the norm is over all entries together."""
     norm = sum(float(entry.square().sum()) for entry in change.values()) ** 0.5
     return change if norm <= clip else {name: entry * (clip / norm) for name, entry in change.items()}
 
@@ -115,11 +117,11 @@ def dp(
 
     Args:
         base: FedAvg unless given.
-        clipping_norm: Largest norm of a client's change.
-        noise_multiplier: Standard deviation of the noise on the sum of changes, over ``clipping_norm``.
+        clipping_norm: Maximum norm of a client's change.
+        noise_multiplier: Standard deviation of the noise on the sum of changes, relative to ``clipping_norm``.
         delta: The delta for which epsilon is printed.
-        secret: Noise by the operating system, which nobody can draw again. Only then does epsilon hold; without it,
-            whoever has the run directory can subtract the noise.
+        secret: Whether the operating system draws the noise, which nobody can reproduce. Epsilon holds only in this
+            case; otherwise anyone with the run directory can subtract the noise.
 
     """
     private = base.with_aggregation(PrivateMean(clipping_norm, noise_multiplier, delta, secret))

@@ -1,13 +1,13 @@
-"""DP-SGD: differential privacy for samples; each one's gradient is clipped at the client, and noise hides it.
+"""DP-SGD: differential privacy for samples; the client clips each sample's gradient and adds noise.
 
 Abadi et al. 2016, arXiv:1607.00133, Algorithm 1. A local step on a batch of B samples with gradients g_i, each over all
-trained parameters together, follows (1/B) (sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2)). The paper draws each batch at
-random and counts on that; here an epoch visits every sample once, so each pass over a client's data is one Gaussian
-mechanism for every sample, and epsilon is accounted without any amplification.
+trained parameters together, follows (1/B) (sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2)). The paper's accounting relies
+on random batches; here an epoch visits every sample once, so that each epoch is one Gaussian mechanism for every
+sample, and epsilon is accounted without amplification.
 
-Whatever else a method does with the gradients, and with models made of them, is postprocessing. The promise holds for
-noise that nobody can draw again (``secret=True``), which the machine draws that holds the samples. Otherwise noise is a
-function of the seed, the client and the step: that is for experiments that can be repeated, and hides nothing.
+All further use of the gradients, and of models trained with them, is postprocessing. The guarantee holds for noise that
+nobody can reproduce (``secret=True``), drawn by the machine that holds the samples. Otherwise noise is a function of
+the seed, the client and the step, which makes experiments reproducible but provides no privacy.
 """
 
 from collections.abc import Iterable
@@ -26,15 +26,15 @@ from ..utils.random_streams import draw_secret_normal
 from ..utils.state import State
 
 DRAW = 2**21
-"""Number of these draws under a step's key, beyond any that dropout layers make."""
+"""Index of this draw under a step's key, larger than the indices that dropout layers use."""
 
 
 @dataclass(frozen=True)
 class PrivateGradients(GradientEstimator):
-    """The mean of samples' gradients clipped to ``clipping_norm``, noise of ``noise_multiplier`` norms on their sum.
+    """The mean of gradients clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
 
-    ``delta``: the delta for which epsilon is accounted. ``secret``: noise by the operating system in place of noise
-    that follows from the trial's seed.
+    ``delta``: the delta for which epsilon is accounted. ``secret``: whether the operating system draws the noise, and
+    not the trial's seed.
     """
 
     clipping_norm: float
@@ -71,8 +71,8 @@ class PrivateGradients(GradientEstimator):
         """Return ``count`` standard normal draws, float64."""
         if self.secret:
             return draw_secret_normal(count)
-        drawn: Tensor = torch.special.ndtri(draw_uniform(key, DRAW, count))
-        return drawn
+        noise: Tensor = torch.special.ndtri(draw_uniform(key, DRAW, count))
+        return noise
 
 
 @method
@@ -87,12 +87,12 @@ def dp_sgd(
     """Clip the gradient of every sample in the local steps of ``base``, and add noise to their sum.
 
     Args:
-        base: A method on a network without BatchNorm: ``gn``, ``ln``, ``nonorm`` or ``fedwon``, and others with these.
-        clipping_norm: Largest norm of a sample's gradient, over all trained parameters.
-        noise_multiplier: Standard deviation of the noise on the sum of gradients, over ``clipping_norm``.
+        base: A method on a network without BatchNorm: ``gn``, ``ln``, ``nonorm`` or ``fedwon``, or composed with these.
+        clipping_norm: Maximum norm of a sample's gradient, over all trained parameters.
+        noise_multiplier: Standard deviation of the noise on the sum of gradients, relative to ``clipping_norm``.
         delta: The delta for which epsilon is printed.
-        secret: Noise by the operating system of the machine that holds the samples, which nobody can draw again. Only
-            then does epsilon hold; without it, whoever knows the seed can subtract the noise.
+        secret: Whether the operating system of the machine that holds the samples draws the noise, which nobody can
+            reproduce. Epsilon holds only in this case; otherwise anyone who knows the seed can subtract the noise.
 
     """
     return base.with_gradient(PrivateGradients(float(clipping_norm), float(noise_multiplier), float(delta), secret))

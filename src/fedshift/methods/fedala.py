@@ -1,11 +1,11 @@
-"""FedALA: each client learns, weight by weight, how much of the shared model's top layers to take over.
+"""FedALA: each client learns elementwise weights for adopting the shared model's top layers.
 
-Zhang et al. 2023 (AAAI), arXiv:2212.01197, by public code that follows the authors' (FL-bench). At the start of a
-round the client's top layers become v + (w_t - v) * W, v being those that it ended its last round with and W in [0, 1]
-of the same shape; the layers below are the shared ones. W starts at one and first takes ``epochs`` passes over the
-client's data, on the loss of that model with everything else held still; then the model is trained from there. The
-authors learn W on a part of the data and until its loss is steady in the first such round; here each round takes the
-same passes over all of it. A client that has never trained takes over everything.
+Zhang et al. 2023 (AAAI), arXiv:2212.01197, following public code based on the authors' (FL-bench). At the start of a
+round, the client's top layers become v + (w_t - v) * W, where v are its top layers after its previous round and W in
+[0, 1] has the same shape; the layers below are the shared ones. W starts at one and is first trained for ``epochs``
+epochs on the loss of that model with all other parameters fixed; then the model is trained from there. The authors
+learn W on a part of the data, in its first round until the loss converges; here each round uses the same number of
+epochs over all data. A client that has never trained adopts all shared layers.
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ from ..utils.state import State, add_prefix, entries_under, pick
 
 @dataclass(frozen=True)
 class LocalAggregation(Rule):
-    """Weights of the shared model's last ``layers`` layers, trained ``lr_scale`` times as fast as the model."""
+    """Weights of the shared model's last ``layers`` layers, trained with ``lr_scale`` times the learning rate."""
 
     layers: int | str
     lr_scale: float
     epochs: int
     personalizes = "start"
-    requires = Requirements(shared_entries="FedALA chooses how much to take over of the shared model")
+    requires = Requirements(shared_entries="FedALA learns weights for adopting the shared model")
 
     @override
     def bind(self, plan: Plan) -> Bound:
@@ -41,7 +41,7 @@ class LocalAggregation(Rule):
         if not names & plan.loaded:
             raise UsageError(
                 f"{self.requires.shared_entries}, but another part keeps {min(names)!r} on clients: use one of the "
-                "two, or other layers"
+                "two, or choose other layers"
             )
         top = pick(plan.params, names)
         ones = {name: torch.ones_like(tensor) for name, tensor in top.items()}
@@ -56,8 +56,8 @@ class LocalAggregation(Rule):
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
-        held = {name: tensor.detach() for name, tensor in step.params.items()}
-        return loss + step.loss_at(held | self._mix(step))
+        fixed = {name: tensor.detach() for name, tensor in step.params.items()}
+        return loss + step.loss_at(fixed | self._mix(step))
 
     @override
     def end(self, client: EndContext) -> tuple[State, State]:
@@ -65,27 +65,27 @@ class LocalAggregation(Rule):
         return {"begun": torch.ones_like(client.memory["begun"])} | add_prefix("last", last), {}
 
     def _mix(self, client: ClientContext) -> State:
-        """Return the client's top layers, between its last ones and the shared ones."""
+        """Return the client's top layers, interpolated between its previous ones and the shared ones."""
         mixed, last = {}, entries_under("last", client.memory)
         for name, weight in client.own.params.items():
             if name in client.loaded:
                 shared = client.loaded[name]
-                own = torch.where(client.memory["begun"], last[name], shared)
-                mixed[name] = own + (shared - own) * weight
+                local = torch.where(client.memory["begun"], last[name], shared)
+                mixed[name] = local + (shared - local) * weight
         return mixed
 
 
 @method
 def fedala(base: Method, *, layers: int | str = 1, rate: float = 10.0, epochs: int = 1) -> Method:
-    """Let clients of ``base`` learn how much of the shared model to take over.
+    """Learn weights for adopting the shared model's top layers in ``base``.
 
     Args:
         base: FedAvg unless given.
-        layers: The top layers: that many last ones, or a pattern such as ``"head.*"``.
-        rate: How much faster the weights learn than the model.
-        epochs: Passes over the client's data that train the weights at the start of a round.
+        layers: The top layers: number of last layers, or a pattern such as ``"head.*"``.
+        rate: Learning rate of the weights relative to the model's.
+        epochs: Number of epochs that train the weights at the start of a round.
 
     """
     if not rate > 0 or epochs < 1:
-        raise UsageError(f"rate={rate:g} and epochs={epochs}: give a number above 0, and 1 or more")
+        raise UsageError(f"rate={rate:g} and epochs={epochs}: give a rate above 0, and epochs of 1 or more")
     return base.with_rule(LocalAggregation(layers, float(rate), epochs))

@@ -1,14 +1,14 @@
-"""FedAP: each client keeps its BatchNorm and loads a mix of the other layers, where clients that look alike weigh more.
+"""FedAP: each client keeps its BatchNorm and loads a mix of the other layers, weighted by similarity of clients.
 
-Lu et al. 2022 ("Personalized Federated Learning with Adaptive Batchnorm for Healthcare"), arXiv:2112.00734, by the
-authors' public code (microsoft/PersonalizedFL, ``alg/fedap.py``). The distance d_ij of two clients is the sum over
+Lu et al. 2022 ("Personalized Federated Learning with Adaptive Batchnorm for Healthcare"), arXiv:2112.00734, following
+the authors' public code (microsoft/PersonalizedFL, ``alg/fedap.py``). The distance d_ij of two clients is the sum over
 BatchNorm layers of the Wasserstein distance between normal distributions of independent channels, sqrt(|mean_i -
 mean_j|^2 + |std_i - std_j|^2). Client i loads ``self_weight`` w_i + (1 - ``self_weight``) sum_j a_ij w_j, where a_ij is
 1 / d_ij divided by the sum over the other clients j.
 
-The authors measure means and variances once, in a network trained beforehand on data that all clients see. Here they
-are those that each client's BatchNorm keeps anyway; it sends them with every upload, and weights follow them. A client
-that sits a round out is known by the statistics that it sent last; its mix has no part of its own.
+The authors measure means and variances once, in a network pretrained on data that all clients share. Here they are the
+running statistics of each client's BatchNorm, which it sends with every upload. The server uses the last statistics of
+a client that does not take part in a round; the client's mix then excludes its own upload.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from ..utils.errors import UsageError
 from ..utils.state import State, pick
 
 SMALLEST = 1e-14
-"""Least distance that counts: clients with equal statistics share nearly all of the weight."""
+"""Minimum distance: clients with equal statistics share nearly all of the weight."""
 
 
 @dataclass(frozen=True)
 class StatisticsMix(Aggregation):
-    """Mixes by the distances of BatchNorm's statistics; it keeps those that each client sent last."""
+    """Mixes uploads by the distances of BatchNorm's statistics; keeps each client's last statistics."""
 
     self_weight: float
     keeps = True
@@ -47,7 +47,9 @@ class StatisticsMix(Aggregation):
             f"{each.client}/{name}": tensor for each in received for name, tensor in pick(each.entries, entries).items()
         }
         mixes = self._weigh(known, layers, [each.client for each in received])
-        return Aggregated(entries=average(received), kept=known, mixes=mixes)  # clients load the mean until they mix
+        return Aggregated(
+            entries=average(received), kept=known, mixes=mixes
+        )  # clients load the mean before their first mix
 
     def _weigh(self, known: State, layers: Sequence[tuple[str, str]], others: Sequence[str]) -> dict[str, State]:
         """Return the weights of the uploads of ``others`` for every client that has taken part."""
@@ -73,7 +75,7 @@ def _measure(known: State, layer: tuple[str, str], clients: Sequence[str], other
     """Return the distances in one layer, float64 ``[clients, others]``."""
 
     def describe(names: Sequence[str]) -> Tensor:
-        """Return means and standard deviations, ``[clients, 2 channels]``."""
+        """Return the means and standard deviations, ``[clients, 2 channels]``."""
         mean, variance = (torch.stack([known[f"{name}/{entry}"].double().cpu() for name in names]) for entry in layer)
         return torch.cat([mean, variance.sqrt()], dim=1)
 
@@ -82,11 +84,11 @@ def _measure(known: State, layer: tuple[str, str], clients: Sequence[str], other
 
 @method
 def fedap(base: Method, *, self_weight: float = 0.5) -> Method:
-    """Keep BatchNorm on the clients of ``base``, and send each a mix of the other layers.
+    """Keep BatchNorm on the clients of ``base``, and send each client a mix of the other layers.
 
     Args:
         base: FedAvg unless given.
-        self_weight: Weight of a client's own layers in its mix, in [0, 1].
+        self_weight: Weight of a client's own upload in its mix, in [0, 1].
 
     """
     if not 0 <= self_weight <= 1:

@@ -1,8 +1,8 @@
-"""FedBABU: the federation trains the body alone; the head stays as it was drawn, and is trained for personal use.
+"""FedBABU: the federation trains only the body; the head keeps its initial values until clients fine-tune the model.
 
-Oh et al. 2022, arXiv:2106.06042: as all clients have one head that never moves, their bodies learn features for the
-same directions. A client's model is the global one, fine-tuned as a whole on its own data. Here that happens whenever
-the model is measured or handed out, and nothing of it returns to the federation.
+Oh et al. 2022, arXiv:2106.06042: all clients share a fixed head, so that their bodies learn features for the same
+directions. A client's model is the global model, fully fine-tuned on the client's data. Here this happens whenever the
+model is evaluated or exported, and does not affect federated training.
 """
 
 from ..core.method import Method, method
@@ -16,8 +16,8 @@ def fedbabu(base: Method, *, layers: int | str = 1, rounds: int = 5) -> Method:
 
     Args:
         base: FedAvg unless given.
-        layers: The head: that many last layers, or a pattern such as ``"head.*"``.
-        rounds: Rounds of the run's local work that a client's model takes from the global one; 0: none.
+        layers: The head: number of last layers, or a pattern such as ``"head.*"``.
+        rounds: Number of rounds of local work that fine-tune a client's model; 0: none.
 
     """
     if rounds < 0:

@@ -1,7 +1,7 @@
-"""FedBN: batch normalization never leaves the client, neither its affine parameters nor its statistics.
+"""FedBN: batch normalization stays on the client, both its affine parameters and its statistics.
 
 Li et al. 2021, arXiv:2102.07623, Algorithm 1. There is no global model: each client combines the averaged layers with
-its own normalization.
+its local normalization.
 """
 
 from typing import Literal
@@ -28,7 +28,7 @@ def fedbn(
         base: FedAvg unless given.
         keep: ``all`` of each layer, its ``statistics`` (that is SiloBN), its ``affine`` parameters, or all
             ``norm_layers``, GroupNorm and LayerNorm too.
-        also: More entries that are kept, a pattern such as ``"head.*"``.
+        also: Pattern of further entries to keep, such as ``"head.*"``.
 
     """
     if keep not in KEPT:

@@ -1,17 +1,17 @@
-"""FedDG-ELCFS: clients exchange amplitudes of images, and each step must also fit images in the look of others.
+"""FedDG-ELCFS: clients exchange amplitudes of images, and each step must also fit images in other clients' styles.
 
 Liu, Chen, Qin, Dou and Heng 2021 (CVPR), arXiv:2103.06030, with details from the authors' public code
-(liuquande/FedDG-ELCFS). A client uploads the amplitudes of some of its images at low frequencies and gets those of
-others. In each step, every image x of the batch also appears as x': its amplitudes A move to (1 - lambda) A +
-lambda A', where A' is drawn among the others' and lambda uniformly in 0..1, and its phases stay. With the gradient g of
-the loss L on x at weights w, the objective is L(w; x) + L(w - beta g; x'), in which g is a constant. Where targets are
-masks, it gains boundary times a contrastive loss over mean features: those of contours, of x and x' alike, are pulled
-together, those of the background around are pushed away.
+(liuquande/FedDG-ELCFS). A client uploads the low-frequency amplitudes of some of its images and receives the other
+clients' amplitudes. In each step, every image x of the batch also appears as x': its amplitudes A become (1 - lambda) A
++ lambda A', where A' is sampled from the other clients' and lambda uniformly from 0..1; its phases are unchanged. With
+the gradient g of the loss L on x at weights w, the objective is L(w; x) + L(w - beta g; x'), in which g is a constant.
+If targets are masks, it includes boundary times a contrastive loss over mean features: features of contours, in x and
+x', are attracted to each other, and repelled from features of the background around them.
 
-The paper shares whole amplitudes and draws one image in the look of each other client; here the amplitudes that are
-exchanged are the ones that are used, and each image is drawn anew in each step. The code replaces the amplitude of the
-zero frequency (``L=0``), and its interpolation is commented out; here it is the paper's. The zero frequency, a
-channel's brightness, counts with its sign, so that the result does not depend on the zero point of normalized inputs.
+The paper shares complete amplitudes and generates one image in the style of each other client; here only the used
+amplitudes are exchanged, and each step samples one new image. The code replaces the amplitude of the zero frequency
+(``L=0``), with the interpolation commented out; here the paper's interpolation is used. The zero frequency, a channel's
+brightness, keeps its sign, so that the result does not depend on the zero point of normalized inputs.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from ..utils.state import State
 
 DRAW = 2**21
 CLIP = 100.0
-"""Largest value in the gradient of the inner step, the authors' code's."""
+"""Maximum absolute value in the gradient of the inner step, as in the authors' code."""
 AROUND = 5
-"""Pixels around a mask that are its background, the authors' code's."""
+"""Width of the background around a mask in pixels, as in the authors' code."""
 NEVER = -1e30
 
 
 def _contrast(features: Sequence[Tensor], y_BHW: Tensor, classes: int, tau: float) -> Tensor:
     """Return the contrastive loss between mean features of contours and of the background around them.
 
-    It is the mean over pairs of embeddings of one kind, of ``-log(exp(s_ij) / (exp(s_ij) + sum_q exp(s_iq)))``, where s
-    are cosines divided by ``tau`` and q the embeddings of the other kind (NT-Xent: Chen et al. 2020, arXiv:2002.05709),
-    summed over classes but the background, class 0. The contour of a mask is what erosion by a pixel removes, its
-    background what dilation by ``AROUND`` pixels adds. Masks without one of the two have no such embedding.
+    The mean over pairs of embeddings of one kind of ``-log(exp(s_ij) / (exp(s_ij) + sum_q exp(s_iq)))``, where s are
+    cosines divided by ``tau`` and q the embeddings of the other kind (NT-Xent: Chen et al. 2020, arXiv:2002.05709),
+    summed over classes except the background, class 0. The contour of a mask is removed by erosion by a pixel, and its
+    background is added by dilation by ``AROUND`` pixels. Masks without one of the two have no such embedding.
 
     Args:
-        features: Of each version of the images, ``[B, C, H, W]``.
-        y_BHW: Masks; pixels that are left out are negative.
-        classes: How many classes there are.
+        features: Features of each version of the images, ``[B, C, H, W]``.
+        y_BHW: Masks; ignored pixels are negative.
+        classes: Number of classes.
         tau: Temperature.
 
     """
@@ -72,26 +72,26 @@ def _contrast(features: Sequence[Tensor], y_BHW: Tensor, classes: int, tau: floa
         sizes = [region.sum(dim=(2, 3)) for region in regions]
         sums = [(f * region).sum(dim=(2, 3)) for f, region in zip([*features, *features], regions, strict=True)]
         z_NC = torch.cat([total_BC / size.clamp(min=1) for total_BC, size in zip(sums, sizes, strict=True)])
-        there_N = torch.cat(sizes).flatten() > 0
+        present_N = torch.cat(sizes).flatten() > 0
         kind_N = torch.arange(len(z_NC), device=z_NC.device) < len(z_NC) // 2
         s_NN = torch.cosine_similarity(z_NC[:, None], z_NC[None], dim=2) / tau
-        both_NN, alike_NN = there_N[:, None] & there_N, kind_N[:, None] == kind_N
-        others_N1 = torch.where(both_NN & ~alike_NN, s_NN, NEVER).logsumexp(dim=1, keepdim=True)
-        pairs_NN = both_NN & alike_NN & ~torch.eye(len(z_NC), dtype=torch.bool, device=z_NC.device)
+        both_NN, same_NN = present_N[:, None] & present_N, kind_N[:, None] == kind_N
+        others_N1 = torch.where(both_NN & ~same_NN, s_NN, NEVER).logsumexp(dim=1, keepdim=True)
+        pairs_NN = both_NN & same_NN & ~torch.eye(len(z_NC), dtype=torch.bool, device=z_NC.device)
         losses_NN = F.softplus(others_N1 - s_NN) * pairs_NN
         total = total + losses_NN.sum() / pairs_NN.sum().clamp(min=1)
     return total
 
 
 def _dilate(mask_B1HW: Tensor) -> Tensor:
-    """Return a mask and the pixels above, below and beside it."""
+    """Return a mask dilated by one pixel in horizontal and vertical directions."""
     down, across = F.max_pool2d(mask_B1HW, (3, 1), 1, (1, 0)), F.max_pool2d(mask_B1HW, (1, 3), 1, (0, 1))
     return torch.maximum(down, across)
 
 
 @dataclass(frozen=True)
 class SentAmplitudes(Rule):
-    """Amplitudes that clients send, and the loss after a step on a batch, on the batch in the look of others."""
+    """Exchanges amplitudes, and adds the loss after an inner step on the batch in other clients' styles."""
 
     beta: float
     boundary: float
@@ -99,16 +99,14 @@ class SentAmplitudes(Rule):
     frequencies: int
     observes: int
     features: str = "last"
-    requires = Requirements(
-        shared_entries="FedDG-ELCFS trains on images in the look of clients with which a model is shared"
-    )
+    requires = Requirements(shared_entries="FedDG-ELCFS trains on images in the styles of clients that share a model")
 
     @override
     def bind(self, plan: Plan) -> Bound:
         first = next((entry.owner for entry in plan.entries if isinstance(entry.owner, _ConvNd)), None)
         if not isinstance(first, nn.Conv2d):
             raise UsageError(
-                "feddg_elcfs mixes amplitudes of images, which the model's first convolution (Conv2d) sees, and it has "
+                "feddg_elcfs mixes amplitudes at the model's first convolution, which must be a Conv2d, but it has "
                 "none: use another method"
             )
         size = 2 * self.frequencies + 1
@@ -122,15 +120,15 @@ class SentAmplitudes(Rule):
 
     @override
     def look(self, client: LookContext) -> State:
-        found: State = {}
+        measured: State = {}
 
-        def measure(module: nn.Module, given: tuple[Tensor, ...]) -> None:  # noqa: ARG001
-            made = amplitudes(low_frequencies(given[0], self.frequencies))
-            index = torch.arange(self.observes, device=made.device) % client.samples
-            found["sent"] = made[index].to(client.memory["amplitudes"].dtype)
+        def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # noqa: ARG001
+            values = amplitudes(low_frequencies(inputs[0], self.frequencies))
+            index = torch.arange(self.observes, device=values.device) % client.samples
+            measured["sent"] = values[index].to(client.memory["amplitudes"].dtype)
 
         client.run({"": measure})
-        return client.memory | found
+        return client.memory | measured
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
@@ -139,22 +137,22 @@ class SentAmplitudes(Rule):
             return loss
         grads = step.gradient_at(step.params)
         moved = {name: x - self.beta * grads[name].clamp(-CLIP, CLIP) for name, x in step.params.items()}
-        there = step.run(moved, self._mix(step.x, others, step))
-        loss = loss + step.criterion(there.outputs, step.y)
+        styled = step.run(moved, self._mix(step.x, others, step))
+        loss = loss + step.criterion(styled.outputs, step.y)
         if not self.boundary or step.y.ndim != 3 or step.outputs.ndim != 4:
             return loss
-        features = [_resize(each.features, step.y) for each in (step, there)]
+        features = [_resize(each.features, step.y) for each in (step, styled)]
         return loss + self.boundary * _contrast(features, step.y, step.outputs.shape[1], self.tau)
 
     def _mix(self, x_BCHW: Tensor, others: Tensor, step: LossContext) -> Tensor:
-        """Return the images with amplitudes that moved towards one of ``others [M, C, ...]`` each, but the client's."""
+        """Return the images, each with amplitudes moved toward one of ``others [M, C, ...]`` from another client."""
         is_own_M = (others[:, None] == step.memory["amplitudes"]).flatten(2).all(dim=2).any(dim=1)
         count = len(x_BCHW)
         score_BM = draw_uniform(step.key, DRAW, count * len(others), x_BCHW.dtype).reshape(count, -1)
-        given = others[torch.where(is_own_M, -1, score_BM).argmax(dim=1)].to(x_BCHW.dtype)
+        target = others[torch.where(is_own_M, -1, score_BM).argmax(dim=1)].to(x_BCHW.dtype)
         share_B = draw_uniform(step.key, DRAW + 1, count, x_BCHW.dtype) * ~is_own_M.all()
         parts = low_frequencies(x_BCHW, self.frequencies)
-        moved = share_B[:, None, None, None] * (given - amplitudes(parts))
+        moved = share_B[:, None, None, None] * (target - amplitudes(parts))
         return x_BCHW + sum_waves(move_amplitudes(parts, moved), x_BCHW)
 
     @override
@@ -169,11 +167,11 @@ class SentAmplitudes(Rule):
 
 
 def _resize(features: Tensor, y_BHW: Tensor) -> Tensor:
-    """Return features ``[B, C, H, W]`` of the size of masks."""
+    """Resize features ``[B, C, H, W]`` to the size of the masks."""
     if features.ndim != 4:
         raise UsageError(
-            f"feddg_elcfs compares features [B, C, H, W], and the layer it reads gets {list(features.shape)}: "
-            "name another one (features=), or leave masks' contours out (boundary=0)"
+            f"feddg_elcfs needs features [B, C, H, W], but the input of the layer has shape {list(features.shape)}: "
+            "name another layer (features=), or disable the contrastive loss on contours (boundary=0)"
         )
     same = features.shape[2:] == y_BHW.shape[1:]
     return features if same else F.interpolate(features, y_BHW.shape[1:], mode="bilinear")
@@ -190,16 +188,16 @@ def feddg_elcfs(
     samples: int = 16,
     features: str = "last",
 ) -> Method:
-    """Train ``base`` on images in the look of other clients too, and on features along the contours of masks.
+    """Train ``base`` also on images in other clients' styles, with a contrastive loss along the contours of masks.
 
     Args:
         base: FedAvg unless given.
-        beta: Length of the inner step, times the gradient.
-        boundary: Strength of the contrastive loss on contours, where targets are masks; 0: none.
-        tau: Its temperature.
-        frequencies: Low frequencies in each direction whose amplitudes are exchanged; 0: the mean brightness alone.
-        samples: Images of a client whose amplitudes it uploads in each round.
-        features: Layer of the network whose input the contrastive loss compares; ``last``: that of the last layer.
+        beta: Step size of the inner step.
+        boundary: Strength of the contrastive loss on contours, if targets are masks; 0: none.
+        tau: Temperature of the contrastive loss.
+        frequencies: Number of low frequencies in each direction with exchanged amplitudes; 0: only the mean brightness.
+        samples: Number of images whose amplitudes a client uploads in each round.
+        features: Layer of the network whose inputs the contrastive loss compares; ``last``: the last layer.
 
     """
     for name, value in {"beta": beta, "boundary": boundary}.items():
@@ -208,7 +206,7 @@ def feddg_elcfs(
     if not 0 < tau < float("inf"):
         raise UsageError(f"tau={tau:g}: give a finite temperature above 0")
     if frequencies < 0:
-        raise UsageError(f"frequencies={frequencies}: give 0 (brightness alone) or more")
+        raise UsageError(f"frequencies={frequencies}: give 0 (only brightness) or more")
     if samples < 1:
         raise UsageError(f"samples={samples}: give 1 or more")
     read = features if boundary else ""

@@ -1,13 +1,13 @@
-"""FedDG-GA: clients whom the shared model fits less than their own gain weight in the mean.
+"""FedDG-GA: clients whose data the shared model fits worse than their own model gain weight in the mean.
 
-Zhang et al. 2023 ("Federated Domain Generalization with Generalization Adjustment", CVPR), by the authors' public
-code; it replaces the weights of FedAvg (McMahan et al. 2017, arXiv:1602.05629). Client k's generalization gap is the
-loss of the shared model less that of its own model from before it was averaged, both on k's data. Weights begin equal;
-each round a_k = a_k + step gap_k / max_j |gap_j|, cut to [0, 1] and divided by their sum. ``step`` is ``step_size``
-divided by the number of clients (the authors write a third, for three) and may fall to zero over ``rounds`` rounds.
-Here both losses are those of the round's training batches, with normalization as in training and taken as the next
-round's work goes on, so that nothing but a number is sent; the authors measure on validation data, between two rounds.
-Each batch runs three models for that. A client that has never trained has no gap.
+Zhang et al. 2023 ("Federated Domain Generalization with Generalization Adjustment", CVPR), following the authors'
+public code; it replaces the weights of FedAvg (McMahan et al. 2017, arXiv:1602.05629). Client k's generalization gap is
+the loss of the shared model minus the loss of its own model before aggregation, both on k's data. Weights start equal;
+in each round a_k = a_k + step gap_k / max_j |gap_j|, clamped to [0, 1] and normalized. ``step`` is ``step_size``
+divided by the number of clients (the authors use a third, for three clients) and may decay to zero over ``rounds``
+rounds. Here both losses are computed on the training batches of the next round, with normalization in training mode, so
+that clients send only one number; the authors measure on validation data between rounds. Hence each batch runs three
+models. The gap of a client in its first round is zero.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from ..utils.state import State, add_prefix, entries_under, pick
 
 @dataclass(frozen=True)
 class GeneralizationGap(Rule):
-    """A client's part: its model from before it was averaged, and how much better it is than the one that it loads."""
+    """The client's part: its model before aggregation, and the gap of the shared model to it."""
 
     requires = Requirements(shared_entries="FedDG-GA compares each client's model with the shared one")
 
@@ -60,7 +60,7 @@ class GeneralizationGap(Rule):
 
 @dataclass(frozen=True)
 class AdjustedMean(Aggregation):
-    """The server's part: weights that follow the gaps; it keeps the weight of each client."""
+    """The server's part: weights adjusted by the gaps, kept for each client."""
 
     step_size: float
     rounds: int | None
@@ -77,7 +77,7 @@ class AdjustedMean(Aggregation):
         return Aggregated(entries=entries, kept=server.kept | kept)
 
     def _weigh(self, server: ServerState, received: Sequence[Received]) -> list[float]:
-        """Return the weights of the round's clients, which sum to one."""
+        """Return the participants' weights, which sum to one."""
         clients, gaps = len(received), [float(each.of(GeneralizationGap)["gap"]) for each in received]
         largest = max(map(abs, gaps))
         left = max(0.0, 1 - server.round / self.rounds) if self.rounds else 1.0
@@ -93,11 +93,13 @@ def feddg_ga(base: Method, *, step_size: float = 0.2, rounds: int | None = None)
 
     Args:
         base: FedAvg unless given.
-        step_size: How far the largest gap moves a weight, over the number of clients, in (0, 1].
-        rounds: Rounds over which the step falls to zero; None: it stays.
+        step_size: Change of the weight with the largest gap, times the number of clients, in (0, 1].
+        rounds: Number of rounds over which the step decays to zero; None: constant.
 
     """
     if not 0 < step_size <= 1 or (rounds is not None and rounds < 1):
-        raise UsageError(f"step_size={step_size:g} and rounds={rounds}: give a number in (0, 1], and 1 or more or None")
+        raise UsageError(
+            f"step_size={step_size:g} and rounds={rounds}: give a number in (0, 1], and rounds of 1 or more"
+        )
     adjusted = base.with_aggregation(AdjustedMean(float(step_size), rounds))
     return adjusted.with_rule(GeneralizationGap())

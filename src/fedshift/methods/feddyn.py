@@ -1,12 +1,12 @@
-"""FedDyn: each client's loss is regularized anew in every round, so that clients and federation agree on the optimum.
+"""FedDyn: a dynamic regularizer of each client's loss aligns the local optima with the federation's.
 
-Acar et al. 2021, arXiv:2111.04263, Algorithm 1, as in the authors' public code. A local step follows the gradient of
-F_k(w) - <h_k, w> + alpha / 2 |w - w_t|^2; afterwards h_k = h_k - alpha (w_k - w_t). The server keeps h = sum_k p_k h_k
-and moves to mean(w_k) - h / alpha. The algorithm counts clients equally: that is ``weighting="uniform"``, p_k = 1/N
-for all N clients. Otherwise p_k is client k's share of the weight by which uploads are averaged, so that where nothing
-moves any more h is zero and sum_k p_k F_k, which averaging by samples minimizes, has no slope; the authors divide
-alpha by N p_k instead. A client that sits out leaves h_k and its part of h as they are. All of it runs over entries
-that the client loads.
+Acar et al. 2021, arXiv:2111.04263, Algorithm 1, following the authors' public code. A local step follows the gradient
+of F_k(w) - <h_k, w> + alpha / 2 |w - w_t|^2; afterwards h_k = h_k - alpha (w_k - w_t). The server keeps h = sum_k p_k
+h_k and moves to mean(w_k) - h / alpha. The algorithm counts clients equally, which is ``weighting="uniform"``: p_k =
+1/N for all N clients. Otherwise p_k is client k's weight in the average of uploads, so that at a fixed point h is zero
+and so is the gradient of sum_k p_k F_k, which averaging by samples minimizes; the authors divide alpha by N p_k
+instead. A client that does not take part keeps h_k and its contribution to h. All of this applies to the entries that
+the client loads.
 """
 
 from dataclasses import dataclass, field
@@ -27,16 +27,16 @@ from ..utils.state import State
 
 @dataclass(frozen=True)
 class GradientMemory(Rule):
-    """The client's part: h_k, which tends to the gradient of its loss, and the dynamic regularizer."""
+    """The client's part: h_k, which converges to the gradient of its loss, and the dynamic regularizer."""
 
     alpha: float
-    requires = Requirements(shared_entries="FedDyn ties clients to what they share")
+    requires = Requirements(shared_entries="FedDyn regularizes shared entries")
 
     @override
     def bind(self, plan: Plan) -> Bound:
         if not plan.method.aggregate.sums:
             raise UsageError(
-                f"FedDyn's server sums up the clients' changes by their mean, but {plan.method.aggregate!r} does not "
+                f"FedDyn's server accumulates the mean of the clients' changes, but {plan.method.aggregate!r} does not "
                 "average: remove one of the two"
             )
         return Bound(self, own=Own(memory={name: torch.zeros_like(tensor) for name, tensor in plan.params.items()}))
@@ -81,7 +81,7 @@ class ServerMemory(ServerOptimizer):
 
 @method
 def feddyn(base: Method, *, alpha: float = 0.01) -> Method:
-    """Regularize the loss of ``base`` dynamically; ``alpha``: how strongly; needs clients that keep state."""
+    """Regularize the loss of ``base`` dynamically with strength ``alpha``; needs clients that keep state."""
     if not alpha > 0:
         raise UsageError(f"alpha={alpha:g}: it must be above 0, say 0.01")
     return base.with_server(ServerMemory(alpha=float(alpha))).with_rule(GradientMemory(float(alpha)))

@@ -1,11 +1,11 @@
-"""FedGMA: the server takes a weight's mean change in full only where the clients agree on its direction.
+"""FedGMA: the server scales down the mean change of weights on whose direction clients disagree.
 
 Tenison et al. 2023 ("Gradient Masked Averaging for Federated Learning"), arXiv:2201.11986. The agreement on a weight
-is A = |sum_k sign(d_k)| / K, d_k being client k's change and K the number of clients that took part. The mean change
-is taken whole where A >= threshold and A times elsewhere. With ``soft=False`` it is dropped elsewhere: the AND-mask,
-which Tenison et al. 2021, arXiv:2104.10322, used before. The formulas are those by which public code describes the
-paper (declearn's ``GradientMaskedAveraging``); the mean is weighted, the agreement counts clients equally. Entries
-that clients do not train, or do not load, are averaged.
+is A = |sum_k sign(d_k)| / K, d_k being client k's change and K the number of participants. The mean change is applied
+if A >= threshold, and scaled by A otherwise. With ``soft=False`` it is dropped otherwise: the AND-mask of Tenison et
+al. 2021, arXiv:2104.10322. The formulas follow public code for the paper (declearn's ``GradientMaskedAveraging``); the
+mean is weighted, and the agreement counts clients equally. Entries that clients do not train or do not load are
+averaged.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ..utils.errors import UsageError
 
 @dataclass(frozen=True)
 class MaskedMean(Aggregation):
-    """The mean of the uploads, short of what fewer clients agree on than ``threshold`` says."""
+    """The mean of the uploads, with changes scaled down or dropped if the agreement is below ``threshold``."""
 
     threshold: float
     soft: bool
@@ -32,13 +32,13 @@ class MaskedMean(Aggregation):
 
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        folded, states = average(received), [each.entries for each in received]
+        entries, states = average(received), [each.entries for each in received]
         for name in sorted(plan.trained & plan.loaded):
-            before, mean = server.shared[name].double(), folded[name].double()
+            before, mean = server.shared[name].double(), entries[name].double()
             agreement = (stack_entry(states, name) - before).sign().mean(dim=0).abs()
             rest = before + agreement * (mean - before) if self.soft else before
-            folded[name] = cast_to(torch.where(agreement >= self.threshold, mean, rest), folded[name].dtype)
-        return Aggregated(entries=folded)
+            entries[name] = cast_to(torch.where(agreement >= self.threshold, mean, rest), entries[name].dtype)
+        return Aggregated(entries=entries)
 
 
 @method
@@ -47,10 +47,10 @@ def fedgma(base: Method, *, threshold: float = 0.4, soft: bool = True) -> Method
 
     Args:
         base: FedAvg unless given.
-        threshold: Agreement from which on a change is taken whole, in [0, 1]; 0 is FedAvg.
-        soft: Other changes are multiplied by their agreement; False drops them.
+        threshold: Minimum agreement for applying a change in full, in [0, 1]; 0 is FedAvg.
+        soft: Whether other changes are multiplied by their agreement; False drops them.
 
     """
     if not 0 <= threshold <= 1:
-        raise UsageError(f"threshold={threshold:g}: it must lie in [0, 1], the share by which clients agree")
+        raise UsageError(f"threshold={threshold:g}: it must lie in [0, 1], like the agreement of clients")
     return base.with_aggregation(MaskedMean(float(threshold), soft))

@@ -1,12 +1,11 @@
-"""FedHEAL: clients' inconsistent changes are left out, and clients that are far from the mean weigh more.
+"""FedHEAL: inconsistent changes of clients are excluded, and clients far from the mean gain weight.
 
-Chen et al. 2024 (CVPR), arXiv:2405.16585, by the authors' public code. A client counts for every weight how often it
-pushed it up and how often down; where it pushed this round's way in no more than the share ``threshold`` of its
-earlier rounds, its change is left out and the others' weigh more. Client k's weight is the sum of steps s_k = (1 -
-beta) s_k + beta d_k / sum_j d_j on top of an equal start, where d_k is the sum over the model's parameters of the
-norms of what is left of k's changes. Clients remember the directions and send which changes count, one byte for a
-weight; the server remembers weights and steps of each client. Entries that clients do not train, or do not load, are
-averaged by the same weights.
+Chen et al. 2024 (CVPR), arXiv:2405.16585, following the authors' public code. For every weight, a client counts its
+earlier changes in each direction; if at most a fraction ``threshold`` of them had this round's direction, its change is
+excluded and the other clients' changes gain weight. Client k's weight is the sum of steps s_k = (1 - beta) s_k + beta
+d_k / sum_j d_j, starting from equal weights, where d_k is the sum over the model's parameters of the norms of k's
+remaining changes. Clients store the directions and send which changes count, one byte per weight; the server stores the
+weight and step of each client. Entries that clients do not train or do not load are averaged with the same weights.
 """
 
 from collections.abc import Sequence
@@ -29,15 +28,15 @@ from ..utils.errors import UsageError
 from ..utils.state import State, pick
 
 ROUNDING = 64
-"""Changes of less than that many times the precision of an entry's values are rounding, and have no direction."""
+"""Changes below this multiple of an entry's precision are rounding errors without a direction."""
 
 
 @dataclass(frozen=True)
 class Consistency(Rule):
-    """A client's directions: how often it has pushed each weight downward, and which changes of this round count."""
+    """The client's part: how often it decreased each weight, and which changes of this round count."""
 
     threshold: float
-    requires = Requirements(shared_entries="FedHEAL weighs changes of what clients share")
+    requires = Requirements(shared_entries="FedHEAL weighs changes of shared entries")
 
     @override
     def bind(self, plan: Plan) -> Bound:
@@ -63,7 +62,7 @@ class Consistency(Rule):
 
 @dataclass(frozen=True)
 class FairMean(Aggregation):
-    """The server's part: weights that grow with the clients' distances; it keeps each client's weight and last step."""
+    """The server's part: weights that grow with the clients' distances; keeps each client's weight and last step."""
 
     beta: float
     keeps = True
@@ -73,26 +72,26 @@ class FairMean(Aggregation):
         weights, steps = self._weigh(plan, server, received)
         total, states = sum(weights.values()), [each.entries for each in received]
         shares = [weights[each.client] / total for each in received]
-        folded, shares_K = weighted_mean(states, shares), torch.tensor(shares, dtype=torch.float64)
+        entries, shares_K = weighted_mean(states, shares), torch.tensor(shares, dtype=torch.float64)
         for name in plan.trained & plan.loaded:
             before, counts_K = server.shared[name].double(), _stack_counts(received, name)
             weights_K = shares_K.to(before.device).reshape(-1, *[1] * before.ndim) * counts_K
             change = (weights_K * (stack_entry(states, name) - before)).sum(dim=0)
-            folded[name] = cast_to(before + change / weights_K.sum(dim=0).clamp(min=1e-300), folded[name].dtype)
-        found = {f"weight/{client}": weight for client, weight in weights.items()}
-        found |= {f"step/{client}": step for client, step in steps.items()}
-        kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
-        return Aggregated(entries=folded, kept=server.kept | kept)
+            entries[name] = cast_to(before + change / weights_K.sum(dim=0).clamp(min=1e-300), entries[name].dtype)
+        values = {f"weight/{client}": weight for client, weight in weights.items()}
+        values |= {f"step/{client}": step for client, step in steps.items()}
+        kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        return Aggregated(entries=entries, kept=server.kept | kept)
 
     def _weigh(
         self, plan: Plan, server: ServerState, received: Sequence[Received]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the weights of the round's clients, which do not sum to one, and the steps that led to them."""
+        """Return the participants' weights, which do not sum to one, and their last steps."""
         clients, states = len(received), [each.entries for each in received]
         distances_K = torch.zeros(clients, dtype=torch.float64)
         for name in sorted(plan.trained & plan.loaded):
-            left = stack_entry(states, name) - server.shared[name].double()
-            distances_K += (left * _stack_counts(received, name)).reshape(clients, -1).norm(dim=1).cpu()
+            changes = stack_entry(states, name) - server.shared[name].double()
+            distances_K += (changes * _stack_counts(received, name)).reshape(clients, -1).norm(dim=1).cpu()
         parts = (distances_K / distances_K.sum().clamp(min=1e-300)).tolist()
         weights, steps = {}, {}
         for each, part in zip(received, parts, strict=True):
@@ -109,12 +108,13 @@ def _stack_counts(received: Sequence[Received], name: str) -> Tensor:
 
 @method
 def fedheal(base: Method, *, threshold: float = 0.3, beta: float = 0.4) -> Method:
-    """Leave inconsistent changes out of the mean of ``base``, and weigh clients by their distances.
+    """Exclude inconsistent changes from the mean of ``base``, and weigh clients by their distances.
 
     Args:
         base: FedAvg unless given.
-        threshold: Share of a client's earlier rounds in which it must have pushed a weight the same way, in [0, 1).
-        beta: Part of this round's distances in the step of the clients' weights, in [0, 1].
+        threshold: Fraction of a client's earlier rounds that must have changed a weight in the same direction, in [0,
+            1).
+        beta: Fraction of this round's distances in the step of the clients' weights, in [0, 1].
 
     """
     if not 0 <= threshold < 1 or not 0 <= beta <= 1:

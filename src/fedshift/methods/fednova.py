@@ -1,10 +1,10 @@
-"""FedNova: each client's change is divided by the length of its path, so that more local work weighs no more.
+"""FedNova: each client's change is divided by the length of its path, so that more local work has no more weight.
 
-Wang et al. 2020, arXiv:2007.07481. Client i's change after tau_i steps is -lr G_i a_i: its gradients, one a column of
-G_i, each as often as its optimizer takes it. The server moves by tau_eff sum_i p_i (w_i - w) / |a_i|_1 (equation 6),
-tau_eff = sum_i p_i |a_i|_1, where p_i is the client's share of the training samples. |a_i|_1 is tau_i for plain SGD,
-(tau_i - rho (1 - rho^tau_i) / (1 - rho)) / (1 - rho) with momentum rho, and (1 - (1 - lr mu)^tau_i) / (lr mu) with a
-proximal term mu (section 4). Entries that clients do not train, or do not load, are averaged.
+Wang et al. 2020, arXiv:2007.07481. Client i's change after tau_i steps is -lr G_i a_i: the columns of G_i are its
+gradients, and a_i their weights in the optimizer's update. The server moves by tau_eff sum_i p_i (w_i - w) / |a_i|_1
+(equation 6), tau_eff = sum_i p_i |a_i|_1, where p_i is the client's share of the training samples. |a_i|_1 is tau_i for
+plain SGD, (tau_i - rho (1 - rho^tau_i) / (1 - rho)) / (1 - rho) with momentum rho, and (1 - (1 - lr mu)^tau_i) / (lr
+mu) with a proximal term mu (section 4). Entries that clients do not train or do not load are averaged.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class NormalizedAveraging(Aggregation):
     requires = Requirements(
         plain_steps="FedNova's normalization by the number of steps",
         momentum=True,
-        several_steps="FedNova makes up for different numbers of local steps, but every client takes one",
+        several_steps="FedNova corrects for different numbers of local steps, but every client takes one",
     )
     passes_on = False
 
@@ -41,14 +41,14 @@ class NormalizedAveraging(Aggregation):
         lr, mu = plan.optimizer.lr, _find_strength(plan)
         if lr * mu >= 1:
             raise UsageError(
-                f"method {plan.method.label!r}: FedNova's normalization holds where no step overshoots the proximal "
-                f"term, lr * mu < 1, not for lr={lr:g} and mu={mu:g}: lower one of the two"
+                f"method {plan.method.label!r}: FedNova's normalization requires lr * mu < 1, so that no step "
+                f"overshoots the proximal term, but lr={lr:g} and mu={mu:g}: lower one of the two"
             )
         return self
 
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        folded, states = average(received), [each.entries for each in received]
+        entries, states = average(received), [each.entries for each in received]
         total = sum(each.size for each in received)
         shares = [each.size / total for each in received]
         sgd = cast("SGD", plan.optimizer)
@@ -58,33 +58,33 @@ class NormalizedAveraging(Aggregation):
         for name in sorted(plan.trained & plan.loaded):
             before = server.shared[name].double()
             parts = zip(shares, lengths, stack_entry(states, name), strict=True)
-            folded[name] = cast_to(
+            entries[name] = cast_to(
                 before + effective * sum(share / length * (after - before) for share, length, after in parts),
                 server.shared[name].dtype,
             )
-        return Aggregated(entries=folded)
+        return Aggregated(entries=entries)
 
 
 def _find_strength(plan: Plan) -> float:
-    """Return the strength of FedProx's term in the local steps of ``plan``; 0 without it."""
+    """Return the strength of FedProx's proximal term in ``plan``; 0 without it."""
     return sum(rule.mu for rule in plan.method.rules if isinstance(rule, Proximal))
 
 
 @lru_cache(maxsize=4096)
 def path_length(steps: int, momentum: float, nesterov: bool, pull: float) -> float:
-    """Return how far ``steps`` steps of SGD go along a gradient that is 1 everywhere, over the learning rate.
+    """Return the distance of ``steps`` SGD steps along a constant gradient of 1, divided by the learning rate.
 
     ``pull``: learning rate times the strength of the proximal term.
     """
-    gone = velocity = 0.0
+    distance = velocity = 0.0
     for _ in range(steps):
-        gradient = 1.0 - pull * gone
+        gradient = 1.0 - pull * distance
         velocity = momentum * velocity + gradient
-        gone += gradient + momentum * velocity if nesterov else velocity
-    return gone
+        distance += gradient + momentum * velocity if nesterov else velocity
+    return distance
 
 
 @method
 def fednova(base: Method) -> Method:
-    """Aggregate the uploads of ``base`` by normalized averaging; needs SGD, whose momentum may be local to a round."""
+    """Aggregate the uploads of ``base`` by normalized averaging; needs SGD, with momentum reset each round."""
     return base.with_aggregation(NormalizedAveraging())

@@ -9,8 +9,8 @@ from ..core.selection import parse_selection
 
 @method
 def fedper(base: Method, *, layers: int | str = 1) -> Method:
-    """Keep the last ``layers`` layers of ``base`` on the client, or those of a pattern such as ``"head.*"``.
+    """Keep the last ``layers`` layers of ``base`` on the client, or layers that match a pattern such as ``"head.*"``.
 
-    The last layers are those that the model registers last.
+    The last layers are the layers that the model registers last.
     """
     return base.keep_on_client(parse_selection(layers))

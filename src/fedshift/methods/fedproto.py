@@ -1,12 +1,12 @@
-"""FedProto: features are pulled to the mean features of their class over all clients, the class's prototype.
+"""FedProto: features are attracted to the mean features of their class over all clients (prototypes).
 
 Tan et al. 2022, arXiv:2105.00243; formulas from the authors' public code (yuetan031/FedProto). A client's prototype of
-a class is the mean feature of its samples of that class, as met in its last pass of a round; the server takes the mean
-of the clients' prototypes by their numbers of samples, where that code takes the plain mean. The loss gains lam times
-the mean square of the difference between each feature and its class's prototype, as in that code; a class that has none
-yet adds nothing. In the paper nothing but prototypes travels, and models stay on clients: that is ``fedproto+single``.
-On FedAvg, models are averaged as well. Predictions are the classifier's;
-that code measures those by the nearest prototype, too.
+a class is the mean feature of its samples of that class, as seen in the last epoch of a round; the server averages the
+clients' prototypes, weighted by their numbers of samples (the code uses the plain mean). As in that code, the loss
+includes lam times the mean square of the difference between each feature and the prototype of its class; a class
+without a prototype adds nothing. In the paper only prototypes are exchanged and models stay on clients:
+``fedproto+single``. On FedAvg, models are averaged as well. The classifier predicts; that code also evaluates
+predictions by the nearest prototype.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from ..utils.state import State
 
 @dataclass(frozen=True)
 class Prototypes(Rule):
-    """A pull of strength ``lam`` to class prototypes, which are averaged over clients."""
+    """Attracts features to class prototypes, which are averaged over clients, with strength ``lam``."""
 
     lam: float
     requires = Requirements(classes="prototypes are mean features of classes")
@@ -39,7 +39,7 @@ class Prototypes(Rule):
         classifier = find_classifier(plan.entries, self.source_method)
         zeros_KD = torch.zeros_like(classifier.weight, requires_grad=False)
         counts_K = zeros_KD[:, 0].clone()
-        sent = Send.like({"prototypes": zeros_KD}, "class", passed_on=True)  # where one client has the class
+        sent = Send.like({"prototypes": zeros_KD}, "class", passed_on=True)  # if only one client has the class
         return Bound(
             self,
             own=Own(
@@ -58,10 +58,10 @@ class Prototypes(Rule):
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
         z_BD, (sums_KD, counts_K) = step.features, (step.own.buffers["sums"], step.own.buffers["counts"])
-        within_pass = (counts_K.sum() < step.memory["samples"]).to(z_BD.dtype) * (step.steps > 0)
+        within_epoch = (counts_K.sum() < step.memory["samples"]).to(z_BD.dtype) * (step.steps > 0)
         member_BK = nn.functional.one_hot(step.y, len(counts_K)).to(z_BD.dtype)
-        sums_KD.mul_(within_pass).add_(member_BK.T @ z_BD.detach())
-        counts_K.mul_(within_pass).add_(member_BK.sum(0))
+        sums_KD.mul_(within_epoch).add_(member_BK.T @ z_BD.detach())
+        counts_K.mul_(within_epoch).add_(member_BK.sum(0))
         return loss + self.lam * self.pull(z_BD, step.y, step.server)
 
     def pull(self, z_BD: Tensor, y_B: Tensor, memory: State) -> Tensor:
@@ -84,20 +84,20 @@ class Prototypes(Rule):
         means_NKD = torch.stack([upload["prototypes"].double() for upload in uploads])
         total_K = counts_NK.sum(dim=0)
         mean_KD = (counts_NK[:, :, None] * means_NKD).sum(dim=0) / total_K.clamp(min=1)[:, None]
-        met_K = total_K > 0
+        present_K = total_K > 0
         before_KD = memory["prototypes"]
         return {
-            "prototypes": torch.where(met_K[:, None], mean_KD.to(before_KD.dtype), before_KD),
-            "known": torch.where(met_K, torch.ones_like(memory["known"]), memory["known"]),
+            "prototypes": torch.where(present_K[:, None], mean_KD.to(before_KD.dtype), before_KD),
+            "known": torch.where(present_K, torch.ones_like(memory["known"]), memory["known"]),
         }
 
 
 @method
 def fedproto(base: Method, *, lam: float = 1.0) -> Method:
-    """Pull the features of ``base`` to class prototypes of all clients with strength ``lam``.
+    """Attract the features of ``base`` to the class prototypes of all clients with strength ``lam``.
 
-    On FedAvg, models are averaged as well; ``fedproto+single`` is the paper's, in which prototypes alone travel.
+    On FedAvg, models are averaged as well; ``fedproto+single`` is the paper's method, which exchanges only prototypes.
     """
     if lam < 0:
-        raise UsageError(f"lam={lam:g} is negative; it must be 0 (no pull) or more")
+        raise UsageError(f"lam={lam:g} is negative; it must be 0 (no attraction) or more")
     return base.with_rule(Prototypes(lam))

@@ -1,7 +1,7 @@
-"""FedProx: local objectives are held near the model that the server sent.
+"""FedProx: a proximal term keeps local models near the server's model.
 
-Li et al. 2020, arXiv:1812.06127, equation 2: the local loss gains (mu / 2) * ||w - w_t||^2, whose gradient
-mu * (w - w_t) is added here in closed form. It runs over the entries that the client loaded: an entry kept on the
+Li et al. 2020, arXiv:1812.06127, equation 2: the local loss includes (mu / 2) * ||w - w_t||^2, whose gradient
+mu * (w - w_t) is added here in closed form. It applies to the entries that the client loads: an entry kept on the
 client has no w_t.
 """
 
@@ -19,13 +19,13 @@ from ..utils.state import State
 
 @dataclass(frozen=True)
 class Proximal(Rule):
-    """The proximal term: adds ``mu * (w - w_t)`` to the gradients."""
+    """Adds the gradient ``mu * (w - w_t)`` of the proximal term."""
 
     mu: float
 
     requires = Requirements(
-        shared_entries="FedProx holds parameters near those that the server sent",
-        several_steps="FedProx has no effect on one local step, which starts at the server's parameters",
+        shared_entries="FedProx keeps parameters near the server's",
+        several_steps="FedProx has no effect on a single local step, which starts at the server's parameters",
     )
 
     @override

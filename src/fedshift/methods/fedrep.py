@@ -1,8 +1,8 @@
-"""FedRep: the head stays on the client and is trained first, then the shared body for the rest of the round.
+"""FedRep: each round trains first the head, which stays on the client, then the shared body.
 
-Collins et al. 2021, arXiv:2102.07078, Algorithm 1; its experiments take 10 local epochs for the head and 1 for the
-body. By default the steps of a round are divided in that ratio, so that FedRep gets the same budget as every other
-method; ``head_epochs`` and ``body_epochs`` are the paper's own.
+Collins et al. 2021, arXiv:2102.07078, Algorithm 1; its experiments use 10 local epochs for the head and 1 for the body.
+By default the steps of a round are divided in that ratio, so that FedRep has the same budget as every other method;
+``head_epochs`` and ``body_epochs`` follow the paper.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ..utils.errors import UsageError
 
 @dataclass(frozen=True)
 class HeadThenBody(Rule):
-    """Training of the head for ``share`` of the round's steps, then of the body, for one step at least."""
+    """Trains the head for a fraction ``share`` of the round's steps, then the body, each for at least one step."""
 
     share: float
     layers: int | str
@@ -44,7 +44,7 @@ def fedrep(
 ) -> Method:
     """Keep the last ``layers`` layers of ``base`` (or a pattern) local; ``head : body`` divides the steps of a round.
 
-    ``head_epochs`` and ``body_epochs``: a round is that many passes for the head and then for the body, instead of the
+    ``head_epochs`` and ``body_epochs``: number of epochs for the head and then for the body, which replace the
     experiment's epochs, batches or steps.
     """
     if head < 1 or body < 1:

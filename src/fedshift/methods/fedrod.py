@@ -1,12 +1,12 @@
-"""FedRoD: a generic head learns as if classes were equally frequent, a personal one adds what the client's own are.
+"""FedRoD: a generic head learns from balanced classes, and a personal head adapts to the client's class frequencies.
 
-Chen and Chao 2022, arXiv:2107.00778. Body and generic head descend the loss of the balanced softmax: to the score of
-each class the logarithm of the client's number of training samples of it is added. The personal head, a copy of the
-generic one at first, descends the usual loss of the sum of both heads' scores, in which features and generic scores are
-constants. Body and generic head are averaged; the client uses the sum of the heads, which for linear heads is one head
-with the sum of their weights. The authors' repository holds no code; the formulas are those of two independent
-implementations (TsingZ0/PFLlib and fluke). A class that a client lacks counts 1e-12 samples, so that no score is
-infinite.
+Chen and Chao 2022, arXiv:2107.00778. The body and the generic head minimize the loss of the balanced softmax, which
+adds the logarithm of the client's number of training samples of a class to its score. The personal head, initially a
+copy of the generic head, minimizes the usual loss of the sum of both heads' scores, with features and generic scores
+held constant. The body and the generic head are averaged; the client uses the sum of the heads, which for linear heads
+is one head with the sum of their weights. The authors published no code; the formulas follow two independent
+implementations (TsingZ0/PFLlib and fluke). A class without samples on a client counts as 1e-12 samples, so that scores
+are finite.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from ..utils.errors import UsageError
 from ..utils.state import State, pick
 
 FEWEST = 1e-12
-"""Samples that a class without any counts as."""
+"""Number of samples assumed for a class without samples."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PersonalHead(Rule):
     classes: int = field(default=0, repr=False)
     personalizes = "use"
     requires = Requirements(
-        shared_entries="FedRoD adds a personal head to the one that clients share", classes="FedRoD balances classes"
+        shared_entries="FedRoD adds a personal head to the shared head", classes="FedRoD balances classes"
     )
 
     @override
@@ -47,7 +47,7 @@ class PersonalHead(Rule):
         if not plan.loaded.intersection(names):
             raise UsageError(
                 f"{self.requires.shared_entries}, but another part keeps {min(names)!r} on clients: use one of the "
-                "two, or other layers"
+                "two, or choose other layers"
             )
         return Bound(
             replace(self, head=names, classes=classifier.out_features),
@@ -81,5 +81,5 @@ class PersonalHead(Rule):
 
 @method
 def fedrod(base: Method) -> Method:
-    """Balance the classes of ``base`` and give each client a personal head beside the shared one."""
+    """Balance the classes of ``base`` and add a personal head for each client."""
     return base.with_rule(PersonalHead())

@@ -1,7 +1,7 @@
-"""FedSMB: one mini-batch between two exchanges, which with equal clients is mini-batch SGD on the union of their data.
+"""FedSMB: one mini-batch per round; with equal clients, this equals mini-batch SGD on the union of their data.
 
-Nasirigerdeh et al. 2020, arXiv:2011.07006, Algorithm 1 with one batch a round. With full batches (``batch_size=0``) it
-is gradient descent on all data.
+Nasirigerdeh et al. 2020, arXiv:2011.07006, Algorithm 1 with one batch per round. With full batches (``batch_size=0``)
+it is gradient descent on all data.
 """
 
 from ..core.method import Method, method
@@ -9,9 +9,9 @@ from ..core.method import Method, method
 
 @method
 def fedsmb(base: Method, *, batch_size: int | None = None) -> Method:
-    """Let clients of ``base`` take one batch a round.
+    """Train one batch per round in ``base``.
 
-    ``batch_size``: the experiment's unless given, 0 for all samples.
+    ``batch_size``: None: the experiment's; 0: all samples.
     """
     size = {} if batch_size is None else {"batch_size": batch_size or None}
     return base.with_work(batches=1, **size)

@@ -1,7 +1,7 @@
-"""FedWon: no normalization at all; convolutions with scaled weight standardization, gradients clipped adaptively.
+"""FedWon: no normalization, but convolutions with scaled weight standardization and adaptive gradient clipping.
 
 Zhuang & Lyu 2024, arXiv:2306.05879 (ICLR 2024), section 3.2, equations 3 and 4, listing 1. Server and clients follow
-FedAvg, so clients need no state and there is one global model.
+FedAvg, so that clients need no state and there is one global model.
 """
 
 from typing import Literal
@@ -25,12 +25,12 @@ def fedwon(
 
     Args:
         base: FedAvg unless given.
-        agc: Clipping threshold, 0.64 as for Digits-Five (1.28 for Office-Caltech-10 and DomainNet); None leaves
-            clipping out, as the paper does with batches of 4 or less. A ``base`` that clips keeps its clipping.
-        wsconv: False removes normalization only (the ablation of table 18).
+        agc: Clipping threshold, 0.64 for Digits-Five (1.28 for Office-Caltech-10 and DomainNet); None disables
+            clipping, as in the paper for batches of 4 or less. If ``base`` already clips, its clipping is kept.
+        wsconv: Whether to standardize convolutions; False only removes normalization (the ablation of table 18).
         init: ``"keep"`` keeps the weights of a pretrained model.
-        gain: Where the trained gain of each channel starts: 1 in listing 1; 1.71 keeps the variance of a signal that
-            passes ReLUs (Brock et al. 2021, arXiv:2101.08692, section 3).
+        gain: Initial value of each channel's trained gain: 1 in listing 1; 1.71 preserves the variance of a signal
+            through ReLUs (Brock et al. 2021, arXiv:2101.08692, section 3).
 
     """
     if agc is not None and not any(isinstance(rule, Clipping) for rule in base.rules):

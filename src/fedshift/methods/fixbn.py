@@ -1,7 +1,7 @@
-"""FixBN: plain FedAvg until a switch round, then BatchNorm's statistics are frozen and normalize in training too.
+"""FixBN: FedAvg until a switch round, then training also normalizes by BatchNorm's frozen statistics.
 
-Zhong et al. 2023, arXiv:2303.06530, as FedWon (arXiv:2306.05879) compares with it. From the switch on, training and
-testing normalize alike and a local step no longer depends on which samples share its batch.
+Zhong et al. 2023, arXiv:2303.06530, in the version that FedWon (arXiv:2306.05879) compares with. After the switch,
+training and testing normalize identically, and a sample's gradient no longer depends on the other samples in its batch.
 """
 
 from dataclasses import replace
@@ -12,9 +12,9 @@ from ..utils.errors import UsageError
 
 @method
 def fixbn(base: Method, *, switch: int | float = 0.5, keep_momentum: bool = False) -> Method:
-    """Freeze BatchNorm's statistics of ``base`` after ``switch`` rounds (a float: that share of all rounds).
+    """Freeze BatchNorm's statistics of ``base`` after ``switch`` rounds (a float: a fraction of all rounds).
 
-    ``keep_momentum``: whether the local optimizer keeps its momentum from round to round, which the paper advises.
+    ``keep_momentum``: whether the local optimizer keeps its momentum between rounds, as the paper recommends.
     """
     if base.freeze:
         raise UsageError(f"{base.name} freezes statistics already; choose one of the two")

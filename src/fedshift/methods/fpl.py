@@ -1,14 +1,14 @@
-"""FPL: several prototypes for each class, one for each group of clients that look alike, and their unbiased mean.
+"""FPL: several prototypes per class, one for each cluster of similar clients, and their unbiased mean.
 
 Huang, Ye, Shi, Li and Du, CVPR 2023, "Rethinking Federated Learning with Domain Shift: A Prototype View"; formulas from
 the authors' public code (WenkeHuang/RethinkFL, models/fpl.py). The server clusters the clients' prototypes of a class
-by FINCH (Sarfraz, Sharma and Stiefelhagen 2019, arXiv:1902.11266): each is linked to its nearest by cosine, what hangs
-together is a cluster, and the clusters' means are clustered again. It keeps the last partition of more than one
-cluster, or the first. A class's unbiased prototype is the plain mean of its clusters' means, so that a domain counts
-the same however many clients have it. The loss gains, for each sample with feature z and class k, the mean square of z
-less the unbiased prototype of k, and -log(sum over clusters of k of exp(cos(z, p) / tau) / the same sum over all
-clusters of all classes). Clients' prototypes are those of ``fedproto``; a class that nobody sends in a round has none
-in the next one, as in that code. Models are averaged by the base.
+by FINCH (Sarfraz, Sharma and Stiefelhagen 2019, arXiv:1902.11266): each is linked to its nearest neighbor by cosine
+similarity, connected components are clusters, and the clusters' means are clustered again. It keeps the last partition
+with more than one cluster, or the first. A class's unbiased prototype is the plain mean of its clusters' means, so that
+a domain counts equally for any number of clients. For each sample with feature z and class k, the loss includes the
+mean square of z minus the unbiased prototype of k, and -log(sum over clusters of k of exp(cos(z, p) / tau) / the same
+sum over all clusters of all classes). Clients' prototypes are defined in ``fedproto``; as in that code, a class that no
+client sends in a round has no prototype in the next round. The base averages models.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ from ..utils.state import State
 from .fedproto import Prototypes
 
 UNUSED = -1e9
-"""Similarity of a place without a prototype: its exponential is 0, and so is its gradient."""
+"""Similarity to a missing prototype, whose exponential and gradient are 0."""
 
 
 def _link_nearest(points_ND: Tensor) -> Tensor:
-    """Return clusters of points that are each other's nearest, or of which chains of nearest ones lead to one."""
+    """Return the connected components of the graph that links each point to its nearest neighbor."""
     unit_ND = normalize(points_ND.double(), dim=1)
     near_N = (unit_ND @ unit_ND.T).fill_diagonal_(-np.inf).argmax(dim=1).cpu().numpy()
     count = len(near_N)
@@ -50,7 +50,7 @@ def _average(points_ND: Tensor, labels_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClusterPrototypes(Prototypes):
-    """Contrast with the clusters' prototypes at temperature ``tau``, and a pull to their mean; ``lam``: of both."""
+    """Contrastive loss with the clusters' prototypes at temperature ``tau``, and attraction to their unbiased mean."""
 
     tau: float = 0.02
 
@@ -68,11 +68,11 @@ class ClusterPrototypes(Prototypes):
         while True:
             count = int(labels_N.max()) + 1
             coarser_N = _link_nearest(_average(points_ND, labels_N))[labels_N]
-            left = int(coarser_N.max()) + 1
-            if left in (1, count):
+            coarser_count = int(coarser_N.max()) + 1
+            if coarser_count in (1, count):
                 return labels_N
             labels_N = coarser_N
-            if count - left == 1:
+            if count - coarser_count == 1:
                 return labels_N
 
     @override
@@ -84,24 +84,24 @@ class ClusterPrototypes(Prototypes):
         similarity_BP = normalize(z_BD, dim=1) @ normalize(clusters_KMD, dim=2).flatten(0, 1).T
         logits_BP = (similarity_BP / self.tau).masked_fill(used_KM.flatten() == 0, UNUSED)
         places = torch.arange(len(count_K), device=y_B.device).repeat_interleave(used_KM.shape[1])
-        own_BP = logits_BP.masked_fill(places != y_B[:, None], UNUSED)
-        contrast_B = logits_BP.logsumexp(dim=1) - own_BP.logsumexp(dim=1)
+        positive_BP = logits_BP.masked_fill(places != y_B[:, None], UNUSED)
+        contrast_B = logits_BP.logsumexp(dim=1) - positive_BP.logsumexp(dim=1)
         return ((count_K > 0).to(z_BD.dtype)[y_B] * (contrast_B + square_B)).mean()
 
     @override
     def combine(self, memory: State, uploads: Sequence[State]) -> State:
-        found = []
+        clusters = []
         for label, old_MD in enumerate(memory["clusters"]):
-            met = [upload["prototypes"][label].double() for upload in uploads if upload["counts"][label] > 0]
-            points = torch.stack(met) if met else None
-            found.append(old_MD[:0] if points is None else _average(points, self.cluster(points)).to(old_MD.dtype))
-        used = [each.new_ones(len(each)) for each in found]
-        return {"clusters": pad_sequence(found, batch_first=True), "used": pad_sequence(used, batch_first=True)}
+            sent = [upload["prototypes"][label].double() for upload in uploads if upload["counts"][label] > 0]
+            points = torch.stack(sent) if sent else None
+            clusters.append(old_MD[:0] if points is None else _average(points, self.cluster(points)).to(old_MD.dtype))
+        used = [each.new_ones(len(each)) for each in clusters]
+        return {"clusters": pad_sequence(clusters, batch_first=True), "used": pad_sequence(used, batch_first=True)}
 
 
 @method
 def fpl(base: Method, *, tau: float = 0.02, lam: float = 1.0) -> Method:
-    """Add contrast with cluster prototypes and a pull to unbiased ones to ``base``.
+    """Add a contrastive loss with cluster prototypes and attraction to unbiased prototypes to ``base``.
 
     ``tau``: temperature of the contrast; ``lam``: strength of both losses.
     """

@@ -1,9 +1,9 @@
-"""Geometric median: the point of least weighted distance to all uploads, which faulty clients cannot drag away.
+"""Geometric median: the point that minimizes the weighted distance to all uploads, robust to faulty clients.
 
 Pillutla et al. 2022 (RFA), arXiv:1912.13445, algorithm 2, the smoothed Weiszfeld iteration: z = sum beta_i w_i / sum
-beta_i with beta_i = p_i / max(nu, ||z - w_i||), here from the upload that lies nearest to all others and until it
-rests: from the mean, a few steps would still be far off where an upload is. Distances are over trained entries; the
-others are averaged under the same beta.
+beta_i with beta_i = p_i / max(nu, ||z - w_i||). Here it starts at the upload closest to all others and runs until
+convergence, because it converges slowly from the mean if an upload is far away. Distances are over trained entries;
+other entries are averaged with the same beta.
 """
 
 from collections.abc import Sequence
@@ -20,34 +20,34 @@ from ..core.states import ServerState
 from ..utils.errors import UsageError
 
 TOLERANCE = 1e-12
-"""Change of the largest share of an upload below which the iteration rests."""
+"""The iteration has converged if no upload's share changes by more than this."""
 
 
 @dataclass(frozen=True)
 class GeometricMedian(RobustAggregation):
-    """The geometric median by at most ``steps`` iterations; ``nu``: smoothing, over the median distance of two."""
+    """The geometric median by at most ``steps`` iterations; ``nu``: smoothing, relative to the median distance."""
 
     steps: int
     nu: float
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not self.nu > 0:
-            raise UsageError(f"steps={self.steps}, nu={self.nu:g}: give 1 or more, and above 0")
+            raise UsageError(f"steps={self.steps}, nu={self.nu:g}: give steps of 1 or more, and nu above 0")
 
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
         states, names = [each.entries for each in received], plan.trained & plan.sent
         weights = torch.tensor([each.weight for each in received], dtype=torch.float64)
-        away = squared_distances(states, names).sqrt()
-        center = int((away @ weights).argmin())
+        distances = squared_distances(states, names).sqrt()
+        center = int((distances @ weights).argmin())
         share = torch.zeros_like(weights)
         share[center] = 1.0
-        gram = torch.zeros_like(away)  # of the uploads about the center; z is a mixture of them, so distances follow
+        gram = torch.zeros_like(distances)  # relative to the center; z is a mixture of uploads, so distances follow
         for name in sorted(names):
             points = stack_entry(states, name).reshape(len(states), -1).cpu()
             points = points - points[center]
             gram += points @ points.T
-        smallest = self.nu * float(away.median()) or self.nu
+        smallest = self.nu * float(distances.median()) or self.nu
         for _ in range(self.steps):
             pulled = gram @ share
             distance = (share @ pulled - 2 * pulled + gram.diagonal()).clamp(min=0).sqrt()
@@ -56,11 +56,11 @@ class GeometricMedian(RobustAggregation):
             moved, share = float((after - share).abs().max()), after
             if moved < TOLERANCE:
                 break
-        order = sorted(range(len(share)), key=lambda client: client != center)  # sums of deviations from a sane upload
+        order = sorted(range(len(share)), key=lambda client: client != center)  # means sum deviations from the first
         return Aggregated(entries=weighted_mean([states[client] for client in order], share[order].tolist()))
 
 
 @method
 def geometric_median(base: Method, *, steps: int = 10_000, nu: float = 1e-6) -> Method:
-    """Aggregate the uploads of ``base`` by their geometric median; clients weigh by their samples."""
+    """Aggregate the uploads of ``base`` by their geometric median, weighted by samples."""
     return base.with_aggregation(GeometricMedian(steps, nu))

@@ -10,7 +10,7 @@ from ..utils.errors import UsageError
 
 @modifier
 def gn(base: Method, *, groups: int | None = None) -> Method:
-    """Replace BatchNorm by GroupNorm in the network of ``base``; ``groups``: how many, the paper's unless given."""
+    """Replace BatchNorm by GroupNorm in the network of ``base``; ``groups``: number of groups, None: the paper's."""
     if groups is not None and groups < 1:
         raise UsageError(f"groups={groups}: give 1 (layer normalization) or more")
     return base.with_surgery(BatchNormToGroupNorm(groups))

@@ -1,17 +1,16 @@
 """HarmoFL: images get the federation's mean amplitudes, and each step follows the gradient at perturbed weights.
 
-Jiang, Wang and Dou 2022 (AAAI), arXiv:2112.10775, by the authors' public code (med-air/HarmoFL). In the first
+Jiang, Wang and Dou 2022 (AAAI), arXiv:2112.10775, following the authors' public code (med-air/HarmoFL). In the first
 round each client measures the mean amplitudes of its images; the server averages them once, counting clients equally,
-and from then on every image takes these amplitudes and keeps its phases. A local step at weights w, whose loss has the
-gradient g, follows the gradient at w + alpha g / |g|, so that it seeks flat places, in which the mean of all clients'
-models is still good (Foret et al. 2021, arXiv:2010.01412).
+and all later images use these amplitudes and keep their phases. A local step at weights w with gradient g follows the
+gradient at w + alpha g / |g|, which leads to flat minima, in which the mean of all clients' models still performs well
+(Foret et al. 2021, arXiv:2010.01412).
 
-The code takes the amplitude of the zero frequency alone, which is the mean brightness of each channel
-(``frequencies=0``), while the paper speaks of the spectrum. Its pixels are 0 and more; here the zero frequency counts
-with its sign, so that shifted inputs are harmonized like these. In the code's first round each client normalizes by its
-own first batch, where here images pass as they are until the server has averaged. Its networks have BatchNorm without
-affine parameters or statistics; here BatchNorm is the network's, and its statistics see the weights before they are
-perturbed.
+The code uses only the amplitude of the zero frequency, the mean brightness of each channel (``frequencies=0``), while
+the paper describes the spectrum. Its pixels are non-negative; here the zero frequency keeps its sign, so that shifted
+inputs are harmonized in the same way. In the code's first round each client normalizes by its own first batch; here
+images are unchanged until the server has averaged. Its networks use BatchNorm without affine parameters or statistics;
+here BatchNorm is the network's, and its statistics are computed with unperturbed weights.
 """
 
 from dataclasses import dataclass, field, replace
@@ -37,18 +36,18 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class NormalizeAmplitudes:
-    """The surgery that puts an AmplitudeNorm before the network's first convolution."""
+    """Surgery that inserts an AmplitudeNorm before the network's first convolution."""
 
     frequencies: int
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Change ``module``; :class:`UsageError` where it has no convolution of images."""
+        """Change ``module``; raise :class:`UsageError` if its first convolution is not a Conv2d."""
         if any(isinstance(layer, AmplitudeNorm) for layer in module.modules()):
             raise UsageError("amplitudes are normalized twice: remove one of the two")
         first = next((layer for layer in module.modules() if isinstance(layer, _ConvNd)), None)
         if not isinstance(first, nn.Conv2d):
             raise UsageError(
-                "amplitudes are those of images, which the model's first convolution (Conv2d) sees, and it has none: "
+                "amplitudes are measured at the model's first convolution, which must be a Conv2d, but it has none: "
                 "use another method"
             )
 
@@ -85,15 +84,15 @@ class MeanAmplitude(Rule):
 
     @override
     def look(self, client: LookContext) -> State:
-        found: State = {}
+        measured: State = {}
 
-        def measure(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             assert isinstance(module, AmplitudeNorm)
-            mean = module.measure(*given).mean(dim=0)
-            found["amplitude"] = torch.where(module.is_measured, module.amplitude, mean)
+            mean = module.measure(*inputs).mean(dim=0)
+            measured["amplitude"] = torch.where(module.is_measured, module.amplitude, mean)
 
         client.run({self.layer: measure})
-        return found
+        return measured
 
     @override
     def end(self, client: EndContext) -> tuple[State, State]:
@@ -108,7 +107,7 @@ class MeanAmplitude(Rule):
 
 @dataclass(frozen=True)
 class PerturbedWeights(Rule):
-    """The gradient at weights that are ``alpha`` farther along the gradient."""
+    """Uses the gradient at weights moved by a distance of ``alpha`` along the gradient."""
 
     alpha: float
 
@@ -117,8 +116,8 @@ class PerturbedWeights(Rule):
         grads = step.gradient_at(step.params)
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
         scale = self.alpha / (norm + TINY)
-        there = {name: tensor + scale * grads[name] for name, tensor in step.params.items()}
-        return loss - step.criterion(step.outputs, step.y) + step.loss_at(there)
+        perturbed = {name: tensor + scale * grads[name] for name, tensor in step.params.items()}
+        return loss - step.criterion(step.outputs, step.y) + step.loss_at(perturbed)
 
 
 @method
@@ -127,15 +126,16 @@ def harmofl(base: Method, *, alpha: float = 0.05, frequencies: int = 0, samples:
 
     Args:
         base: FedAvg unless given.
-        alpha: Distance to the weights at which the gradient is taken; 0: none.
-        frequencies: Low frequencies in each direction whose amplitudes are normalized; 0: the mean brightness alone.
-        samples: Images of a client in the first round of which the mean amplitudes are measured, at most.
+        alpha: Distance of the perturbed weights at which the gradient is computed; 0: none.
+        frequencies: Number of low frequencies in each direction with normalized amplitudes; 0: only the mean
+            brightness.
+        samples: Maximum number of a client's images in the first round for measuring the mean amplitudes.
 
     """
     if not 0 <= alpha < float("inf"):
         raise UsageError(f"alpha={alpha:g}: give a finite distance, 0 (no perturbation) or more")
     if frequencies < 0:
-        raise UsageError(f"frequencies={frequencies}: give 0 (brightness alone) or more")
+        raise UsageError(f"frequencies={frequencies}: give 0 (only brightness) or more")
     if samples < 1:
         raise UsageError(f"samples={samples}: give 1 or more")
     changed = base.with_surgery(NormalizeAmplitudes(frequencies)).with_rule(MeanAmplitude(samples))

@@ -1,16 +1,16 @@
-"""HBN: training normalizes by a mix of the batch's statistics and the federation's, in a part that each client learns.
+"""HBN: training normalizes by a mix of the batch's and the federation's statistics, with weights that clients learn.
 
-Chen et al. 2025 (ICML), arXiv:2505.21877, by the authors' public code (Hongyao-Chen/HybridBN). In training mean and
-variance are (1 - a) global + a batch, a = sigmoid(factor) by channel; factors are trained, sent and averaged, but each
-client goes on from its own, having begun with the server's. Before local work client k runs the model that it received
-once, in training mode, and sends the mixed mean m_k and variance v_k of each layer with the number n_k of samples, each
-counted once. The server makes of them M = sum n_k m_k / N and V = sum n_k (v_k + (m_k - M)^2) / (N - 1), N = sum n_k,
-toward which the global statistics move by the part ``momentum``.
+Chen et al. 2025 (ICML), arXiv:2505.21877, following the authors' public code (Hongyao-Chen/HybridBN). In training, mean
+and variance are (1 - a) global + a batch, a = sigmoid(factor) by channel; factors are trained, sent and averaged, but
+each client loads the server's factors only before its first round and keeps its own afterwards. Before local work,
+client k runs the received model once in training mode, and sends the mixed mean m_k and variance v_k of each layer with
+the number n_k of distinct samples. The server computes M = sum n_k m_k / N and V = sum n_k (v_k + (m_k - M)^2) / (N -
+1), N = sum n_k, and moves the global statistics toward them by the fraction ``momentum``.
 
-The authors test with M and V in place of the global statistics, from one more exchange after the round. Here they are
-those of the round itself, which were measured on the model before it: evaluation is one model behind, and no exchange
-is added. Their code measures the first samples in the order of its files, of one or two classes where these are sorted;
-here they are the first ones of the round's shuffled order. It clips gradients to a norm of 10, which is left out.
+The authors test with M and V instead of the global statistics, from an additional exchange after the round. Here M and
+V are measured in the round, on the model before it: statistics in evaluation lag by one round, and no exchange is
+added. Their code measures the first samples in file order, from one or two classes if files are sorted; here they are
+the first samples in the round's shuffled order. Their code also clips gradients to a norm of 10, which is omitted here.
 """
 
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ GROUPS = ("global", "running")
 class Measurement(Rule):
     """Statistics that clients measure before local work, and the server pools.
 
-    ``layers``: the names of the HybridBatchNorm layers with the dot behind them, which the network itself has not.
+    ``layers``: names of the HybridBatchNorm layers with a final dot (empty for the network itself).
     """
 
     momentum: float
@@ -60,25 +60,25 @@ class Measurement(Rule):
 
     @override
     def look(self, client: LookContext) -> State:
-        found: State = {}
+        measured: State = {}
 
-        def note(layer: str) -> Hook:
-            def measure(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        def make_hook(layer: str) -> Hook:
+            def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
                 assert isinstance(module, HybridBatchNorm)
-                mixed = zip(KINDS, module.mix_statistics(*given), strict=True)
-                found.update({f"{kind}/{layer}": tensor for kind, tensor in mixed})
+                mixed = zip(KINDS, module.mix_statistics(*inputs), strict=True)
+                measured.update({f"{kind}/{layer}": tensor for kind, tensor in mixed})
 
             return measure
 
-        client.run({layer.removesuffix("."): note(layer) for layer in self.layers})
-        return found | {"samples": torch.tensor(client.samples, device=next(iter(found.values())).device)}
+        client.run({layer.removesuffix("."): make_hook(layer) for layer in self.layers})
+        return measured | {"samples": torch.tensor(client.samples, device=next(iter(measured.values())).device)}
 
     @override
     def end(self, client: EndContext) -> tuple[State, State]:
         return {}, self._blank(client.buffers) | client.memory
 
     def _blank(self, rest: State) -> State:
-        """Return an upload of no samples, which a client that has not begun would send."""
+        """Return the upload for zero samples, in the format of every upload."""
         kinds = [(kind, layer) for layer in self.layers for kind in KINDS]
         blank = {f"{kind}/{layer}": torch.zeros_like(rest[f"{layer}running_{kind}"]) for kind, layer in kinds}
         return blank | {"samples": torch.zeros((), dtype=torch.int64, device=next(iter(blank.values())).device)}
@@ -86,7 +86,7 @@ class Measurement(Rule):
     @override
     def fold(self, server: FoldContext) -> Folded:
         counts_K1, previous = stack_entry(server.uploads, "samples")[:, None], server.server.shared
-        made, total = State(), counts_K1.sum()
+        pooled, total = State(), counts_K1.sum()
         for layer in self.layers:
             means_KC, vars_KC = (stack_entry(server.uploads, f"{kind}/{layer}") for kind in KINDS)
             mean_C = (counts_K1 * means_KC).sum(dim=0) / total
@@ -95,9 +95,9 @@ class Measurement(Rule):
             for kind, pooled_C in zip(KINDS, (mean_C, var_C), strict=True):
                 before_C = previous[f"{layer}global_{kind}"]
                 moved_C = self.momentum * pooled_C + (1 - self.momentum) * before_C.double()
-                made[f"{layer}global_{kind}"] = cast_to(moved_C, before_C.dtype)
-                made[f"{layer}running_{kind}"] = cast_to(pooled_C, before_C.dtype)
-        return Folded({}, made)
+                pooled[f"{layer}global_{kind}"] = cast_to(moved_C, before_C.dtype)
+                pooled[f"{layer}running_{kind}"] = cast_to(pooled_C, before_C.dtype)
+        return Folded({}, pooled)
 
 
 @method
@@ -106,12 +106,12 @@ def hbn(base: Method, *, momentum: float = 0.002, samples: int = 64) -> Method:
 
     Args:
         base: FedAvg unless given.
-        momentum: Part of the way that the global statistics move to those of a round, in (0, 1].
-        samples: Samples of a client's round on which it measures statistics, as many as the round has at most.
+        momentum: Fraction by which the global statistics move toward a round's statistics, in (0, 1].
+        samples: Maximum number of samples in a client's round on which it measures statistics.
 
     """
     if not 0 < momentum <= 1:
-        raise UsageError(f"momentum={momentum:g}: give a number in (0, 1], 1 for a round's statistics alone")
+        raise UsageError(f"momentum={momentum:g}: give a number in (0, 1], 1 for only the round's statistics")
     if samples < 1:
         raise UsageError(f"samples={samples}: give 1 or more")
     changed = base.with_surgery(BatchNormToHybrid()).with_rule(Measurement(float(momentum), samples))

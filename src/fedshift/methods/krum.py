@@ -1,7 +1,8 @@
-"""Krum: the server takes over the one client whose upload lies nearest to those of most others.
+"""Krum: the server selects the upload closest to most others.
 
-Blanchard et al. 2017, arXiv:1703.02757, section 4: client i scores the sum of its squared distances to its n - f - 2
-nearest others, f of n clients being faulty; the smallest score wins. Distances are over trained entries.
+Blanchard et al. 2017, arXiv:1703.02757, section 4: the score of client i is the sum of its squared distances to its
+n - f - 2 nearest neighbors, for f faulty clients among n; the smallest score is selected. Distances are over trained
+entries.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ from ..utils.state import clone
 
 @dataclass(frozen=True)
 class Krum(RobustAggregation):
-    """The mean of the ``num_selected`` uploads of least score, where ``num_malicious`` clients may be arbitrary.
+    """The mean of the ``num_selected`` uploads with the lowest score, tolerating ``num_malicious`` arbitrary clients.
 
-    ``num_selected=None`` takes n - f - 2 of n clients, as many as a score sums over.
+    ``num_selected=None`` selects n - f - 2 of n clients, the number of neighbors in a score.
     """
 
     num_malicious: int
@@ -31,8 +32,8 @@ class Krum(RobustAggregation):
     def __post_init__(self) -> None:
         if self.num_malicious < 0 or (self.num_selected is not None and self.num_selected < 1):
             raise UsageError(
-                f"num_malicious={self.num_malicious} and num_selected={self.num_selected}: give 0 or more, and 1 or "
-                "more"
+                f"num_malicious={self.num_malicious} and num_selected={self.num_selected}: give num_malicious of 0 or "
+                "more, and num_selected of 1 or more"
             )
 
     @property
@@ -44,18 +45,19 @@ class Krum(RobustAggregation):
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
         clients, states = len(received), [each.entries for each in received]
         distances = squared_distances(states, plan.trained & plan.sent)
-        near = distances.sort(dim=1).values[:, 1 : clients - self.num_malicious - 1]  # without that to itself
-        chosen = self.num_selected or clients - self.num_malicious - 2
-        best = sorted(near.sum(dim=1).argsort(stable=True)[:chosen].tolist())
-        near_most = [states[index] for index in best]
-        alone = len(best) == 1
-        return Aggregated(entries=clone(near_most[0]) if alone else weighted_mean(near_most, [1 / chosen] * chosen))
+        near = distances.sort(dim=1).values[:, 1 : clients - self.num_malicious - 1]  # without the client itself
+        count = self.num_selected or clients - self.num_malicious - 2
+        best = sorted(near.sum(dim=1).argsort(stable=True)[:count].tolist())
+        selected = [states[index] for index in best]
+        single = len(best) == 1
+        return Aggregated(entries=clone(selected[0]) if single else weighted_mean(selected, [1 / count] * count))
 
 
 @method
 def krum(base: Method, *, num_malicious: int = 0) -> Method:
-    """Aggregate the uploads of ``base`` by Krum, which takes over one of them.
+    """Aggregate the uploads of ``base`` by Krum, which selects one of them.
 
-    ``num_malicious``: clients that may send anything; at least 2 num_malicious + 3 must take part.
+    ``num_malicious``: number of clients that may send arbitrary uploads; at least 2 num_malicious + 3 clients must take
+    part.
     """
     return base.with_aggregation(Krum(num_malicious))

@@ -1,4 +1,4 @@
-"""Coordinate-wise median of the uploads: no minority of faulty clients moves an entry beyond the others' values.
+"""Coordinate-wise median of the uploads: a minority of faulty clients cannot move an entry beyond the others' values.
 
 Yin et al. 2018, arXiv:1803.01498, option I. Clients count equally. The median of an even number is the mean of the
 middle two.
@@ -28,5 +28,5 @@ class Median(RobustAggregation):
 
 @method
 def median(base: Method) -> Method:
-    """Aggregate the uploads of ``base`` by their coordinate-wise median in place of the mean."""
+    """Aggregate the uploads of ``base`` by their coordinate-wise median instead of the mean."""
     return base.with_aggregation(Median())

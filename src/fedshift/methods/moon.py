@@ -1,12 +1,12 @@
-"""MOON: features are pulled to those of the server's model and pushed from those of the client's last model.
+"""MOON: a contrastive loss attracts features to the server model's and repels them from the client's previous model's.
 
-Li, He and Song 2021, arXiv:2103.16257; formulas from the authors' public code (QinbinLi/MOON). With z, z_glob and
-z_prev the features of a sample under the model in training, the server's model and the model that the client ended its
-last round with, the loss gains the mean over the batch of mu * -log(exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) /
-tau) + exp(cos(z, z_prev) / tau))). As in that code, the two other models run in evaluation mode: without dropout,
-normalized by the running statistics that they came with, which nothing is written into. That code adds a projection
-head to the network; here features are the input of the network's last layer, or of the layer that is named. A client's
-last model is at first the initial one, so that its first round is FedAvg's if all begin together.
+Li, He and Song 2021, arXiv:2103.16257; formulas from the authors' public code (QinbinLi/MOON). Let z, z_glob and z_prev
+be the features of a sample under the trained model, the server's model and the client's model after its previous round.
+The loss includes the mean over the batch of mu * -log(exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) / tau) +
+exp(cos(z, z_prev) / tau))). As in that code, the two other models run in evaluation mode, without dropout and with
+their unchanged running statistics. That code adds a projection head to the network; here features are the input of the
+network's last layer, or of a named layer. A client's previous model is initially the initial model, so that the first
+round equals FedAvg's if all clients take part from the start.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from ..utils.state import State
 
 @dataclass(frozen=True)
 class PreviousModel(Rule):
-    """The model-contrastive loss of strength ``mu`` at temperature ``tau``; clients keep their last model."""
+    """The model-contrastive loss of strength ``mu`` at temperature ``tau``; clients keep their previous model."""
 
     mu: float
     tau: float
     features: str = "last"
-    requires = Requirements(shared_entries="MOON pulls features to those of the model that clients share")
+    requires = Requirements(shared_entries="MOON attracts features to the shared model's")
 
     @override
     def bind(self, plan: Plan) -> Bound:
@@ -41,7 +41,7 @@ class PreviousModel(Rule):
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
         previous = step.memory
-        loaded = previous | step.loaded  # what a client keeps is since its last round as it was
+        loaded = previous | step.loaded  # personal entries are unchanged since the last round
         others = [step.run(state, training=False).features for state in (loaded, previous)]
         z = step.features.flatten(1)
         similarity_B2 = torch.stack([torch.cosine_similarity(z, other.flatten(1)) for other in others], dim=1)
@@ -60,7 +60,7 @@ def moon(base: Method, *, mu: float = 1.0, tau: float = 0.5, features: str = "la
         base: FedAvg unless given.
         mu: Strength of the loss.
         tau: Temperature of the similarities.
-        features: Layer of the network whose input is compared; ``last``: that of the classifier.
+        features: Layer of the network whose inputs are compared; ``last``: the classifier.
 
     """
     if mu < 0:

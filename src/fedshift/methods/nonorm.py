@@ -1,4 +1,4 @@
-"""FedAvg without normalization: all its layers are removed and nothing takes their place.
+"""FedAvg without normalization: all normalization layers are removed without a replacement.
 
 FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), figure 3 and table 12 ("FedAvg w/o BN").
 """
@@ -9,5 +9,5 @@ from ..nn.surgery import RemoveNorm
 
 @modifier
 def nonorm(base: Method) -> Method:
-    """Remove normalization from the network of ``base``; layers that had left their bias to it get one."""
+    """Remove normalization from the network of ``base``; add biases to layers that relied on its bias."""
     return base.with_surgery(RemoveNorm())

@@ -1,10 +1,10 @@
-"""PartialFed-Adaptive: each client learns, layer by layer, whether to load the global parameters or its own.
+"""PartialFed-Adaptive: each client learns for each layer whether to load the global parameters or keep its own.
 
 Sun et al. 2021 (NeurIPS 34, "PartialFed"), compared in table 17 of FedWon (arXiv:2306.05879). Each layer has two logits
-on the client. After each step on the weights, the logits take one on the same batch: the loss of a network whose layers
-are, by a straight-through Gumbel-softmax sample, the global ones or those that the client ended its last round with. A
-round starts from the more probable choice; a tie loads. Running statistics are never loaded, since that loss, which
-normalizes by the batch, cannot see what they do. All entries are sent, so the server holds a whole model.
+on the client. After each step on the weights, the logits take a step on the same batch: on the loss of a network whose
+layers are, by a straight-through Gumbel-softmax sample, either global or from the end of the client's previous round. A
+round starts from the more probable choice; a tie loads. Running statistics are never loaded, because that loss
+normalizes by the batch and does not depend on them. All entries are sent, so that the server holds a complete model.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,12 +24,12 @@ from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick
 
 DRAW = 2**20
-"""Number of the draws of this rule under a step's key, beyond any that dropout layers make."""
+"""Index of this rule's draw under a step's key, larger than the indices that dropout layers use."""
 
 
 @dataclass(frozen=True)
 class Gates(Rule):
-    """Two logits a layer, ``[load, keep]``, trained ``lr_scale`` times as fast as the weights; ``tau``: temperature."""
+    """Two logits per layer, ``[load, keep]``; ``tau``: temperature, ``lr_scale``: relative learning rate."""
 
     tau: float
     lr_scale: float
@@ -88,7 +88,7 @@ class Gates(Rule):
 
 @method
 def partialfed_adaptive(base: Method, *, tau: float = 1.0, rate: float = 10.0) -> Method:
-    """Let clients of ``base`` learn what to load; ``tau``: temperature, ``rate``: how much faster the logits learn."""
+    """Learn what clients of ``base`` load; ``tau``: temperature, ``rate``: relative learning rate of the logits."""
     if not (tau > 0 and rate > 0):
         raise UsageError(f"tau={tau:g}, rate={rate:g}: give numbers above 0")
     return base.with_rule(Gates(tau, rate))

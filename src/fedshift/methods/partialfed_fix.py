@@ -1,7 +1,7 @@
-"""PartialFed-Fix: a client does not load a given set of layers, but sends all of them.
+"""PartialFed-Fix: clients send all layers, but do not load a fixed set of them.
 
-Sun et al. 2021 (NeurIPS 34, "PartialFed"), compared in table 17 of FedWon (arXiv:2306.05879). Unlike FedBN's, its
-server holds a whole model, the mean of what clients send.
+Sun et al. 2021 (NeurIPS 34, "PartialFed"), compared in table 17 of FedWon (arXiv:2306.05879). Unlike in FedBN, the
+server holds a complete model, the mean of the uploads.
 """
 
 from dataclasses import replace
@@ -12,8 +12,8 @@ from ..core.selection import parse_selection
 
 @method
 def partialfed_fix(base: Method, *, layers: int | str = 1) -> Method:
-    """Let clients of ``base`` load all but the last ``layers`` layers, or all but those of a pattern.
+    """Load all layers of ``base`` except the last ``layers`` layers, or except layers that match a pattern.
 
-    ``layers="batch_norm"`` gives each client the model that FedBN gives it.
+    With ``layers="batch_norm"``, clients have the same models as with FedBN.
     """
     return replace(base, scope=replace(base.scope, load=base.scope.load & ~parse_selection(layers)))

@@ -1,12 +1,12 @@
-"""SCAFFOLD: control variates take out of each local step the client's drift from the federation's direction.
+"""SCAFFOLD: control variates correct local steps for the client's drift from the federation's direction.
 
 Karimireddy et al. 2020, arXiv:1910.06378, Algorithm 1 with option II: a local step follows g - c_i + c; afterwards
-c_i+ = c_i - c + (x - y_i) / (K * lr), and the server steps by x + eta_g sum_i w_i (y_i - x) and c + sum_i p_i (c_i+ -
-c_i). Algorithm 1 counts clients equally: that is ``weighting="uniform"``, p_i = 1/N for all N clients. Otherwise p_i is
-client i's share of all training samples, so that c = sum_i p_i c_i is the gradient of the objective sum_i p_i f_i that
-averaging by samples minimizes, whoever takes part. The formula for c_i+ reads the mean gradient off the path, so it
-holds for plain SGD. It runs over the entries that the client loaded: an entry kept on the client has no common
-direction.
+c_i+ = c_i - c + (x - y_i) / (K * lr), and the server updates x + eta_g sum_i w_i (y_i - x) and c + sum_i p_i (c_i+ -
+c_i). Algorithm 1 counts clients equally, which is ``weighting="uniform"``: p_i = 1/N for all N clients. Otherwise p_i
+is client i's share of all training samples, so that c = sum_i p_i c_i is the gradient of the objective sum_i p_i f_i
+that averaging by samples minimizes, independent of participation. The formula for c_i+ computes the mean gradient from
+the path, which requires plain SGD. It applies to the entries that the client loads: an entry kept on the client has no
+common direction.
 """
 
 import torch
@@ -23,10 +23,10 @@ from ..utils.state import State, pick
 
 
 class ControlVariates(Rule):
-    """Control variates c_i on clients and c on the server; only the change of c_i travels."""
+    """Control variates c_i on clients and c on the server; clients send only the change of c_i."""
 
     requires = Requirements(
-        shared_entries="SCAFFOLD corrects the drift of what clients share",
+        shared_entries="SCAFFOLD corrects the drift of shared entries",
         plain_steps="SCAFFOLD's control variate",
     )
 
@@ -46,7 +46,7 @@ class ControlVariates(Rule):
     @override
     def end(self, client: EndContext) -> tuple[State, State]:
         path = client.steps * client.lr
-        if path == 0:  # nothing moved, so it says nothing
+        if path == 0:  # no step, no information
             return client.memory, {name: torch.zeros_like(c) for name, c in client.server.items()}
         change = {name: (client.loaded[name] - client.params[name]) / path - c for name, c in client.server.items()}
         return {name: c + change[name] if name in change else c for name, c in client.memory.items()}, change
@@ -63,8 +63,8 @@ class ControlVariates(Rule):
 def scaffold(base: Method, *, server_lr: float = 1.0) -> Method:
     """Add control variates to ``base``; needs clients that keep state, and SGD without momentum.
 
-    ``server_lr``: the server's step size eta_g along the mean change of the models; other than 1 it takes the place of
-    a server optimizer.
+    ``server_lr``: the server's step size eta_g along the mean change of the models; a value other than 1 acts as the
+    server optimizer.
     """
     stepped = base if server_lr == 1 else base.with_server(Scaled(lr=float(server_lr)))
     return stepped.with_rule(ControlVariates())

@@ -1,4 +1,4 @@
-"""SingleSet: every client trains alone and nothing travels; the lower baseline of FedBN's and FedWon's tables."""
+"""SingleSet: every client trains on its own data without communication; the lower baseline of FedBN and FedWon."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from ..utils.errors import UsageError
 
 @method
 def single(base: Method) -> Method:
-    """Let clients of ``base`` load nothing and send nothing."""
+    """Train the clients of ``base`` without loading or sending any entry."""
     if base.scope != Scope():
-        raise UsageError(f"{base.name} decides what is exchanged, but single exchanges nothing: remove one of the two")
+        raise UsageError(f"{base.name} selects exchanged entries, but single exchanges nothing: remove one of the two")
     return replace(base, scope=Scope(load=nothing, send=nothing))

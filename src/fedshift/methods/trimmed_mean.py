@@ -1,4 +1,4 @@
-"""Trimmed mean: of each entry, the largest and the smallest values are left out before averaging.
+"""Trimmed mean: exclude the largest and the smallest values of each entry before averaging.
 
 Yin et al. 2018, arXiv:1803.01498, option II. Clients count equally.
 """
@@ -38,5 +38,5 @@ class TrimmedMean(RobustAggregation):
 
 @method
 def trimmed_mean(base: Method, *, trim: int = 1) -> Method:
-    """Aggregate by the trimmed mean; ``trim``: values left out at each end, the faulty clients that it tolerates."""
+    """Aggregate by the trimmed mean; ``trim``: values excluded at each end, which bounds tolerated faulty clients."""
     return base.with_aggregation(TrimmedMean(trim))

@@ -1,8 +1,8 @@
-"""Amplitude normalization: the low frequencies of every image get the amplitudes that the federation's have on average.
+"""Amplitude normalization: replace the low-frequency amplitudes of every image by the federation's average.
 
-HarmoFL (Jiang et al. 2022, arXiv:2112.10775), by the authors' public code (med-air/HarmoFL). Phases, which carry
-shapes, stay as they are. The zero frequency is a channel's sum and counts with its sign: the same as its amplitude for
-pixels of 0 and more, which that code has, and right for inputs that are shifted to have negative values, too.
+HarmoFL (Jiang et al. 2022, arXiv:2112.10775), following the authors' public code (med-air/HarmoFL). Phases, which carry
+shapes, are unchanged. The zero frequency, a channel's sum, keeps its sign: this equals the amplitude for non-negative
+pixels, as in that code, and is also correct for inputs with negative values.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..utils.errors import UsageError
 
 
 class AmplitudeNorm(nn.Module):
-    """Gives images ``[B, C, H, W]`` the ``amplitude [C, 2 F + 1, 2 F + 1]`` at frequencies -F to F in each direction.
+    """Sets the amplitudes of images ``[B, C, H, W]`` at frequencies -F to F in each direction.
 
-    F is ``frequencies``; with 0 it is each channel's sum alone, which is its brightness and may be negative. While
-    ``amplitude`` is zero everywhere, images pass unchanged.
+    ``amplitude``: ``[C, 2 F + 1, 2 F + 1]``; while it is zero everywhere, images pass unchanged. F is ``frequencies``;
+    with 0, only each channel's sum is set, which is its brightness and may be negative.
     """
 
     amplitude: Tensor
@@ -32,15 +32,15 @@ class AmplitudeNorm(nn.Module):
 
     @property
     def is_measured(self) -> Tensor:
-        """Whether there are amplitudes to give, a bool scalar."""
+        """Whether amplitudes are set, a bool scalar."""
         return (self.amplitude != 0).any()
 
     def measure(self, x: Tensor) -> Tensor:
-        """Return the amplitudes of ``x``, as :attr:`amplitude` holds them, of each image."""
+        """Return the amplitudes of each image in ``x``, in the layout of :attr:`amplitude`."""
         return amplitudes(low_frequencies(x.to(self.amplitude.dtype), self.frequencies))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` with these amplitudes."""
+        """Return ``x`` with the amplitudes replaced."""
         parts = low_frequencies(x.to(self.amplitude.dtype), self.frequencies)
         added = sum_waves(move_amplitudes(parts, self.amplitude - amplitudes(parts)), x)
         return torch.where(self.is_measured, (x + added).to(x.dtype), x)
@@ -51,18 +51,18 @@ class AmplitudeNorm(nn.Module):
 
 
 def low_frequencies(x: Tensor, frequencies: int) -> tuple[Tensor, Tensor]:
-    """Return real and imaginary part of the spectra of images ``[B, C, H, W]`` at frequencies -F to F each way.
+    """Return the real and imaginary parts of the spectra of images ``[B, C, H, W]`` at frequencies -F to F.
 
-    Each is ``[B, C, 2 F + 1, 2 F + 1]``; F is ``frequencies``. Raises :class:`UsageError` where images are too small.
+    Each is ``[B, C, 2 F + 1, 2 F + 1]``; F is ``frequencies``. Raises :class:`UsageError` if images are too small.
     """
     cos, sin = _make_waves(x, frequencies)
     return torch.einsum("bchw,uvhw->bcuv", x, cos), -torch.einsum("bchw,uvhw->bcuv", x, sin)
 
 
 def sum_waves(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the images with the spectra whose real and imaginary ``parts`` are given, of the size of ``like``.
+    """Return images of the size of ``like`` with the spectra of real and imaginary ``parts``.
 
-    It is the inverse of :func:`low_frequencies` where all other frequencies are zero.
+    The inverse of :func:`low_frequencies` for images without other frequencies.
     """
     real, imaginary = parts
     cos, sin = _make_waves(like.to(real.dtype), real.shape[-1] // 2)
@@ -71,11 +71,11 @@ def sum_waves(parts: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _make_waves(x: Tensor, frequencies: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the low frequencies over the pixels of ``x``, ``[2 F + 1, 2 F + 1, H, W]``."""
+    """Return the cosines and sines of the low frequencies over the pixels of ``x``, ``[2 F + 1, 2 F + 1, H, W]``."""
     height, width = x.shape[2:]
     if min(height, width) < 2 * frequencies + 1:
         raise UsageError(
-            f"frequencies={frequencies}: images of {height} x {width} pixels have no more than "
+            f"frequencies={frequencies}: images of {height} x {width} pixels allow at most "
             f"{(min(height, width) - 1) // 2} in each direction"
         )
     low = torch.arange(-frequencies, frequencies + 1, device=x.device).to(x.dtype)
@@ -87,17 +87,17 @@ def _make_waves(x: Tensor, frequencies: int) -> tuple[Tensor, Tensor]:
 
 
 def amplitudes(parts: Sequence[Tensor]) -> Tensor:
-    """Return the amplitudes of real and imaginary ``parts [..., 2 F + 1, 2 F + 1]``; the zero frequency has a sign."""
+    """Return the amplitudes of real and imaginary ``parts [..., 2 F + 1, 2 F + 1]``, signed at the zero frequency."""
     real, imaginary = parts
     zero = torch.zeros(real.shape[-2:], dtype=torch.bool, device=real.device)
     zero[real.shape[-2] // 2, real.shape[-1] // 2] = True
-    return torch.where(zero, real, (real.square() + imaginary.square()).sqrt())  # ONNX knows no hypot
+    return torch.where(zero, real, (real.square() + imaginary.square()).sqrt())  # ONNX lacks hypot
 
 
 def move_amplitudes(parts: Sequence[Tensor], by: Tensor) -> list[Tensor]:
-    """Return what real and imaginary ``parts`` gain where amplitudes move ``by`` so much and phases stay.
+    """Return the changes of real and imaginary ``parts`` if amplitudes change ``by`` and phases stay.
 
-    Where there is no amplitude, the phase is 0.
+    The phase of a zero amplitude is 0.
     """
     before = amplitudes(parts)
     return [by * torch.where(before != 0, part / before, whole) for part, whole in zip(parts, (1.0, 0.0), strict=True)]

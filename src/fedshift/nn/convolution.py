@@ -1,8 +1,8 @@
-"""Convolutions that oneDNN, by which torch convolves, does slowly: in other operations with torch's values.
+"""Faster implementations of convolutions that oneDNN, torch's backend, runs slowly.
 
-Depthwise kernels on small images: once the padding is as tall as the outputs, as in the last blocks of MobileNetV2
+Depthwise kernels on small images: if the padding is as tall as the outputs, as in the last blocks of MobileNetV2
 (Sandler et al. 2018, arXiv:1801.04381) on images of 32 x 32, the gradient of the kernels takes up to 200 times as long
-as the sum of products that it is. Kernels of 1 x 1: a product of matrices takes half as long. Results differ from
+as the sum of products that defines it. Kernels of 1 x 1: a matrix product takes half as long. Results differ from
 torch's by rounding.
 """
 
@@ -18,11 +18,11 @@ from .linear import may_multiply_by_onednn, multiply_by_onednn, runs_in_lanes
 
 Pair = tuple[int, int]
 ROWS = 512
-"""Pixels of a batch up to which the gradient of 1 x 1 kernels is faster as a product than as a convolution."""
+"""Maximum number of pixels in a batch for which the gradient of 1 x 1 kernels is faster as a product."""
 
 
 class _Depthwise(torch.autograd.Function):
-    """``F.conv2d`` with one kernel for each channel and zeros as padding."""
+    """``F.conv2d`` with one kernel per channel and zero padding."""
 
     @staticmethod
     def forward(ctx: Any, x_NCHW: Tensor, w_C1KL: Tensor, b_C: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
@@ -31,26 +31,26 @@ class _Depthwise(torch.autograd.Function):
         return F.conv2d(x_NCHW, w_C1KL, b_C, stride, padding, groups=len(w_C1KL))
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        (x_NCHW, w_C1KL), (grad_NCHW,) = ctx.saved_tensors, given
-        x_wanted, w_wanted, b_wanted, *_ = ctx.needs_input_grad
-        how = ctx.stride, ctx.padding, (1, 1), False, (0, 0), len(w_C1KL)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x_NCHW, w_C1KL), (grad_NCHW,) = ctx.saved_tensors, grads
+        needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
+        settings = ctx.stride, ctx.padding, (1, 1), False, (0, 0), len(w_C1KL)
         only_inputs = True, False, False
         return (
-            torch.ops.aten.convolution_backward(grad_NCHW, x_NCHW, w_C1KL, None, *how, only_inputs)[0]
-            if x_wanted
+            torch.ops.aten.convolution_backward(grad_NCHW, x_NCHW, w_C1KL, None, *settings, only_inputs)[0]
+            if needs_x
             else None,
-            differentiate_kernels(x_NCHW, grad_NCHW, w_C1KL.shape[2:], ctx.stride, ctx.padding) if w_wanted else None,
-            grad_NCHW.sum(dim=(0, 2, 3)) if b_wanted else None,
+            differentiate_kernels(x_NCHW, grad_NCHW, w_C1KL.shape[2:], ctx.stride, ctx.padding) if needs_w else None,
+            grad_NCHW.sum(dim=(0, 2, 3)) if needs_b else None,
             None,
             None,
         )
 
 
 class _Pointwise(torch.autograd.Function):
-    """``F.conv2d`` with kernels of 1 x 1 on images that lie channels last, as a product of pixels and kernels.
+    """``F.conv2d`` with kernels of 1 x 1 on channels-last images, as a product of pixels and kernels.
 
-    It gives the pixels as rows, ``[N H W, O]``: a function must not return a view, which in-place layers refuse.
+    Returns pixels as rows, ``[N H W, O]``, because in-place layers refuse views returned by a function.
     """
 
     @staticmethod
@@ -59,37 +59,38 @@ class _Pointwise(torch.autograd.Function):
         return multiply_by_onednn(_as_rows(x_NCHW), w_OC11.flatten(1), b_O)
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        (x_NCHW, w_OC11), (grad_RO,) = ctx.saved_tensors, given
-        wanted = list(ctx.needs_input_grad)
-        found: list[Tensor | None] = [None, None, None]
-        if not torch.is_grad_enabled():  # otherwise it will be differentiated again
-            if wanted[0]:
-                found[0] = _as_images(multiply_by_onednn(grad_RO, w_OC11.flatten(1).t(), None), x_NCHW)
-            if wanted[1] and len(grad_RO) <= ROWS:
-                found[1] = multiply_by_onednn(grad_RO.t(), _as_rows(x_NCHW).t(), None).reshape(w_OC11.shape)
-        left = [want and made is None for want, made in zip(wanted, found, strict=True)]
-        if any(left):
-            how = [len(w_OC11)], (1, 1), (0, 0), (1, 1), False, (0, 0), 1
-            made = torch.ops.aten.convolution_backward(_as_images(grad_RO, x_NCHW), x_NCHW, w_OC11, *how, left)
-            found = [own if own is not None else other for own, other in zip(found, made, strict=True)]
-        return tuple(found)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x_NCHW, w_OC11), (grad_RO,) = ctx.saved_tensors, grads
+        needed = list(ctx.needs_input_grad)
+        results: list[Tensor | None] = [None, None, None]
+        if not torch.is_grad_enabled():  # otherwise differentiated again
+            if needed[0]:
+                results[0] = _as_images(multiply_by_onednn(grad_RO, w_OC11.flatten(1).t(), None), x_NCHW)
+            if needed[1] and len(grad_RO) <= ROWS:
+                results[1] = multiply_by_onednn(grad_RO.t(), _as_rows(x_NCHW).t(), None).reshape(w_OC11.shape)
+        missing = [need and result is None for need, result in zip(needed, results, strict=True)]
+        if any(missing):
+            settings = [len(w_OC11)], (1, 1), (0, 0), (1, 1), False, (0, 0), 1
+            grad_NOHW = _as_images(grad_RO, x_NCHW)
+            rest = torch.ops.aten.convolution_backward(grad_NOHW, x_NCHW, w_OC11, *settings, missing)
+            results = [fast if fast is not None else slow for fast, slow in zip(results, rest, strict=True)]
+        return tuple(results)
 
 
 def _as_rows(x_NCHW: Tensor) -> Tensor:
-    """Return pixels ``[N H W, C]``."""
+    """Return the pixels as rows, ``[N H W, C]``."""
     return x_NCHW.permute(0, 2, 3, 1).reshape(-1, x_NCHW.shape[1])
 
 
 def _as_images(x_RC: Tensor, like: Tensor) -> Tensor:
-    """Return rows as pixels of images of the number and size of those in ``like``."""
+    """Return rows as pixels of images, in the number and size of ``like``."""
     return x_RC.reshape(len(like), *like.shape[2:], -1).permute(0, 3, 1, 2)
 
 
 def differentiate_kernels(x_NCHW: Tensor, grad_NCHW: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """Return the gradient ``[C, 1, *kernel]`` of a depthwise convolution's kernels.
 
-    ``x_NCHW``: its inputs. ``grad_NCHW``: gradient of its outputs.
+    ``x_NCHW``: the inputs. ``grad_NCHW``: the gradient of the outputs.
     """
     x_NHWC, grad_NHWC = x_NCHW.permute(0, 2, 3, 1), grad_NCHW.permute(0, 2, 3, 1)
     places = tuple(zip(x_NHWC.shape[1:3], grad_NHWC.shape[1:3], stride, padding, strict=True))
@@ -107,9 +108,9 @@ def differentiate_kernels(x_NCHW: Tensor, grad_NCHW: Tensor, kernel: Pair, strid
 
 
 def _match(tap: int, inputs: int, outputs: int, stride: int, padding: int) -> tuple[slice, slice] | None:
-    """Return the input pixels that a kernel's row or column ``tap`` meets, and the outputs they go to; None: no pixel.
+    """Return the inputs that a kernel's row or column ``tap`` multiplies, and their outputs; None: no pixel.
 
-    Output ``i`` meets input ``i * stride + tap - padding``.
+    Output ``i`` uses input ``i * stride + tap - padding``.
     """
     first, last = max(0, -((tap - padding) // stride)), min(outputs - 1, (inputs - 1 + padding - tap) // stride)
     if last < first:
@@ -118,13 +119,13 @@ def _match(tap: int, inputs: int, outputs: int, stride: int, padding: int) -> tu
     return slice(start, start + (last - first) * stride + 1, stride), slice(first, last + 1)
 
 
-def _apply(function: Any, *given: Any) -> Tensor:
-    made: Tensor = function.apply(*given)
-    return made
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    output: Tensor = function.apply(*arguments)
+    return output
 
 
 class FastConv2d(nn.Conv2d):
-    """A 2D convolution that is fast with depthwise kernels on small images and with kernels of 1 x 1."""
+    """A 2D convolution with fast depthwise kernels on small images and fast 1 x 1 kernels."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         fits = input.ndim == 4 and input.shape[1] == self.in_channels and input.numel() > 0
@@ -137,7 +138,7 @@ class FastConv2d(nn.Conv2d):
         return usual
 
     def _is_pointwise(self, x: Tensor) -> bool:
-        """Return whether the convolution is a product of matrices as the images lie in memory."""
+        """Return whether the convolution is a matrix product in the memory format of ``x``."""
         plain = self.groups == 1 and self.kernel_size == (1, 1) == self.stride and self.padding in ((0, 0), "valid")
         single = x.dtype == self.weight.dtype == torch.float32
         return plain and single and may_multiply_by_onednn() and x.is_contiguous(memory_format=torch.channels_last)
@@ -157,7 +158,7 @@ class FastConv2d(nn.Conv2d):
 
 
 def use_fast_convolutions(module: nn.Module) -> nn.Module:
-    """``module`` with convolutions that are fast in depthwise and in 1 x 1 kernels too."""
+    """Replace depthwise and 1 x 1 convolutions in ``module`` by :class:`FastConv2d`, in place; return ``module``."""
     for layer in module.modules():
         if type(layer) is nn.Conv2d and (layer.groups > 1 or layer.kernel_size == (1, 1)):
             layer.__class__ = FastConv2d

@@ -1,13 +1,13 @@
-"""Weights of large linear layers whose updates are held back as the factors of which they are products.
+"""Deferred updates: weights of large linear layers with updates kept in factored form.
 
-The gradient of a layer with B samples in a batch is the product of two matrices of B rows. To write it, read it again
-and update the weights takes longer than to multiply by them where B is small (FedWon: 4, Zhuang & Lyu 2024,
-arXiv:2306.05879). Plain SGD's steps add up: after n of them the weights are W + S^T X, where the rows of S are the
-outputs' gradients times the negative learning rate and those of X the inputs. A layer multiplies by W and by the two
-factors; the product is added to W after many steps, or as soon as anything but a linear layer looks at the weights.
+The gradient of a layer with B samples in a batch is the product of two matrices with B rows. For small B, writing it,
+reading it and updating the weights takes longer than multiplying by them (FedWon: B = 4, Zhuang & Lyu 2024,
+arXiv:2306.05879). Steps of plain SGD add up: after n steps the weights are W + S^T X, where rows of S are the gradients
+of outputs times the negative learning rate, and rows of X are inputs. A layer multiplies by W and by the two factors;
+their product is added to W after many steps, or before any other operation reads the weights.
 
-Clients side by side that start from the same W hold back the updates of a whole round: then W is there only once, and
-is multiplied by the batches of all of them together.
+Lanes of clients that start from the same W defer the updates of a whole round: they share W, which multiplies the
+batches of all lanes together.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from .linear import may_multiply_by_onednn, multiply_by_onednn, multiply_in_lane
 
 ROWS = 128
-"""Rows of factors that are held at most."""
+"""Maximum number of rows in the factors."""
 FEW = 16
-"""Rows of a batch up to which updates are held back."""
+"""Maximum number of rows in a batch for which updates are deferred."""
 SIZES = 4
-"""Sizes of the factors of lanes, each of which needs a recorded step."""
+"""Number of sizes of the factors of lanes; each size needs a recorded step."""
 _INDIFFERENT = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cpu", "is_cuda")
@@ -36,9 +36,9 @@ _INDIFFERENT = {
 
 
 class HeldUpdates:
-    """The factors that are to be added to ``w_OI``.
+    """Deferred updates of ``w_OI``, as factors.
 
-    ``fast``: products by oneDNN. ``listening``: whether gradients that are computed now are those of the step.
+    ``fast``: whether oneDNN computes products. ``listening``: whether the current backward pass belongs to the step.
     """
 
     def __init__(self, w_OI: Tensor, *, fast: bool) -> None:
@@ -46,10 +46,10 @@ class HeldUpdates:
         self.s_RO, self.x_RI = (w_OI.new_empty(ROWS, size) for size in w_OI.shape)
         self.rows = 0
         self.listening = False
-        self.found: list[tuple[Tensor, Tensor]] = []
+        self.gradients: list[tuple[Tensor, Tensor]] = []
 
     def expose(self) -> Tensor:
-        """Return the weights as a leaf of a new graph that knows of the held updates."""
+        """Return the weights as a leaf of a new graph, with the deferred updates attached."""
         exposed: _DeferredWeight = torch.Tensor._make_subclass(_DeferredWeight, self.w_OI, True)
         exposed.held = self
         return exposed
@@ -59,19 +59,19 @@ class HeldUpdates:
         return multiply_by_onednn(left_BN, right_PN, None) if self.fast else F.linear(left_BN, right_PN)
 
     def add_(self, lr: float) -> None:
-        """Hold the update of a step of SGD along the gradients that were found."""
-        for grad_BO, x_BI in self.found:
+        """Defer the update of an SGD step along the recorded gradients."""
+        for grad_BO, x_BI in self.gradients:
             if self.rows + len(x_BI) > ROWS:
                 self.settle()
             span = slice(self.rows, self.rows + len(x_BI))
             torch.mul(grad_BO, -lr, out=self.s_RO[span])
             self.x_RI[span] = x_BI
             self.rows += len(x_BI)
-        self.found.clear()
+        self.gradients.clear()
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Add the held updates to the weights."""
+        """Add the deferred updates to the weights."""
         if self.rows:
             s_OR, x_RI = self.s_RO[: self.rows].t(), self.x_RI[: self.rows]
             self.rows = 0
@@ -82,39 +82,39 @@ class HeldUpdates:
 
 
 class _Product(torch.autograd.Function):
-    """``x (W + S^T X)^T + b``; in a step's own backward pass the weights' gradient is left with them as its factors."""
+    """``x (W + S^T X)^T + b``; the backward pass of a step records the weights' gradient in factored form."""
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, b_O: Tensor | None, held: HeldUpdates) -> Tensor:
         ctx.save_for_backward(x_BI)
         ctx.w_OI, ctx.held = w_OI, held
-        made = held.multiply(x_BI, held.w_OI)
+        out_BO = held.multiply(x_BI, held.w_OI)
         if held.rows:
-            made.addmm_(F.linear(x_BI, held.x_RI[: held.rows]), held.s_RO[: held.rows])
-        return made if b_O is None else made.add_(b_O)
+            out_BO.addmm_(F.linear(x_BI, held.x_RI[: held.rows]), held.s_RO[: held.rows])
+        return out_BO if b_O is None else out_BO.add_(b_O)
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         held: HeldUpdates = ctx.held
-        (x_BI,), (grad_BO,) = ctx.saved_tensors, given
-        x_wanted, w_wanted, b_wanted, _ = ctx.needs_input_grad
-        of_inputs = of_weights = None
-        if torch.is_grad_enabled():  # it will be differentiated again
-            of_inputs, of_weights = grad_BO @ ctx.w_OI, grad_BO.t() @ x_BI
+        (x_BI,), (grad_BO,) = ctx.saved_tensors, grads
+        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+        grad_x = grad_w = None
+        if torch.is_grad_enabled():  # differentiated again
+            grad_x, grad_w = grad_BO @ ctx.w_OI, grad_BO.t() @ x_BI
         else:
-            if x_wanted:
-                of_inputs = held.multiply(grad_BO, held.w_OI.t())
+            if needs_x:
+                grad_x = held.multiply(grad_BO, held.w_OI.t())
                 if held.rows:
-                    of_inputs.addmm_(F.linear(grad_BO, held.s_RO[: held.rows]), held.x_RI[: held.rows])
+                    grad_x.addmm_(F.linear(grad_BO, held.s_RO[: held.rows]), held.x_RI[: held.rows])
             if held.listening:
-                held.found.append((grad_BO, x_BI))
-            elif w_wanted:
-                of_weights = grad_BO.t() @ x_BI
-        return of_inputs, of_weights, grad_BO.sum(dim=0) if b_wanted else None, None
+                held.gradients.append((grad_BO, x_BI))
+            elif needs_w:
+                grad_w = grad_BO.t() @ x_BI
+        return grad_x, grad_w, grad_BO.sum(dim=0) if needs_b else None, None
 
 
 class _DeferredWeight(Tensor):
-    """A weight with held updates: linear layers multiply by both; before any other use they are added."""
+    """A weight with deferred updates: linear layers apply them in factored form, other operations settle them first."""
 
     held: HeldUpdates
 
@@ -134,13 +134,13 @@ class _DeferredWeight(Tensor):
             return func(*args, **kwargs)
 
 
-def _apply(*given: Any) -> Tensor:
-    made: Tensor = _Product.apply(*given)  # type: ignore[no-untyped-call]
-    return made
+def _apply(*arguments: Any) -> Tensor:
+    output: Tensor = _Product.apply(*arguments)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _fits(x: Any, weight: Any, bias: Any = None) -> bool:
-    """Return whether the product of ``x`` and ``weight`` is one of few rows and a weight whose updates are held."""
+    """Return whether ``weight`` has deferred updates and ``x`` has few rows and the same dtype and device."""
     if not isinstance(weight, _DeferredWeight) or any(isinstance(each, _DeferredWeight) for each in (x, bias)):
         return False
     usual = x.dtype == weight.dtype and x.device == weight.device and x.shape[-1:] == weight.shape[1:]
@@ -148,9 +148,9 @@ def _fits(x: Any, weight: Any, bias: Any = None) -> bool:
 
 
 class LaneUpdates:
-    """The updates of ``lanes`` clients that start from ``w_OI``, as factors of at most ``rows`` rows for each.
+    """Deferred updates of ``lanes`` clients that start from ``w_OI``, as factors of at most ``rows`` rows per lane.
 
-    ``fast``: products of the layer by oneDNN.
+    ``fast``: products that the layer computes with oneDNN.
     """
 
     def __init__(self, w_OI: Tensor, lanes: int, rows: int, fast: frozenset[str]) -> None:
@@ -159,13 +159,13 @@ class LaneUpdates:
         self.rows = 0
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return the factors that are held, ``[K, R, O]`` and ``[K, R, I]``, and zeros up to one of ``SIZES`` sizes."""
+        """Return the factors ``[K, R, O]`` and ``[K, R, I]``, padded with zeros to one of ``SIZES`` sizes."""
         block = -(-self.s_KRO.shape[1] // SIZES)
         held = -(-self.rows // block) * block
         return self.s_KRO[:, :held], self.x_KRI[:, :held]
 
     def add_(self, grad_KBO: Tensor, x_KBI: Tensor, lr: float) -> None:
-        """Hold the update of a step of SGD, given the gradients of the layer's outputs, and its inputs."""
+        """Defer the update of an SGD step, given the gradients of the layer's outputs, and its inputs."""
         span = slice(self.rows, self.rows + x_KBI.shape[1])
         torch.mul(grad_KBO, -lr, out=self.s_KRO[:, span])
         self.x_KRI[:, span] = x_KBI
@@ -178,9 +178,9 @@ class LaneUpdates:
 
 
 class LaneWeight(Tensor):
-    """The weight of one lane under ``torch.vmap``, ``w + s^T x``, which one linear layer may multiply by once.
+    """The weight ``w + s^T x`` of one lane under ``torch.vmap``, for a single call of a linear layer.
 
-    ``slope [B, O]``: zeros that the layer adds to its outputs, whose gradients are then theirs.
+    ``slope [B, O]``: zeros that the layer adds to its outputs, so that their gradient is the gradient of the outputs.
     """
 
     base: Tensor
@@ -191,16 +191,16 @@ class LaneWeight(Tensor):
 
     @classmethod
     def of(cls, w_OI: Tensor, held: Sequence[Tensor], slope_BO: Tensor, fast: frozenset[str]) -> LaneWeight:
-        """Return the weight ``w_OI + s_RO^T x_RI`` of a lane, ``held`` being ``s_RO`` and ``x_RI``."""
-        made: LaneWeight = torch.Tensor._make_subclass(cls, w_OI)
-        made.base, made.held, made.slope, made.fast, made._input = w_OI, held, slope_BO, fast, None
-        return made
+        """Return the weight ``w_OI + s_RO^T x_RI`` of a lane; ``held``: ``s_RO`` and ``x_RI``."""
+        weight: LaneWeight = torch.Tensor._make_subclass(cls, w_OI)
+        weight.base, weight.held, weight.slope, weight.fast, weight._input = w_OI, held, slope_BO, fast, None
+        return weight
 
     @property
     def input(self) -> Tensor:
-        """The input of the layer, ``[B, I]``; raises :class:`NotImplementedError` where none was multiplied."""
+        """The input of the layer, ``[B, I]``; raises :class:`NotImplementedError` if no layer used the weight."""
         if self._input is None:
-            raise NotImplementedError("a weight whose updates are held back is not multiplied by")
+            raise NotImplementedError("no linear layer uses the weight with deferred updates")
         return self._input
 
     @classmethod
@@ -209,12 +209,12 @@ class LaneWeight(Tensor):
             if func in _INDIFFERENT:
                 return func(*args, **(kwargs or {}))
             if func is not F.linear or kwargs or not isinstance(args[1], cls):
-                raise NotImplementedError(f"{func} of a weight whose updates are held back")
+                raise NotImplementedError(f"{func} of a weight with deferred updates")
             x_BI, weight, bias = (*args, None)[:3]
             s_RO, x_RI = weight.held
             if weight._input is not None or x_BI.dim() != 2 or len(x_BI) != len(weight.slope):
-                raise NotImplementedError("a weight whose updates are held back multiplies one batch of vectors")
+                raise NotImplementedError("a weight with deferred updates supports one batch of vectors")
             weight._input = x_BI
-            made = multiply_in_lane(x_BI, weight.base, weight.fast) + weight.slope
-            made = made + x_BI @ x_RI.t() @ s_RO if len(s_RO) else made
-            return made if bias is None else made + bias
+            out_BO = multiply_in_lane(x_BI, weight.base, weight.fast) + weight.slope
+            out_BO = out_BO + x_BI @ x_RI.t() @ s_RO if len(s_RO) else out_BO
+            return out_BO if bias is None else out_BO + bias

@@ -1,8 +1,8 @@
-"""Dropout whose masks are a function of a key, so that every engine, and a resumed run, draws the same ones.
+"""Dropout with masks determined by a key, so that every engine, and a resumed run, draws the same masks.
 
 The mask of element ``i`` in the ``c``-th dropout call of a forward pass is a hash of ``(key, c, i)``: a counter-based
 generator (Salmon et al. 2011, doi:10.1145/2063384.2063405) with the 32-bit finalizer of MurmurHash3, in integer tensor
-arithmetic, which runs alike on every device and under ``torch.vmap``.
+arithmetic, which has the same results on every device and under ``torch.vmap``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .surgery import replace_modules
 _MASK = 0xFFFFFFFF
 
 _current: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("dropout_draws", default=None)
-"""The key of the step that is running, and the numbers of its next masks."""
+"""The key of the current step, and an iterator over the numbers of its masks."""
 
 
 @contextmanager
 def dropout_key(key: Tensor) -> Iterator[None]:
-    """Inside the block, keyed dropout layers draw from ``key`` (int64, no dimensions)."""
+    """Key the draws of dropout layers inside the block by ``key`` (int64 scalar)."""
     token = _current.set((key, count()))
     try:
         yield
@@ -38,11 +38,11 @@ def dropout_key(key: Tensor) -> Iterator[None]:
 
 
 def current_key() -> Tensor:
-    """Return the key of the step that is running, for layers that draw; RuntimeError outside of a step."""
+    """Return the key of the current step, for layers with random draws; raise RuntimeError outside of a step."""
     draws = _current.get()
     if draws is None:
         raise RuntimeError(
-            "a layer that draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
+            "a layer with random draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
         )
     return draws[0]
 
@@ -54,20 +54,20 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def draw_bits(key: Tensor, call: int, count: int) -> Tensor:
-    """``count`` integers, uniform in 0..2^32-1 (int64), of draw number ``call`` under ``key``."""
+    """Return ``count`` uniform integers in 0..2^32-1 (int64), for draw number ``call`` under ``key``."""
     low, high = key & _MASK, (key >> 32) & _MASK
     salt = _mix(low ^ _mix((high + 0x9E3779B9 * (call + 1)) & _MASK))
     return _mix(_mix(torch.arange(count, device=key.device) ^ salt) ^ high)
 
 
 def draw_uniform(key: Tensor, call: int, count: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return ``count`` numbers, uniform between 0 and 1 and neither of them, of draw number ``call`` under ``key``."""
+    """Return ``count`` uniform numbers in (0, 1), for draw number ``call`` under ``key``."""
     drawn = (draw_bits(key, call, count).to(dtype) + 0.5) / 2**32
-    return drawn.clamp(max=1 - torch.finfo(dtype).eps / 2)  # float32 rounds the last ones to 1
+    return drawn.clamp(max=1 - torch.finfo(dtype).eps / 2)  # float32 would round the largest to 1
 
 
 def draw_normal(key: Tensor, call: int, shape: Sequence[int]) -> Tensor:
-    """Return standard normal numbers, float64 ``shape``, of draws ``call`` and ``call + 1`` under ``key``.
+    """Return standard normal numbers, float64 ``shape``, for draws ``call`` and ``call + 1`` under ``key``.
 
     Box and Muller 1958, doi:10.1214/aoms/1177706645.
     """
@@ -76,7 +76,7 @@ def draw_normal(key: Tensor, call: int, shape: Sequence[int]) -> Tensor:
 
 
 class Keyed(nn.Module):
-    """A layer that draws from the key of the step (:func:`current_key`) in training."""
+    """Base class of layers whose random draws in training are keyed by the step (:func:`current_key`)."""
 
 
 class KeyedDropout(Keyed):
@@ -87,7 +87,7 @@ class KeyedDropout(Keyed):
         self.p, self.channels = p, channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply to ``x`` of any shape (``[N, C, ...]`` where whole channels are dropped)."""
+        """Apply dropout to ``x`` of any shape (``[N, C, ...]`` to drop whole channels)."""
         if not self.training or self.p == 0.0:
             return x
         draws = _current.get()
@@ -99,15 +99,15 @@ class KeyedDropout(Keyed):
         return x * keep.reshape(shape).to(x.dtype) / (1.0 - self.p) if self.p < 1.0 else torch.zeros_like(x)
 
     def extra_repr(self) -> str:
-        """Probability and unit of dropping, as the module prints itself."""
+        """Return the probability and the unit of dropping, for ``repr``."""
         return f"p={self.p}, channels={self.channels}"
 
 
 def key_dropouts(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` in which every Dropout layer (element- or channel-wise) draws from keys.
+    """Return a copy of ``module`` with every Dropout layer (element- or channel-wise) keyed by the step.
 
-    Without such a layer it is ``module`` itself. Layers that do not drop a plain mask alone (AlphaDropout, a subclass
-    with another ``forward``, one with hooks) draw from torch's generator, which engines seed for each client and round.
+    Without such layers, return ``module`` itself. Other layers (AlphaDropout, subclasses with another ``forward``,
+    layers with hooks) draw from torch's generator, which engines seed for each client and round.
     """
     if not any(isinstance(layer, _DropoutNd) for layer in module.modules()):
         return module

@@ -1,8 +1,9 @@
-"""Hybrid batch normalization: training normalizes by a mix of the batch's statistics and the federation's.
+"""Hybrid batch normalization: normalize by a mix of the batch's and the federation's statistics in training.
 
-HBN (Chen et al. 2025, arXiv:2505.21877), by the authors' public code. ``share = sigmoid(factor)`` of the mix is the
-batch's, for each channel; ``factor`` is trained and starts at 0, so that the share starts at one half. The batch's
-variance is biased, and its mean and variance are part of the gradient. Local work writes into no statistics.
+HBN (Chen et al. 2025, arXiv:2505.21877), following the authors' public code. The weight of the batch's statistics is
+``share = sigmoid(factor)`` for each channel; ``factor`` is trained and starts at 0, so that the share starts at one
+half. The batch's variance is biased, and gradients include its mean and variance. Local work does not change
+statistics.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class HybridBatchNorm(nn.Module):
     """Normalization of inputs ``[B, C, ...]`` by channel.
 
-    ``factor [C]`` decides how much of the mix is the batch's, ``global_mean`` and ``global_var [C]`` are the rest of
-    it; evaluation normalizes by ``running_mean`` and ``running_var [C]`` alone.
+    ``factor [C]`` weighs the batch's statistics against ``global_mean`` and ``global_var [C]``; evaluation normalizes
+    by ``running_mean`` and ``running_var [C]``.
     """
 
     weight: Tensor | None
@@ -39,19 +40,19 @@ class HybridBatchNorm(nn.Module):
 
     @classmethod
     def of(cls, layer: _BatchNorm) -> Self:
-        """Return the hybrid form of ``layer``, whose affine parameters it takes over and whose statistics it copies."""
-        made = cls(layer.num_features, layer.eps)
+        """Convert ``layer``, sharing its affine parameters and copying its statistics."""
+        hybrid = cls(layer.num_features, layer.eps)
         like = next((tensor for tensor in (layer.weight, layer.running_mean) if tensor is not None), None)
-        made = made if like is None else made.to(like)
-        made._parameters.update(layer._parameters)
+        hybrid = hybrid if like is None else hybrid.to(like)
+        hybrid._parameters.update(layer._parameters)
         if layer.running_mean is not None and layer.running_var is not None:
             for kind in ("global", "running"):
-                getattr(made, f"{kind}_mean").copy_(layer.running_mean)
-                getattr(made, f"{kind}_var").copy_(layer.running_var)
-        return made
+                getattr(hybrid, f"{kind}_mean").copy_(layer.running_mean)
+                getattr(hybrid, f"{kind}_var").copy_(layer.running_var)
+        return hybrid
 
     def mix_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance ``[C]`` by which training normalizes ``x``."""
+        """Return the mean and variance ``[C]`` that normalize ``x`` in training."""
         x, over = x.to(self.global_mean.dtype), [0, *range(2, x.ndim)]
         mean = x.mean(dim=over)
         var = (x - self._along(mean, x)).square().mean(dim=over)
@@ -63,14 +64,14 @@ class HybridBatchNorm(nn.Module):
         mean, var = self.mix_statistics(x) if self.training else (self.running_mean, self.running_var)
         scale = (var + self.eps).rsqrt()
         scale = scale if self.weight is None else scale * self.weight
-        made = (x.to(mean.dtype) - self._along(mean, x)) * self._along(scale, x)
-        return (made if self.bias is None else made + self._along(self.bias, x)).to(x.dtype)
+        out = (x.to(mean.dtype) - self._along(mean, x)) * self._along(scale, x)
+        return (out if self.bias is None else out + self._along(self.bias, x)).to(x.dtype)
 
     @staticmethod
     def _along(values_C: Tensor, x: Tensor) -> Tensor:
-        """Return the channels' values in the shape that applies them to ``x``."""
+        """Return the channels' values in a shape that broadcasts to ``x``."""
         return values_C.reshape(-1, *[1] * (x.ndim - 2))
 
     def extra_repr(self) -> str:
-        """Channels and eps, as the module prints itself."""
+        """Return the channels and eps, for ``repr``."""
         return f"{self.channels}, eps={self.eps}"

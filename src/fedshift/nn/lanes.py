@@ -1,8 +1,9 @@
-"""Convolutions, normalization and pooling of clients side by side, which ``torch.vmap`` does slowly.
+"""Fast convolution, normalization and pooling of lanes (stacked clients), which are slow under ``torch.vmap``.
 
-It scales, shifts and adds biases apart, and moves channels first, where torch takes seven times as long to find maxima.
-Here the channels of all lanes are those of one image, last in memory, as grouped convolutions leave them. These
-operations treat each channel, or group of channels, by itself, so values are torch's; sums may round otherwise.
+``torch.vmap`` scales, shifts and adds biases in separate operations, and moves channels first, where torch's max
+pooling is seven times slower. Here the channels of all lanes are merged into one channels-last image, the output format
+of grouped convolutions. These operations process channels, or groups of channels, independently, so that values are
+torch's up to rounding.
 """
 
 from __future__ import annotations
@@ -18,51 +19,52 @@ from torch.overrides import TorchFunctionMode
 from .linear import may_merge_lanes
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Memory format of inputs with so many dimensions."""
+"""Memory format of inputs by number of dimensions."""
 
 
 class _Merged(torch.autograd.Function):
-    """One lane of ``function(x [N, C, ...], *given [C, ...])``, to be called under ``torch.vmap``."""
+    """One lane of ``function(x [N, C, ...], *params [C, ...])``, to be called under ``torch.vmap``."""
 
     @staticmethod
-    def forward(function: Callable[..., Tensor], by_sample: bool, x: Tensor, *given: Tensor | None) -> Tensor:  # noqa: ARG004
-        return function(x, *given)
+    def forward(function: Callable[..., Tensor], by_sample: bool, x: Tensor, *params: Tensor | None) -> Tensor:  # noqa: ARG004
+        return function(x, *params)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept: gradients are those of the function of all lanes."""
+        """Save nothing: the merged function of all lanes provides gradients."""
 
     @staticmethod
     def vmap(
         info: Any, in_dims: Sequence[int | None], function: Any, by_sample: bool, *tensors: Tensor | None
     ) -> tuple[Tensor, int]:
         lanes = info.batch_size
-        x, *given = (
+        x, *params = (
             None if each is None else each.expand(lanes, *each.shape) if dim is None else each.movedim(dim, 0)
             for each, dim in zip(tensors, in_dims[2:], strict=True)
         )
         assert x is not None
         layout = _LAST.get(x.ndim - 1, torch.contiguous_format)
-        if by_sample and given and all(dim is None for dim in in_dims[3:]):
-            made = function(x.flatten(0, 1).contiguous(memory_format=layout), *tensors[1:])
-            return made.unflatten(0, (lanes, -1)), 0
+        if by_sample and params and all(dim is None for dim in in_dims[3:]):
+            out = function(x.flatten(0, 1).contiguous(memory_format=layout), *tensors[1:])
+            return out.unflatten(0, (lanes, -1)), 0
         merged = x.movedim(0, 1).flatten(1, 2).contiguous(memory_format=layout)
-        made = function(merged, *(None if each is None else each.flatten(0, 1) for each in given))
-        return made.unflatten(1, (lanes, -1)), 1
+        out = function(merged, *(None if each is None else each.flatten(0, 1) for each in params))
+        return out.unflatten(1, (lanes, -1)), 1
 
 
-def _merge(function: Callable[..., Tensor], x: Tensor, *given: Tensor | None, by_sample: bool = True) -> Tensor:
-    """Return ``function(x, *given)`` under ``torch.vmap``, found for all lanes at once.
+def _merge(function: Callable[..., Tensor], x: Tensor, *params: Tensor | None, by_sample: bool = True) -> Tensor:
+    """Compute ``function(x, *params)`` under ``torch.vmap`` for all lanes at once.
 
     Args:
-        function: Treats each channel, or group of channels, by itself.
+        function: Processes channels, or groups of channels, independently.
         x: Inputs of a lane, ``[N, C, ...]``.
-        given: Tensors ``[C, ...]`` with a row for each channel that the function gives.
-        by_sample: The function treats each sample by itself, too: lanes that share what is ``given`` are one batch.
+        params: Tensors ``[C, ...]`` with a row for each output channel.
+        by_sample: Whether the function also processes samples independently; lanes that share ``params`` are then
+            merged into one batch.
 
     """
-    made: Tensor = _Merged.apply(function, by_sample, x, *given)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _Merged.apply(function, by_sample, x, *params)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _convolve(
@@ -112,8 +114,8 @@ def _pool_average(x: Tensor, output_size: Any) -> Tensor:
     return _merge(lambda x: F.adaptive_avg_pool2d(x, output_size), x)
 
 
-def _pool_maximum(x: Tensor, *how: Any, **named: Any) -> Tensor:
-    return _merge(lambda x: F.max_pool2d(x, *how, **named), x)
+def _pool_maximum(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _merge(lambda x: F.max_pool2d(x, *args, **kwargs), x)
 
 
 _MERGED: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
@@ -123,17 +125,17 @@ _MERGED: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     F.adaptive_avg_pool2d: (_pool_average, (4,)),
     F.max_pool2d: (_pool_maximum, (4,)),
 }
-"""Functions that stand in for torch's, each with the numbers of dimensions of inputs on which it does."""
+"""Replacements of torch's functions, each with the supported numbers of input dimensions."""
 
 
 class MergedLanes(TorchFunctionMode):
-    """Inside the block, networks under ``torch.vmap`` convolve, normalize and pool all lanes at once, on the CPU.
+    """Makes networks under ``torch.vmap`` convolve, normalize and pool all lanes at once, on the CPU.
 
-    Gradients are taken outside of ``torch.vmap`` (:func:`fedshift.nn.linear.vmapped_lanes`).
+    Gradients must be computed outside of ``torch.vmap`` (:func:`fedshift.nn.linear.vmapped_lanes`).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``func``, or what stands in for it."""
+        """Call ``func`` or its replacement."""
         kwargs = kwargs or {}
         merged, dimensions = _MERGED.get(func, (None, ()))
         fits = merged is not None and args and args[0].ndim in dimensions and args[0].is_cpu and may_merge_lanes()

@@ -1,8 +1,8 @@
-"""Scaled weight standardization: a convolution whose kernel has zero mean and variance 1/N over each output's fan-in N.
+"""Scaled weight standardization: convolutions whose kernels have zero mean and variance 1/N over the fan-in N.
 
 Brock et al. 2021 (arXiv:2101.08692), equation 1; FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), equation 3 and listing
-1: W_hat = gain * (W - mean) * rsqrt(max(var * N, 1e-4)), with the unbiased variance over the fan-in of each output
-channel and a trained gain for each. Unlike the listing, the layer also honors ``padding_mode``.
+1: W_hat = gain * (W - mean) * rsqrt(max(var * N, 1e-4)), with the unbiased variance over the fan-in and a trained gain
+of each output channel. Unlike the listing, the layer also supports ``padding_mode``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EPS = 1e-4
 
 
 class ScaledStd(nn.Module):
-    """Base of the layers in one, two and three dimensions.
+    """Base class of the layers in one, two and three dimensions.
 
     ``weight`` ``[O, I / groups, ...]``, ``gain`` ``[O, 1, ...]``.
     """
@@ -30,25 +30,26 @@ class ScaledStd(nn.Module):
 
     @classmethod
     def of(cls, layer: _ConvNd, init: Literal["xavier", "keep"], gain: float = 1.0) -> Self:
-        """The standardized form of ``layer``, whose own parameters it takes over, so that tied ones stay tied.
+        """Convert ``layer``, sharing its parameters, so that tied parameters stay tied.
 
-        Weights are drawn Xavier-normal as in the listing, or kept; all gains start at ``gain``.
+        Weights are initialized Xavier-normal as in the listing, or kept; all gains start at ``gain``.
         """
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in ("_parameters", "_modules")})
-        made._parameters = dict(layer._parameters)
+        standardized = cls.__new__(cls)
+        nn.Module.__init__(standardized)
+        standardized.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in ("_parameters", "_modules")})
+        standardized._parameters = dict(layer._parameters)
         if init == "xavier":
             nn.init.xavier_normal_(layer.weight)
-        made.gain = nn.Parameter(layer.weight.new_full((len(layer.weight), *[1] * (layer.weight.ndim - 1)), gain))
-        return made
+        shape = len(layer.weight), *[1] * (layer.weight.ndim - 1)
+        standardized.gain = nn.Parameter(layer.weight.new_full(shape, gain))
+        return standardized
 
     def standardized_weight(self) -> Tensor:
-        """The kernel that convolves, of the shape of ``weight``."""
+        """Return the standardized kernel, in the shape of ``weight``."""
         over = tuple(range(1, self.weight.ndim))
         fan_in = self.weight[0].numel()
         centered = self.weight - self.weight.mean(dim=over, keepdim=True)
-        variance = centered.square().sum(dim=over, keepdim=True) / (fan_in - 1)  # torch.var_mean takes 16 times as long
+        variance = centered.square().sum(dim=over, keepdim=True) / (fan_in - 1)  # 16 times faster than torch.var_mean
         return centered * torch.rsqrt((variance * fan_in).clamp(min=EPS)) * self.gain
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,15 +58,15 @@ class ScaledStd(nn.Module):
 
 
 class ScaledStdConv1d(ScaledStd, nn.Conv1d):
-    """1D."""
+    """``nn.Conv1d`` with a standardized kernel."""
 
 
 class ScaledStdConv2d(ScaledStd, FastConv2d):
-    """2D."""
+    """``nn.Conv2d`` with a standardized kernel."""
 
 
 class ScaledStdConv3d(ScaledStd, nn.Conv3d):
-    """3D."""
+    """``nn.Conv3d`` with a standardized kernel."""
 
 
 STANDARDIZED: dict[type[nn.Module], type[ScaledStd]] = {

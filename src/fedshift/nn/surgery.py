@@ -1,6 +1,6 @@
-"""Surgery: changes of a network before its entries are named, by the type of its layers and for any torch module.
+"""Surgery: transformations of a network by layer type, applied before its entries are named.
 
-A surgery is a frozen value that is called with a module, changes it and returns it; its repr says what it does. See
+A surgery is a frozen callable that modifies a module and returns it; its repr describes it. See
 :func:`fedshift.core.preparation.apply_surgery`. Sources: FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), section 3.2,
 tables 5 and 6, appendix A.2.
 """
@@ -27,41 +27,42 @@ from .recognition import find_hooks, require_understood, runs_as_torch, torch_ki
 from .scaled_std_conv import STANDARDIZED, ScaledStd
 
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, HybridBatchNorm)
-"""Normalization layers that may hold entries."""
+"""Normalization layers that may have entries."""
 NORMALIZATION = (*LEARNED, nn.LocalResponseNorm, nn.CrossMapLRN2d)
 
 
 def replace_modules(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
-    """``module`` with each submodule (itself too) for which ``make(name, submodule)`` is not None replaced by that.
+    """Replace each submodule of ``module``, and ``module`` itself, by ``make(name, submodule)`` unless that is None.
 
-    A layer that stands in several places, or in lists that torch does not know, is replaced by one layer in all of
-    them. Raises :class:`UsageError` where a replaced layer holds submodules or hooks that its replacement has not.
+    A layer that occurs several times, or in lists that torch does not register, is replaced by one layer everywhere.
+    Raises :class:`UsageError` if a replaced layer has submodules or hooks that its replacement lacks.
     """
-    kept = dict(module.named_modules())  # keeps replaced layers alive, so that no id is used again
-    made: dict[int, nn.Module] = {}
-    for name, layer in kept.items():
+    originals = dict(module.named_modules())  # keeps replaced layers alive, so that ids stay unique
+    replacements: dict[int, nn.Module] = {}
+    for name, layer in originals.items():
         if (new := make(name, layer)) is not None:
             _refuse_loss(name, layer, new)
-            made[id(layer)] = new
-            for each in set(new.modules()) - {*kept.values()}:
+            replacements[id(layer)] = new
+            for each in set(new.modules()) - {*originals.values()}:
                 each.training = layer.training
-    for holder in kept.values():
-        _swap(holder.__dict__, made)
-    for replaced, new in made.items():
-        others = {own: each for own, each in made.items() if own != replaced}  # a layer may stand in its replacement
+    for holder in originals.values():
+        _swap(holder.__dict__, replacements)
+    for replaced, new in replacements.items():
+        others = {key: each for key, each in replacements.items() if key != replaced}  # it may contain the original
         for holder in new.modules():
             _swap(holder.__dict__, others)
-    return made.get(id(module), module)
+    return replacements.get(id(module), module)
 
 
-def _swap(held: Any, made: Mapping[int, nn.Module], seen: tuple[int, ...] = ()) -> Any:
-    """Return ``held`` with replaced modules in it, at any depth of lists, tuples and dictionaries, exchanged."""
+def _swap(held: Any, replacements: Mapping[int, nn.Module], seen: tuple[int, ...] = ()) -> Any:
+    """Return ``held`` with modules replaced at any depth of lists, tuples and dictionaries."""
     if isinstance(held, nn.Module):
-        return made.get(id(held), held)
+        return replacements.get(id(held), held)
     if not isinstance(held, dict | list | tuple) or id(held) in seen:
         return held
     pairs = list(held.items() if isinstance(held, dict) else enumerate(held))
-    changed = {key: new for key, value in pairs if (new := _swap(value, made, (*seen, id(held)))) is not value}
+    inner = (*seen, id(held))
+    changed = {key: new for key, value in pairs if (new := _swap(value, replacements, inner)) is not value}
     if isinstance(held, tuple):
         return tuple(changed.get(key, value) for key, value in pairs) if changed else held
     for key, new in changed.items():
@@ -70,7 +71,7 @@ def _swap(held: Any, made: Mapping[int, nn.Module], seen: tuple[int, ...] = ()) 
 
 
 def _refuse_loss(name: str, layer: nn.Module, new: nn.Module) -> None:
-    """Raise :class:`UsageError` where ``new`` in place of ``layer`` would lose submodules or hooks."""
+    """Raise :class:`UsageError` if replacing ``layer`` by ``new`` would lose submodules or hooks."""
     after = set(new.modules())
     if layer in after:
         return
@@ -84,7 +85,7 @@ def _refuse_loss(name: str, layer: nn.Module, new: nn.Module) -> None:
 
 
 def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Module]) -> nn.Module:
-    """Return what ``make`` gives, with the parts of ``layer`` behind it; refuse a layer that is not understood."""
+    """Return the layer of ``make`` followed by the parts of ``layer``; refuse an unrecognized ``layer``."""
     parts = require_understood(name, layer, what)
     if not parts:
         return make()
@@ -94,24 +95,23 @@ def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Mod
 
 @dataclass(frozen=True)
 class BatchNormToGroupNorm:
-    """Every BatchNorm becomes a GroupNorm of the same channels that starts from its affine parameters.
+    """Replaces every BatchNorm by a GroupNorm with the same affine parameters.
 
-    ``groups``: how many; None takes those that the paper's tables give for the layer (its attribute ``groups``), else
-    the rule of appendix A.2, 32, or 8 below 32 channels. Where channels do not divide, the largest number of groups
-    below that divides them is taken (24 for 144 channels, as in the paper). A BatchNorm1d gets at most one group for
-    every 8 features, since a group of one has no variance.
+    ``groups``: number of groups; None: the layer's attribute ``groups`` (the paper's tables), else the rule of appendix
+    A.2: 32, or 8 below 32 channels. If it does not divide the channels, the next smaller divisor is used (24 for 144
+    channels, as in the paper). A BatchNorm1d gets at most one group per 8 features, since a group of one feature has no
+    variance.
     """
 
     groups: int | None = None
     decides_normalization: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return "GroupNorm in place of BatchNorm"
+        return "GroupNorm for BatchNorm"
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Change ``module``; :class:`UsageError` where it has no BatchNorm."""
-        found = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-        if not found:
+        """Change ``module``; raise :class:`UsageError` if it has no BatchNorm."""
+        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
             raise UsageError("GroupNorm replaces BatchNorm, but the model has none: remove it")
         return replace_modules(module, self._make)
 
@@ -133,15 +133,15 @@ class BatchNormToGroupNorm:
 
 @dataclass(frozen=True)
 class BatchNormToHybrid:
-    """Replaces every BatchNorm by a HybridBatchNorm that starts from its parameters and statistics."""
+    """Replaces every BatchNorm by a HybridBatchNorm with the same parameters and statistics."""
 
     decides_normalization: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return "HybridBatchNorm in place of BatchNorm"
+        return "HybridBatchNorm for BatchNorm"
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Change ``module``; :class:`UsageError` where it has no BatchNorm."""
+        """Change ``module``; raise :class:`UsageError` if it has no BatchNorm."""
         if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
             raise UsageError("HybridBatchNorm replaces BatchNorm, but the model has none: remove it")
         return replace_modules(module, self._make)
@@ -154,17 +154,17 @@ class BatchNormToHybrid:
 
 @dataclass(frozen=True)
 class RemoveNorm:
-    """Every normalization layer becomes the identity; layers that left their bias to it get one, of zeros.
+    """Replaces every normalization layer by the identity, and adds zero biases to layers that relied on its bias.
 
-    Those are bias-free convolutions and linear layers with as many outputs as a removed layer has channels.
-    ``required``: whether a model without any normalization is refused.
+    These are bias-free convolutions and linear layers with as many outputs as a removed layer has channels.
+    ``required``: whether models without normalization are refused.
     """
 
     required: bool = True
     decides_normalization: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return "no normalization at all"
+        return "no normalization"
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``."""
@@ -172,17 +172,17 @@ class RemoveNorm:
             if isinstance(layer, nn.TransformerEncoderLayer):
                 raise UsageError(
                     f"layer {name!r} is a TransformerEncoderLayer, which reads its normalization in evaluation: use a "
-                    "model that spells its layers out, or keep normalization"
+                    "model built from separate layers, or keep normalization"
                 )
             if is_foreign_normalization(layer):
                 raise UsageError(
-                    f"layer {name!r} is a {type(layer).__name__}, which by its name or its statistics normalizes, but "
-                    "is none of torch's normalization layers: replace it in the model by one of these or by nothing"
+                    f"layer {name!r} is a {type(layer).__name__}, which seems to normalize (by its name or statistics) "
+                    "but is not one of torch's normalization layers: replace it by one of these, or remove it"
                 )
-        gone = [layer for layer in module.modules() if isinstance(layer, NORMALIZATION)]
-        if not gone and self.required:
-            raise UsageError("the method removes normalization, but the model has none: remove it")
-        channels = {width for layer in gone if (width := _channel_count(layer)) is not None}
+        removed = [layer for layer in module.modules() if isinstance(layer, NORMALIZATION)]
+        if not removed and self.required:
+            raise UsageError("the method removes normalization, but the model has none: choose another method")
+        channels = {width for layer in removed if (width := _channel_count(layer)) is not None}
         module = replace_modules(module, self._make)
         for layer in module.modules():
             if isinstance(layer, _ConvNd | nn.Linear) and layer.bias is None:
@@ -197,7 +197,7 @@ class RemoveNorm:
 
 
 def is_foreign_normalization(layer: nn.Module) -> bool:
-    """Return whether ``layer`` normalizes, by its name or its running statistics, and is of none of torch's types."""
+    """Return whether ``layer`` is not torch's, but normalizes by its name or its running statistics."""
     if torch_kind(layer) is not nn.Module or type(layer).__module__.startswith("torch."):
         return False
     named = re.search("norm(?!al)|normalization", type(layer).__name__, re.IGNORECASE) is not None
@@ -212,11 +212,11 @@ def _channel_count(layer: Any) -> int | None:
 
 @dataclass(frozen=True)
 class ScaledStandardization:
-    """Every convolution becomes one with scaled weight standardization (``fedshift.nn.scaled_std_conv``).
+    """Replaces every convolution by one with scaled weight standardization (``fedshift.nn.scaled_std_conv``).
 
-    ``init``: ``xavier`` draws Xavier-normal weights as in listing 1; ``keep`` takes those that the model has, for a
-    pretrained one. ``gain``: where the trained gains start. Convolutions with a fan-in of 1 have no variance and stay
-    as they are.
+    ``init``: ``xavier`` initializes weights Xavier-normal as in listing 1; ``keep`` keeps the model's weights, for
+    pretrained models. ``gain``: initial value of the trained gains. Convolutions with a fan-in of 1 have no variance
+    and are not replaced.
     """
 
     init: Literal["xavier", "keep"] = "xavier"
@@ -224,15 +224,15 @@ class ScaledStandardization:
 
     def __post_init__(self) -> None:
         if self.init not in ("xavier", "keep"):
-            raise UsageError(f"init={self.init!r}: 'xavier' or 'keep'")
+            raise UsageError(f"init={self.init!r}: give 'xavier' or 'keep'")
         if not 0 < self.gain < float("inf"):
             raise UsageError(f"gain={self.gain:g}: give a number above 0, 1 as in FedWon's listing")
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Change ``module``; :class:`UsageError` where it has no convolution, or one that cannot be standardized."""
+        """Change ``module``; raise :class:`UsageError` if it has no convolution, or one that cannot be standardized."""
         if not any(isinstance(layer, _ConvNd) and layer.weight[0].numel() > 1 for layer in module.modules()):
             raise UsageError(
-                "scaled weight standardization acts on convolutions of a fan-in above 1, but the model has none: "
+                "scaled weight standardization needs convolutions with a fan-in above 1, but the model has none: "
                 "use another method, or FedWon without WSConv"
             )
         return replace_modules(module, self._make)
@@ -244,15 +244,15 @@ class ScaledStandardization:
         kind = nn.Conv2d if kind is FastConv2d else kind
         if kind not in STANDARDIZED:
             raise UsageError(
-                f"layer {name!r} is a {type(layer).__name__}: scaled weight standardization knows Conv1d, Conv2d and "
-                "Conv3d; use one of them, or FedWon without WSConv"
+                f"layer {name!r} is a {type(layer).__name__}: scaled weight standardization supports Conv1d, Conv2d "
+                "and Conv3d; use one of them, or FedWon without WSConv"
             )
         if not runs_as_torch(layer):
             raise UsageError(
-                f"layer {name!r} is a {type(layer).__name__}, whose forward is not that of torch's {kind.__name__}: it "
-                "may pad or standardize by itself, which scaled weight standardization would lose; use "
-                f"{kind.__name__}, or FedWon without WSConv (fedwon(wsconv=False); agc alone where the model has "
-                "neither normalization)"
+                f"layer {name!r} is a {type(layer).__name__}, whose forward differs from torch's {kind.__name__}: it "
+                "may pad or standardize, which scaled weight standardization would lose; use "
+                f"{kind.__name__}, or FedWon without WSConv (fedwon(wsconv=False), or only agc if the model has no "
+                "normalization)"
             )
         require_understood(name, layer, "scaled weight standardization")
         return STANDARDIZED[kind].of(layer, self.init, self.gain) if layer.weight[0].numel() > 1 else None
