@@ -253,8 +253,8 @@ SPENT = (
 KEPT = "what clients keep and the models that they use"
 OTHERS = "the run's 7 other trials, whose epsilon adds up with this one"
 REPEATABLE = (
-    "not differentially private, since its noise is a function of the seed and the method, both of which the run "
-    "directory holds: whoever has that can subtract the noise. It is for experiments that can be repeated; with "
+    "not differentially private, since its noise is a function of the seed and the method, which are stored in the "
+    "run directory: anyone with access to it can subtract the noise. It is for reproducible experiments; with "
     "secret=True it would be "
 )
 

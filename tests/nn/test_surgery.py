@@ -212,7 +212,7 @@ def test_what_cannot_be_changed_is_refused_by_name(method, model, message):
 def test_what_no_surgery_could_mean_is_refused():
     with pytest.raises(UsageError, match="groups=0: give 1"):
         gn(groups=0)
-    with pytest.raises(UsageError, match="init='zeros': 'xavier' or 'keep'"):
+    with pytest.raises(UsageError, match="init='zeros': give 'xavier' or 'keep'"):
         fedwon(init="zeros")
 
 

@@ -1,14 +1,14 @@
-"""Inversion of uploads: terms of the attacker's objective, closed forms, and how close a reconstruction comes.
+"""Inversion of uploads: terms of the attacker's objective, closed forms, and the quality of reconstructions.
 
 Gradient matching after Geiping et al. 2020 (arXiv:2003.14053), equation 4: one minus the cosine similarity of all
 gradients together, plus total variation. The prior on BatchNorm's statistics follows Yin et al. 2021
 (arXiv:2104.07586), section 3.3; here deviations are divided by the layer's standard deviation, so that layers
-count alike. Labels: for one sample the class of the only negative entry of the last bias's gradient (Zhao et al. 2020,
-arXiv:2001.02610); for several, classes are counted one after another, which is our approximation.
+count equally. Labels: for one sample the class of the only negative entry of the last bias's gradient (Zhao et al.
+2020, arXiv:2001.02610); for several, classes are counted one after another, which is our approximation.
 
 PSNR is 10 log10(1 / MSE) for pixels in [0, 1]. SSIM: Wang et al. 2004, "Image Quality Assessment: From Error Visibility
 to Structural Similarity", IEEE Transactions on Image Processing 13(4), equation 13 with a Gaussian window of 11 pixels
-and standard deviation 1.5, K1 = 0.01, K2 = 0.03, over the windows that lie within the image.
+and standard deviation 1.5, K1 = 0.01, K2 = 0.03, over the windows within the image.
 
 Suffixes: B images, C channels, H W pixels, K classes, N candidates.
 """
@@ -28,10 +28,10 @@ WINDOW, DEVIATION = 11, 1.5
 """Side of SSIM's window in pixels, and its standard deviation."""
 
 
-def gradient_distance(found: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
+def gradient_distance(candidate: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
     """Return one minus the cosine similarity of two lists of gradients, each taken as one vector."""
-    dot = sum((one * other).sum() for one, other in zip(found, observed, strict=True))
-    lengths = [torch.stack([each.square().sum() for each in side]).sum().sqrt() for side in (found, observed)]
+    dot = sum((one * other).sum() for one, other in zip(candidate, observed, strict=True))
+    lengths = [torch.stack([each.square().sum() for each in side]).sum().sqrt() for side in (candidate, observed)]
     return 1 - dot / (lengths[0] * lengths[1]).clamp(min=1e-30)
 
 
@@ -42,17 +42,17 @@ def total_variation(x_BCHW: Tensor) -> Tensor:
 
 
 def invert_running(before: Tensor, after: Tensor, momentum: float, steps: int = 1) -> Tensor:
-    """Return the batch's statistic from a running one before and after ``steps`` steps of BatchNorm.
+    """Return the batch's statistic from running statistics before and after ``steps`` steps of BatchNorm.
 
-    A step sets r to (1 - m) r + m b. After one step b follows exactly; after more, it is the mean of the steps' b with
-    weights that grow by 1 / (1 - m) from step to step.
+    A step sets r to (1 - m) r + m b. After one step the result is exactly b; after more, it is the mean of the steps' b
+    with weights that grow by 1 / (1 - m) per step.
     """
     kept = (1 - momentum) ** steps
     return (after - kept * before) / (1 - kept)
 
 
 def statistics_distance(inputs: Tensor, mean_C: Tensor, variance_C: Tensor) -> Tensor:
-    """Return how far the inputs ``[B, C, ...]`` of a BatchNorm layer are from a batch mean and unbiased variance.
+    """Return the distance of a BatchNorm layer's inputs ``[B, C, ...]`` from a batch mean and unbiased variance.
 
     The mean over channels of the squared deviations of mean and standard deviation, in units of the standard deviation.
     """
@@ -66,10 +66,10 @@ def statistics_distance(inputs: Tensor, mean_C: Tensor, variance_C: Tensor) -> T
 def infer_labels(bias_grad_K: Tensor, count: int) -> Tensor:
     """Return the labels of a batch of ``count`` samples, ascending, from the gradient of the last layer's bias.
 
-    Under the mean cross-entropy that gradient is the mean predicted probability of each class minus the class's share
-    of the batch, so that only classes of the batch can be negative, and one sample's label is found exactly. Classes
-    are counted one after another, each time the one for which uniform probabilities minus the shares point most in the
-    direction of the gradient; its length does not matter, since clipping may have changed it.
+    Under the mean cross-entropy, this gradient is the mean predicted probability of each class minus the class's share
+    of the batch, so that only classes of the batch can be negative, and a single sample's label is exact. Labels are
+    added greedily: each maximizes the cosine similarity of the gradient to uniform probabilities minus the shares,
+    which is independent of the gradient's norm, since clipping may have changed it.
     """
     classes = len(bias_grad_K)
     counts_K = bias_grad_K.new_zeros(classes)
@@ -79,23 +79,23 @@ def infer_labels(bias_grad_K: Tensor, count: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(classes), counts_K.long().cpu())
 
 
-def match_images(found_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
-    """Return ``found`` reordered to match ``originals`` with the smallest sum of squared errors."""
-    errors_BB = torch.cdist(originals_BCHW.flatten(1).double(), found_BCHW.flatten(1).double()).square()
-    return found_BCHW[torch.from_numpy(linear_sum_assignment(errors_BB.cpu().numpy())[1])]
+def match_images(images_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
+    """Return ``images`` reordered to match ``originals`` with the smallest sum of squared errors."""
+    errors_BB = torch.cdist(originals_BCHW.flatten(1).double(), images_BCHW.flatten(1).double()).square()
+    return images_BCHW[torch.from_numpy(linear_sum_assignment(errors_BB.cpu().numpy())[1])]
 
 
-def compute_psnr(found_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
+def compute_psnr(images_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
     """Return the peak signal-to-noise ratio of each image in decibels, ``[B]``; infinite for equal images."""
-    return -10 * (found_BCHW.double() - originals_BCHW.double()).square().flatten(1).mean(dim=1).log10()
+    return -10 * (images_BCHW.double() - originals_BCHW.double()).square().flatten(1).mean(dim=1).log10()
 
 
-def compute_ssim(found_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
+def compute_ssim(images_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
     """Return the structural similarity of each image, ``[B]``, the mean over windows and channels.
 
     Images smaller than the window use a smaller window.
     """
-    one, other = found_BCHW.double(), originals_BCHW.double()
+    one, other = images_BCHW.double(), originals_BCHW.double()
     side = min(WINDOW, *(size - (size + 1) % 2 for size in one.shape[2:]))
     place = torch.arange(side, dtype=torch.float64, device=one.device) - side // 2
     line = torch.exp(-place.square() / (2 * DEVIATION**2))
@@ -113,14 +113,14 @@ def compute_ssim(found_BCHW: Tensor, originals_BCHW: Tensor) -> Tensor:
     return (likeness * (2 * covariance + c2) / (variances + c2)).flatten(1).mean(dim=1)
 
 
-def correlate_images(found_BCHW: Tensor, candidates_NCHW: Tensor) -> Tensor:
-    """Return the correlation of each image with each candidate, ``[B, N]``, every channel minus its mean.
+def correlate_images(images_BCHW: Tensor, candidates_NCHW: Tensor) -> Tensor:
+    """Return the correlation of each image with each candidate, ``[B, N]``, with centered channels.
 
     It compares shapes independently of the brightness of a channel and the contrast of the image.
     """
     one, other = (
         F.normalize((images.double() - images.double().mean(dim=(2, 3), keepdim=True)).flatten(1))
-        for images in (found_BCHW, candidates_NCHW)
+        for images in (images_BCHW, candidates_NCHW)
     )
     correlation: Tensor = one @ other.T
     return correlation

@@ -6,12 +6,12 @@ the other (whose change counts as zero), and each client takes part in a round i
 fixed number takes part, so with less than full participation epsilon is an approximation.
 
 For samples, two data sets are neighbors if in one the gradients of one sample count as zero; the number of samples is
-public. A pass over the data is a partition into batches that does not depend on the samples, so that each sample is in
-one step of it: a pass is one Gaussian mechanism, without sampling, and epsilon is not an approximation.
+public. An epoch is a partition into batches that does not depend on the samples, so that each sample is in one of its
+steps: an epoch is one Gaussian mechanism, without sampling, and epsilon is not an approximation.
 
 Copies of a sample, at one client or at several, count as zero together. A step whose batch holds j of them moves by up
 to j clips, so that its Renyi divergence of order a is a j^2 / (2 z^2) (Mironov 2017, Corollary 3, for sensitivity j),
-that of j^2 steps with one copy; steps of all clients add up (Proposition 1).
+which equals j^2 steps with one copy; steps of all clients add up (Proposition 1).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Mechanism(Protocol):
     """An aggregation that hides each client in Gaussian noise, or a rule that hides each sample.
 
     ``noise_multiplier``: standard deviation divided by the largest norm of a client's change or a sample's gradient.
-    ``delta``: probability that epsilon fails. ``secret``: whether the noise cannot be drawn again; otherwise it follows
-    from the seed and the method.
+    ``delta``: probability that epsilon fails. ``secret``: whether the noise cannot be reproduced; otherwise it is
+    determined by the seed and the method.
     """
 
     @property
@@ -58,11 +58,11 @@ class SampleUses:
     """Numbers of times that the steps of a trial used the samples of its clients.
 
     Attributes:
-        passes: Each client's passes over its data.
+        passes: Number of epochs of each client.
         copies: How often the most frequent sample occurs in the data of all clients.
         squares: The number of a sample's copies in a batch, squared and summed over the steps of all clients, for the
-            sample where this is largest; an upper bound will do.
-        assumes: What is assumed of samples that were not compared with each other.
+            sample that maximizes it; an upper bound suffices.
+        assumes: The assumption about samples that were not compared with each other.
 
     """
 
@@ -73,7 +73,7 @@ class SampleUses:
 
 
 def bound_squares(copies: int, batch_size: int | None) -> int:
-    """Return the largest :attr:`SampleUses.squares` of one pass with ``batch_size``; None: one batch."""
+    """Return the largest :attr:`SampleUses.squares` of one epoch with ``batch_size``; None: one batch."""
     whole, rest = divmod(copies, min(batch_size or copies, copies))
     return whole * min(batch_size or copies, copies) ** 2 + rest**2
 
@@ -86,7 +86,7 @@ def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta
     try:
         from opacus.accountants import RDPAccountant
     except ImportError as error:
-        raise UsageError("epsilon takes Opacus, which is not installed: pip install 'fedshift[privacy]'") from error
+        raise UsageError("epsilon needs Opacus, which is not installed: pip install 'fedshift[privacy]'") from error
     accountant = RDPAccountant()
     for _ in range(rounds):
         accountant.step(noise_multiplier=noise_multiplier, sample_rate=sampling)
@@ -101,9 +101,9 @@ def find_mechanism(parts: Iterable[object]) -> Mechanism | None:
 
 
 def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int, uncovered: Sequence[str] = ()) -> str:
-    """Return the guarantee of ``mechanism`` for clients after ``rounds`` in words.
+    """Describe the guarantee of ``mechanism`` for clients after ``rounds``.
 
-    Arguments as for :func:`compute_epsilon`. ``uncovered``: what the guarantee does not cover.
+    For arguments, see :func:`compute_epsilon`. ``uncovered``: what the guarantee does not cover.
     """
     span = f"at the level of clients after {rounds} round{'s' * (rounds > 1)}"
     assuming = "; this assumes that the participants of each round are secret" if sampling < 1 else ""
@@ -115,7 +115,7 @@ def _exclude(uncovered: Sequence[str]) -> str:
 
 
 def describe_sample_guarantee(mechanism: Mechanism, used: SampleUses, uncovered: Sequence[str] = ()) -> str:
-    """Return the guarantee of ``mechanism`` for samples in words; ``uncovered``: what it does not cover."""
+    """Describe the guarantee of ``mechanism`` for samples; ``uncovered``: what it does not cover."""
     passes = used.passes
     fewest, most = min(passes.values()), max(passes.values())
     times = f"{most} pass{'es' * (most > 1)} over"
@@ -157,22 +157,22 @@ def _round_up(epsilon: float) -> str:
 
 
 def _describe(mechanism: Mechanism, sampling: float, times: int, span: str, more: str) -> str:
-    """Return the guarantee after ``times`` uses of ``mechanism``; ``span`` says for whom and after what it holds."""
+    """Describe the guarantee after ``times`` uses of ``mechanism``; ``span``: its scope."""
     if not mechanism.noise_multiplier:
         return "noise_multiplier=0, so there is no differential privacy"
     try:
         spent = compute_epsilon(mechanism.noise_multiplier, sampling, times, mechanism.delta)
     except UsageError as error:
-        said = f"differentially private {span}, but {error}"
+        guarantee = f"differentially private {span}, but {error}"
     else:
-        said = (
+        guarantee = (
             f"(epsilon = {_round_up(spent)}, delta = {mechanism.delta:g})-differentially private {span} (RDP "
             f"accountant of Opacus){more}"
         )
     if mechanism.secret:
-        return said
+        return guarantee
     return (
-        "not differentially private, since its noise is a function of the seed and the method, both of which the run "
-        "directory holds: whoever has that can subtract the noise. It is for experiments that can be repeated; with "
-        f"secret=True it would be {said}"
+        "not differentially private, since its noise is a function of the seed and the method, which are stored in the "
+        "run directory: anyone with access to it can subtract the noise. It is for reproducible experiments; with "
+        f"secret=True it would be {guarantee}"
     )

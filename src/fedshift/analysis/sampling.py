@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 FREE = 1e9
-"""Degrees of freedom of a variance that is as good as known."""
+"""Degrees of freedom of a variance without uncertainty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleVariance:
     """Variance of a difference over test samples, with its degrees of freedom.
 
-    ``paired``: whether it is of both methods' results on the same samples; otherwise their errors count as independent.
+    ``paired``: whether both methods have results on the same samples; otherwise their errors count as independent.
     """
 
     variance: float
@@ -89,7 +89,7 @@ def difference_variance(
         d_N: Differences.
         stratum_N: Stratum of each sample; each stratum has at least one.
         weight_K: Weight of each stratum.
-        most_K: Of hits, the largest absolute difference in each stratum, for Agresti and Min's correction.
+        most_K: For hits, the largest absolute difference in each stratum, for Agresti and Min's correction.
 
     """
     count_K: Floats = np.bincount(stratum_N, minlength=len(weight_K)).astype(np.float64)

@@ -37,7 +37,7 @@ def compute_discordance(federated: Sequence[float], centralized: Sequence[float]
             f"{len(federated)} federated and {len(centralized)} centralized losses: give one of each for every "
             "iteration that both evaluated, at least one"
         )
-    with np.errstate(invalid="ignore", over="ignore"):  # losses that are not finite have no difference
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite losses
         gap = np.asarray(federated, dtype=float) - np.asarray(centralized, dtype=float)
         return float(np.square(gap).mean())
 

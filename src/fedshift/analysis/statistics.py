@@ -40,7 +40,7 @@ HALVINGS = 60
 def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
     """Return mean and sample standard deviation, sqrt(sum((x - mean)^2) / (n - 1)), of the values that are not NaN.
 
-    The deviation of a single value is NaN, and so are both results if no value is left.
+    The deviation of a single value is NaN, and both results are NaN without values.
     """
     present = np.array([value for value in values if not math.isnan(value)], dtype=float)
     mean = float(present.mean()) if present.size else math.nan
@@ -51,7 +51,10 @@ def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
 def wilson_interval(hits: int, samples: int, level: float = 0.95) -> tuple[float, float]:
     """Return the score interval of a share, ``hits`` of ``samples`` (Wilson 1927, J. Am. Stat. Assoc. 22(158))."""
     if not 0 <= hits <= samples or samples < 1:
-        raise UsageError(f"{hits} hits of {samples} samples are no share: give at least one sample, and no more hits")
+        raise UsageError(
+            f"{hits} hits of {samples} samples are not a proportion: give at least one sample, and no more hits than "
+            "samples"
+        )
     z, share = float(ndtri((1 + level) / 2)), hits / samples
     center = share + z * z / (2 * samples)
     half = z * math.sqrt(share * (1 - share) / samples + z * z / (4 * samples**2))
@@ -90,7 +93,7 @@ class PairedDifference:
 
     ``std`` is the sample standard deviation of the differences, ``error`` the standard error of their mean; ``p`` is
     two-sided, for "the mean difference is 0". ``level`` is the confidence level of all ``comparisons`` together, for
-    whose number :func:`correct_family` adjusts p and interval; ``own_level`` is the level of this interval alone.
+    whose number :func:`correct_family` adjusts p and interval; ``own_level`` is the level of this interval.
     Interval and p-value are NaN if no test is possible: with fewer than :data:`FEWEST` pairs, and for equal differences
     of unknown resolution. ``sampled``: the variance over test samples that interval and p-value include, if any
     (:func:`include_samples`).
@@ -132,7 +135,7 @@ def paired_difference(
     if len(ours) != len(theirs):
         raise UsageError(f"{len(ours)} values cannot be paired with {len(theirs)}: give one of each for every seed")
     if not 0 < level < 1:
-        raise UsageError(f"level={level:g} is no confidence level: give a number between 0 and 1, such as 0.95")
+        raise UsageError(f"level={level:g} is not a confidence level: give a number between 0 and 1, such as 0.95")
     values = np.array([ours, theirs], dtype=float)
     values = values[:, ~np.isnan(values).any(axis=0)]
     pairs = values.shape[1]
@@ -150,7 +153,7 @@ def paired_difference(
 def paired_tests(ours: ArrayLike, theirs: ArrayLike, grid: ArrayLike = 0.0) -> tuple[Floats, Floats, Floats]:
     """Return mean, standard error and p-value of the differences along the last axis, for many comparisons at once.
 
-    At least :data:`FEWEST` pairs are required, and no NaN. Error and p-value as in :func:`paired_difference`.
+    At least :data:`FEWEST` pairs are required, and no NaN. See :func:`paired_difference` for error and p-value.
     """
     values = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
     gaps = values[0] - values[1]
@@ -200,15 +203,15 @@ def holm_correction(values: Sequence[float]) -> list[float]:
 def include_samples(gap: PairedDifference, sampled: SampleVariance) -> PairedDifference:
     """Return ``gap``, not yet corrected for its family, as a claim about new test samples of the same number.
 
-    Half of its interval is sqrt(a^2 + b^2), where a is half of the interval over pairs and b half of that over test
-    samples (Zou and Donner 2008, "Construction of confidence limits about effect measures", Statistics in Medicine
+    Half of its interval is sqrt(a^2 + b^2), where a is half of the interval over pairs and b half of the interval over
+    test samples (Zou and Donner 2008, "Construction of confidence limits about effect measures", Statistics in Medicine
     27(10)); the p-value is 1 minus the level at which the interval ends at 0. A difference that holds for new test
     samples therefore also holds for these.
     """
     half = _half_interval(gap.error, gap.pairs, gap.level, sampled)
     p = math.nan if math.isnan(half) else gap.p
     if 0 < p < 1:
-        low, high = 0.0, 38.0  # normal quantiles, between which the p-value lies
+        low, high = 0.0, 38.0  # bounds of the p-value, as normal quantiles
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             reached = _half_interval(gap.error, gap.pairs, 1 - 2 * float(ndtr(-middle)), sampled)

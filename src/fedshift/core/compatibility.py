@@ -94,8 +94,8 @@ def check_client_count(aggregate: Aggregation, clients: int) -> None:
 
 def _check_shared(plan: Plan, needs: Requirements) -> None:
     if needs.shared_entries and (plan.method.pooled or not plan.trained & plan.loaded):
-        where = "with all data in one place" if plan.method.pooled else "here"
-        raise UsageError(f"method {plan.method.label!r}: {needs.shared_entries}, but there are none {where}: remove it")
+        reason = "all data are in one place" if plan.method.pooled else "clients share no trained entries"
+        raise UsageError(f"method {plan.method.label!r}: {needs.shared_entries}, but {reason}: remove it")
 
 
 def _check_declarations(plan: Plan, index: int) -> None:

@@ -76,7 +76,7 @@ class ExportedModel:
         return named[0] if single else named
 
     def name_predictions(self, predictions: Tensor) -> Any:
-        """Return predictions ``[N, ...]`` of the task (``Task.predict``) as :meth:`predict` gives those of several."""
+        """Convert predictions ``[N, ...]`` of ``Task.predict`` to the format of :meth:`predict` for several samples."""
         if self.task == "segmentation":
             return predictions.to(torch.uint8)
         if self.task == "classification":
@@ -108,7 +108,7 @@ def load(directory: str | Path) -> ExportedModel:
     try:
         description = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UsageError(f"{path} holds no model: give a directory that `fedshift export` wrote") from error
+        raise UsageError(f"{path} contains no model: give a directory that `fedshift export` wrote") from error
     except ValueError as error:
         raise FedshiftError(f"{path / DESCRIPTION} is damaged ({error}): export the model again") from error
     if description.get("format") != FORMAT:

@@ -1,4 +1,4 @@
-"""The model card: what a model is, how it was made and measured, and what it is suitable for, as facts and Markdown.
+"""The model card: a model's description, training, results and intended use, as facts and Markdown.
 
 Based on Mitchell et al. 2019, "Model Cards for Model Reporting" (arXiv:1810.03993). The interval of an accuracy is
 Wilson's interval for a proportion of test samples: it gives the uncertainty for samples like these, not for other
@@ -22,16 +22,16 @@ LISTED = 50
 """Maximum number of clients and of classes that the card lists one by one."""
 DOES: Mapping[str, tuple[str, str, str]] = {
     "classification": (
-        "tells {} apart", "scores [N, classes] before softmax, in the order of the classes; the largest is the answer",
-        "the class",
+        "distinguishes {}",
+        "scores [N, classes] before softmax, in the order of the classes; the largest is the answer", "the class",
     ),
     "segmentation": (
-        "gives each pixel one of {}",
+        "assigns one of {} to each pixel",
         "scores [N, classes, H, W] before softmax, in the order of the classes; the largest is the answer",
         "the classes of the pixels",
     ),
     "multilabel": (
-        "says which of {} a sample has",
+        "predicts which of {} a sample has",
         "scores [N, labels] before the logistic function, in the order of the labels; one above 0, a probability above "
         "one half, means yes", "the names of the labels",
     ),
@@ -44,16 +44,16 @@ DOES: Mapping[str, tuple[str, str, str]] = {
         "the log-risks",
     ),
 }  # fmt: skip
-"""What models of each task do, output and predict, in words."""
-OWN = ("gives {}", "what the network gives of each sample, [N, ...]", "the same")
+"""Descriptions of the purpose, outputs and predictions of models by task."""
+USER_TASK = ("returns {}", "the network's outputs for each sample, [N, ...]", "the same")
 """The same for a user task that derives from none of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedSpread:
-    """The task's main metric for one client or for the mean of all, over a run's seeds.
+    """The task's main metric for one client or for the mean over clients, over a run's seeds.
 
-    It has Student's interval from three seeds on.
+    With three seeds or more, it includes Student's interval.
     """
 
     client: str
@@ -132,7 +132,7 @@ class ModelFacts:
 
 def describe_output(facts: ModelFacts) -> str:
     """Return a description of the program's output."""
-    return DOES.get(facts.kind, OWN)[1]
+    return DOES.get(facts.kind, USER_TASK)[1]
 
 
 def render_card(
@@ -172,7 +172,7 @@ def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
     named = join_some(classes, shown=LISTED)
     whose = f"the model that client `{facts.client}` uses" if facts.client else "the model that the server holds"
     origin = f" {facts.origin}" if facts.origin else ""
-    does = DOES.get(facts.kind, OWN)[0].format(facts.outputs)
+    does = DOES.get(facts.kind, USER_TASK)[0].format(facts.outputs)
     return (
         f"{facts.network}. Its task is {facts.task}: it {does} ({named}). It is {whose} after round {facts.round} "
         f"({facts.choice}), seed {facts.seed}.{origin}"
@@ -181,26 +181,26 @@ def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
 
 def _describe_use(facts: ModelFacts, preparation: Preparation, files: Mapping[str, int]) -> Iterator[str]:
     file = '"image.png"' if preparation.is_image and preparation.decoding.kind != "volume" else '"image.nii.gz"'
-    given = file if preparation.takes_files else "row" if preparation.columns else "x"
+    argument = file if preparation.takes_files else "row" if preparation.columns else "x"
     yield f"Input: {preparation}. Scaling is part of the program; `model.json` describes it."
     yield f"Output: {describe_output(facts)}."
     if "program.pt2" in files:
         yield (
             f'```python\nimport fedshift\n\nmodel = fedshift.load("path/of/this/directory")\n'
-            f"model.predict({given})  # {DOES.get(facts.kind, OWN)[2]}\n"
-            f"model({given})  # the {facts.answer}\n```"
+            f"model.predict({argument})  # {DOES.get(facts.kind, USER_TASK)[2]}\n"
+            f"model({argument})  # the {facts.answer}\n```"
         )
-        yield "Without fedshift, by torch alone:"
+        yield "Without fedshift, only with torch:"
         yield (
             '```python\nimport torch\n\nprogram = torch.export.load("program.pt2").module()\n'
             f"{facts.answer} = program(x)\n```"
         )
     if "model.onnx" in files:
-        yield f"`model.onnx` takes the same `x` and gives `{facts.answer}`, in any ONNX runtime."
+        yield f"`model.onnx` takes the same `x` and returns `{facts.answer}`, in any ONNX runtime."
     if preparation.is_image:
         height, width = preparation.shape[1:]
         yield (
-            f"Images of another size are brought to {height} x {width} pixels before (bilinear, with antialiasing), as "
+            f"Resize images of another size to {height} x {width} pixels first (bilinear, with antialiasing), as "
             "`fedshift.load` does."
         )
 
@@ -215,7 +215,7 @@ def _describe_results(facts: ModelFacts) -> Iterator[str]:
         return
     yield (
         f"Measured after round {facts.round}, on samples that training did not see, with {100 * LEVEL:.0f} % intervals "
-        "(Wilson's). `most frequent class`: the accuracy of always answering that."
+        "(Wilson's). `most frequent class`: the accuracy of always predicting that class."
     )
     yield "| client | split | samples | accuracy | balanced accuracy | AUC | most frequent class |"
     yield "|---|---|---|---|---|---|---|"
@@ -233,8 +233,8 @@ def _describe_metrics(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
     metrics = [metric for metric in facts.metrics if metric != "loss"]
     masks = facts.kind == "segmentation"
     explained = {
-        "segmentation": ", over all their pixels together; Dice and IoU are means over the classes but the background, "
-        "class 0",
+        "segmentation": ", over all their pixels together; Dice and IoU are means over the classes except the "
+        "background, class 0",
         "multilabel": "; F1 and AUC are means over the labels",
         "regression": "; errors are means over the targets, in the unit of the data",
         "survival": "; the concordance index counts pairs of one client's patients",
@@ -306,22 +306,22 @@ def _describe_making(facts: ModelFacts) -> Iterator[str]:
 def _list_limits(facts: ModelFacts) -> Iterator[str]:
     if facts.client:
         yield (
-            f"It is made for samples as those of client `{facts.client}`. Clients differ in how their samples look, so "
-            "on another client's its results are unknown and may be far worse."
+            f"It is intended for samples from client `{facts.client}`. The data of clients differ in appearance, so "
+            "its results on another client's samples are unknown and may be far worse."
         )
     else:
         yield (
-            "It is one model for all clients of the run. On clients that look different from all of these its results "
-            "are unknown: `fedshift adapt` measures it on data of a new one."
+            "It is one model for all clients of the run. Its results on clients whose data differ in appearance are "
+            "unknown: `fedshift adapt` measures it on a new client's data."
         )
     if facts.kind in ("classification", "segmentation"):
-        yield "It answers every input with one of its classes, also one that belongs to none."
+        yield "It assigns one of its classes to every input, even to inputs that belong to none."
     else:
-        yield "It answers every input, also one that is like none of the training samples."
+        yield "It returns a prediction for every input, even for inputs unlike all training samples."
     yield (
-        "Figures hold for test samples from the same source as the training samples, and for their shares of classes."
+        "Figures hold for test samples from the same source as the training samples, with the same class frequencies."
         if facts.kind != "regression"
         else "Figures hold for test samples from the same source as the training samples."
     )
-    yield "It has been measured, not validated for any purpose: whoever uses it decides whether these figures suffice."
-    yield "Weights can reveal something of the samples trained on; only the method `dp` bounds what."
+    yield "It has been measured, not validated for any purpose: its users decide whether these figures suffice."
+    yield "Weights can reveal information about training samples; only the method `dp` bounds it."

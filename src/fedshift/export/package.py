@@ -49,10 +49,10 @@ class TrainedModel:
 
     Args:
         network: The network after surgery, with any weights.
-        state: Its entries.
-        plan: The plan with which it was trained and evaluated.
-        schema: What its inputs and outputs mean, and how samples become its inputs.
-        facts: Facts about it.
+        state: The network's entries.
+        plan: The plan of its training and evaluation.
+        schema: The meaning of inputs and outputs, and the preparation of samples.
+        facts: Facts about the model.
         tests: Test samples by client, used to test the files.
 
     """
@@ -78,7 +78,7 @@ class ExportReport:
 def require_new(directory: Path) -> None:
     """Raise :class:`UsageError` unless ``directory`` is missing or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory} holds other files: choose a directory that is new or empty")
+        raise UsageError(f"{directory} contains other files: choose a directory that is new or empty")
     require_writable(directory)
 
 
@@ -89,7 +89,8 @@ def require_models(directory: Path) -> None:
     for entry in directory.iterdir() if directory.is_dir() else ():
         if not (entry / DESCRIPTION).is_file():
             raise UsageError(
-                f"{directory} holds {entry.name}, which is no exported model: choose another ({{}})", Ref("export")
+                f"{directory} contains {entry.name}, which is not an exported model: choose another directory ({{}})",
+                Ref("export"),
             )
 
 
@@ -149,8 +150,10 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
         answers[PROGRAM] = torch.export.load(folder / PROGRAM).module()
         reason = save_onnx(traced, folder / ONNX, low=low, output=model.facts.answer) if onnx else ""
     except Exception as error:  # tracing a user's network may raise any type
-        notices.append(f"no {PROGRAM}: torch cannot trace the network ({first_line(error)}); weights and card stand")
-        reason = "it is made from that program"
+        notices.append(
+            f"no {PROGRAM}: torch cannot trace the network ({first_line(error)}); weights and card are complete"
+        )
+        reason = "it is converted from that program"
     if reason:
         notices.append(f"no {ONNX}: {reason}")
     elif onnx and (session := _open_onnx(folder / ONNX)):
@@ -178,7 +181,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
 
 def _load_state(model: TrainedModel) -> nn.Module:
     network = model.network.cpu()
-    network.load_state_dict({name: x.cpu() for name, x in model.state.items()}, strict=False)  # tied ones stored once
+    network.load_state_dict({name: x.cpu() for name, x in model.state.items()}, strict=False)  # tied entries occur once
     return network.eval()
 
 
@@ -194,28 +197,28 @@ def _open_onnx(path: Path) -> Callable[[Tensor], Tensor] | None:
 
 def _check(model: TrainedModel, name: str, loaded: ExportedModel) -> list[str]:
     """Report how many test samples the program gets right, and whether this agrees with the run's records."""
-    kind, known = model.facts.kind, model.schema.preparation.keeps_raw  # not table rows are not kept
-    own_counts = type(model.schema.task) is not TASKS.entries.get(kind)  # those of a user's task
-    if not known or own_counts or kind not in TRIED:
+    kind, known = model.facts.kind, model.schema.preparation.keeps_raw  # raw table rows are not kept
+    user_counts = type(model.schema.task) is not TASKS.entries.get(kind)  # a user's task may define other counts
+    if not known or user_counts or kind not in TRIED:
         return []
     recorded = {row["client"]: row for row in model.facts.measured if row["split"] == "test"}
-    found, total, differing = 0.0, 0, []
+    right, total, differing = 0.0, 0, []
     for client, samples in model.tests.items():
-        own, count = _count_answers(model, loaded, samples)
-        found, total = found + own, total + count
-        before = _add_up(recorded[client], kind) if client in recorded else own
-        if not math.isclose(own, before, rel_tol=ROUNDED if kind == "regression" else 0):
-            differing.append(f"{client} {own:.6g} where {before:.6g} are recorded")
+        now, count = _count_answers(model, loaded, samples)
+        right, total = right + now, total + count
+        before = _add_up(recorded[client], kind) if client in recorded else now
+        if not math.isclose(now, before, rel_tol=ROUNDED if kind == "regression" else 0):
+            differing.append(f"{client} {now:.6g}, but {before:.6g} are recorded")
     if not total:
         return []
-    same = "as the run recorded" if recorded and not differing else "which the run has not recorded"
-    verdict = f"other than the run recorded ({', '.join(differing)})" if differing else same
-    tried = f"{total:,} {'pixels of test images' if kind == 'segmentation' else 'test samples'}"
-    right = {
-        "multilabel": f"{found:,.0f} with every label right",
-        "regression": f"squared errors of {found:.4g} together",
-    }.get(kind, f"{found:,.0f} right")
-    return [f"{name} was tried on all {tried}: {right}, {verdict}."]
+    same = "as the run recorded" if recorded and not differing else "without records in the run"
+    verdict = f"unlike the run's records ({', '.join(differing)})" if differing else same
+    tested = f"{total:,} {'pixels of test images' if kind == 'segmentation' else 'test samples'}"
+    outcome = {
+        "multilabel": f"{right:,.0f} with every label right",
+        "regression": f"squared errors of {right:.4g} in total",
+    }.get(kind, f"{right:,.0f} right")
+    return [f"{name} was tested on all {tested}: {outcome}, {verdict}."]
 
 
 def _add_up(counts: Mapping[str, Any], kind: str) -> float:
@@ -225,23 +228,23 @@ def _add_up(counts: Mapping[str, Any], kind: str) -> float:
 
 
 def _count_answers(model: TrainedModel, loaded: ExportedModel, samples: Samples) -> tuple[float, int]:
-    """Return :data:`TRIED` of what ``loaded`` predicts for ``samples``, as its users call it, and of how many.
+    """Return the count in :data:`TRIED` of predictions of ``loaded`` for ``samples``, and the number of predictions.
 
-    In segmentation these are pixels that are not ignored, else samples.
+    In segmentation, pixels that are not ignored are counted, else samples.
     """
     kind = model.facts.kind
-    found, total = 0.0, 0
+    right, total = 0.0, 0
     for start in range(0, len(samples), BATCH):
         part = slice(start, start + BATCH)
         y, predicted = samples.targets(part), loaded.predict(samples.copy_rows(part))
         if kind == "segmentation":
             known = y != LEFT_OUT
-            found, total = found + int((predicted == y)[known].sum()), total + int(known.sum())
+            right, total = right + int((predicted == y)[known].sum()), total + int(known.sum())
             continue
         total += len(y)
         if kind == "regression":
             numbers = torch.tensor(predicted, dtype=torch.float64).reshape(y.shape)
-            found += float((numbers - model.schema.task.decode(y)).square().sum())
+            right += float((numbers - model.schema.task.decode(y)).square().sum())
         else:
-            found += sum(map(eq, predicted, loaded.name_predictions(y)))
-    return found, total
+            right += sum(map(eq, predicted, loaded.name_predictions(y)))
+    return right, total

@@ -1,4 +1,4 @@
-"""A network with the scaling of its inputs as a program, by ``torch.export`` and, converted from that, in ONNX.
+"""A network with the scaling of its inputs as a program: exported by ``torch.export`` and converted to ONNX.
 
 A program needs no code from fedshift or the user. The torch program performs the same operations as the run's
 evaluation; ONNX runtimes compute the same network in a different order, so scores differ by rounding.
@@ -29,7 +29,7 @@ TRACED = 2
 class Program(nn.Module):
     """``network`` for samples as ``preparation`` stores them, with the computations of a run's evaluation.
 
-    ``layout``: memory format of images; ``low``: layers compute in bfloat16 where torch's autocast allows it; ``task``:
+    ``layout``: memory format of images; ``low``: layers compute in bfloat16 if torch's autocast supports it; ``task``:
     converts the network's outputs to the program's, with numbers in the unit of the data.
     """
 
@@ -61,8 +61,8 @@ def require_samplewise(network: nn.Module) -> None:
     for name, layer in network.named_modules():
         if isinstance(layer, _BatchNorm) and layer.running_mean is None:
             raise UsageError(
-                f"layer {name!r} normalizes by the batch (track_running_stats=False), so that the network has no "
-                "answer for one sample alone: it cannot be handed over; train one that keeps running statistics"
+                f"layer {name!r} normalizes by the batch (track_running_stats=False), so that the prediction for a "
+                "sample depends on other samples: it cannot be exported; train a network with running statistics"
             )
 
 
@@ -85,16 +85,16 @@ def save_onnx(traced: torch.export.ExportedProgram, path: Path, *, low: bool, ou
     Returns "", or the reason if the program cannot be written.
     """
     if low:
-        return "the network computes in bfloat16, which ONNX's convolutions do not take"
+        return "the network computes in bfloat16, which ONNX's convolutions do not support"
     if not all(map(find_spec, ("onnx", "onnxscript"))):
         return "the packages onnx and onnxscript are missing (pip install 'fedshift[export]')"
     try:
         with _quiet():
-            made = torch.onnx.export(traced, input_names=["x"], output_names=[output], dynamo=True, verbose=False)
-            assert made is not None
-            made.save(path)
-    except Exception as error:  # of any type, from three packages
-        return f"torch does not convert it ({first_line(error)})"
+            converted = torch.onnx.export(traced, input_names=["x"], output_names=[output], dynamo=True, verbose=False)
+            assert converted is not None
+            converted.save(path)
+    except Exception as error:  # three packages may raise any type
+        return f"torch cannot convert it ({first_line(error)})"
     return ""
 
 

@@ -70,9 +70,7 @@ def export_run(
     chosen = select_trials(experiment, method, None if seed is None else (seed,))
     if len(chosen.methods) > 1:
         names = ", ".join(each.label for each in chosen.methods)
-        raise UsageError(
-            f"the run has {len(chosen.methods)} methods ({names}): say which one's model ({{}})", Ref("method")
-        )
+        raise UsageError(f"the run has {len(chosen.methods)} methods ({names}): choose one ({{}})", Ref("method"))
     name, seed = chosen.methods[0].name, chosen.seeds[0]
     trial = restore_trial(chosen, directory, name, seed)
     if trial.server.round == 0:
@@ -86,8 +84,8 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
     here = experiment.make_engine is None  # otherwise samples and client state are at the sites
     state = trial.model_state(client) if here or client is None else None
     if state is None and not here:
-        lacking = "clients' models are" if client else f"{plan.method.label} has no global model, and clients' are"
-        raise UsageError(f"{lacking} not where the run was coordinated: {AT_SITE}")
+        missing = "clients' models are" if client else f"{plan.method.label} has no global model, and clients' are"
+        raise UsageError(f"{missing} not stored where the run was coordinated: {AT_SITE}")
     if state is None:
         raise UsageError(
             f"{plan.method.label} has no global model: name a client ({{}}), one of {names}", Ref("client")
@@ -95,8 +93,8 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
     scales = {each.train.normalization for each in data.clients}
     if client is None and len(scales) > 1:
         raise UsageError(
-            "each client's samples are scaled by its own training samples, so that the global model needs a client "
-            f"whose scale it takes: name one ({{}}), one of {names}",
+            "each client's samples are scaled by its own training samples, so that the global model needs a client's "
+            f"scale: name a client ({{}}), one of {names}",
             Ref("client"),
         )
     owner = data.client(client) if client else data.clients[0]
@@ -137,12 +135,12 @@ def make_model(
     data_in_words: str,
     **facts: Any,
 ) -> TrainedModel:
-    """Return ``network`` with ``state`` as the model of ``owner``, with what plan, data and settings say about it.
+    """Return ``network`` with ``state`` as the model of ``owner``, with facts from plan, data and settings.
 
-    ``facts``: the others of :class:`~fedshift.export.model_card.ModelFacts`.
+    ``facts``: the remaining fields of :class:`~fedshift.export.model_card.ModelFacts`.
     """
     schema, method = data.describe_client(owner), plan.method
-    made = ModelFacts(
+    all_facts = ModelFacts(
         **describe_answers(data),
         method=method.label,
         meaning=method.text,
@@ -153,25 +151,23 @@ def make_model(
         settings=describe_settings(plan, settings, schema.preparation) | describe_targets(schema),
         **facts,
     )
-    return TrainedModel(network=network, state=state, plan=plan, schema=schema, facts=made, tests=tests)
+    return TrainedModel(network=network, state=state, plan=plan, schema=schema, facts=all_facts, tests=tests)
 
 
 def describe_answers(data: Federation) -> dict[str, Any]:
-    """Return what a model for ``data`` predicts, as fields of :class:`~fedshift.export.model_card.ModelFacts`."""
+    """Return the fields of :class:`~fedshift.export.model_card.ModelFacts` about the predictions for ``data``."""
     task = data.task
-    kind, own = find_kind(task), describe_task(task)["name"]
-    inherited = type(task).predict is getattr(
-        TASKS.entries.get(kind), "predict", None
-    )  # else its predictions are its own
-    return {"task": task.name, "kind": kind if inherited else own, "outputs": data.outputs, "metrics": task.metrics}
+    kind, name = find_kind(task), describe_task(task)["name"]
+    inherited = type(task).predict is getattr(TASKS.entries.get(kind), "predict", None)  # else the task defines them
+    return {"task": task.name, "kind": kind if inherited else name, "outputs": data.outputs, "metrics": task.metrics}
 
 
 def describe_targets(schema: Schema) -> dict[str, str]:
-    """Return how target numbers were scaled, which the program inverts, as an entry of settings."""
+    """Return a settings entry for the scaling of target numbers, which the program inverts."""
     scales = schema.task.scales if isinstance(schema.task, Regression) else ()
     pairs = zip(schema.names, scales, strict=bool(scales))
-    told = ", ".join(f"{name} minus {mean:g} over {deviation:g}" for name, (mean, deviation) in pairs)
-    return {"targets": f"learned as {told}; the program gives them in the unit of the data"} if told else {}
+    scaled = ", ".join(f"({name} - {mean:g}) / {deviation:g}" for name, (mean, deviation) in pairs)
+    return {"targets": f"learned as {scaled}; the program returns them in the unit of the data"} if scaled else {}
 
 
 def find_sources(method: Method) -> Iterator[str]:
@@ -196,23 +192,23 @@ def describe_settings(plan: Plan, settings: Settings, preparation: Preparation) 
     """Return the resolved training settings by name."""
     share = settings.participation
     return {
-        "local work in a round": describe_work(plan.work),
+        "local work per round": describe_work(plan.work),
         "weight of a client": describe_weighting(plan.method),
         "optimizer": _format_optimizer(plan.optimizer),
         "loss": str(settings.loss),
         "augmentation": str(settings.augment or "none"),
         "initial weights": settings.weights.source if settings.weights else "random, by the seed",
-        "clients in a round": "all" if str(share) in ("None", "1.0") else str(share),
+        "clients per round": "all" if str(share) in ("None", "1.0") else str(share),
         "precision": plan.precision,
         "scaling": str(preparation.scaling) if preparation.scales else "none",
     }
 
 
 def list_versions(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the run's package versions, and those of the export if they differ."""
+    """Return the run's package versions, and the versions at export if they differ."""
     then, now = environment.get("packages", {}), describe_environment()["packages"]
-    found = {name: str(then[name]) for name in ("fedshift", "torch", "numpy") if name in then}
-    return found | {f"{name} (export)": str(now[name]) for name in found if now[name] != found[name]}
+    versions = {name: str(then[name]) for name in ("fedshift", "torch", "numpy") if name in then}
+    return versions | {f"{name} (export)": str(now[name]) for name in versions if now[name] != versions[name]}
 
 
 def find_licenses(data: str | None, name: str) -> str:
@@ -227,7 +223,7 @@ def find_licenses(data: str | None, name: str) -> str:
     if data and not Path(data).exists() and head in known:
         card = get_card(known[head])
         return f"{card.title}: {card.license}. Source: {card.source}."
-    return f"The licenses of `{name}` are not known to fedshift: whoever hands the model on states them here."
+    return f"The licenses of `{name}` are not known to fedshift: add them here before you distribute the model."
 
 
 def _explain_choice(settings: Settings, round: int) -> str:
@@ -242,7 +238,7 @@ def _explain_origin(trial: Trial, client: str | None) -> str:
         return "All clients use this one model." if client else ""
     if trial.clients.has_trained(client):
         return ""
-    return f"The client has not trained in the run: its model was made by the policy `{trial.settings.unseen}`."
+    return f"The client has not trained in the run: the policy `{trial.settings.unseen}` provided its model."
 
 
 def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) -> Iterator[Row]:
@@ -257,7 +253,7 @@ def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) ->
 
 
 def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> Iterator[SeedSpread]:
-    """Yield the task's main metric over the seeds: the client's or, for the global model, the clients' mean."""
+    """Yield the task's main metric over the seeds: of the client or, for the global model, the clients' mean."""
     if len(summary.seeds) < 2 or summary.rows.empty:
         return
     table = seed_table(summary, summary.metrics[0], "personal" if client else "global")
@@ -274,11 +270,11 @@ def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> 
 
 
 def _format_optimizer(optimizer: Optimizer) -> str:
-    """Return the local optimizer in words, without settings at their defaults."""
-    said = [type(optimizer).__name__, f"learning rate {optimizer.lr:g}"]
+    """Describe the local optimizer, without settings at their defaults."""
+    parts = [type(optimizer).__name__, f"learning rate {optimizer.lr:g}"]
     for each in fields(optimizer):
         value = getattr(optimizer, each.name)
         usual = Schedule() if each.name == "schedule" else each.default
         if each.name != "lr" and value != usual:
-            said.append(f"{each.name.replace('_', ' ')} {value}")
-    return ", ".join(said)
+            parts.append(f"{each.name.replace('_', ' ')} {value}")
+    return ", ".join(parts)

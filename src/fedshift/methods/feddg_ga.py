@@ -34,7 +34,7 @@ from ..utils.state import State, add_prefix, entries_under, pick
 class GeneralizationGap(Rule):
     """The client's part: its model before aggregation, and the gap of the shared model to it."""
 
-    requires = Requirements(shared_entries="FedDG-GA compares each client's model with the shared one")
+    requires = Requirements(shared_entries="FedDG-GA compares each client's model with the shared model")
 
     @override
     def bind(self, plan: Plan) -> Bound:
