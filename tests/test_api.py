@@ -498,7 +498,12 @@ def test_a_notebook_shows_the_same_as_html(compared):
     bob = table.loc["bob", "fedbn"]
     assert rows[2] == ["bob", rows[2][1], f"{100 * bob['mean']:.2f} ({100 * bob['std']:.2f})"]
     words = " ".join("".join(page.itertext()).split())
-    for sentence in ("Test accuracy of the personal model in percent", "paired over seeds", "bold", "Claim no order"):
+    for sentence in (
+        "Test accuracy of the personal model in percent",
+        "paired over seeds",
+        "bold",
+        "Do not claim an order",
+    ):
         assert sentence.lower() in words.lower()
 
 

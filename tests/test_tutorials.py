@@ -47,7 +47,7 @@ MINUS = "\N{MINUS SIGN}"
 NUMBER = rf"[+{MINUS}-]?\d+(?:\.\d+)?"
 TOKEN = re.compile(rf"(?P<number>{NUMBER})|(?P<gap>…)|(?P<rule>─+)|(?P<space>\s+)|(?P<count>\brounds?\b)|.")
 PATTERNS = {"number": f"({NUMBER})", "gap": ".*?", "rule": "─+", "space": r"\s+", "count": "rounds?"}
-OUTCOME = re.compile(r"^\S+ is (above|below|level|not told apart) |^Verdict ")
+OUTCOME = re.compile(r"^\S+ is (above|below|level|not significantly different) |^Verdict ")
 """Lines that depend on how the numbers come out."""
 
 

@@ -389,7 +389,7 @@ def test_the_table_has_a_column_for_each_method(sweep, tmp_path, unpublished, un
     lines = (tmp_path / "out" / "tables" / "sweep.md").read_text().splitlines()
     assert lines[0] == "| samples | fedavg | fedbn |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| none", "| 9"]
-    assert "it does not imply significance. Which methods are told apart is on the page of each comparison" in lines[-1]
+    assert "imply significance. The page of each comparison shows which methods differ significantly" in lines[-1]
 
 
 def test_a_sweep_that_was_stopped_begins_with_the_line_that_says_where_it_is(

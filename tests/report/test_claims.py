@@ -88,7 +88,8 @@ def test_a_report_claims_exactly_where_its_smallest_p_does(make_counted, tmp_pat
         assert min(each.p for each in made.pairs.values()) == pytest.approx(min(1, p[place]))
         table = difference_table(study)
         tables = any(table["p"] < 0.05), any((table["low"] > 0) | (table["high"] < 0))
-        claimed = [" is above " in text, " is below " in text, "Told apart" in text, ", told apart" in text, *tables]
+        claims = (" is above ", " is below ", "Significantly different", ", significantly different")
+        claimed = [*(claim in text for claim in claims), *tables]
         if p[place] >= 0.05:
             assert not any(claimed)
         for one, other in made.pairs:
@@ -102,7 +103,7 @@ def test_a_clear_difference_is_claimed_in_all_places(make_counted, tmp_path, mon
     hits[0] = np.minimum(hits[0] + 30, 100)
     text, made = said(make_counted(hits, sizes), tmp_path, monkeypatch)
     assert all(made.between("method 0", f"method {other}").is_significant for other in range(1, METHODS))
-    assert text.endswith("told apart from every other method, on new samples of these clients too")
+    assert text.endswith("significantly different from every other method, on new samples of these clients too")
     assert text.count("is below method 0 by") == METHODS - 1
     assert text.count("on new samples of these clients too (95% interval") == METHODS - 1
     rest = [pair for pair in made.pairs if "method 0" not in pair]
@@ -123,7 +124,7 @@ def test_equal_differences_of_one_sample_are_no_claim(make_counted, tmp_path, mo
     (found,) = made.pairs.values()
     assert found.high > found.low
     assert found.p == pytest.approx(2 * stats.t.sf(np.sqrt(6), 4))
-    assert "method 1 is not told apart from method 0: difference +5.00 points (95% interval" in text
+    assert "method 1 is not significantly different from method 0: difference +5.00 points (95% interval" in text
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "balanced_accuracy"])
@@ -229,7 +230,7 @@ def test_what_holds_on_these_samples_alone_is_said_so_everywhere(study, tmp_path
     text, made = said(study, tmp_path, monkeypatch)
     assert made.judge("fedbn", "fedavg") is Verdict.THESE
     assert "fedbn is above fedavg by 6.00 points on these test samples, but not on new samples of these clients" in text
-    only = "told apart from every other method on these test samples, but not from fedavg on new samples"
+    only = "significantly different from every other method on these test samples, but not from fedavg on new samples"
     assert describe_leaders(made, ["fedbn"], ["fedavg"]) == only
     assert find_leader(made) == ""
     assert [row[1].text for row in tabulate_pairs(study, made).rows] == ["on these samples"]

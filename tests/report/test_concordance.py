@@ -69,7 +69,7 @@ def test_a_verdict_is_a_claim_as_every_other(pooling):
     assert same == [["same", "centralized", "0.0e+00 (0.0e+00)", "2", "4", "concordant (p <0.001)"]]
     assert said["near"] == "concordant (p <0.001)"
     assert said["far"].startswith("not concordant (p 0.0")
-    assert said["middle"].startswith("not told apart (p ")
+    assert said["middle"].startswith("not significantly different (p ")
 
 
 def test_only_rounds_and_clients_that_both_measured_count(pooling):

@@ -110,7 +110,7 @@ def test_readings(make_study):
     high = [{"a": 60, "b": 240}, {"a": 63, "b": 249}]
     support = "95% interval +3.52 to +8.48 over 3 seeds, p 0.009"
     assert read(LAST) == f"fedbn is above fedavg by 6.00 points ({support})."
-    few = "too few to tell them apart."
+    few = "too few for a significance test."
     assert read({"fedavg": low, "fedbn": low[:1]}) == f"fedbn is level with fedavg over one seed: {few}"
     assert read({"fedavg": low[:1], "fedbn": high[:1]}) == f"fedbn lies 5.00 points above fedavg over one seed: {few}"
     assert read({"fedavg": low[:2], "fedbn": high}) == f"fedbn lies 5.50 points above fedavg over 2 seeds: {few}"

@@ -34,7 +34,7 @@ def test_each_method_stands_at_its_finished_seeds_and_at_an_unfinished_one(study
         ["fedbn", "2, 2, 1 of 2", "71.50", "38.00 in round 1"],
     ]
     assert page.count("<svg ") == 4  # macro, training loss, two clients
-    assert "not told apart" not in page
+    assert "not significantly different" not in page
 
 
 def test_a_run_without_a_round_has_no_curves(study):

@@ -27,11 +27,11 @@ def test_what_was_trained_is_said_as_resolved_with_engine_times_and_commands(mak
     study = make_study(resolved=RESOLVED, traffic=traffic(), environment=environment)
     assert describe_run(study) == RESOLVED | {
         "engine": "stacked",
-        "begun": "2026-11-20 10:15 UTC",
+        "started": "2026-11-20 10:15 UTC",
         "last round ended": "2026-11-21 08:02 UTC",
         "duration of all rounds": "2 min 05 s",
         "command": "fedshift compare --rounds 2",
-        "gone on with (1)": "from Python",
+        "resumed with (1)": "from Python",
         "versions": "fedshift 0.1.0, torch 2.7",
     }
     other = make_study(traffic=traffic(("stacked", "pool")), environment={})

@@ -74,7 +74,7 @@ def test_numbers_and_best_in_bold(study, undrawn):
     assert "<strong>fedbn with 73.00 (3.00)</strong>" in text
     claim = f"fedbn {MINUS} fedavg|on these samples|+6.00|+3.52 to +8.48|0.009|3|"
     assert claim in re.sub(r"(<[^>]*>)+", "|", text)
-    assert "told apart from every other method" in text
+    assert "significantly different from every other method" in text
     assert "1 shared (432 B), 2 kept local (24 B)" in text
     assert "Accuracy, global model" in text
     assert "AUC" not in text

@@ -78,7 +78,7 @@ def test_nothing_is_said_between_methods_that_never_reached_the_same_round(never
         "fedbn and fedavg have no seed under which both have a value after the same round."
     ]
     assert describe_ranking(never_together, claims) == [
-        "Claim no order of these methods: no seed gives two of them a value after the same round."
+        "Do not claim an order of these methods: no seed has values of two methods after the same round."
     ]
 
 

@@ -36,18 +36,18 @@ def test_neighbors_are_compared_best_first(make_study):
 def test_an_order_that_is_not_significant_is_no_claim(make_study, undrawn):
     study = make_study({"fedavg": macro(60, 62, 64), "fedbn": macro(61, 65, 63)})
     support = f"95% interval {MINUS}3.97 to +5.97 over 3 seeds, p 0.478"
-    said = f"fedbn is not told apart from fedavg: difference +1.00 points ({support})."
+    said = f"fedbn is not significantly different from fedavg: difference +1.00 points ({support})."
     assert describe_ranking(study) == [said]
     page = render_page(study)
-    row = f"fedbn {MINUS} fedavg|not told apart|+1.00|{MINUS}3.97 to +5.97|0.478|3|"
+    row = f"fedbn {MINUS} fedavg|not significantly different|+1.00|{MINUS}3.97 to +5.97|0.478|3|"
     assert row in re.sub(r"(<[^>]*>)+", "|", page)
-    assert "</strong> percent, not told apart from fedavg." in page
+    assert "</strong> percent, not significantly different from fedavg." in page
 
 
 def test_the_headline_says_what_the_best_is_told_apart_from(make_study, undrawn):
-    assert "</strong> percent, told apart from every other method, on " in render_page(make_study(CLEAR))
+    assert "</strong> percent, significantly different from every other method, on " in render_page(make_study(CLEAR))
     few = make_study({name: runs[:2] for name, runs in CLEAR.items()})
-    assert "</strong> percent, too few seeds to tell it apart, 3 at least." in render_page(few)
+    assert "</strong> percent, too few seeds for a significance test, 3 at least." in render_page(few)
 
 
 def test_a_correction_can_take_an_order_away(make_study):
@@ -68,25 +68,25 @@ def test_of_many_orders_those_that_are_not_significant_are_named(make_study):
     study = make_study({**steps, "near": macro(77, 76, 76, 77, 77)}, rounds=1)
     *named, last = describe_ranking(study)
     assert len(named) == 1
-    assert all("not told apart" in sentence for sentence in named)
+    assert all("not significantly different" in sentence for sentence in named)
     assert last == (
-        "Told apart on these test samples, but not on new samples of these clients: 7 pairs of neighbors by macro "
-        "accuracy."
+        "Significantly different on these test samples, but not on new samples of these clients: 7 pairs of neighbors "
+        "by macro accuracy."
     )
 
 
-@pytest.mark.parametrize(("seeds", "told"), [(1, "one seed says"), (2, "2 seeds say")])
+@pytest.mark.parametrize(("seeds", "told"), [(1, "one seed is"), (2, "2 seeds are")])
 def test_one_or_two_seeds_tell_no_order(seeds, told, make_study):
     study = make_study({name: runs[:seeds] for name, runs in CLEAR.items()})
     assert describe_ranking(study) == [
-        f"Claim no order of these methods: {told} too little. --seeds 5 gives intervals that can tell."
+        f"Do not claim an order of these methods: {told} too few. Use --seeds 5 for intervals."
     ]
 
 
 def test_a_pair_that_shares_too_few_seeds_is_no_claim(make_study):
     study = make_study(CLEAR, keep=lambda row: (row["method"], row["seed"]) != ("low", 2))
     first, second = describe_ranking(study)
-    assert second == "middle lies 10.00 points above low over 2 seeds: too few to tell them apart."
+    assert second == "middle is 10.00 points above low over 2 seeds: too few for a significance test."
     assert "corrected" not in first  # nothing else could be tested
 
 

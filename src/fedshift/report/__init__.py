@@ -1,4 +1,4 @@
-"""Report: tables, figures and one HTML page, made from a :class:`~fedshift.results.schema.RunSummary` alone."""
+"""Report: tables, figures and one HTML page, created from a :class:`~fedshift.results.schema.RunSummary`."""
 
 from .claims import difference_table
 from .figures import make_figures, save_figures

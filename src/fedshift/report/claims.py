@@ -1,13 +1,13 @@
-"""Claims of a report, tested as one family: each difference is tested once and reads the same wherever it is printed.
+"""Claims of a report, tested as one family: each difference is tested once and has the same wording everywhere.
 
 A table invites readers to compare any two of its methods and to rank them all. The family is therefore all pairs of
 methods, by macro metric and paired over seeds, and with a pooled method all discordances against the threshold.
 p-values and intervals are corrected for the size of the family (:mod:`fedshift.analysis.statistics`), so that at most 5
 in 100 reports on methods that do not differ claim anything. Such a claim is about *these test samples*. A second family
 has the same pairs with the variation over test samples (:mod:`fedshift.analysis.sampling`), and is about *new samples
-of these clients*: another test set of the same size. Every sentence and table says which of both it means. Nothing else
-in a report is a claim: means and standard deviations describe the seeds that were run, and bold marks the best mean as
-printed.
+of these clients*: another test set of the same size. Every sentence and table states which family it refers to. Nothing
+else in a report is a claim: means and standard deviations describe the seeds that were run, and bold marks the best
+printed mean.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .tables import accuracy_table, mask_incomparable, seed_table, select_report
 LEAST_ERROR = CONCORDANT / 1000
 """Smallest standard error of a discordance, in squared nats; below it, seeds agree as far as losses can show."""
 NAMED = 4
-"""Methods that the headline lists as not told apart, and neighbors of which each has a sentence."""
+"""Maximum number of methods in the headline, and of neighbors with a sentence each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Verdict(Enum):
     FRESH = "yes"
     THESE = "on these samples"
     UNTESTED = "on these samples, new ones not tested"
-    NONE = "not told apart"
+    NONE = "not significantly different"
     FEW = "too few seeds"
 
     @property
@@ -109,7 +109,7 @@ def judge(gap: PairedDifference, fresh: PairedDifference | None) -> Verdict:
 def collect_claims(
     summary: RunSummary, metric: str | None = None, model: str = "personal", level: float = 0.95
 ) -> Claims:
-    """Return every comparison that a report of ``summary`` makes by ``metric`` (by default its own) of ``model``.
+    """Return every comparison that a report of ``summary`` makes by ``metric`` (None: the run's) of ``model``.
 
     Each macro value is the one in the tables, over the clients that every method measured for that seed, so that a
     difference compares like with like. Seeds for which two methods have not reached the same round do not count.
@@ -268,8 +268,8 @@ def find_leader(claims: Claims, metric: str = "accuracy") -> str:
     sign = -1 if metric in LOWER_IS_BETTER else 1
     for method in claims.methods:
         others = [other for other in claims.methods if other != method]
-        told = all(claims.judge(method, other) is Verdict.FRESH for other in others)
-        if others and told and all(sign * claims.between(method, other).mean > 0 for other in others):
+        significant = all(claims.judge(method, other) is Verdict.FRESH for other in others)
+        if others and significant and all(sign * claims.between(method, other).mean > 0 for other in others):
             return method
     return ""
 
@@ -300,8 +300,8 @@ def describe_difference(
         return f"{one} and {other} have no seed under which both have a value after the same round."
     if gap.pairs < FEWEST:
         seeds = "one seed" if gap.pairs == 1 else f"{gap.pairs} seeds"
-        relation = f"lies {size} {side}" if mean else "is level with"
-        return f"{one} {relation} {other} over {seeds}: too few to tell them apart."
+        relation = f"is {size} {side}" if mean else "is level with"
+        return f"{one} {relation} {other} over {seeds}: too few for a significance test."
 
     number = f", corrected for {gap.comparisons} comparisons" if gap.comparisons > 1 else ""
     interval = unit.format_interval(gap.low, gap.high)
@@ -314,9 +314,11 @@ def describe_difference(
         return f"{one} is level with {other} as printed, {unit.format_signed(gap.mean)} {unit.name} ({support})."
     verdict = judge(gap, fresh)
     if verdict is Verdict.NONE or fresh is None:
-        told = f"{one} is {side} {other} by {size}"
-        apart = f"{one} is not told apart from {other}: difference {unit.format_signed(gap.mean)} {unit.name}"
-        return f"{told if verdict.holds else apart} ({support})."
+        significant = f"{one} is {side} {other} by {size}"
+        insignificant = (
+            f"{one} is not significantly different from {other}: difference {unit.format_signed(gap.mean)} {unit.name}"
+        )
+        return f"{significant if verdict.holds else insignificant} ({support})."
     again = unit.format_interval(fresh.low, fresh.high)
     where = {
         Verdict.FRESH: f"on new samples of these clients too ({support}; on new samples {again})",
@@ -347,19 +349,20 @@ def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[st
     if not gaps or not leaders:
         return ""
     if max(gap.pairs for several in gaps.values() for gap in several) < FEWEST:
-        return f"too few seeds to tell it apart, {FEWEST} at least"
+        return f"too few seeds for a significance test, {FEWEST} at least"
     verdicts = {other: {claims.judge(leader, other) for leader in leaders} for other in gaps}
 
     def name(*those: Verdict) -> str:
         return join_some((other for other, several in verdicts.items() if several & set(those)), shown=NAMED)
 
     if similar := name(Verdict.NONE, Verdict.FEW):
-        return f"not told apart from {similar}"
+        return f"not significantly different from {similar}"
     if these := name(Verdict.THESE):
-        return f"told apart from every other method on these test samples, but not from {these} on new samples"
+        start = "significantly different from every other method on these test samples"
+        return f"{start}, but not from {these} on new samples"
     if name(Verdict.UNTESTED):
-        return "told apart from every other method on these test samples; new samples were not tested"
-    return "told apart from every other method, on new samples of these clients too"
+        return "significantly different from every other method on these test samples; new samples were not tested"
+    return "significantly different from every other method, on new samples of these clients too"
 
 
 def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
@@ -381,8 +384,8 @@ def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
     for row, (name, gap) in zip(text.rows, gaps.items(), strict=True):
         verdict = judge(gap, fresh[name])
         level = verdict is Verdict.NONE and not round(unit.scale * gap.mean, unit.digits)
-        said = "level" if level else verdict.value
-        rows.append((row[0], TextCell(text=said, best=verdict is Verdict.FRESH), *row[1:]))
+        text_of_claim = "level" if level else verdict.value
+        rows.append((row[0], TextCell(text=text_of_claim, best=verdict is Verdict.FRESH), *row[1:]))
     return make_table(("difference of", "may be claimed", *text.header[1:]), rows, note=text.note)
 
 
@@ -394,10 +397,10 @@ def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[
         return []
     most = max(claims.between(*pair).pairs for pair in pairs)
     if not most:
-        return ["Claim no order of these methods: no seed gives two of them a value after the same round."]
+        return ["Do not claim an order of these methods: no seed has values of two methods after the same round."]
     if most < FEWEST:
-        seeds = "one seed says" if most == 1 else f"{most} seeds say"
-        return [f"Claim no order of these methods: {seeds} too little. --seeds 5 gives intervals that can tell."]
+        seeds = "one seed is" if most == 1 else f"{most} seeds are"
+        return [f"Do not claim an order of these methods: {seeds} too few. Use --seeds 5 for intervals."]
     verdicts = {pair: claims.judge(*pair) for pair in pairs}
     named = pairs if len(pairs) <= NAMED else [pair for pair in pairs if not verdicts[pair].holds]
     sentences = []
@@ -413,5 +416,5 @@ def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[
     ):
         if count := sum(verdicts[pair] is verdict for pair in pairs if pair not in named):
             noun = "pair of neighbors" if count == 1 else "pairs of neighbors"
-            sentences.append(f"Told apart {where}: {count} {noun} by macro {summary.metric_name}.")
+            sentences.append(f"Significantly different {where}: {count} {noun} by macro {summary.metric_name}.")
     return sentences

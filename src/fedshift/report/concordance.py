@@ -68,7 +68,7 @@ def format_concordance_table(table: pd.DataFrame, tests: Mapping[tuple[str, str]
 
 
 def describe_concordance(summary: RunSummary, table: pd.DataFrame) -> str:
-    """Return the table's caption, which also says how to compare every round if only some were evaluated."""
+    """Return the table's caption, with advice on comparing every round if only some were evaluated."""
     every = table["rounds"].min() >= summary.rounds
     return (
         "Concordance with centralized training: mean squared difference of macro test losses (nats) over the rounds "
@@ -82,7 +82,7 @@ def _verdict(mean: float, test: PairedDifference) -> str:
     if test.pairs < FEWEST:
         return "too few seeds"
     verdict = "concordant" if mean < CONCORDANT else "not concordant"
-    return f"{verdict if test.is_significant else 'not told apart'} (p {format_p_value(test.p)})"
+    return f"{verdict if test.is_significant else 'not significantly different'} (p {format_p_value(test.p)})"
 
 
 def _collect_losses(summary: RunSummary) -> dict[tuple[str, str], list[Losses]]:

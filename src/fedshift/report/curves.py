@@ -41,9 +41,9 @@ TRAIN_LOSS = "train_loss"
 COLUMNS = 3
 """Largest number of panels side by side."""
 FAR = 100
-"""Ratio of the largest to the smallest loss from which its axis is logarithmic."""
+"""Minimum ratio of the largest to the smallest loss for a logarithmic axis."""
 WIDE = 10
-"""Ratio of the largest to the smallest value of a setting from which its axis is logarithmic."""
+"""Minimum ratio of the largest to the smallest value of a setting for a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -65,38 +65,40 @@ def plot_by_round(
     ``metric`` is one of :data:`~fedshift.results.schema.METRICS` on ``split``, or ``train_loss``. ``panel`` is the key
     whose values get a panel each. Raises :class:`UsageError` for an unknown metric or key, and without runs.
     """
-    return _draw_by_round(points, metric, panel, split, apart=False).add_legends()[0]
+    return _draw_by_round(points, metric, panel, split, separate=False).add_legends()[0]
 
 
 def plot_by_setting(points: Sequence[CurvePoint], key: str, metric: str, *, panel: str | None = None) -> Figure:
     """Plot the final macro test ``metric`` against ``key``: a line for each combination of the other keys.
 
-    Numbers have a continuous axis, logarithmic where they are powers of two times the smallest or span a factor of ten;
-    batch size 0 reads "full" and lies to the right. Other values have equal distances. Error bars are one sample
-    standard deviation over seeds. ``metric``, ``panel`` and errors are as in :func:`plot_by_round`.
+    Numbers have a continuous axis, logarithmic if they are powers of two times the smallest or span a factor of ten;
+    batch size 0 is labeled "full", to the right. Other values have equal distances. Error bars are one sample
+    standard deviation over seeds. For ``metric``, ``panel`` and errors, see :func:`plot_by_round`.
     """
-    return _draw_by_setting(points, key, metric, panel, apart=False).add_legends()[0]
+    return _draw_by_setting(points, key, metric, panel, separate=False).add_legends()[0]
 
 
 def make_round_panels(
     points: Sequence[CurvePoint], metric: str, name: str, *, panel: str | None = None
 ) -> list[FigurePanel]:
     """Return the panels of :func:`plot_by_round` as figures of equal scale, whose names begin with ``name``."""
-    return _draw_by_round(points, metric, panel, "test", apart=True).describe(name)
+    return _draw_by_round(points, metric, panel, "test", separate=True).describe(name)
 
 
 def make_setting_panels(
     points: Sequence[CurvePoint], key: str, metric: str, name: str, *, panel: str | None = None
 ) -> list[FigurePanel]:
     """Return the panels of :func:`plot_by_setting` as figures of equal scale, whose names begin with ``name``."""
-    return _draw_by_setting(points, key, metric, panel, apart=True).describe(name)
+    return _draw_by_setting(points, key, metric, panel, separate=True).describe(name)
 
 
-def _draw_by_round(points: Sequence[CurvePoint], metric: str, panel: str | None, split: str, *, apart: bool) -> _Panels:
+def _draw_by_round(
+    points: Sequence[CurvePoint], metric: str, panel: str | None, split: str, *, separate: bool
+) -> _Panels:
     lines = list(_make_lines(points))
     with figure_settings():
         spread = "mean, band: lowest to highest"
-        panels = _Panels(lines, panel, "round", _axis_label(metric, split, points), spread, apart=apart)
+        panels = _Panels(lines, panel, "round", _axis_label(metric, split, points), spread, separate=separate)
         means: list[float] = []
         for axes, style, line in panels.lines:
             rows = _history(line.summary, metric, split)
@@ -118,13 +120,15 @@ def _draw_by_round(points: Sequence[CurvePoint], metric: str, panel: str | None,
         return panels
 
 
-def _draw_by_setting(points: Sequence[CurvePoint], key: str, metric: str, panel: str | None, *, apart: bool) -> _Panels:
+def _draw_by_setting(
+    points: Sequence[CurvePoint], key: str, metric: str, panel: str | None, *, separate: bool
+) -> _Panels:
     lines = list(_make_lines(points))
     ticks, continuous = _place_ticks(key, _values(lines, key))
     final = {id(point.summary): final_metric(point.summary, metric) for point in points}
     with figure_settings():
         label = _axis_label(metric, "test", points)
-        panels = _Panels(lines, panel, key.replace("_", " "), label, "mean, line: ± std", x_key=key, apart=apart)
+        panels = _Panels(lines, panel, key.replace("_", " "), label, "mean, line: ± std", x_key=key, separate=separate)
         curves: dict[tuple[Axes, int], list[tuple[float, float, float]]] = {}
         for axes, style, line in panels.lines:
             mean, std = mean_and_std(_metric_scale(metric) * final[id(line.summary)].loc[line.method])
@@ -133,8 +137,8 @@ def _draw_by_setting(points: Sequence[CurvePoint], key: str, metric: str, panel:
             x = ticks[text] + offset
             curves.setdefault((axes, style.number), []).append((x, mean, std))
             if not math.isnan(mean):
-                said = f"{panels.names[style.number]}, {key}={text}: {format_mean(mean, std)}"
-                panels.points[axes].append((x, mean, said))
+                label = f"{panels.names[style.number]}, {key}={text}: {format_mean(mean, std)}"
+                panels.points[axes].append((x, mean, label))
         styles = {style.number: style for style in panels.styles.values()}
         for (axes, number), curve in curves.items():
             x_N, means, stds = np.array(sorted(curve)).T
@@ -222,14 +226,14 @@ def _place_ticks(key: str, values: Sequence[object]) -> tuple[dict[str, float], 
 
 
 class _Panels:
-    """Panels for each value of a key, in one figure or ``apart``; ``lines`` holds axes, style and data of each line.
+    """Panels for each value of a key, in one figure or ``separate``; ``lines`` holds axes, style and data of each line.
 
     ``points`` are the plotted values of each panel.
     """
 
     def __init__(
         self, lines: Sequence[_Line], panel: str | None, x_label: str, y_label: str, spread: str,
-        *, x_key: str | None = None, apart: bool = False,
+        *, x_key: str | None = None, separate: bool = False,
     ) -> None:  # fmt: skip
         if not lines:
             raise UsageError("there are no runs to draw curves of")
@@ -239,7 +243,7 @@ class _Panels:
         self.styles = _style_lines(lines, names, visible)
         self.names = list(self.styles)
         titles = [f"{panel}: {format_setting(panel, value)}" if panel else "" for value in values]
-        if apart:
+        if separate:
             empty = [make_panel(title, x_label, y_label) for title in titles]
             self.figures, self.axes = [figure for figure, _ in empty], [axes for _, axes in empty]
         else:
@@ -301,7 +305,7 @@ def _divide_figure(titles: Sequence[str], x_label: str, y_label: str) -> tuple[F
 def _style_lines(
     lines: Sequence[_Line], names: Sequence[str], visible: Collection[str | None]
 ) -> dict[str, MethodStyle]:
-    """Return each line's style by its name: colors are those of methods, line styles those of other settings."""
+    """Return each line's style by name: colors identify methods, line styles other settings."""
     colors = make_styles(dict.fromkeys(str(line.keys.get("method", line.method)) for line in lines))
     settings: dict[str, str] = {}
     styles: dict[str, MethodStyle] = {}

@@ -59,7 +59,7 @@ class TextTable:
     """Header, and rows whose first cell names the row; a line is drawn above row number ``rule`` (0: none).
 
     ``note`` is printed below the table in every format except CSV, and explains spreads and intervals. ``partial`` is a
-    line above it in files, if the compared runs have not all ended.
+    line above it in files, if some of the compared runs have not ended.
     """
 
     header: tuple[str, ...]
@@ -134,7 +134,7 @@ def format_metric_table(
         metric: Metric of its values.
         one_by_one: Begin with the clients; otherwise with the aggregates, and the header states their number.
         leader: Method that is better than every other on new test samples too, if any.
-        digits: Number of decimals, by default those of the metric.
+        digits: Number of decimals; None: the metric's.
         even: Methods have reached the same rounds; otherwise none is the best.
 
     """
@@ -237,7 +237,7 @@ def to_markdown(table: TextTable) -> str:
 
 
 def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
-    r"""Return a LaTeX ``table`` with its note, or without ``caption`` its ``tabular`` alone.
+    r"""Return a LaTeX ``table`` with its note, or without ``caption`` only its ``tabular``.
 
     It requires ``\usepackage{booktabs}``. Means with standard deviations are written as ``$76.93 \pm 0.25$``, and bold
     marks what is significant, not what is merely largest.
@@ -261,9 +261,9 @@ def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
 
 
 def _cell_to_latex(cell: TextCell) -> str:
-    if found := _MEAN_AND_STD.fullmatch(cell.text):
-        mean = rf"\mathbf{{{found[1]}}}" if cell.significant else found[1]
-        return rf"${mean} \pm {found[2]}$"
+    if match := _MEAN_AND_STD.fullmatch(cell.text):
+        mean = rf"\mathbf{{{match[1]}}}" if cell.significant else match[1]
+        return rf"${mean} \pm {match[2]}$"
     return rf"\textbf{{{escape_latex(cell.text)}}}" if cell.significant else escape_latex(cell.text)
 
 

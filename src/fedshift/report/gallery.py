@@ -1,7 +1,7 @@
 """Charts of clients' data: sheets of their images, their classes, and the features in which they differ most.
 
 Up to :data:`NAMED` clients are labeled by name; more are sorted so that similar ones are adjacent, and many share a
-line. The features are those of the largest f = (std of the clients' means) / (std within clients), Cohen (1988),
+line. The features have the largest f = (std of the clients' means) / (std within clients), Cohen (1988),
 "Statistical Power Analysis for the Behavioral Sciences", equation 8.2.1.
 """
 
@@ -202,7 +202,7 @@ def _draw_shares(counts: pd.DataFrame, title: str, unit: str) -> Figure:
 def _add_side_panel(
     counts: pd.DataFrame, title: str, width: float, height: float, unit: str = "samples"
 ) -> tuple[Figure, Axes, Axes]:
-    """Return a panel of about ``width`` x ``height`` inches, and one beside it for the clients' samples."""
+    """Return a panel of about ``width`` x ``height`` inches, and a panel next to it for the clients' samples."""
     margin = 0.25 + (0.07 * max(len(shorten(str(name), 18)) for name in counts.index) if len(counts) <= NAMED else 0.6)
     heads = max(len(shorten(str(name), 16)) for name in counts.columns) if counts.shape[1] <= NAMED else 1
     below = 1.65 + (0.045 * heads if heads > 3 else 0)

@@ -1,4 +1,4 @@
-"""The notice about BatchNorm statistics that lag: what methods would reach with statistics estimated anew.
+"""The notice about lagging BatchNorm statistics: the methods' results with re-estimated statistics.
 
 Runs record it once, at the reported round (:mod:`fedshift.evaluation.statistics_lag`). Reported values do not change.
 """
@@ -26,11 +26,11 @@ def lag_table(summary: RunSummary, split: str = "test") -> pd.DataFrame:
     """
     if not len(summary.lag):
         return pd.DataFrame(columns=["reported", "reestimated", "gain", "updates", "remaining"], dtype=float)
-    found = {}
+    columns = {}
     for name, moment in (("reported", "loaded"), (REESTIMATED, REESTIMATED)):
         rows = select_reported_rows(summary, "personal", split, moment)
-        found[name] = rows.assign(value=compute_metric(rows, summary.metric).astype(float)).set_index(KEY)["value"]
-    both = pd.DataFrame(found).dropna()
+        columns[name] = rows.assign(value=compute_metric(rows, summary.metric).astype(float)).set_index(KEY)["value"]
+    both = pd.DataFrame(columns).dropna()
     means = both.groupby(["method", "seed"]).mean().groupby("method").mean()
     facts = summary.lag.groupby("method").agg(updates=("updates", "min"), remaining=("remaining", "max"))
     means = means.assign(gain=means[REESTIMATED] - means["reported"]).join(facts)
@@ -53,7 +53,7 @@ def describe_lag(summary: RunSummary) -> str:
     held = f", which still hold up to {100 * part:.2g} percent of their initial values," if part >= LEAST / 100 else ""
     return (
         f"BatchNorm lags: running statistics{held} do not fit the models after {table['updates'].min():.0f} updates. "
-        f"With statistics estimated anew on training data, means over clients would be: {changes}."
+        f"With statistics re-estimated on training data, means over clients would be: {changes}."
         f"{_describe_order(summary, lower=lower)}"
     )
 

@@ -78,7 +78,7 @@ def _tabulate_progress(points: Sequence[CurvePoint]) -> TextTable | None:
 
 
 def _describe_methods(summary: RunSummary) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each method with the rounds that it has done and its macro test metric as it is printed, so far."""
+    """Yield each method with its rounds done so far and its formatted macro test metric."""
     macro = metric_history(summary).groupby(["method", "seed", "round"])["value"].mean().dropna()
     for method in summary.methods:
         done = summary.traffic[summary.traffic["method"] == method].groupby("seed")["round"].max()

@@ -20,25 +20,25 @@ NAMED = ("data", "method", "methods")
 def describe_run(summary: RunSummary) -> dict[str, str]:
     """Return facts about the training so far, by name: resolved settings, engine, times, command and version."""
     traffic, sessions = summary.traffic, summary.environment.get("sessions", [])
-    found = dict(summary.resolved)
+    facts = dict(summary.resolved)
     if len(traffic) and "engine" in traffic:
         engines = traffic.groupby("method", sort=False)["engine"].unique()
         texts = {method: ", ".join(names) for method, names in engines.items()}
         same = len(set(texts.values())) == 1
-        found["engine"] = next(iter(texts.values())) if same else "; ".join(f"{m}: {t}" for m, t in texts.items())
+        facts["engine"] = next(iter(texts.values())) if same else "; ".join(f"{m}: {t}" for m, t in texts.items())
     if sessions:
-        found["begun"] = _format_time(sessions[0]["started"])
+        facts["started"] = _format_time(sessions[0]["started"])
     if len(traffic) and "ended" in traffic:
-        found["last round ended"] = _format_time(max(traffic["ended"]))
-        found["duration of all rounds"] = format_duration(float(traffic["elapsed"].sum()))
+        facts["last round ended"] = _format_time(max(traffic["ended"]))
+        facts["duration of all rounds"] = format_duration(float(traffic["elapsed"].sum()))
     if commands := [session["command"] or "from Python" for session in sessions]:
-        found["command"] = commands[0]
-        found |= {f"gone on with ({number})": command for number, command in enumerate(commands[1:], start=1)}
+        facts["command"] = commands[0]
+        facts |= {f"resumed with ({number})": command for number, command in enumerate(commands[1:], start=1)}
     if packages := summary.environment.get("packages"):
         ran = dict.fromkeys(session.get("version", packages.get("fedshift", "")) for session in sessions)
         named = {"fedshift": " and ".join(ran) or packages.get("fedshift"), "torch": packages.get("torch")}
-        found["versions"] = ", ".join(f"{name} {version}" for name, version in named.items() if version)
-    return found
+        facts["versions"] = ", ".join(f"{name} {version}" for name, version in named.items() if version)
+    return facts
 
 
 def find_changed(config: Mapping[str, Any]) -> dict[str, Any]:

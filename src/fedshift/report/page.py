@@ -113,8 +113,8 @@ def make_metric_table(
 ) -> ReportTable:
     """Return the table of :func:`accuracy_table`.
 
-    ``claims``: those of the same metric and model, which make the best method's cell significant. ``digits``: decimals;
-    None: those of the metric.
+    ``claims``: claims about the same metric and model, which make the best method's cell significant. ``digits``:
+    number of decimals; None: the metric's.
     """
     metric = metric or summary.metric
     shown = metric, model, split, moment, number
@@ -275,7 +275,7 @@ def _class_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
 
 
 def _capitalize(text: str) -> str:
-    """Return ``text`` with a capital first letter, the others as they are."""
+    """Capitalize the first letter of ``text``."""
     return text[:1].upper() + text[1:]
 
 

@@ -1,7 +1,7 @@
 """Values of a metric on single test samples, side by side for all trials, and the variance of a macro difference.
 
-Records are those of the reported round (:mod:`fedshift.results.cases`). A difference of two methods is paired if both
-have them for every seed and client that counts; where a site keeps them or a trial has not ended, it is not.
+Records are from the reported round (:mod:`fedshift.results.cases`). A difference of two methods is paired if both have
+records for every seed and client that counts; it is not paired if a site keeps its records or a trial has not ended.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def collect_samples(summary: RunSummary, metric: str, model: str) -> PairedSampl
             if of == model and client in index:
                 if id(records) not in known:
                     known[id(records)] = sample_values(records, metric)
-                if (found := known[id(records)]) is not None:
-                    values[method, seed][index[client]] = found
+                if (sampled := known[id(records)]) is not None:
+                    values[method, seed][index[client]] = sampled
     owners = [index[str(summary.same_test.get(name, name))] for name in clients]
     return PairedSamples(clients=clients, groups=np.array(owners, np.int64), values=values)
 

@@ -33,13 +33,13 @@ def remembered(make: Callable[Concatenate[RunSummary, Key], T]) -> Callable[Conc
 
     @wraps(make)
     def recall(summary: RunSummary, *args: Key.args, **named: Key.kwargs) -> T:
-        given = signature.bind(summary, *args, **named)
-        given.apply_defaults()
-        known, key = _KNOWN.setdefault(summary, {}), (make, *list(given.arguments.values())[1:])
+        bound = signature.bind(summary, *args, **named)
+        bound.apply_defaults()
+        known, key = _KNOWN.setdefault(summary, {}), (make, *list(bound.arguments.values())[1:])
         if key not in known:
             known[key] = make(summary, *args, **named)
-        found: Any = known[key]
-        return cast("T", found.copy() if isinstance(found, pd.DataFrame | pd.Series) else found)
+        result: Any = known[key]
+        return cast("T", result.copy() if isinstance(result, pd.DataFrame | pd.Series) else result)
 
     return cast("Callable[Concatenate[RunSummary, Key], T]", recall)
 

@@ -29,7 +29,7 @@ def print_lines(console: Console, *lines: str) -> None:
 
 
 def is_tested(summary: RunSummary) -> bool:
-    """Return whether models were measured on test data; a search measures validation data alone."""
+    """Return whether models were measured on test data; a search measures only validation data."""
     return bool(((summary.rows["moment"] == "loaded") & (summary.rows["split"] == "test")).any())
 
 

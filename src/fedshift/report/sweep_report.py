@@ -56,8 +56,8 @@ from .tables import accuracy_table, describe_round, describe_seeds, list_shortfa
 from .target_metric import describe_target, format_rounds, format_traffic, target_table
 
 CLAIMS = (
-    "Which methods are told apart is on the page of each comparison, corrected for its own pairs, not for the number "
-    "of combinations."
+    "The page of each comparison shows which methods differ significantly, corrected for its own pairs, not for the "
+    "number of combinations."
 )
 SHADES = 6
 """Number of shades of a heat map."""
@@ -268,7 +268,7 @@ def sweep_tables(sweep: SweepResults) -> dict[str, tuple[str, TextTable]]:
 
 
 def best_on_validation(sweep: SweepResults) -> dict[str, int]:
-    """Return the index of the combination at which each method's macro validation metric, mean over seeds, is best.
+    """Return the index of the combination with the best macro validation metric of each method, averaged over seeds.
 
     Empty if a combination has no validation data, or is the only one. Methods that no combination measured for all of
     its seeds are excluded, as are combinations that diverged with a seed.

@@ -38,7 +38,7 @@ ONE_BY_ONE = 50
 QUANTILES = {"5 % quantile": 0.05, "25 % quantile": 0.25, "median": 0.5, "75 % quantile": 0.75, "95 % quantile": 0.95}
 """Rows that summarize many clients, with the share of clients below each value."""
 SERVER = "the server"
-"""Row of the server's model among those of clients."""
+"""Row of the server's model in tables of clients' models."""
 AFTER_WORK = "just after local work, before aggregation, of clients that took part in the round"
 """Caption of a table with ``moment="trained"``."""
 NAMED = 10
@@ -134,9 +134,9 @@ def seed_table(
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
     client`` is the lowest value (highest loss). Each is over the clients of :func:`mask_incomparable`; beyond
     :data:`ONE_BY_ONE` clients, :data:`QUANTILES` and the best client follow. ``moment="trained"`` measures the models
-    of that round's participants just after their local work, ``"reestimated"`` those with BatchNorm statistics
-    estimated anew, where these may lag. The global model's table holds only methods that have one.
-    ``number``: class of masks to measure; None: the mean over classes.
+    of that round's participants after their local work, ``"reestimated"`` models with re-estimated BatchNorm
+    statistics, if these may lag. The global model's table contains only methods with a global model. ``number``: class
+    of masks to measure; None: the mean over classes.
     """
     if number is not None and not ("dice" in summary.metrics and 0 < number < summary.classes):
         raise UsageError(f"class {number}: give one of the classes of masks, from 1 (0 is the background)")
@@ -199,16 +199,16 @@ def accuracy_table(
 def measure_majority(summary: RunSummary) -> pd.Series:
     """Return the accuracy of predicting one class for all test samples of a client: clients, ``macro`` and ``pooled``.
 
-    The class is the one of most of the client's training samples (``RunSummary.majority``), or of its test samples for
-    all clients where that is not recorded. It needs no model, so an accuracy near it may come from the class alone.
-    Clients are those with test samples at a reported round; ``macro`` is their mean, ``pooled`` takes all test samples
-    together.
+    The class is the most frequent class of the client's training samples (``RunSummary.majority``), or of its test
+    samples for all clients if that is not recorded. It needs no model, so a similar accuracy may be due to class
+    frequencies. Clients without test samples at a reported round are excluded; ``macro`` is the mean over clients,
+    ``pooled`` takes all test samples together.
     """
     if summary.task != "classification":
         return pd.Series(dtype=float)
     rows = select_reported_rows(summary).dropna(subset="support").drop_duplicates("client").set_index("client")
-    found: dict[Any, list[int]] = dict(zip(rows.index, rows["support"].tolist(), strict=True))
-    support = {name: found[name] for name in summary.clients if name in found}
+    by_client: dict[Any, list[int]] = dict(zip(rows.index, rows["support"].tolist(), strict=True))
+    support = {name: by_client[name] for name in summary.clients if name in by_client}
     if not support:
         return pd.Series({"macro": math.nan, "pooled": math.nan})
     trained = all(name in summary.majority for name in support)
@@ -225,12 +225,12 @@ def describe_majority(summary: RunSummary) -> str:
     if not len(clients):
         return ""
     each = zip(named, values, strict=True) if len(clients) <= NAMED else zip(named[-2:], values.iloc[-2:], strict=True)
-    said = ", ".join(f"{name} {value:.2f}" for name, value in each)
+    text = ", ".join(f"{name} {value:.2f}" for name, value in each)
     if len(clients) > NAMED:
         low, high = clients.idxmin(), clients.idxmax()
-        said += f"; lowest {low} {clients.min():.2f}, highest {high} {clients.max():.2f}"
+        text += f"; lowest {low} {clients.min():.2f}, highest {high} {clients.max():.2f}"
     data = "training" if all(name in summary.majority for name in clients.index) else "test"
-    return f"Predicting each client's most frequent class ({data} data) for all its test samples: {said}."
+    return f"Predicting each client's most frequent class ({data} data) for all its test samples: {text}."
 
 
 def add_majority(summary: RunSummary, table: pd.DataFrame) -> pd.DataFrame:
@@ -297,9 +297,9 @@ def cross_table(summary: RunSummary, method: str, moment: str = "loaded", metric
     )
     owners = [name for name in (*summary.clients, SERVER) if name in set(values["owner"])]
     clients = [name for name in summary.clients if name in set(values["client"])]
-    found = values.groupby(["owner", "client"])["value"].agg(mean="mean", std="std", seeds="count").unstack("client")
+    table = values.groupby(["owner", "client"])["value"].agg(mean="mean", std="std", seeds="count").unstack("client")
     columns = pd.MultiIndex.from_product([clients, ["mean", "std", "seeds"]], names=["client", "statistic"])
-    return found.swaplevel(axis=1).reindex(index=owners, columns=columns).rename_axis("model of")
+    return table.swaplevel(axis=1).reindex(index=owners, columns=columns).rename_axis("model of")
 
 
 def traffic_table(summary: RunSummary) -> pd.DataFrame:
@@ -375,10 +375,10 @@ def describe_missing(rows: pd.DataFrame, metric: str, number: int | None = None)
         return ""
     named = [f"{name} {_number_parts(parts, noun)}" for name, parts in list(missing.items())[:NAMED]]
     more = f", and {len(missing) - NAMED} more clients" if len(missing) > NAMED else ""
-    said = f"{METRICS[metric][0].upper()}{METRICS[metric][1:]} is {what}; {fate}: {', '.join(named)}{more}."
+    text = f"{METRICS[metric][0].upper()}{METRICS[metric][1:]} is {what}; {fate}: {', '.join(named)}{more}."
     if without:
-        said += f" It is not defined for {join_some(without, shown=NAMED)}, and means are over the other clients."
-    return said
+        text += f" It is not defined for {join_some(without, shown=NAMED)}, and means are over the other clients."
+    return text
 
 
 def _number_parts(parts: Sequence[int], noun: str) -> str:

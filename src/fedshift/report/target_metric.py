@@ -75,7 +75,7 @@ def target_table(summary: RunSummary, target: float) -> pd.DataFrame:
 def format_target_table(table: pd.DataFrame, *, ended: bool = True) -> TextTable:
     """Return a target table as text: ``12.0 (1.0)`` rounds, ``1.2 MB (0.1 MB)``, ``2 of 3`` seeds, or ``never``.
 
-    If runs have not all ``ended``, ``not yet`` replaces ``never``.
+    Unless all runs have ``ended``, ``not yet`` replaces ``never``.
     """
     rows = [
         (method, format_rounds(row, ended), format_traffic(row, ended), f"{row['reached']:.0f} of {row['seeds']:.0f}")

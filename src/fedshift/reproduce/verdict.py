@@ -190,8 +190,8 @@ class ReproducedBlock:
         if self.seeds < FEWEST:
             return f"{verdict} Fewer than {FEWEST} seeds: do not claim any order from ours (--seeds 5)."
         agree, disagree = self.claims
-        told_apart = f"{agree} in the paper's order, {disagree} against it"
-        return f"{verdict} Pairs told apart over seeds, corrected for their number: {told_apart}."
+        significant = f"{agree} in the paper's order, {disagree} against it"
+        return f"{verdict} Significantly different pairs over seeds, corrected for their number: {significant}."
 
     @property
     def _recipe(self) -> Mapping[str, Any]:
