@@ -163,9 +163,9 @@ def compute_gradients(
     leaves = {name: job.params[name].detach().requires_grad_() for name in list_active(plan, job)}
     with torch.enable_grad():
         total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key)
-    grads = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
+    gradients = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
     after = {name: tensor.detach() for name, tensor in rest.items()}
-    return transform_gradients(plan, job, dict(zip(leaves, grads, strict=True)), key), after, loss.detach()
+    return transform_gradients(plan, job, dict(zip(leaves, gradients, strict=True)), key), after, loss.detach()
 
 
 def combine_samples(
