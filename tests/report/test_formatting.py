@@ -112,8 +112,8 @@ def test_readings(make_study):
     assert read(LAST) == f"fedbn is above fedavg by 6.00 points ({support})."
     few = "too few for a significance test."
     assert read({"fedavg": low, "fedbn": low[:1]}) == f"fedbn is level with fedavg over one seed: {few}"
-    assert read({"fedavg": low[:1], "fedbn": high[:1]}) == f"fedbn lies 5.00 points above fedavg over one seed: {few}"
-    assert read({"fedavg": low[:2], "fedbn": high}) == f"fedbn lies 5.50 points above fedavg over 2 seeds: {few}"
+    assert read({"fedavg": low[:1], "fedbn": high[:1]}) == f"fedbn is 5.00 points above fedavg over one seed: {few}"
+    assert read({"fedavg": low[:2], "fedbn": high}) == f"fedbn is 5.50 points above fedavg over 2 seeds: {few}"
     assert read({"fedavg": low, "fedbn": []}) == (
         "fedbn and fedavg have no seed under which both have a value after the same round."
     )
