@@ -89,11 +89,11 @@ def prepare(
     _refuse_unknown_settings(optimizer, method.optimizer, method)
     _refuse_unsupported(model)
     template = use_fast_convolutions(use_fast_linear(key_dropouts(apply_surgery(method, model))))
-    found = entries(template)
+    model_entries = entries(template)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
-    initial = {entry.name: tensors[entry.name].detach().clone() for entry in found}
-    loaded, sent = method.scope.load.names(found), method.scope.send.names(found)
-    adopted = frozenset(entry.name for entry in found if method.scope.begin(entry)) & sent - loaded
+    initial = {entry.name: tensors[entry.name].detach().clone() for entry in model_entries}
+    loaded, sent = method.scope.load.names(model_entries), method.scope.send.names(model_entries)
+    adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
     if loaded - sent:
         raise UsageError(
             f"method {method.label!r} loads {min(loaded - sent)!r}, which no client sends: "
@@ -106,13 +106,13 @@ def prepare(
         )
     trained = frozenset(name for name in initial if tensors[name].requires_grad)
     if method.trains is not everything:
-        trained &= method.trains.names(found, "left untrained")
+        trained &= method.trains.names(model_entries, "left untrained")
     if not trained:
         raise UsageError(f"method {method.label!r} trains no parameter of the model: set requires_grad=True on some")
     work = resolve_work(method, work or Work(epochs=1), clients)
     plan = Plan(
         method=method.resolve_weighting(work),
-        module=template, entries=found, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
+        module=template, entries=model_entries, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
         trained=trained, freeze_from=float("inf"), work=work,
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=1, precision=precision, seed=seed,
@@ -120,7 +120,7 @@ def prepare(
     check_rules(plan)
     plan = bind_rules(plan)
     if method.freeze:
-        norm_statistics.names(found)
+        norm_statistics.names(model_entries)
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
     _check_sends(plan)

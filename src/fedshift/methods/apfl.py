@@ -63,7 +63,7 @@ def apfl(base: Method, *, alpha: float = 0.5, learned: bool = True) -> Method:
     """Add a personal model to ``base``; each client uses the mixture of both.
 
     Args:
-        base: FedAvg unless given.
+        base: The base method; None: FedAvg.
         alpha: Weight of the personal model in the mixture, in [0, 1].
         learned: Whether each client learns its weight, starting at ``alpha``.
 

@@ -15,7 +15,7 @@ def fedbabu(base: Method, *, layers: int | str = 1, rounds: int = 5) -> Method:
     """Leave the head of ``base`` untrained in the federation, and fine-tune each client's model for use.
 
     Args:
-        base: FedAvg unless given.
+        base: The base method; None: FedAvg.
         layers: The head: number of last layers, or a pattern such as ``"head.*"``.
         rounds: Number of rounds of local work that fine-tune a client's model; 0: none.
 

@@ -25,7 +25,7 @@ def fedbn(
     """Keep every BatchNorm layer of ``base`` on the client.
 
     Args:
-        base: FedAvg unless given.
+        base: The base method; None: FedAvg.
         keep: ``all`` of each layer, its ``statistics`` (that is SiloBN), its ``affine`` parameters, or all
             ``norm_layers``, GroupNorm and LayerNorm too.
         also: Pattern of further entries to keep, such as ``"head.*"``.

@@ -105,7 +105,7 @@ def hbn(base: Method, *, momentum: float = 0.002, samples: int = 64) -> Method:
     """Replace BatchNorm in the network of ``base`` by normalization with a mix of batch and global statistics.
 
     Args:
-        base: FedAvg unless given.
+        base: The base method; None: FedAvg.
         momentum: Fraction by which the global statistics move toward a round's statistics, in (0, 1].
         samples: Maximum number of samples in a client's round on which it measures statistics.
 

@@ -164,7 +164,7 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
 
 def collect_crossed(summary: RunSummary) -> list[ReportTable]:
     """Return a table of cross-site validation for each method and moment for which it was requested."""
-    made = []
+    tables = []
     for method, moment in product(summary.methods, MOMENTS):
         rows = select_crossed(summary, method, moment)
         if not len(rows):
@@ -180,8 +180,8 @@ def collect_crossed(summary: RunSummary) -> list[ReportTable]:
         text = format_cross_table(frame, summary.metric)
         text = replace(text, note=f"{text.note} {describe_missing(rows, summary.metric)}".strip())
         file = f"cross-site-{to_file_name(method)}{ending}"
-        made.append(ReportTable(file=file, caption=caption, frame=frame, text=text))
-    return made
+        tables.append(ReportTable(file=file, caption=caption, frame=frame, text=text))
+    return tables
 
 
 def write_page(summary: RunSummary, path: Path) -> Path:
