@@ -72,7 +72,7 @@ def test_plus_composes_as_calls_do():
         ("single+fedbn", "single+fedbn: fedbn selects exchanged entries"),
         ("no_such_package.module:function", "No module named 'no_such_package'; install it"),
         ("fedshift.methods.fedbn:nothing_here", "module fedshift.methods.fedbn has no 'nothing_here'"),
-        ("os:getcwd", "made a str, not a Method"),
+        ("os:getcwd", "returned a str, not a Method"),
         ("os:sep", "sep is not a function"),
         ("math:sqrt", "math.sqrt takes x (by position)"),
         ("math:sqrt(x=2)", "math.sqrt takes x (by position)"),

@@ -98,7 +98,7 @@ def test_nothing_of_the_weights_travels():
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(UsageError, match="fedala: rate=0 and epochs=1: give a number above 0"):
+    with pytest.raises(UsageError, match="fedala: rate=0 and epochs=1: give a rate above 0"):
         fedala(rate=0)
     with pytest.raises(UsageError, match=r"FedALA learns weights .*, but another part keeps '4.bias' on clients"):
         trial(fedala(fedper()))

@@ -63,7 +63,7 @@ def test_it_goes_with_what_changes_the_classifier_or_reads_features(make):
     ("method", "model", "said"),
     [
         (fn(fn()), nn.Linear(2, 2), r"'fedavg\+fn\+fn': features are scaled twice"),
-        (fn(), nn.Conv2d(1, 2, 3), "fn needs a linear classifier as the model's last layer, but that is a Conv2d"),
+        (fn(), nn.Conv2d(1, 2, 3), "fn needs a linear classifier as the model's last layer, which is a Conv2d"),
     ],
 )
 def test_what_it_cannot_change_is_refused(method, model, said):

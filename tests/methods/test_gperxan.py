@@ -96,7 +96,7 @@ def test_weights_that_were_trained_before_are_kept_and_vectors_have_no_instance_
         (lambda: trial(gn(gperxan())), "both replace normalization layers"),
         (
             lambda: apply_surgery(gperxan(), nn.Linear(2, 2)),
-            "gperxan puts InstanceNorm beside BatchNorm of feature maps, but the model has none",
+            "gperxan adds InstanceNorm to BatchNorm of feature maps, but the model has none",
         ),
     ],
 )

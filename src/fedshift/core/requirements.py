@@ -20,8 +20,8 @@ class Requirements:
             without momentum, and no rule that changes the start or has phases for entries of the model. The message
             starts with this claim, which holds only then.
         momentum: ``plain_steps`` allows momentum that is reset each round.
-        entries_only: Clients send only the model's entries, and no rule reads the entries of single clients. The message
-            ends with this use of them.
+        entries_only: Clients send only the model's entries, and no rule reads the entries of single clients. The
+            message ends with this use of them.
         classes: Each sample has one class. The message starts with this use of classes.
 
     """

@@ -68,7 +68,8 @@ class Rule:
         requires: Requirements on the rest of the method, checked before training starts.
         personalizes: ``use``: a client evaluates the result of :meth:`personalize` instead of the entries that it loads
             and keeps; ``start``: local work starts from that model, too.
-        buffers_alone: Whether :meth:`personalize` changes only buffers, so that parameters start from the loaded values.
+        buffers_alone: Whether :meth:`personalize` changes only buffers, so that parameters start from the loaded
+            values.
         on_copies: Whether :meth:`gradients` is also called, separately, for each rule's :attr:`Own.model`.
 
     """

@@ -43,7 +43,7 @@ KINDS = ("mean", "std")
 
 
 class FeatureAugmentation(Keyed):
-    """Draws mean and deviation of channels of feature maps ``[B, C, ...]`` anew in training, with probability ``p``.
+    """Samples new means and deviations for channels of feature maps ``[B, C, ...]`` in training with probability ``p``.
 
     ``running_mean`` and ``running_std [C]`` are moving means of both, ``var_mean`` and ``var_std [C]`` their variances
     over clients.
@@ -88,7 +88,7 @@ class FeatureAugmentation(Keyed):
 
 @dataclass(frozen=True)
 class AugmentFeatures:
-    """The surgery that puts a FeatureAugmentation in front of ``layers``; None: as :func:`fedfa` says."""
+    """Surgery that inserts a FeatureAugmentation in front of ``layers``; None: see :func:`fedfa`."""
 
     p: float
     momentum: float
@@ -156,7 +156,7 @@ def fedfa(base: Method, *, p: float = 0.5, momentum: float = 0.01, layers: str |
     Args:
         base: FedAvg unless given.
         p: Probability that a layer acts on a batch, in [0, 1].
-        momentum: Part of the way that moving means go to those of a batch, in (0, 1].
+        momentum: Fraction by which moving means move toward a batch's, in (0, 1].
         layers: Layers in front of which feature maps are changed, a pattern such as ``"layer[23].*.conv1"``; None: all
             convolutions but the first, and the pooling to a fixed size, or flattening, that ends the maps.
 
@@ -164,5 +164,5 @@ def fedfa(base: Method, *, p: float = 0.5, momentum: float = 0.01, layers: str |
     if not 0 <= p <= 1:
         raise UsageError(f"p={p:g}: give a probability in [0, 1]")
     if not 0 < momentum <= 1:
-        raise UsageError(f"momentum={momentum:g}: give a number in (0, 1], 1 for the last batch's alone")
+        raise UsageError(f"momentum={momentum:g}: give a number in (0, 1], 1 for only the last batch's")
     return base.with_surgery(AugmentFeatures(float(p), float(momentum), layers)).with_rule(SharedVariances())

@@ -2,12 +2,13 @@
 
 Yan, Fu, Li, Xie, Ma, Yang and Zhu 2025 (CVPR), arXiv:2306.09363, by its abstract and the authors' public code
 (IAMJackYan/FedRDN). Before round 1 client k sends m_k and s_k, the means over its images of each image's mean and
-(unbiased) deviation by channel, and gets those of all. In training an image x becomes (x - m_j) / s_j, where client j
-is drawn among all for each image and step; in use a client normalizes by its own, (x - m_k) / s_k.
+(unbiased) deviation by channel, and receives all clients' values. In training an image x becomes (x - m_j) / s_j, where
+client j is drawn among all for each image and step; in evaluation, client k normalizes by (x - m_k) / s_k.
 
-That code draws once for a batch, mean and deviation apart, and reads all of a client's images. Here a layer before the
-first convolution always normalizes by the client's own, which it keeps, and a batch is shifted and scaled so that the
-result is the drawn client's: whatever else runs the network sees inputs normalized as in use.
+That code draws once per batch, separately for mean and deviation, and reads all of a client's images. Here a layer
+before the first convolution always normalizes by the client's values, which it keeps, and a batch is shifted and scaled
+so that the result is normalized by the drawn client's: in all other uses, the network's inputs are normalized as in
+evaluation.
 """
 
 from __future__ import annotations

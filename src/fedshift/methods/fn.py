@@ -1,10 +1,10 @@
-"""FN: features get one length before the classifier, which is what layer normalization adds where labels are skewed.
+"""FN: features are normalized to a fixed length before the classifier, which helps like LayerNorm under label skew.
 
 Zhang, Beitollahi, Bie and Chen 2024 (TMLR), arXiv:2308.09565, by its abstract and the authors' public code
 (huawei-noah/Federated-Learning, Layer_Normalization). A vector z of D features becomes sqrt(D) z / |z|, so that their
-mean square is 1, as in that code's ResNet. In a network of linear layers without bias and ReLU, to scale the outputs of
-every layer is to scale those of the last. A client with few classes can then no longer lower its loss by longer and
-longer features, all in one direction, which forget the classes that it does not have.
+mean square is 1, as in that code's ResNet. In a network of ReLUs and linear layers without bias, scaling the outputs of
+every layer equals scaling the last layer's. A client with few classes can then not lower its loss by ever longer
+features in one direction, which forget the classes that it lacks.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ from ..utils.errors import UsageError
 
 
 class FeatureScaling(nn.Module):
-    """Gives features ``[..., D]`` the length sqrt(D), whatever their length was; features of zeros stay."""
+    """Scales features ``[..., D]`` to the length sqrt(D); zero features are unchanged."""
 
     def forward(self, z: Tensor) -> Tensor:
         """Return features of the same shape."""

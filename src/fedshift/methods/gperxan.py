@@ -1,14 +1,14 @@
-"""gPerXAN: BatchNorm stays on the client, beside a shared InstanceNorm, and features must suit the shared classifier.
+"""gPerXAN: a local BatchNorm is mixed with a shared InstanceNorm, and features must fit the shared classifier.
 
 Le, Ho, Do, Le-Phuoc and Wong 2024 (CVPR), arXiv:2403.15605, by its abstract and the authors' public code
 (lhkhiem28/gPerXAN). Each BatchNorm of feature maps becomes b BN(x) + i IN(x), where (b, i) is the softmax of two scores
-that are trained and start equal. InstanceNorm removes what is a client's own look, BatchNorm keeps what tells classes
-apart. BN and its score are the client's, all else is averaged. With the features z of a batch, the loss L gains lam
-times the loss of the classifier that the client loaded, which is a constant: L(W z) + lam L(W_loaded z).
+that are trained and start equal. InstanceNorm removes a client's style, BatchNorm keeps information about classes. BN
+and its score stay on the client, all other entries are averaged. With the features z of a batch, the loss L includes
+lam times the loss of the loaded classifier, which is held constant: L(W z) + lam L(W_loaded z).
 
-The authors' clients send their BatchNorm too, which nobody loads, and the server tests on unseen sites with its mean.
-Here it never leaves; ``--unseen average`` makes the same mean. BatchNorm of vectors has no InstanceNorm beside it: it
-stays as it is, and on the client.
+The authors' clients also send their BatchNorm, which no client loads, and the server tests on unseen sites with its
+mean. Here it is never sent; ``--unseen average`` computes the same mean. BatchNorm of vectors is not mixed with an
+InstanceNorm, and stays on the client unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..utils.errors import UsageError
 MAPS: dict[type[nn.Module], type[nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
     nn.BatchNorm2d: nn.InstanceNorm2d, nn.SyncBatchNorm: nn.InstanceNorm2d, nn.BatchNorm3d: nn.InstanceNorm3d,
 }  # fmt: skip
-"""Normalization of feature maps by batch, and what stands beside it."""
+"""BatchNorm layers of feature maps, with the corresponding InstanceNorm layers."""
 
 
 class AssembledNorm(nn.Module):
@@ -68,7 +68,7 @@ local_norm = replace(batch_norm | (of_type(AssembledNorm) & name_matches("*batch
 
 @dataclass(frozen=True)
 class Assemble:
-    """The surgery that puts an InstanceNorm beside every BatchNorm of feature maps."""
+    """Surgery that adds an InstanceNorm to every BatchNorm of feature maps."""
 
     decides_normalization: ClassVar[bool] = True
 
@@ -78,13 +78,13 @@ class Assemble:
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; :class:`UsageError` where it has no BatchNorm of feature maps."""
         if not any(isinstance(layer, tuple(MAPS)) for layer in module.modules()):
-            raise UsageError("gperxan puts InstanceNorm beside BatchNorm of feature maps, but the model has none")
+            raise UsageError("gperxan adds InstanceNorm to BatchNorm of feature maps, but the model has none")
         return replace_modules(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, _BatchNorm) or torch_kind(layer) not in MAPS:
             return None
-        return take_place(name, layer, "InstanceNorm beside it", partial(AssembledNorm, layer))
+        return take_place(name, layer, "an added InstanceNorm", partial(AssembledNorm, layer))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Guidance(Rule):
 
 @method
 def gperxan(base: Method, *, lam: float = 0.5) -> Method:
-    """Put a shared InstanceNorm beside the BatchNorm of ``base``, which stays on clients, and guide their features.
+    """Add a shared InstanceNorm to the BatchNorm of ``base``, which stays on clients, and guide their features.
 
     Args:
         base: FedAvg unless given.
