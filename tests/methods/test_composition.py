@@ -93,7 +93,7 @@ REFUSED = {
     "FedProx keeps parameters near the server's": both_ways(ALONE + POOLED, ["fedprox"]),
     "FedDyn regularizes shared entries": both_ways(ALONE + POOLED, ["feddyn"]),
     "FedHEAL weighs changes of shared entries": both_ways(ALONE + POOLED, ["fedheal"]),
-    "FedDG-GA compares each client's model with the shared one": both_ways(ALONE + POOLED, ["feddg_ga"]),
+    "FedDG-GA compares each client's model with the shared model": both_ways(ALONE + POOLED, ["feddg_ga"]),
     "APFL mixes each client's model": both_ways(ALONE + POOLED, ["apfl"]),
     "fine-tuning for use starts from what clients share": both_ways(ALONE + POOLED, ["fedbabu"]),
     "FedALA learns weights for adopting": both_ways(ALONE + POOLED, ["fedala"]),

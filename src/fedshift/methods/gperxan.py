@@ -102,7 +102,7 @@ class Guidance(Rule):
         if not plan.loaded.issuperset(names):
             raise UsageError(
                 f"{self.requires.shared_entries}, but another part keeps {min(names)!r} on clients: use one of the "
-                "two, or other layers"
+                "two, or choose other layers"
             )
         return Bound(replace(self, head=names), reads=Reads(features="last"))
 
