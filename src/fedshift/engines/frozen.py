@@ -1,12 +1,12 @@
-"""A frozen backbone runs once for each sample, and training a head costs what the head costs.
+"""A frozen backbone runs once per sample, so that training a head costs only the head.
 
-Where all that trains lies at the end of a network, and what precedes it maps a sample to the same features in every
-step, features can replace samples. That holds if the entries of the first part are fixed in all rounds
-(``requires_grad=False``, and BatchNorm's statistics frozen from round 0 on: FixBN with ``switch=0``), if nothing there
-draws at random or sees the rest of the batch, and if neither augmentation nor a rule changes inputs. Steps on features
-equal those on samples up to rounding, since a product may round otherwise in a batch of another size.
+If all trained layers are at the end of a network, and the layers before them map a sample to the same features in every
+step, features can replace samples. This requires that the entries of the first part are fixed in all rounds
+(``requires_grad=False``, and BatchNorm's statistics frozen from round 0 on: FixBN with ``switch=0``), that the first
+part makes no random draws and processes samples independently, and that neither augmentation nor a rule changes inputs.
+Steps on features equal steps on samples up to rounding, since products may round differently in another batch size.
 
-The first part is cut out of the forward pass, not out of the state: entries, names and uploads stay as they are.
+The first part is removed from the forward pass, not from the state: entries, names and uploads are unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Backbone:
     probe: Tensor | None = None
 
     def is_unchanged(self, server: ServerState) -> bool:
-        """Return whether the server's fixed entries have their first values; then features are those of all rounds."""
+        """Return whether the server's fixed entries have their initial values, so that features hold for all rounds."""
         fixed = self.plan.entries_fixed_in(0) & server.shared.keys()
         return all(torch.equal(server.shared[name], self.plan.initial[name]) for name in fixed)
 
@@ -93,7 +93,7 @@ class Backbone:
 
     @cached_property
     def _values(self) -> Hashable:
-        """What features depend on beside samples: the network, its fixed entries, and where it is cut."""
+        """What features depend on except samples: the network, its fixed entries, and the place of the cut."""
         assert self.probe is not None
         fixed = {name: self.plan.initial[name] for name in sorted(self.plan.entries_fixed_in(0))}
         values = tuple((name, _to_bytes(tensor)) for name, tensor in fixed.items())
@@ -113,7 +113,7 @@ class Inputs:
     backbone: Backbone | None = None
 
     def fit(self, server: ServerState) -> bool:
-        """Return whether they stand for the samples under the entries of ``server``."""
+        """Return whether the features are valid for the entries of ``server``."""
         return self.backbone is None or self.backbone.is_unchanged(server)
 
     def extract(self, augment: Augmentation | None) -> Inputs:
@@ -190,7 +190,7 @@ def _is_random(layer: nn.Module) -> bool:
 
 
 def _is_sound(backbone: Backbone, x: Tensor) -> bool:
-    """Return whether features of ``x [B, ...]`` are those of training and of a sample alone, and give the outputs."""
+    """Return whether features of ``x [B, ...]`` agree in training and for single samples, and yield the outputs."""
     plan, head = backbone.plan, backbone.head
     try:
         features, outputs = _reach(plan, head.module, x, training=False)

@@ -159,7 +159,7 @@ class Trial:
             settings, clients = self.settings, len(self.settings.draw_participants(self.seed, 1, self.clients.names))
             self.choice = choose_engine(
                 self._inputs.plan, self._inputs.train, clients=clients, rounds=settings.rounds,
-                workers=settings.workers, augment=settings.augment, apart="trained" in settings.moments,
+                workers=settings.workers, augment=settings.augment, separate_uploads="trained" in settings.moments,
             )  # fmt: skip
         return self.choice
 
