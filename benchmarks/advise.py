@@ -1,216 +1,86 @@
-"""Regret of ``fedshift advise``: how much better the best of all methods is on test data than the one it names.
+"""Regret of ``fedshift advise``: how much better other methods of the benchmark are on test data than the one it names.
 
-For each of twenty-two federations, every method trains at every learning rate, as ``benchmarks/methods.py`` does, whose
-results in OUT are used where they are there: a method counts at the rate that is best on validation data. The search of
-``fedshift.advise`` is then made from the same trials, which changes nothing: a trial goes on from its checkpoint. Its
-earlier rungs are trained, and so is what it tries beyond, such as ``fedavg(weighting="uniform")``.
+For each federation whose records ``docs/benchmark.parquet`` has, advice is asked for with the settings of the benchmark
+and the rounds of its first budget, and the method that it names trains with the benchmark's seeds.
 
-Two regrets are printed, in points of mean accuracy over clients, of one seed. ``regret`` is that against the best
-method on test data. The best of so many is best by luck too, so that this is more than another choice would have
-gained. ``fair`` halves each client's test samples: the method that is best on one half is compared with the advised one
-on the other, and both ways are averaged. This is free of the luck, but half of the samples may choose less well.
-``by candidates`` is the part of the fair regret that no search among the advised candidates could avoid: the best of
-all minus the best of these.
+Two regrets are printed, in points of mean accuracy over clients. ``regret`` is that against the best method of the
+records on test data. The best of so many is best by luck too, so that this is more than another choice would have
+gained. ``fair`` is that against the method whose chosen setting is best on validation data: the choice of a search
+among all methods, eight settings each, which does not see test data either. It may be negative.
 
-The lists of methods in ``diagnosis/advice.py`` were improved with the first, third, ... federation in view. The others
-judge: means are printed for each half, and for advice that names one and the same method everywhere.
+The lists of methods in ``diagnosis/advice.py`` were improved with the first, third, ... federation in view
+(:data:`LEARNED`). Means are printed for these and the others, with and without the federations that the benchmark
+held apart, and for advice that names one and the same method everywhere.
 
-Results are kept in OUT (default runs/methods) and not computed again: after Ctrl-C the same command goes on. With
-``trained``, federations that are not trained yet are left out.
-
-Run ``OMP_NUM_THREADS=1 python benchmarks/advise.py [ROUNDS [OUT [trained]]]``.
+Results are kept in OUT and not computed again: after Ctrl-C, the same command goes on.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
-from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from federations import MAKERS, make_federations
-from methods import RATES, SEEDS, SETTINGS, read_folder
-from methods import measure as train_all
+from federations import HELD_APART, MAKERS, make_federations
+from methods import BUDGETS, PLAIN, SEARCHED, SEEDS, SETTINGS, read_values, train
+from ranking import BASE, RECORDS, format_table, make_ranking, read_records
 
+import fedshift
 from fedshift.analysis.statistics import paired_difference
-from fedshift.data.federation import ClientData, Federation
-from fedshift.diagnosis.search import BASELINE, Candidate, Search, begin_search
-from fedshift.engines.engine import Diverged
-from fedshift.evaluation.metrics import evaluate_clients
-from fedshift.experiments.experiment import Experiment
+from fedshift.data.federation import Federation
 from fedshift.experiments.python_settings import make_python_experiment
-from fedshift.experiments.trial import Trial
-from fedshift.methods import METHODS
-from fedshift.results.checkpoint import load_checkpoint
-from fedshift.results.run_directory import trial_folder
-from fedshift.results.trial_records import CHECKPOINT
 
 BUDGET = 1e4
 """Minutes: so many that the rounds alone say how long the search takes."""
 
-LEARNED = tuple(MAKERS)[::2]
+LEARNED = tuple(MAKERS)[:22:2]
 """Federations that were in view when the lists of methods were improved."""
 
-Accuracies = dict[str, float]
-"""Accuracy of each client's model."""
+
+def advise(data: Federation, rounds: int, folder: Path) -> tuple[str, float]:
+    """Return the advised method and its mean accuracy over clients and seeds in percent; kept in ``folder``."""
+    kept, search = folder / "advised.json", folder / "search"
+    if not kept.exists():
+        settings = {name: value for name, value in SETTINGS.items() if name != "methods"}
+        begun = (search / "search.json").exists()
+        advice = fedshift.advise(data, rounds=rounds, budget=BUDGET, out=search, resume=begun, jobs=1, **settings)
+        experiment = make_python_experiment({"data": data, "rounds": rounds, "evaluate_every": rounds, **SETTINGS})
+        found: list[float] = []
+        for seed in range(SEEDS):
+            trial = train(advice.method, experiment, seed)
+            if trial is None:
+                raise SystemExit(f"{advice.method} diverged with seed {seed}")
+            with closing(trial):
+                values = read_values(trial, trial.evaluate(), "test")
+            found.append(sum(values.values()) / len(values))
+        kept.write_text(json.dumps([advice.method, sum(found) / len(found)]))
+    method, accuracy = json.loads(kept.read_text())
+    return method, accuracy
 
 
-def halve(client: ClientData) -> ClientData:
-    """Return the client with every other test sample as its test data, and the rest in place of validation data."""
-    places = torch.arange(len(client.test))
-    return client.with_splits({"test": client.test.take(places[::2]), "validation": client.test.take(places[1::2])})
+def find_validated(records: pd.DataFrame, name: str, rounds: int) -> pd.Series:
+    """Return the validation metric of each method's chosen setting on a federation."""
+    own = records[(records["federation"] == name) & (records["rounds"] == rounds) & (records["left_out"] == "")]
+    setting = ["method", "rate", "momentum", "own"]
+    chosen = own[own["measured"] == PLAIN][setting].drop_duplicates()
+    return own[own["measured"] == SEARCHED].merge(chosen, on=setting).groupby("method")["value"].mean()
 
 
-def measure_splits(trial: Trial, data: Federation, *splits: str) -> list[Accuracies]:
-    """Return the accuracies of clients' models on each of ``splits`` of ``data``."""
-    rows = evaluate_clients(trial.plan, trial.server, data, splits, trial.personal_state)
-    own = [row for row in rows if row["model"] == "personal"]
-    return [
-        {row["client"]: sum(row["hits"]) / row["samples"] for row in own if row["split"] == split} for split in splits
-    ]
-
-
-def measure_early(trial: Trial) -> Accuracies:
-    """Return validation accuracies as a search measures them before the last round, without lagging statistics."""
-    lag = trial.measure_lag()
-    rows = [] if lag is None else lag["rows"]
-    found = {
-        row["client"]: sum(row["hits"]) / row["samples"]
-        for row in rows
-        if (row["split"], row["model"]) == ("validation", "personal")
-    }
-    return found or measure_splits(trial, trial.measured, "validation")[0]
-
-
-class Trials:
-    """Trials of a federation: finished ones from the runs in ``folder``, others trained when they are asked for.
-
-    Measurements are kept in ``folder``/trials.jsonl.
-    """
-
-    def __init__(self, experiment: Experiment, folder: Path) -> None:
-        self.experiment, self.folder = experiment, folder
-        self._file = folder / "trials.jsonl"
-        lines = self._file.read_text().splitlines() if self._file.exists() else []
-        self._known: dict[str, Any] = dict(json.loads(line) for line in lines)
-
-    def _keep(self, name: str, value: Any) -> Any:
-        self._known[name] = value
-        with self._file.open("a") as file:
-            file.write(json.dumps((name, value)) + "\n")
-        return value
-
-    def _begin(self, candidate: Candidate) -> Trial:
-        (method,) = METHODS.parse_all(candidate.name)
-        return Trial(method, self.experiment.model, self.experiment.data, self.experiment.settings, 0)
-
-    def finish(self, candidate: Candidate) -> dict[str, Any]:
-        """Return accuracies of the trained models on ``validation`` data and both ``halves`` of test data.
-
-        Nothing, where training diverged.
-        """
-        if candidate.name in self._known:
-            return self._known[candidate.name]
-        with closing(self._begin(candidate)) as trial:
-            for run in self.folder.glob("*/rates"):
-                kept = trial_folder(run, trial.plan.method.label, 0)
-                if (kept / CHECKPOINT).exists():
-                    trial.restore(*load_checkpoint(kept / CHECKPOINT), kept)
-            try:
-                while trial.server.round < self.experiment.settings.rounds:
-                    trial.advance()
-            except Diverged:
-                return self._keep(candidate.name, {})
-            (validation,) = measure_splits(trial, trial.measured, "validation")
-            data = replace(trial.measured, clients=tuple(halve(client) for client in trial.measured.clients))
-            halves = measure_splits(trial, data, "test", "validation")
-        return self._keep(candidate.name, {"validation": validation, "halves": halves})
-
-    def validate(self, candidate: Candidate, rounds: Sequence[int]) -> list[Accuracies]:
-        """Return validation accuracies after each of ``rounds``; nothing, where training diverged before."""
-        name = f"{candidate.name} {' '.join(map(str, rounds))}, statistics estimated anew"
-        if name in self._known:
-            return self._known[name]
-        found: list[Accuracies] = []
-        with closing(self._begin(candidate)) as trial:
-            try:
-                while trial.server.round < max(rounds, default=0):
-                    trial.advance()
-                    if trial.server.round in rounds:
-                        found.append(measure_early(trial))
-            except Diverged:
-                found += [{}] * (len(rounds) - len(found))
-        return self._keep(name, found)
-
-
-def replay(search: Search, trials: Trials) -> Search:
-    """Return ``search`` with the results of its rungs."""
-    early = [rung.rounds for rung in search.rungs[:-1]]
-    clients = trials.experiment.data.names
-    while not search.ended:
-        number = len(search.results)
-        values: dict[str, dict[str, float | None]] = {}
-        for each in search.members(number):
-            found = (
-                trials.validate(each, early)[number] if number < len(early) else trials.finish(each).get("validation")
-            )
-            values[each.name] = {client: (found or {}).get(client) for client in clients}
-        search = replace(search, results=(*search.results, values))
-    return search
-
-
-def choose_tried(search: Search, trials: Trials) -> dict[str, Candidate]:
-    """Return each method that ``search`` tries at its best rate, of all rounds."""
-    known = {each: found for each in search.candidates if (found := trials.finish(each))}
-    order = sorted(known, key=lambda each: -np.mean(list(known[each]["validation"].values())))
-    return {each.method: each for each in reversed(order)}
-
-
-def compare(search: Search, every: Mapping[str, Candidate], trials: Trials) -> tuple[dict[str, Any], pd.Series]:
-    """Return a row of the table for ``search``, and the fair regret of each method, of which ``every`` has all."""
-    tried = choose_tried(search, trials)
-    chosen = {**tried, **every, "": search.best}
-    halves = pd.DataFrame(
-        {
-            m: [100 * np.mean(list(half.values())) for half in trials.finish(each)["halves"]]
-            for m, each in chosen.items()
-        }
-    )
-    tested, methods = halves.mean(), [m for m in chosen if m]
-    best = tested[methods].idxmax()
-
-    def lose(method: str, among: Sequence[str]) -> float:
-        pairs = ((halves.loc[half], halves.loc[1 - half]) for half in (0, 1))
-        return float(np.mean([judge[chooser[among].idxmax()] - judge[method] for chooser, judge in pairs]))
-
+def compare(advised: tuple[str, float], tested: pd.Series, validated: pd.Series) -> tuple[dict[str, Any], pd.Series]:
+    """Return a row of the table, and the fair regret of each method; ``tested``, ``validated``: percent by method."""
+    tested = tested.dropna()
+    method, accuracy = advised
+    best, chosen = tested.idxmax(), validated[tested.index].idxmax()
     row = {
-        "advised": search.best.name, "accuracy": tested[""], "best": chosen[best].name, "its accuracy": tested[best],
-        "fedavg": tested[BASELINE], "expected gain": 100 * search.expected.mean,
-        "regret": max(0.0, tested[best] - tested[""]), "fair": lose("", methods),
-        "by candidates": lose("", methods) - lose("", list(tried)),
+        "advised": method, "accuracy": accuracy, "best on validation": chosen, "its accuracy": tested[chosen],
+        "best on test data": best, "accuracy of that": tested[best], BASE: tested[BASE],
+        "fair": tested[chosen] - accuracy, "regret": max(0.0, tested[best] - accuracy),
     }  # fmt: skip
-    return row, pd.Series({m: lose(m, methods) for m in methods})
-
-
-def measure(data: Federation, rounds: int, folder: Path) -> tuple[dict[str, Any], pd.Series]:
-    """Return :func:`compare` for a federation; train what is missing."""
-    train_all(data, rounds, folder, RATES, SEEDS)
-    table = read_folder(folder).dropna()
-    experiment = make_python_experiment(
-        {"data": data, "methods": BASELINE, "rounds": rounds, "evaluate_every": rounds, **SETTINGS}
-    )
-    trials = Trials(experiment, folder)
-    every = {
-        str(method): Candidate(name=f"tuned(lr={rate:g})+{method}", method=str(method), rate=rate)
-        for method, rate in table["rate"].items()
-    }
-    return compare(replay(begin_search(experiment, None, RATES, BUDGET), trials), every, trials)
+    return row, tested[chosen] - tested
 
 
 def print_means(name: str, rows: pd.DataFrame, lost: pd.DataFrame) -> None:
@@ -218,31 +88,38 @@ def print_means(name: str, rows: pd.DataFrame, lost: pd.DataFrame) -> None:
     fair = paired_difference(rows["fair"].tolist(), [0.0] * len(rows))
     same = lost.dropna(axis=1).mean().sort_values()
     print(
-        f"{name} ({len(rows)}): regret {rows['regret'].mean():.2f} points, fair {fair.mean:.2f} ({fair.low:.2f} to "
-        f"{fair.high:.2f}), by candidates {rows['by candidates'].mean():.2f}; fair regret of one method "
-        f"everywhere: {', '.join(f'{m} {same[m]:.2f}' for m in dict.fromkeys((*same.index[:3], BASELINE)))}"
+        f"{name} ({len(rows)}): regret {rows['regret'].mean():.1f} points, fair {fair.mean:.1f} ({fair.low:.1f} to "
+        f"{fair.high:.1f}); fair regret of one method everywhere: "
+        f"{', '.join(f'{m} {same[m]:.1f}' for m in dict.fromkeys((*same.index[:3], BASE)))}"
     )
 
 
-def main(rounds: int = 20, out: str = "runs/methods", only: str = "") -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--out", type=Path, default=Path("runs/advise"))
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    rows, lost = dict[str, dict[str, Any]](), dict[str, pd.Series]()
-    for name, data in make_federations():
-        if only == "trained" and read_folder(Path(out) / name).empty:
-            continue
-        rows[name], lost[name] = measure(data, rounds, Path(out) / name)
-        if len(rows) == 1:
-            print(f"| federation | {' | '.join(rows[name])} |\n|---|{'---|' * len(rows[name])}")
-        cells = (f"{value:.2f}" if isinstance(value, float) else value for value in rows[name].values())
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    table, others = pd.DataFrame(rows).T, pd.DataFrame(lost).T
-    learned = [name in LEARNED for name in table.index]
-    print()
-    parts = {"All federations": slice(None), "Advice learned from": learned, "Judges": [not each for each in learned]}
-    for name, part in parts.items():
+    records, rounds = read_records(given.records), BUDGETS[0]
+    tested = make_ranking(records, rounds).federations
+    found, lost = dict[str, dict[str, Any]](), dict[str, pd.Series]()
+    for name, data in make_federations(tuple(tested.index)):
+        advised = advise(data, rounds, given.out / name)
+        found[name], lost[name] = compare(advised, tested.loc[name], find_validated(records, name, rounds))
+        print(f"{name}: {advised[0]}", flush=True)
+    table, others = pd.DataFrame(found).T, pd.DataFrame(lost).T
+    cells = (
+        [name, *(f"{value:.1f}" if isinstance(value, float) else value for value in row)]
+        for name, row in zip(table.index, table.to_numpy(), strict=True)
+    )
+    print("\n" + format_table(["federation", *table], cells))
+    apart = table.index.isin(HELD_APART)
+    learned = table.index.isin(LEARNED)
+    parts = {"All federations": slice(None), "Without those held apart": ~apart, "Held apart": apart}
+    for name, part in (parts | {"Advice learned from": learned, "Others": ~learned}).items():
         if len(table[part]):
             print_means(name, table[part], others[part])
 
 
 if __name__ == "__main__":
-    main(*[int(word) for word in sys.argv[1:2]], *sys.argv[2:4])
+    main()

@@ -1,216 +1,337 @@
-"""Every method on twenty-two small federations (``federations``), each at its best learning rate on validation data.
+"""Every method on small federations, each with the best of eight settings of its own on validation data.
 
-For each federation, every method that fits its network trains at every learning rate of :data:`RATES`, with a fifth of
-each client's training samples held out. Its rate is the one that is best on these, so that all methods have the same
-budget. At that rate it trains with further seeds, five in all; its result is the mean over seeds of the macro accuracy
-of the clients' models on test data. Left out are pooled training, privacy by noise and aggregations against attackers,
-of whom there are none here (:data:`LEFT_OUT`).
+A *cell* is a federation, a question, a budget and a method. There are two questions: how well models serve the clients
+that trained, and, with ``--leave-out``, how well they serve a site that never trained, each site in turn. There are two
+budgets, 20 and 80 rounds of five local steps.
 
-Three tables are printed. The first has what methods gain over FedAvg, with a 95 % interval over federations (Student),
-once for clients that differ in their looks and once for those that differ in their classes; a star where it is not
-chance (paired over federations, corrected for all methods by Holm); the gain of the client that is worst off; bytes of
-a round to clients and from them, and seconds, over FedAvg's; and in how many federations the highest rate was the best:
-a higher one may be better there. It ranks only the methods that have all federations. The second has the others,
-against FedAvg and FedBN on the federations that they have. The third has the best two methods of each federation.
+Each cell has the same search (:func:`search`). Four settings have the arguments of the method's authors and the
+learning rates and momenta of :data:`STARTS`; four more change one choice of the best setting so far, its rate, its
+momentum or an argument (:data:`SPACES`). A third of each client's training samples judges them, with one seed; of a
+site that is left out, nothing does. At a longer budget the best three settings of the shorter one are trained anew
+(Jamieson and Talwalkar 2016, arXiv:1502.07943), and judged again. The best setting trains with further seeds, and only
+its models are measured on test data: as they are, and with statistics of BatchNorm estimated anew, or, at a site that
+was left out, under each policy that needs no labels.
 
-Results are kept in OUT and not computed again: after Ctrl-C the same command goes on, and methods that were added to
-the catalog are trained alone. With ``--trained``, nothing is trained. ``--quick`` takes minutes: two federations, one
-round, one rate, two seeds, kept in OUT/quick. Other rounds or seeds need another OUT.
+The file of each cell is kept in OUT, and is not computed again: after Ctrl-C, the same command goes on. Several
+commands with different federations can share OUT. With ``--pack FILE``, nothing is trained, and all cells become one
+Parquet file, from which ``benchmarks/ranking.py`` makes the tables and figures of ``docs/benchmark.md``. ``--quick``
+takes a minute or two: two federations, three methods, two budgets of one and two rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from io import BytesIO
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pandas as pd
-from federations import ALIKE, MAKERS, SKEWED, make_federations
+import torch
+from federations import MAKERS, make_federations
 
-import fedshift
-from fedshift.analysis.statistics import PairedDifference, correct_family, paired_difference
 from fedshift.config.expressions import list_catalog
 from fedshift.data.federation import Federation
-from fedshift.diagnosis.search import Candidate, tune
 from fedshift.engines.engine import Diverged
+from fedshift.evaluation.policy import POLICIES, list_policies
+from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.python_settings import make_python_experiment
 from fedshift.experiments.trial import Trial
 from fedshift.methods import METHODS
+from fedshift.new_clients.policies import UNCHANGED, evaluate_model, make_models
+from fedshift.results.run_directory import to_file_name
+from fedshift.results.schema import Row, compute_metric, rows_to_frame
 from fedshift.utils.errors import UsageError
+from fedshift.utils.files import write_atomically
 
-RATES = (0.03, 0.1, 0.3, 1.0)
-SEEDS = 5
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+MOMENTA = (0.0, 0.9)
+STARTS = ((0.3, 0.0), (0.03, 0.0), (0.1, 0.9), (0.01, 0.9))
+"""Learning rates and momenta with which a method's own defaults are tried first."""
+TRIED, FINALISTS, SEEDS, BUDGETS = 8, 3, 3, (20, 80)
+"""Settings of each search, settings that a longer budget tries again, seeds, and rounds of each budget."""
 QUICK = "digits-40", "digits-two"
 """Federations of ``--quick``."""
-MEASURED = "validation", "test", "worst", "down", "up", "seconds"
 LEFT_OUT = (
     "centralized", "tuned", "dp", "dp_sgd", "fedsmb",
     "geometric_median", "krum", "median", "multi_krum", "trimmed_mean",
 )  # fmt: skip
-"""Methods of another purpose; of FedSMB, a round is a single step."""
-SETTINGS: dict[str, Any] = {"batch_size": 16, "allow_single_class": True, "validation": 0.2}
+"""Methods of another purpose: there are no attackers, and in FedSMB a round is a single step."""
+FOR_NEW_SITES = (
+    "fedavg", "fedbn", "silobn", "fedwon", "gn", "hbn", "fixbn", "fpl",
+    "fedsr", "feddg_ga", "harmofl", "feddg_elcfs", "fedgma",
+)  # fmt: skip
+"""Methods of ``--leave-out``: those for sites that never train, and those with which their papers compare."""
+SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "agc": {"clip": (0.64, 0.16, 2.56)},
+    "apfl": {"alpha": (0.5, 0.25, 0.75), "learned": (True, False)},
+    "ditto": {"lam": (1.0, 0.1, 0.01)},
+    "fedadagrad": {"lr": (0.01, 0.03, 0.1), "tau": (0.001, 0.01)},
+    "fedadam": {"lr": (0.01, 0.03, 0.1), "tau": (0.001, 0.01)},
+    "fedala": {"layers": (1, 2), "rate": (10.0, 1.0)},
+    "fedap": {"self_weight": (0.5, 0.3, 0.7)},
+    "fedavg": {"weighting": ("auto", "uniform")},
+    "fedavgm": {"beta": (0.9, 0.5), "lr": (1.0, 0.3)},
+    "fedbabu": {"rounds": (5, 1, 10)},
+    "feddg_elcfs": {"frequencies": (0, 1), "beta": (0.001, 0.01)},
+    "feddg_ga": {"step_size": (0.2, 0.05, 0.5)},
+    "feddyn": {"alpha": (0.01, 0.1, 0.001)},
+    "fedgma": {"threshold": (0.4, 0.2, 0.6), "soft": (True, False)},
+    "fedheal": {"threshold": (0.3, 0.1, 0.5), "beta": (0.4, 0.8)},
+    "fedper": {"layers": (1, 2)},
+    "fedproto": {"lam": (1.0, 0.1, 10.0)},
+    "fedprox": {"mu": (0.01, 0.1, 1.0)},
+    "fedsr": {"l2": (0.01, 0.001), "cmi": (0.0005, 0.005)},
+    "fedwon": {"agc": (0.64, 0.16, 2.56)},
+    "fedyogi": {"lr": (0.01, 0.03, 0.1), "tau": (0.001, 0.01)},
+    "fixbn": {"switch": (0.5, 0.25, 0.75)},
+    "fpl": {"tau": (0.02, 0.1, 0.5), "lam": (1.0, 0.1)},
+    "gn": {"groups": (None, 2, 4)},
+    "harmofl": {"frequencies": (0, 1, 2), "alpha": (0.05, 0.01)},
+    "hbn": {"momentum": (0.002, 0.1, 0.3)},
+    "moon": {"mu": (1.0, 0.1, 5.0), "tau": (0.5, 0.1)},
+    "partialfed_adaptive": {"tau": (1.0, 0.3)},
+    "partialfed_fix": {"layers": (1, 2)},
+    "scaffold": {"server_lr": (1.0, 0.5)},
+}
+"""Values of methods' arguments that a search may try; the first is the default, which is the authors'."""
+SETTINGS: dict[str, Any] = {
+    "methods": "fedavg", "batch_size": 16, "steps": 5, "allow_single_class": True, "validation": 1 / 3,
+    "engine": "stacked",
+}  # fmt: skip
+WITHOUT_LABELS = tuple(
+    name for name in list_policies() if (it := POLICIES.parse(name)).data != "labels" and not it.learns
+)
+COLUMNS = (
+    "federation", "left_out", "rounds", "method", "rate", "momentum", "own", "seed", "measured", "client", "value",
+)  # fmt: skip
+"""Columns of records. ``left_out``: the site, or empty. ``own``: arguments of the method, as JSON. ``value``: percent;
+none if training diverged. ``measured``: a test-time policy, or one of the following."""
+SEARCHED, PLAIN, ANEW, UNADAPTED, EXCUSED = "search", "as trained", "reestimated", "average", "does not apply"
+"""Validation data of a setting; models as they are; with statistics estimated anew; a new site's without adaptation; a
+method that does not fit the network."""
 
 
-def list_candidates(data: Federation, rounds: int, rates: Sequence[float]) -> list[Candidate]:
-    """Return every method that fits the network of ``data``, at every learning rate."""
-    experiment = make_python_experiment({"methods": "fedavg", "data": data, "rounds": rounds, **SETTINGS})
-    found: list[Candidate] = []
-    for name in list_catalog("methods").keys() - {*LEFT_OUT}:
-        (method,) = METHODS.parse_all(name)
-        try:
-            with closing(Trial(method, experiment.model, experiment.data, experiment.settings, 0)):
-                found += tune(method, rates)
-        except UsageError:
-            continue
-    return sorted(found, key=lambda each: each.name)
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A method's learning rate, momentum, and arguments ``own``, as JSON."""
+
+    method: str
+    rate: float
+    momentum: float
+    own: str
+
+    def write(self, rounds: int) -> str:
+        """Return the setting as an expression; ``rounds``: of the trial, which FedDG-GA has to know."""
+        own = json.loads(self.own) | ({"rounds": rounds} if self.method == "feddg_ga" else {})
+        arguments = ", ".join(f"{name}={value!r}" for name, value in own.items())
+        momentum = f", momentum={self.momentum:g}" if self.momentum else ""
+        return f"tuned(lr={self.rate:g}{momentum})+{self.method}" + (f"({arguments})" if arguments else "")
 
 
-def train(candidates: Sequence[Candidate], data: Federation, rounds: int, out: Path, seeds: Sequence[int]) -> Any:
-    """Train ``candidates`` with each of ``seeds``; return the run and its candidates by name.
+def list_starts(method: str) -> list[Setting]:
+    """Return the settings that a search tries first, with the method's own defaults."""
+    own = json.dumps({name: values[0] for name, values in SPACES.get(method, {}).items()})
+    return [Setting(method=method, rate=rate, momentum=momentum, own=own) for rate, momentum in STARTS]
 
-    Goes on where ``out`` was stopped.
+
+def list_neighbors(setting: Setting) -> Iterator[Setting]:
+    """Yield the settings that differ from ``setting`` in one choice, by turns of the optimizer and of the method."""
+    place, known = RATES.index(setting.rate), json.loads(setting.own)
+    optimizer = [replace(setting, rate=RATES[at]) for at in (place + 1, place - 1) if 0 <= at < len(RATES)]
+    optimizer += [replace(setting, momentum=each) for each in MOMENTA if each != setting.momentum]
+    own = [
+        replace(setting, own=json.dumps(known | {name: value}))
+        for name, values in SPACES.get(setting.method, {}).items()
+        for value in values
+        if value != known[name]
+    ]
+    yield from filter(None, chain.from_iterable(zip_longest(optimizer, own)))
+
+
+def search(method: str, judge: Callable[[Setting], float | None]) -> dict[Setting, float]:
+    """Return :data:`TRIED` settings of ``method`` with their validation metrics.
+
+    After :func:`list_starts`, each setting is the first neighbor of the best one so far that is not tried yet. Those
+    for which ``judge`` returns None are refused by the method, and do not count.
     """
-    try:
-        run = fedshift.compare(
-            [each.name for each in candidates], data=data, rounds=rounds, evaluate_every=rounds, seeds=seeds, out=out,
-            resume=(out / "config.toml").exists(), **SETTINGS,
-        )  # fmt: skip
-    except Diverged:  # of some candidate, and the others have ended
-        run = fedshift.read_run(out)
-    return run, dict(zip(run.summary.methods, candidates, strict=True))  # gn+tuned is tuned+gn
-
-
-def read_results(run: Any, candidates: dict[str, Candidate]) -> pd.DataFrame:
-    """Return a row for each candidate and seed that ended: method, rate, seed, accuracies in percent, costs of a round.
-
-    Accuracies are ``validation`` and ``test`` (macro) and ``worst`` (the client that is worst off in tests); costs are
-    ``down`` and ``up`` in bytes, and ``seconds``.
-    """
-    rows = run.records
-    last = rows[(rows["round"] == rows["round"].max()) & (rows["model"] == "personal") & (rows["moment"] == "loaded")]
-    last = last.assign(accuracy=100 * last["hits"].map(sum) / last["samples"])
-    each = last.groupby(["method", "seed", "split"])["accuracy"]
-    found = each.mean().unstack()[["validation", "test"]]
-    found["worst"] = each.min().unstack()["test"]
-    costs = run.summary.traffic.groupby(["method", "seed"])[["down", "up", "seconds"]].mean()
-    found = found.join(costs).reset_index()
-    found["rate"] = [candidates[name].rate for name in found["method"]]
-    found["name"] = [candidates[name].name for name in found["method"]]
-    found["method"] = [candidates[name].method for name in found["method"]]
+    found, refused = dict[Setting, float](), set[Setting]()
+    while len(found) < TRIED:
+        ahead = sorted(found, key=lambda each: -found[each])
+        near = chain(list_starts(method), chain.from_iterable(map(list_neighbors, ahead)))
+        chosen = next((each for each in near if each not in found and each not in refused), None)
+        if chosen is None:
+            break
+        if (value := judge(chosen)) is None:
+            refused.add(chosen)
+        else:
+            found[chosen] = value
     return found
 
 
-def measure(data: Federation, rounds: int, folder: Path, rates: Sequence[float], seeds: int) -> None:
-    """Add to :func:`read_folder` the methods that are not there yet, each at the rate that is best on validation data.
+def read_values(trial: Trial, rows: Sequence[Row], split: str) -> dict[str, float]:
+    """Return the metric of each client's model on ``split`` in percent."""
+    table = rows_to_frame([row for row in rows if row["split"] == split and row["model"] == "personal"])
+    values = 100 * compute_metric(table, trial.settings.metric)
+    return dict(zip(table["client"], values, strict=True))
 
-    Methods that diverged at every rate have neither a rate nor results.
+
+def measure_trained(trial: Trial) -> dict[str, dict[str, float]]:
+    """Return test metrics of the clients' models, and with statistics estimated anew where these may lag."""
+    lag = trial.measure_lag()
+    found = {PLAIN: read_values(trial, trial.evaluate(), "test")}
+    return found | ({ANEW: read_values(trial, lag["rows"], "test")} if lag else {})
+
+
+def measure_unseen(trial: Trial, site: str) -> dict[str, dict[str, float]]:
+    """Return test metrics of ``site``, which never trained, by policy; policies see its training inputs."""
+    client = trial.measured.client(site)
+    models = make_models(trial, {site: client.train}, WITHOUT_LABELS, notices=[])
+    rows = {each.policy: evaluate_model(trial, each, client) for each in models}
+    values = 100 * compute_metric(rows_to_frame(rows.values()), trial.settings.metric)
+    names = (UNADAPTED if policy == UNCHANGED else policy for policy in rows)
+    return {name: {site: value} for name, value in zip(names, values, strict=True)}
+
+
+def train(expression: str, experiment: Experiment, seed: int) -> Trial | None:
+    """Return the trial of a method after all rounds; None if it diverged."""
+    (method,) = METHODS.parse_all(expression)
+    trial = Trial(method, experiment.model, experiment.data, experiment.settings, seed)
+    try:
+        while trial.server.round < experiment.settings.rounds:
+            trial.advance()
+    except Diverged:
+        trial.close()
+        return None
+    return trial
+
+
+def measure(data: Federation, site: str, rounds: int, method: str, finalists: Sequence[Setting]) -> pd.DataFrame:
+    """Return the records of a cell; ``site`` never trains (empty: all do).
+
+    ``finalists``: settings to try in place of a search, the best of a shorter budget.
     """
-    known = set(read_folder(folder).index)
-    candidates = [each for each in list_candidates(data, rounds, rates) if each.method not in known]
-    if not candidates:
-        return
-    out = folder / f"{crc32(' '.join(each.name for each in candidates).encode()):08x}"
-    first = read_results(*train(candidates, data, rounds, out / "rates", [0]))
-    best = first.sort_values("validation", kind="stable", ascending=False).drop_duplicates("method")
-    chosen = [each for each in candidates if each.name in set(best["name"])]
-    more = read_results(*train(chosen, data, rounds, out / "seeds", range(1, seeds))) if seeds > 1 else first[:0]
-    failed = pd.DataFrame({"method": sorted({each.method for each in candidates} - set(best["method"]))})
-    pd.concat([best, more, failed]).drop(columns="name").to_csv(out / "results.csv", index=False)
+    given = {"data": data, "rounds": rounds, "evaluate_every": rounds, "newcomers": site or None, **SETTINGS}
+    experiment = make_python_experiment(given)
+    trained = [client.name for client in experiment.data.clients if client.name != site]
+    rows: list[dict[str, Any]] = []
+    trials: dict[Setting, Trial] = {}
+
+    def record(setting: Setting, seed: int, measured: str, values: Mapping[str, float]) -> None:
+        known = {"rate": setting.rate, "momentum": setting.momentum, "own": setting.own}
+        known |= {"seed": seed, "measured": measured}
+        rows.extend({**known, "client": client, "value": value} for client, value in values.items())
+
+    with ExitStack() as stack:
+
+        def judge(setting: Setting) -> float | None:
+            try:
+                trial = train(setting.write(rounds), experiment, 0)
+            except UsageError:
+                return None
+            if trial is None:
+                record(setting, 0, SEARCHED, dict.fromkeys(trained, math.nan))
+                return -math.inf
+            trials[setting] = stack.enter_context(closing(trial))
+            values = read_values(trial, trial.evaluate(), "validation")
+            record(setting, 0, SEARCHED, values)
+            return sum(values.values()) / len(values)
+
+        found = {each: judge(each) for each in finalists} if finalists else search(method, judge)
+        best = max(trials, key=lambda each: found[each], default=None)
+        for seed in range(SEEDS) if best else ():
+            trial = train(best.write(rounds), experiment, seed) if seed else trials[best]
+            if trial:
+                tested = measure_unseen(trial, site) if site else measure_trained(trial)
+            else:
+                tested = {UNADAPTED: {site: math.nan}} if site else {PLAIN: dict.fromkeys(trained, math.nan)}
+            for measured, values in tested.items():
+                record(best, seed, measured, values)
+            if trial and seed:
+                trial.close()
+    if not found:
+        rows = [{"measured": EXCUSED}]
+    return pd.DataFrame(rows).assign(left_out=site, rounds=rounds, method=method)
 
 
-def read_folder(folder: Path) -> pd.DataFrame:
-    """Return the results kept in ``folder``, by method; accuracies and costs are means over seeds."""
-    kept = [pd.read_csv(file) for file in sorted(folder.glob("*/results.csv"))]
-    found = pd.concat(kept) if kept else pd.DataFrame(columns=["method", "rate", *MEASURED])
-    return found.groupby("method").agg({"rate": "first", **dict.fromkeys(MEASURED, "mean")})
+def choose_finalists(records: pd.DataFrame) -> list[Setting]:
+    """Return the settings of a cell that are best on validation data, the best first."""
+    tried = records[records["measured"] == SEARCHED]
+    if tried.empty:
+        return []
+    means = tried.groupby(["rate", "momentum", "own"], sort=False)["value"].mean()
+    ahead = means.dropna().sort_values(ascending=False, kind="stable").index[:FINALISTS]
+    method = records["method"].iloc[0]
+    return [Setting(method=method, rate=rate, momentum=momentum, own=own) for rate, momentum, own in ahead]
 
 
-def describe_gain(found: PairedDifference) -> str:
-    """Return the mean of a gain and its interval."""
-    return f"{found.mean:+.1f}" + ("" if math.isnan(found.low) else f" ({found.low:+.1f} to {found.high:+.1f})")
+def list_methods() -> list[str]:
+    """Return the methods of the benchmark."""
+    return [name for name in list_catalog("methods") if name not in LEFT_OUT]
 
 
-def compare_with(base: pd.Series, other: pd.Series) -> PairedDifference:
-    """Return what ``other`` gains over ``base``, both by federation."""
-    return paired_difference(other.tolist(), base[other.index].tolist())
+def pack(out: Path, file: Path) -> None:
+    """Write the records of all cells in ``out`` to ``file``."""
+    cells = [pd.read_parquet(each) for each in sorted(out.glob("*/*/*.parquet"))]
+    table = pd.concat(cells, ignore_index=True)[[*COLUMNS]]
+    table["value"] = table["value"].round(3).astype("float32")
+    names = ["federation", "left_out", "method", "own", "measured", "client"]
+    table = table.astype(dict.fromkeys(names, "category") | {"rounds": "int16", "seed": "Int8"})
+    write_parquet(table.sort_values([*COLUMNS[:4]], kind="stable", ignore_index=True), file)
 
 
-def print_tables(results: dict[str, pd.DataFrame]) -> None:
-    """Print the tables of the results of methods, by federation."""
-    test, worst, down, up, seconds, rates = (
-        pd.DataFrame({name: each[column] for name, each in results.items()}).T
-        for column in ("test", "worst", "down", "up", "seconds", "rate")
-    )
-    edge = (rates == max(RATES)).sum()
-    partial = test.columns[test.isna().any()]
-    ranked = test.drop(columns=partial)
-    groups = {
-        "sites or looks differ": [name for name in ranked.index if name not in (*SKEWED, *ALIKE)],
-        "classes differ": [name for name in ranked.index if name in SKEWED],
-    }
-    groups = {name: rows for name, rows in groups.items() if rows} or {"clients alike": list(ranked.index)}
-    gains, sure = dict[str, dict[str, PairedDifference]](), dict[str, set[str]]()
-    others = ranked.columns.drop("fedavg")
-    for name, rows in groups.items():
-        gains[name] = {method: compare_with(ranked.loc[rows, "fedavg"], ranked.loc[rows, method]) for method in ranked}
-        corrected = correct_family([gains[name][method] for method in others])
-        sure[name] = {method for method, each in zip(others, corrected, strict=True) if each.is_significant}
-    ranks = ranked.rank(axis=1, ascending=False).mean()
-    least = worst.sub(worst["fedavg"], axis=0).mean()
-    costs = [table.div(table["fedavg"], axis=0).mean() for table in (down, up, seconds)]
-    heads = " | ".join(f"gain, {name} ({len(rows)})" for name, rows in groups.items())
-    print(f"\n| method | {heads} | worst client | mean rank | down | up | seconds | at {max(RATES):g} |")
-    print(f"|---|{'---:|' * (len(groups) + 6)}")
-    first = next(iter(gains.values()))
-    for method in sorted(first, key=lambda name: -first[name].mean):
-        cells = [describe_gain(own[method]) + " *" * (method in sure[name]) for name, own in gains.items()]
-        cells += [f"{least[method]:+.1f}", f"{ranks[method]:.1f}", *(f"{each[method]:.2f}" for each in costs)]
-        print(f"| {method} | {' | '.join(cells)} | {edge[method]} |")
-    print(f"\n| method | federations | gain over FedAvg | gain over FedBN | at {max(RATES):g} |")
-    print("|---|---:|---:|---:|---:|")
-    for method in partial:
-        own = test[method].dropna()
-        cells = [describe_gain(compare_with(test[base], own)) for base in ("fedavg", "fedbn")]
-        print(f"| {method} | {len(own)} | {' | '.join(cells)} | {edge[method]} |")
-    print("\n| federation | fedavg | best | accuracy | second | accuracy |\n|---|---:|---|---:|---|---:|")
-    for name, row in test.iterrows():
-        ahead = row.sort_values(ascending=False, kind="stable")[:2]
-        cells = [f"{method} | {value:.1f}" for method, value in ahead.items()]
-        print(f"| {name} | {row['fedavg']:.1f} | {' | '.join(cells)} |")
+def write_parquet(table: pd.DataFrame, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    buffer = BytesIO()
+    table.to_parquet(buffer, compression="zstd", index=False)
+    write_atomically(file, buffer.getvalue())
 
 
 def main() -> None:
+    def split(text: str) -> list[str]:
+        return text.split(",")
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--out", type=Path, default=Path("runs/methods"))
-    parser.add_argument(
-        "--federations", type=lambda text: text.split(","), help="names, separated by commas; default: all"
-    )
-    parser.add_argument("--trained", action="store_true")
+    parser.add_argument("--federations", type=split, default=[*MAKERS], help="names with commas; default: all")
+    parser.add_argument("--methods", type=split, help="names with commas; default: all of the question")
+    parser.add_argument("--budgets", type=lambda text: [*map(int, text.split(","))], default=[*BUDGETS])
+    parser.add_argument("--leave-out", action="store_true", help="leave out each site in turn")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="write the records of OUT to this file")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
-    rounds, seeds, rates, names, out = given.rounds, given.seeds, RATES, given.federations, given.out
+    if given.pack:
+        pack(given.out, given.pack)
+        return
     if given.quick:
-        rounds, seeds, rates, names, out = 1, 2, RATES[:1], QUICK, out / "quick"
-    if names and (unknown := set(names) - MAKERS.keys()):
-        parser.error(f"no federation {min(unknown)!r}; there are: {', '.join(MAKERS)}")
-    names = names or list(MAKERS)
-    began = time.monotonic()
-    for number, (name, data) in enumerate(() if given.trained else make_federations(names), 1):
-        measure(data, rounds, out / name, rates, seeds)
-        each = (time.monotonic() - began) / number / 60
-        print(f"{name}: trained; about {each * (len(names) - number):.0f} minutes left", flush=True)
-    results = {name: read_folder(out / name).dropna() for name in names}
-    results = {name: found for name, found in results.items() if len(found)}
-    if not results:
-        parser.error(f"nothing is trained in {out} yet: leave out --trained")
-    print_tables(results)
+        given.federations, given.budgets, given.out = QUICK, [1, 2], given.out / "quick"
+        given.methods = given.methods or ["fedavg", "fedbn", "fedprox"]
+    methods = given.methods or (list(FOR_NEW_SITES) if given.leave_out else list_methods())
+    for kind, names, known in (("federation", given.federations, MAKERS), ("method", methods, list_methods())):
+        if unknown := set(names) - set(known):
+            parser.error(f"no {kind} {min(unknown)!r}; there are: {', '.join(known)}")
+    torch.set_num_threads(1)
+    began, trained = time.monotonic(), 0
+    for place, (name, data) in enumerate(make_federations(given.federations)):
+        cells = [(site, method) for site in (data.names if given.leave_out else [""]) for method in methods]
+        for number, (site, method) in enumerate(cells, 1):
+            finalists: list[Setting] = []
+            for rounds in given.budgets:
+                file = given.out / name / (to_file_name(site) or "all") / f"{method}-{rounds}.parquet"
+                if not file.exists():
+                    write_parquet(measure(data, site, rounds, method, finalists).assign(federation=name), file)
+                    trained += 1
+                finalists = choose_finalists(pd.read_parquet(file))
+            here = f"{name}, {f'without {site}, ' * bool(site)}{method} ({number} of {len(cells)})"
+            left = len(cells) - number + len(cells) * (len(given.federations) - place - 1)
+            each = (time.monotonic() - began) * len(given.budgets) / max(trained, 1) / 60
+            print(f"{here}; about {each * left:.0f} minutes left", flush=True)
 
 
 if __name__ == "__main__":

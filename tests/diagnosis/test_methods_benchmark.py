@@ -1,6 +1,8 @@
-"""The benchmark of methods: the rate is chosen on validation data, results are means over seeds, nothing runs twice."""
+"""The benchmark of methods: each searches its own settings, and records alone make the page."""
 
-import re
+import importlib
+import inspect
+import json
 import sys
 from pathlib import Path
 
@@ -9,80 +11,133 @@ import pandas as pd
 import pytest
 
 import fedshift
-from fedshift.diagnosis.search import Candidate
 
 
 @pytest.fixture
 def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import methods
+    import ranking  # imports methods
 
-    yield methods
-    for name in ("methods", "federations"):
+    yield ranking
+    for name in ("ranking", "methods", "federations"):
         sys.modules.pop(name, None)
 
 
-def candidates(*methods, rates=(0.01, 0.1)):
-    return [Candidate(name=f"{name}+tuned(lr={rate})", method=name, rate=rate) for name in methods for rate in rates]
+@pytest.fixture
+def runner(benchmark):
+    return sys.modules["methods"]
+
+
+def test_searched_arguments_are_the_methods_own_and_begin_with_the_default(runner):
+    for name, space in runner.SPACES.items():
+        arguments = inspect.signature(getattr(importlib.import_module(f"fedshift.methods.{name}"), name)).parameters
+        assert {key: values[0] for key, values in space.items()} == {key: arguments[key].default for key in space}
+    assert set(runner.SPACES) | set(runner.FOR_NEW_SITES) <= set(runner.list_methods())
+
+
+@pytest.mark.parametrize("method", ["fedbn", "fedprox", "scaffold"])
+def test_every_method_tries_as_many_settings_and_climbs_to_the_best(runner, method):
+    judged = []
+
+    def judge(setting):
+        if method == "scaffold" and setting.momentum:
+            return None
+        judged.append(setting)
+        strength = json.loads(setting.own).get("mu", 0)
+        return 50 - 10 * abs(np.log10(setting.rate) - 0) + strength - 20 * setting.momentum
+
+    found = runner.search(method, judge)
+    assert len(judged) == len(set(judged)) == len(found) == runner.TRIED
+    starts = [(each.rate, each.momentum) for each in judged[:2]]
+    assert starts == list(runner.STARTS[:2])
+    assert all(each.own == runner.list_starts(method)[0].own for each in judged[:2])
+    best = max(found, key=lambda each: found[each])
+    assert best.rate == runner.RATES[-1]
+    assert method != "fedprox" or json.loads(best.own)["mu"] > json.loads(judged[0].own)["mu"]
+
+
+def test_the_critical_difference_is_that_of_demsars_example(benchmark):
+    assert benchmark.critical_difference(4, 14) == pytest.approx(1.25, abs=0.005)  # JMLR 7, section 3.2.2
+
+
+def make_records(values):
+    """Return records of ``{(federation, client, method, seed): percent}`` at 20 rounds."""
+    own = json.dumps({})
+    rows = [
+        {"federation": f, "left_out": "", "rounds": 20, "method": m, "rate": 1.0, "momentum": 0.0, "own": own,
+         "seed": s, "measured": "as trained", "client": c, "value": value}
+        for (f, c, m, s), value in values.items()
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_tables_have_gains_harmed_clients_and_a_star_where_it_is_not_chance(benchmark):
+    random = np.random.default_rng(0)
+    values = {}
+    for federation in list(benchmark.MAKERS)[:6]:
+        for client in "ab":
+            base = random.uniform(50, 80)
+            for seed in range(3):
+                own = {
+                    "fedavg": base,
+                    "single": base + (3 if client == "a" else -3),
+                    "fedbn": base + 5 + random.normal(),
+                }
+                own |= {"gn": base + random.normal(0, 4)}
+                values |= {(federation, client, method, seed): value for method, value in own.items()}
+    records = make_records(values)
+    ranking = benchmark.make_ranking(records, 20)
+    text = benchmark.rank_trained(ranking, benchmark.find_winners(records))
+    cells = {row.split(" | ")[0].strip("| "): row.strip("| ").split(" | ") for row in text.splitlines()[2:]}
+    assert next(iter(cells)) == "fedbn"
+    assert cells["fedbn"][2].endswith("*")
+    assert not cells["gn"][2].endswith("*")
+    gain = np.mean(
+        [value - values[key[0], key[1], "fedavg", key[3]] for key, value in values.items() if key[2] == "fedbn"]
+    )
+    assert cells["fedbn"][2].startswith(f"{gain:+.1f} (")
+    assert cells["fedavg"][5] == "6 of 12"  # each client a, where training alone is 3 points better
+    assert cells["single"][4] != "+0.0"
+    assert cells["fedbn"][7] == "0 / 6"  # all at the highest rate
 
 
 @pytest.mark.slow
-def test_a_method_has_its_best_rate_and_all_seeds_and_one_that_comes_later_is_trained_alone(
-    benchmark, tmp_path, monkeypatch
-):
-    data = fedshift.digits().limit_samples(20).select_clients(("pen", "print"))
-    known = candidates("fedavg", "fedbn")
-    monkeypatch.setattr(benchmark, "list_candidates", lambda *_: known)
-    benchmark.measure(data, 1, tmp_path, (0.01, 0.1), seeds=3)
-    (place,) = tmp_path.iterdir()
-    first, more = (fedshift.read_run(place / name) for name in ("rates", "seeds"))
-    assert (first.summary.seeds, more.summary.seeds) == ((0,), (1, 2))
-    validated = first.table(split="validation").loc["macro"].unstack()["mean"]
-    found = benchmark.read_folder(tmp_path)
-    for name, row in found.iterrows():
-        rate = max((0.1, 0.01), key=lambda rate: (validated[f"{name}+tuned(lr={rate})"], rate == 0.01))
-        chosen = f"{name}+tuned(lr={rate})"
-        one, two = (run.table().loc["macro", (chosen, "mean")] for run in (first, more))
-        assert row["test"] == pytest.approx(100 * (one + 2 * two) / 3)
-        assert row["worst"] <= row["test"]
-        assert row["rate"] == rate
-    known += candidates("single")
-    trained = []
-    train = benchmark.train
-    monkeypatch.setattr(benchmark, "train", lambda each, *rest: trained.append(each) or train(each, *rest))
-    benchmark.measure(data, 1, tmp_path, (0.01, 0.1), seeds=1)
-    assert [{each.method for each in part} for part in trained] == [{"single"}]
-    assert set(benchmark.read_folder(tmp_path).index) == {"fedavg", "fedbn", "single"}
-    benchmark.measure(data, 1, tmp_path, (0.01, 0.1), seeds=1)
-    assert len(trained) == 1
+def test_a_cell_measures_what_compare_measures_and_longer_budgets_try_the_best_again(runner):
+    data = fedshift.digits().limit_samples(24).select_clients(("pen", "print", "worn"))
+    settings = {name: value for name, value in runner.SETTINGS.items() if name != "methods"}
+    cell = runner.measure(data, "", 1, "fedprox", [])
+    tried = cell[cell["measured"] == "search"].drop_duplicates(["rate", "momentum", "own"])
+    assert len(tried) == runner.TRIED
+    finalists = runner.choose_finalists(cell)
+    means = cell[cell["measured"] == "search"].groupby(["rate", "momentum", "own"])["value"].mean()
+    assert means[finalists[0].rate, finalists[0].momentum, finalists[0].own] == means.max()
+    run = fedshift.compare(finalists[0].write(1), data=data, rounds=1, seeds=3, **settings)
+    wanted = run.records.query("split == 'test' and model == 'personal' and moment == 'loaded'")
+    wanted = {(s, c): 100 * sum(h) / n for s, c, h, n in wanted[["seed", "client", "hits", "samples"]].to_numpy()}
+    tested = cell[cell["measured"] == "as trained"]
+    assert {(s, c): v for s, c, v in tested[["seed", "client", "value"]].to_numpy()} == pytest.approx(wanted)
+    longer = runner.measure(data, "", 2, "fedprox", finalists)
+    assert len(longer[longer["measured"] == "search"]) == 3 * runner.FINALISTS
+    without = runner.measure(data, "worn", 1, "fedavg", [])
+    assert set(without[without["measured"] == "search"]["client"]) == {"pen", "print"}
+    chosen = runner.choose_finalists(without)[0].write(1)
+    run = fedshift.compare(chosen, data=data, rounds=1, seeds=3, newcomers="worn", **settings)
+    wanted = run.records.query("split == 'test' and client == 'worn' and model == 'global'")
+    tested = without[without["measured"] == "average"]
+    assert tested["value"].tolist() == pytest.approx(
+        [100 * sum(h) / n for h, n in wanted[["hits", "samples"]].to_numpy()]
+    )
+    assert {"reestimate", "tent"} <= set(without["measured"])
 
 
-def test_tables_rank_what_has_all_federations_and_mark_what_is_not_chance(benchmark, capsys):
-    random = np.random.default_rng(0)
-    results = {}
-    for number in range(8):
-        base = random.uniform(50, 90)
-        test = {"fedavg": base, "better": base + 5 + random.normal(0, 0.5), "noise": base + random.normal(0, 5)}
-        test |= {"fedbn": base + 1 + random.normal(0, 5)} | ({"late": base + 3} if number > 3 else {})
-        results[f"federation{number}"] = pd.DataFrame(
-            {"test": test, "worst": {name: value - 10 for name, value in test.items()}}
-        ).assign(down=100.0, up=50.0, seconds=1.0, rate=benchmark.RATES[-1])
-    benchmark.print_tables(results)
-    first, second, third = capsys.readouterr().out.strip().split("\n\n")
-    cells = {row.split(" | ")[0].strip("| "): row.split(" | ")[1:] for row in first.splitlines()[2:]}
-    assert {name for name, row in cells.items() if row[0].endswith("*")} == {"better"}
-    assert "late" not in cells
-    assert cells["fedavg"][0].startswith("+0.0")
-    mean = np.mean([each.loc["better", "test"] - each.loc["fedavg", "test"] for each in results.values()])
-    assert cells["better"][0].startswith(f"{mean:+.1f} (")
-    assert cells["better"][1] == f"{mean:+.1f}"  # of the worst client
-    assert re.search(r"\| late \| 4 \| \+3\.0", second)
-    assert len(third.splitlines()) == 2 + 8
-
-
-def test_tables_of_clients_that_are_alike_have_a_column_too(benchmark, capsys):
-    found = pd.DataFrame({"test": {"fedavg": 80.0, "fedbn": 79.0}, "worst": {"fedavg": 70.0, "fedbn": 70.0}})
-    benchmark.print_tables({"digits-iid": found.assign(down=100.0, up=50.0, seconds=1.0, rate=0.1)})
-    heading, _, *rows = capsys.readouterr().out.strip().splitlines()
-    assert "gain, clients alike (1)" in heading
-    assert rows[1].startswith("| fedbn | -1.0 |")
+@pytest.mark.slow
+def test_the_page_has_the_tables_and_figures_of_its_records(benchmark):
+    records = benchmark.read_records(benchmark.RECORDS)
+    page = benchmark.PAGE.read_text(encoding="utf-8")
+    assert (
+        page.split(benchmark.BEGIN)[1].split(benchmark.END)[0]
+        == "\n" + "\n".join(benchmark.write_parts(records)) + "\n"
+    )
+    for name, figure in benchmark.make_figures(records).items():
+        kept = (benchmark.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+        assert benchmark.to_svg(figure, background="white") == kept
