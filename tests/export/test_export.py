@@ -222,7 +222,7 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(experiment, kept, cli, 
     ):
         with pytest.raises(UsageError, match=said):
             export_run(experiment, kept, tmp_path / "model", **given)
-    with pytest.raises(UsageError, match=r"full holds other files: choose a directory that is new or empty"):
+    with pytest.raises(UsageError, match=r"full contains other files: choose a directory that is new or empty"):
         export_run(experiment, kept, tmp_path / "full", method="fedavg")
     assert not (tmp_path / "model").exists()
     assert "none holds no run" in cli("export", "none", "--out", "x").err
@@ -291,9 +291,9 @@ def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
         f"| bob | test | 12 | {100 * hits / 12:.2f} % ({100 * low:.1f} to {100 * high:.1f} %) |",
         f"Over the run's 2 seeds, bob: {100 * np.mean(accuracies):.2f} % on average, standard deviation "
         f"{100 * np.std(accuracies, ddof=1):.2f} points.",
-        "neither its affine parameters nor its statistics. (arXiv:2102.07623)",
+        "both its affine parameters and its statistics. (arXiv:2102.07623)",
         "| cid | 33 | 12 |",
-        "- local work in a round: 1 epoch, batches of 8 samples\n- weight of a client: its training samples\n"
+        "- local work per round: 1 epoch, batches of 8 samples\n- weight of a client: its training samples\n"
         "- optimizer: SGD, learning rate 0.05\n",
         "- scaling: pixels in [0, 1] minus 0.485, 0.456, 0.406 over 0.229, 0.224, 0.225 (torchvision's",
         "The licenses of `tiny` are not known to fedshift",
