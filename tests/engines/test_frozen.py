@@ -96,7 +96,7 @@ def run(trial):
     ("text", "network", "engine"),
     [
         ("fixbn(switch=0)", "named", "sequential"),
-        ("fixbn(switch=0)+fedprox(mu=0.1)", "sequential", "stacked"),
+        pytest.param("fixbn(switch=0)+fedprox(mu=0.1)", "sequential", "stacked", marks=pytest.mark.slow),
         ("fedbn+scaffold", "norm", "sequential"),
         pytest.param("fedbn", "norm", "pool", marks=pytest.mark.slow),
     ],
