@@ -171,6 +171,7 @@ def move_to_stand_in(spec: RunSpec, stand: StandIn) -> RunSpec:
     if stand.evaluations:
         settings["evaluate_every"] = max(spec.evaluate_every or 1, spec.rounds // stand.evaluations)
     settings["model"] = stand.models.get(spec.model, spec.model)
+    settings["root"] = None if stand.data in EMBEDDED else spec.root
     settings |= {key: value or None for key, value in stand.settings.items()}
     return replace(spec, **settings)
 
