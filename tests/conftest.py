@@ -58,6 +58,21 @@ ARRAYS = {
 """``x_train, y_train, x_test, y_test`` of each client."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a sampled test as slow, but for as many as its mark says, evenly spread over all of them."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for each in cases.values():
+        count = each[0].get_closest_marker("sampled").args[0]
+        kept = {(2 * place + 1) * len(each) // (2 * count) for place in range(count)}
+        for place, item in enumerate(each):
+            if place not in kept:
+                item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

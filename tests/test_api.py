@@ -150,6 +150,7 @@ def test_models_that_do_not_exist_are_refused(compared, asked, said):
     assert str(refused.value) == said
 
 
+@pytest.mark.slow
 def test_each_policy_is_measured_on_a_client_that_comes_later_as_the_run_itself_would(tiny):
     new, settings = tiny.select_clients(["cid"]), {"rounds": 1, "seeds": 2, "batch_size": 8}
     both = [fedshift.fedavg(), fedshift.fedbn()]
@@ -192,6 +193,7 @@ def test_what_a_person_should_know_of_a_new_client_is_a_warning(compared, tiny, 
         part.adapt(few, "average", methods="fedbn")
 
 
+@pytest.mark.slow
 def test_what_clients_and_server_see_is_that_of_the_command_line(compared, make, tmp_path):
     make(methods="fedavg,fedbn", seeds=2, rounds=2).run(tmp_path / "run")
     from_disk, ours = compare_representations(tmp_path / "run", samples=4), compared.features(samples=4)
@@ -404,6 +406,7 @@ def test_a_run_from_python_is_that_of_the_command_line_bit_for_bit(
     assert (tmp_path / "ours/config.toml").read_text() == (tmp_path / "theirs/config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_from_python_is_continued_adapted_and_reported_on_the_command_line(
     cli, undrawn, tiny_folder, tmp_path, assert_same
 ):
@@ -446,6 +449,7 @@ def test_what_a_file_cannot_hold_is_said_where_it_is_needed(cli, own_run, tiny_f
     assert written["methods"] == "fedavg,fedbn"
 
 
+@pytest.mark.slow
 def test_what_a_file_cannot_hold_is_given_again(cli, undrawn, own_run, tiny, tmp_path):
     assert "macro" in cli("report", "run").out
     again = fedshift.read_run(own_run, data=tiny, model=network)
@@ -478,6 +482,7 @@ def test_a_run_of_the_command_line_is_read_in_python(cli, unpublished, tiny_fold
 # What is shown
 
 
+@pytest.mark.slow
 def test_printing_a_result_shows_the_tables_of_the_command_line(cli, undrawn, compared):
     shown = cli("report", compared.directory).out
     lines = str(compared).splitlines()
@@ -643,6 +648,7 @@ def test_threads_are_set_for_the_run_alone(tiny, monkeypatch):
     assert (asked[0], asked[-1]) == (before + 1, before)
 
 
+@pytest.mark.slow
 def test_a_method_is_called_as_it_was_typed_and_asked_for_by_its_name_too(tiny, tmp_path):
     result = fedshift.compare(["gn", "fedbn + fedprox(mu=1e-1)"], data=tiny, rounds=1, lr=0.01, out=tmp_path / "run")
     assert list(result.summary.methods) == ["gn", "fedbn+fedprox(mu=1e-1)"]

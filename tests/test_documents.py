@@ -58,6 +58,7 @@ def blocks(language):
     ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("code", blocks("python"))
 def test_every_python_block_runs(code, tmp_path, monkeypatch):
     """On every third of the digits, in few pixels, for two rounds."""
@@ -115,6 +116,7 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
             }
 
 
+@pytest.mark.slow
 def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_line(cli, tmp_path, monkeypatch, undrawn):
     text = (ROOT / "CONTRIBUTING.md").read_text()
     code = next(body for kind, body in BLOCK.findall(text) if kind == "python")

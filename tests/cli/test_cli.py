@@ -24,6 +24,7 @@ CHECKPOINT = "trials/fedbn-seed0/checkpoint.safetensors"
 # Help
 
 
+@pytest.mark.slow
 def test_help_and_lists_import_nothing_heavy():
     asked = [["--help"], ["run", "--help"], ["compare", "-h"], ["--version"], ["list"]]
     code = (
@@ -61,6 +62,7 @@ def test_a_run_prints_tables_and_leaves_a_report(cli, vector_only, tiny_folder, 
         assert (tmp_path / "results" / name).stat().st_size > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", ["compare", "sweep"])
 def test_a_quiet_run_prints_its_directory_and_its_tables_alone(cli, undrawn, monkeypatch, tiny_folder, command):
     monkeypatch.setattr("fedshift.report.sweep_report.sweep_figures", lambda _: {})
@@ -84,6 +86,7 @@ def test_a_report_is_made_again_from_the_records(cli, undrawn, monkeypatch, tiny
     assert "Page: results/report.html" in outcome.out
 
 
+@pytest.mark.slow
 def test_without_a_name_runs_get_directories_of_their_own(cli, unpublished, tiny_folder, tmp_path):
     for _ in range(2):
         assert cli("run", "--data", tiny_folder, "--rounds", 1).code == 0
@@ -92,6 +95,7 @@ def test_without_a_name_runs_get_directories_of_their_own(cli, unpublished, tiny
     assert all((run / CHECKPOINT).exists() for run in found)
 
 
+@pytest.mark.slow
 def test_the_settings_that_a_run_writes_down_reproduce_it(cli, unpublished, tiny_folder, tmp_path, assert_same):
     asked = (
         "--data", tiny_folder, "--method", "fedbn+fedprox(mu=0.3)", "--rounds", 3, "--batch-size", 8, "--lr", "0.03",
@@ -106,6 +110,7 @@ def test_the_settings_that_a_run_writes_down_reproduce_it(cli, unpublished, tiny
     assert tomllib.loads((tmp_path / "one/config.toml").read_text())["schedule"] == "cosine(floor=0.1)"
 
 
+@pytest.mark.slow
 def test_validation_accuracy_is_printed_and_written_where_data_are_held_out(cli, undrawn, tiny_folder, tmp_path):
     asked = ("--data", tiny_folder, "--methods", "fedavg,fedbn", "--rounds", 1)
     held_out = cli("compare", *asked, "--validation", 0.25, "--out", "held-out")
@@ -116,6 +121,7 @@ def test_validation_accuracy_is_printed_and_written_where_data_are_held_out(cli,
     assert not (tmp_path / "none/tables/validation.csv").exists()
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_is_set_and_written_down(cli, unpublished, tiny_folder, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
@@ -185,6 +191,7 @@ def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
     assert_same(tmp_path / "whole", tmp_path / "stopped run")
 
 
+@pytest.mark.slow
 def test_two_ctrl_c_stop_at_once(cli, interrupt, monkeypatch, tiny_folder, tmp_path, assert_same):
     settings = ("run", "--data", tiny_folder, "--batch-size", 8, "--rounds", 4)
     real = sequential.client_step_
@@ -301,6 +308,7 @@ def test_a_report_names_settings_that_are_damaged(cli, tmp_path):
     assert (outcome.code, "config.toml was edited or is damaged (" in outcome.err) == (1, True)
 
 
+@pytest.mark.slow
 def test_a_profile_says_where_the_time_went_and_how_near_to_the_peak_training_came(cli, unpublished, tiny_folder):
     said = " ".join(cli("run", "--data", tiny_folder, "--rounds", 2, "--profile").out.split())
     for part in ("forward and backward", "update", "data", "aggregation", "evaluation", "checkpoint"):
@@ -318,6 +326,7 @@ def test_an_engine_that_does_not_fit_is_refused_before_anything_starts(cli, tiny
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.slow
 def test_the_engine_that_was_chosen_is_said(cli, unpublished, tiny_folder):
     said = cli("run", "--data", tiny_folder, "--rounds", 1, "--method", "fedavg").out
     assert "note: fedavg runs on the sequential engine on one thread (" in said

@@ -85,6 +85,7 @@ def test_the_check_goes_on_without_broken_images_and_names_them(cli, photos):
     assert (refused.code, "--on-data-error warn" in refused.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes_are_shown_but_trained_on_only_at_a_size_that_is_given(cli, photos, tmp_path):
     shown = cli("data", "show", photos, "--on-data-error", "warn", "--out", tmp_path / "pictures")
     assert shown.code == 0, shown.err
@@ -95,6 +96,7 @@ def test_images_of_several_sizes_are_shown_but_trained_on_only_at_a_size_that_is
     assert (refused.code, "--image-size" in refused.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_split_is_drawn_and_saved(cli, tmp_path, monkeypatch, vector_only):
     drawn = ("--split", "dirichlet(clients=6, alpha=0.3)", "--image-size", 8)
     done = cli("data", "show", "digits", *drawn, "--out", tmp_path / "pictures")
@@ -166,6 +168,7 @@ def test_a_benchmark_is_fetched_to_where_root_says(cli, tmp_path, monkeypatch):
     assert done.out.split() == [str(tmp_path / "kept" / "mnist" / name) for name in ("one.gz", "two.gz")]
 
 
+@pytest.mark.slow
 def test_the_suggested_command_repeats_what_was_asked_for(cli, tiny_folder):
     done = cli("diagnose", tiny_folder, "--permutations", 99, "--split", "iid(clients=3)", "--classes", 3)
     spoken = next(line for line in done.out.splitlines() if line.startswith("fedshift sweep"))
@@ -181,6 +184,7 @@ def test_on_a_terminal_loading_is_a_bar():
     assert "12/12" in console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, undrawn, tmp_path):
     split = ("--split=iid(clients=60)", "--image-size", 8)
     done = cli("run", "--method", "fedbn", "--rounds", 1, *split, "--participation", 5, "--out", tmp_path / "run")
@@ -192,6 +196,7 @@ def test_many_clients_are_summed_up_on_the_terminal_and_kept_in_tables(cli, undr
     assert "client-59" in (tmp_path / "run/tables/accuracy.csv").read_text()
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes_are_diagnosed_and_the_command_gives_a_size(cli, photos):
     done = cli("diagnose", photos, "--on-data-error", "warn", "--permutations", 99)
     assert done.code == 0, done.err
@@ -219,6 +224,7 @@ def test_the_check_fails_where_training_refuses_and_passes_with_the_flags_that_t
     assert cli("data", "show", photos, *flags, "--out", photos / "north/cat/1.png").code == 2
 
 
+@pytest.mark.slow
 def test_no_validation_is_suggested_where_there_is_some(cli, tiny_folder, rewrite):
     with np.load(tiny_folder / "bob.npz") as packed:
         x, y = packed["x_train"], packed["y_train"]
@@ -228,6 +234,7 @@ def test_no_validation_is_suggested_where_there_is_some(cli, tiny_folder, rewrit
     assert "--validation" not in spoken
 
 
+@pytest.mark.slow
 def test_what_decoding_adds_to_the_cache_is_said_once_and_can_be_cleared(cli, photos, tmp_path, monkeypatch):
     images = tmp_path / "cache" / "images"
     monkeypatch.setattr(terminal, "ANNOUNCED", 1)

@@ -21,6 +21,7 @@ def state(page):
     return text.partition('id="state">')[2].partition("<")[0], text
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_follows_its_records(make, tmp_path, Listener, monkeypatch):
     monkeypatch.setattr("fedshift.cli.watch.SHARE", 0)
     stop, run = Event(), tmp_path / "run"
@@ -45,6 +46,7 @@ def test_the_page_of_a_run_follows_its_records(make, tmp_path, Listener, monkeyp
     assert text.count("<td>3 of 3</td>") == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_and_a_comparison_without_each_client_are_watched_as_one(make, tiny_folder, tmp_path):
     sweep = SweepSpec(data=str(tiny_folder), methods="fedbn", rounds=1, over=("lr=0.1,0.2",))
     for spec, folders in (
@@ -167,6 +169,7 @@ def test_nothing_but_reading_is_understood(ask, method):
     assert "ä".encode() not in content
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_zero(program, served):
     process = program("watch", served)
     line = process.stdout.readline()

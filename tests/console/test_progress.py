@@ -25,6 +25,7 @@ def experiment(tiny_folder):
     )
 
 
+@pytest.mark.slow
 def test_plain_lines_are_one_for_each_evaluated_round(experiment, tmp_path):
     console = Console(file=io.StringIO(), width=60)
     experiment.run(tmp_path / "run", observer=PlainLines(console))
@@ -139,6 +140,7 @@ def terminal():
     return Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
 
 
+@pytest.mark.slow
 def test_the_live_display_shows_each_client_and_leaves_the_terminal_clean(experiment, tmp_path):
     console = terminal()
     with LiveDisplay(console) as display:
@@ -238,6 +240,7 @@ def test_the_notices_of_a_trial_that_ended_before_another_began_are_taken():
     assert said[2].startswith("fedbn seed 0 round 1/1")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_shows_the_macro_metrics_of_what_was_done_before(experiment, tmp_path):
     stop = Event()
 

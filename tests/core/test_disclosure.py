@@ -58,6 +58,7 @@ def test_a_rule_that_uploads_other_than_it_declares_is_refused_before_anything_s
     assert f"test_disclosure {why}: the sends of its bind() must be exactly" in str(error.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "pool"])
 def test_an_upload_that_becomes_another_later_is_stopped_on_every_engine(engine):
     running = make_trial(fedavg().with_rule(Sending(ONE, late=True, total=(3, torch.float32))), engine)
@@ -117,6 +118,7 @@ def test_a_measurement_of_one_sample_reveals_it():
     assert {"image"} == {send.reveals for bound in of("fedrdn", samples=1).rules for _, send in bound.uploads}
 
 
+@pytest.mark.slow
 def test_who_is_handed_single_uploads_is_said():
     """The mean, its masks and its noise blend all uploads; others may hand out one client's values."""
     given = {name: {each.receivers for each in list_disclosures(of(name))} for name in METHODS}
@@ -139,6 +141,7 @@ RECEIVING = {
 }
 
 
+@pytest.mark.slow
 def test_the_page_on_security_names_what_each_method_sends_beside_entries():
     """Each method that sends has a row, with the most that it reveals and the widest that receive it."""
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()

@@ -73,6 +73,7 @@ def test_mixes_are_kept_and_restored_whole():
     assert all(is_equal(again.weights[client], rows) for client, rows in weights.items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", [Method(), fedbn(), scaffold()], ids=lambda base: base.name)
 @pytest.mark.parametrize("engine", ["stacked", "pool"])
 def test_every_engine_trains_from_the_same_mixes(base, engine, path):
@@ -112,6 +113,7 @@ def test_the_identity_engine_refuses_mixes():
         make_trial(layer_mixes(), "identity", work=plain.Work(batches=1, batch_size=8)).advance()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("machine")
 def test_sites_are_sent_their_mixes_and_compute_what_one_process_does(tmp_path):
     spec = spec_for(LAYERS, samples=16, moments="loaded,trained", evaluate_every=2)

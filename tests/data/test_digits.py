@@ -162,6 +162,7 @@ def test_the_same_bytes_in_every_call_and_process() -> None:
     assert other.stdout.strip() == first
 
 
+@pytest.mark.slow
 def test_other_sizes_hold_the_same_digits() -> None:
     large = digits(size=40)
     assert large.sample_shape == (3, 40, 40)

@@ -110,6 +110,7 @@ def assert_same(one, other) -> None:
         assert torch.equal(tensor, other[1][name]), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("method", "engine"), [(fedavg, "sequential"), (fedbn, "stacked"), (fedbn, "pool")])
 def test_a_lazy_dataset_trains_bit_for_bit_as_one_that_is_read_once(tiny, method, engine):
     lazy, once = lazily(pictures(tiny)), federation(pictures(tiny))
@@ -166,6 +167,7 @@ def test_random_transforms_leave_the_global_generators_as_they_were(tiny):
     assert draws[0] == draws[1]
 
 
+@pytest.mark.slow
 def test_with_random_transforms_a_resumed_run_and_another_engine_draw_alike(tiny):
     data = lazily(pictures(tiny, change=noise))
     whole = begin(data)
@@ -269,6 +271,7 @@ def test_mistakes_are_refused_by_name(make, said):
         make()
 
 
+@pytest.mark.slow
 def test_items_may_be_dictionaries_as_in_monai():
     items = [{"image": np.full((1, 4, 4), row, np.float32), "label": row % 2} for row in range(6)]
     for data in (LazyDataset(items), items):

@@ -278,6 +278,7 @@ def test_changes_compose_and_leave_their_input_as_it_is():
     assert held(data) == before
 
 
+@pytest.mark.slow
 def test_thousands_of_clients_share_one_array():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (20_000, 4, 4), dtype=np.uint8), rng.integers(0, 10, 20_000)

@@ -131,6 +131,7 @@ def test_a_run_keeps_its_split_and_it_can_be_had_again(cli, unpublished, tmp_pat
     assert (tmp_path / "one/split.csv").read_bytes() == (tmp_path / "two/split.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_splits_of_a_comparison_are_resumed_bit_for_bit(make, tmp_path, assert_same):
     settings = {
         "data": "digits",

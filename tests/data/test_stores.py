@@ -68,6 +68,7 @@ def assert_same(one: tuple[list, dict[str, Tensor]], other: tuple[list, dict[str
         assert torch.equal(tensor, other[1][name]), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", [fedavg, fedbn, centralized])
 def test_lazy_samples_train_bit_for_bit_as_those_in_memory(tiny, method):
     lazy = lazily(tiny).check()
@@ -86,6 +87,7 @@ def save(folder: Path, data: Federation) -> Path:
     return folder
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("method", "engine"), [(fedavg, "sequential"), (fedbn, "sequential"), (fedbn, "stacked"), (fedavg, "pool")]
 )
@@ -155,6 +157,7 @@ def test_faults_of_mapped_files_are_refused_by_name(tiny, tmp_path):
 needs_status = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of memory")
 
 
+@pytest.mark.slow
 @needs_status
 def test_mapped_samples_train_in_less_memory_than_they_take(tmp_path):
     samples, limit, size = 16_000, 2**27, 0
@@ -190,6 +193,7 @@ def test_lazy_samples_train_alike_in_one_step_on_all_batches(tiny):
     assert_same(run(lazily(tiny), fedavg(), "identity", **work), run(tiny, fedavg(), "identity", **work))
 
 
+@pytest.mark.slow
 def test_the_pool_engine_refuses_to_copy_more_samples_than_fit_into_memory(tiny, monkeypatch):
     monkeypatch.setattr("fedshift.engines.spread.available_memory", lambda: 10_000.0)
     with pytest.raises(UsageError, match=r"the pool engine copies the training samples \(0\.0 GB\) into memory"):
@@ -218,6 +222,7 @@ def test_lazy_samples_change_as_those_in_memory(tiny):
     assert lazy.fingerprint == change(lazily(tiny)).fingerprint
 
 
+@pytest.mark.slow
 def test_lazy_samples_are_diagnosed_and_examined_as_those_in_memory(tiny):
     lazy = lazily(tiny)
     assert diagnose(lazy, permutations=99) == diagnose(tiny, permutations=99)

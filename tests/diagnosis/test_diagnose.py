@@ -84,6 +84,7 @@ def rows_of(task, random, own, moved):
     return y @ np.eye(2, 8) + random.normal(size=(own, 8)), 1000 + 50 * y
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("task", ["segmentation", "multilabel", "regression"])
 @pytest.mark.parametrize("shift", [*KINDS[:3], "none"])
 def test_of_other_tasks_too_one_shift_is_named_and_no_other(task, shift):
@@ -119,6 +120,7 @@ def test_of_many_clients_the_targets_of_some_are_tested():
     assert "By client" in printed(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [vectors, images])
 @pytest.mark.parametrize("shift", KINDS)
 def test_one_shift_is_named_and_no_other(make, shift):
@@ -126,6 +128,7 @@ def test_one_shift_is_named_and_no_other(make, shift):
     assert named == [(shift,)] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [vectors, images])
 def test_random_parts_of_one_whole_have_no_shift(make):
     assert [diagnose(make("none", key), seed=key, permutations=99).named for key in range(2)] == [()] * 2
@@ -142,6 +145,7 @@ def test_five_looks_of_digits_are_feature_shift_whose_concepts_cannot_be_judged(
     assert "fedbn" in [each.method for each in found.advice.methods]
 
 
+@pytest.mark.slow
 def test_negatives_that_lie_among_other_classes_are_no_concept_shift_and_other_labels_still_are():
     source = load_digits()
     rows = np.random.default_rng(0).permutation(1760).reshape(4, -1)
@@ -161,6 +165,7 @@ def test_negatives_that_lie_among_other_classes_are_no_concept_shift_and_other_l
     assert "concept shift" in other.named
 
 
+@pytest.mark.slow
 def test_features_of_a_network_do_as_well(trained):
     data = images("feature shift", 5)
     assert diagnose(data, permutations=99, features="network").named == ("feature shift",)
@@ -188,6 +193,7 @@ def test_the_text_names_the_client_and_gives_the_command():
     assert "within classes predicted from inputs" in text
 
 
+@pytest.mark.slow
 def test_the_command_runs_and_gives_each_method_a_learning_rate_chosen_on_validation_data(
     cli, tiny, tiny_folder, monkeypatch, tmp_path, unpublished, undrawn
 ):

@@ -175,6 +175,7 @@ def test_advice_is_compared_with_training_alone_which_is_advised_where_nothing_i
     assert "--methods fedavg@0.1,single@0.1,fedbabu@0.1 " in said
 
 
+@pytest.mark.slow
 def test_methods_that_are_always_tried_are_the_last_to_go_and_what_goes_is_said(tiny, quick, monkeypatch):
     cost = Cost(round=1.0, evaluation=0.1), ""
     monkeypatch.setattr(searching, "measure_cost", lambda *_: cost)
@@ -190,6 +191,7 @@ def test_methods_that_are_always_tried_are_the_last_to_go_and_what_goes_is_said(
         searching.begin_search(experiment, None, (0.01, 0.1), 0.01)
 
 
+@pytest.mark.slow
 def test_a_search_measures_validation_data_alone_and_ends_with_its_budget(cli, small, tiny_folder, tmp_path):
     done = cli("advise", "--data", tiny_folder, *WORDS, "--out", "found")
     assert "Testing labels ..." in done.out
@@ -243,6 +245,7 @@ def small(quick, unpublished, monkeypatch):
     monkeypatch.setattr(planning, "FINALISTS", 2)
 
 
+@pytest.mark.slow
 def test_a_search_trains_as_a_comparison_does_and_python_finds_the_same(cli, small, tiny_folder, tmp_path):
     outcome = cli("advise", "--data", tiny_folder, *WORDS, "--out", "found")
     assert (outcome.code, outcome.err) == (0, "")
@@ -336,6 +339,7 @@ def test_candidates_follow_the_diagnosis_the_batch_size_and_the_network(quick, t
     assert len(plain.reasons) <= searching.MOST_METHODS
 
 
+@pytest.mark.slow
 def test_what_cannot_be_searched_is_refused_before_anything_starts(cli, quick, tiny_folder, tmp_path):
     for words, said in (
         (("--methods", "fedavg"), "a search needs two"),

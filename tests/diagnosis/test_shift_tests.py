@@ -163,6 +163,7 @@ def test_a_shift_of_opposite_sign_in_two_classes_is_seen():
     assert feature_shift(x, y, client, 3, rng(), 99).evidence.statistic > 0.9
 
 
+@pytest.mark.slow
 def test_clients_that_differ_in_labels_alone_have_no_feature_shift():
     p = []
     for key in range(60):
@@ -236,6 +237,7 @@ def test_labels_that_agree_are_none():
     assert sum(value <= 0.1 for value in p) <= 5
 
 
+@pytest.mark.slow
 def test_label_skew_is_no_concept_shift_even_where_classes_overlap():
     named = 0
     for key in range(12):

@@ -76,6 +76,7 @@ def test_of_one_big_batch_and_clients_side_by_side_the_faster_is_chosen(data, ti
     assert trial(data, fedavg(), linear, work=Work(batches=1)).engine_choice.engine == fastest
 
 
+@pytest.mark.slow
 def test_where_one_big_batch_is_possible_whole_rounds_are_timed(data, monkeypatch, tmp_path):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
     monkeypatch.setattr(auto, "LITTLE", 1)
@@ -138,6 +139,7 @@ def test_a_place_that_cannot_be_written_costs_only_the_memory(data, timings, tmp
     assert trial(data).engine_choice.engine == "stacked"
 
 
+@pytest.mark.slow
 def test_engines_are_timed_for_real(data, monkeypatch, tmp_path):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
     monkeypatch.setattr(auto, "available_processors", lambda: 2)

@@ -175,6 +175,7 @@ def trial(engine):
     return Trial(fedavg(), network, data, Settings(rounds=3, engine=engine, **settings), 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "auto"])
 @pytest.mark.parametrize("begun", [[], KINDS], ids=["torch", "oneDNN"])
 def test_a_resumed_trial_keeps_its_libraries_whatever_is_faster_by_then(clock, tmp_path, engine, begun):

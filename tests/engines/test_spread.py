@@ -177,6 +177,7 @@ def test_a_network_of_a_function_and_a_loss_without_a_name_travel(spread_over, e
 # What goes wrong
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_lane_that_is_lost_is_named_and_spoils_nothing(begin, tmp_path, engine):
     marker = tmp_path / "now"
@@ -223,6 +224,7 @@ def test_divergence_is_told_as_by_the_sequential_engine(spread_over, engine):
     assert "client 'cid', round 1, step 3 of 3" in told[1]
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_round_stopped_half_way_leaves_no_answer_for_the_next(begin, engine):
     def stop(client, loss):

@@ -73,6 +73,7 @@ def assert_equal_rounds(one, other, rounds=3):
         assert (tensor.double() - found[name].double()).abs().max() <= 1e-9, name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
@@ -95,6 +96,7 @@ def test_it_equals_clients_one_by_one_whatever_the_settings(method, changes):
     assert_equal_rounds(trial("sequential", method, **changes), trial("stacked", method, **changes))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_lanes_may_go_in_chunks(lanes, monkeypatch):
     running = trial("stacked")
@@ -228,6 +230,7 @@ class Decay(Rule):
         return loss + 0.1 * sum(tensor.square().sum() for tensor in step.params.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
@@ -360,6 +363,7 @@ def wide(*, middle=(), bias=True):
     return make
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "model", "changes", "held"),
     [
@@ -413,6 +417,7 @@ class Twice(nn.Module):
         return self.last(self.read(z))
 
 
+@pytest.mark.slow
 def test_layers_that_are_no_single_product_hold_nothing_back():
     one, other = (trial(engine, fedavg(), Twice, **FEW) for engine in ("sequential", "stacked"))
     assert other.engine._holdable == {"first.weight"}

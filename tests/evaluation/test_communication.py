@@ -51,6 +51,7 @@ def test_what_travels_is_counted_against_fedavg():
     assert 0.9 < of("fedbn").up < 1.0
 
 
+@pytest.mark.slow
 def test_every_method_has_a_row(capsys):
     from fedshift.cli.app import main
 

@@ -80,6 +80,7 @@ def test_evaluation_changes_nothing(network):
     assert all(torch.equal(tensor, plan.initial[name]) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 @given(
     labels=st.lists(st.sampled_from([0, 0, 0, 0, 1, 1, 2]), min_size=1, max_size=30),
     guesses=st.lists(st.integers(0, 2), min_size=30, max_size=30),
@@ -104,6 +105,7 @@ def test_the_recorded_loss_is_plain_cross_entropy_whatever_is_trained_on(network
     )
 
 
+@pytest.mark.slow
 @given(
     labels=st.lists(st.integers(0, 3), min_size=4, max_size=40),
     classes=st.integers(2, 4),

@@ -57,6 +57,7 @@ def trial(method, unseen, rounds=3, newcomers=("new",), model=network, seed=0, *
     return made, {row["client"] for row in rows if row["split"] == "test" and row["model"] == "personal"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", list_policies())
 def test_a_newcomer_takes_no_part_in_training_whatever_is_asked_of_it(policy):
     with_it, _ = trial(fedbn(), policy, evaluate_every=1)

@@ -125,6 +125,7 @@ def test_a_client_of_a_stack_does_not_keep_the_stack_in_memory():
 # Memory
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_and_the_least_recently_used_go_first(tmp_path):
     clients, alive = store(limit=5 * SIZE), {}
     for number, name in enumerate(NAMES):
@@ -141,6 +142,7 @@ def test_memory_is_bounded_and_the_least_recently_used_go_first(tmp_path):
     assert clients.held == 5 * SIZE
 
 
+@pytest.mark.slow
 def test_what_is_in_no_folder_spills_to_a_temporary_one_past_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     clients = store(limit=3 * SIZE)
@@ -177,6 +179,7 @@ def test_a_save_writes_what_changed_and_nothing_where_nothing_did(tmp_path):
     assert len(segments(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_files_hold_at_most_about_twice_what_is_current_and_always_all_of_it(tmp_path):
     random, clients, expected = np.random.default_rng(0), store(limit=3 * SIZE), {}
     for round in range(1, 61):

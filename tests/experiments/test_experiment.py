@@ -217,6 +217,7 @@ def test_records_have_the_columns_and_counts_they_promise(make, tmp_path):
 TRAINED = {"moments": "loaded,trained"}
 
 
+@pytest.mark.slow
 def test_models_after_local_work_are_measured_where_asked_for_and_change_nothing_else(make, tmp_path):
     asked = {"methods": "fedavg,fedbn,ditto,single,centralized", "rounds": 4, "evaluate_every": 2, "validation": 0.3}
     asked |= {"select": "best", "newcomers": "cid", "lr": 0.1}
@@ -319,6 +320,7 @@ def test_a_diverging_run_stops_and_keeps_the_round_before(make, tmp_path, monkey
     assert {row["round"] for row in rows_of(tmp_path / "run", "fedbn-seed0")} == {1, 2}
 
 
+@pytest.mark.slow
 def test_in_a_comparison_the_other_trials_go_on(make, tmp_path, Listener):
     watch = Listener()
     experiment = make(methods="fedavg,scaffold,fedprox(mu=1e30)", seeds=2, rounds=2)
@@ -370,6 +372,7 @@ def test_a_round_that_measured_fewer_clients_is_never_the_best(make, tmp_path):
 # What is written
 
 
+@pytest.mark.slow
 def test_a_study_tells_all_that_was_run(make, tmp_path):
     experiment = make(methods="fedavg,fedbn", rounds=2, seeds=2)
     experiment.run(tmp_path / "run")

@@ -50,6 +50,7 @@ def test_every_method_of_the_catalog_is_shown_as_it_was_typed(whole):
     }
 
 
+@pytest.mark.slow
 def test_tables_sentences_and_the_page_call_methods_as_they_were_typed(tiny, tmp_path, undrawn):
     result = fedshift.compare("fedavg(), gn, tuned(lr=0.05)", data=tiny, out=tmp_path / "run", seeds=2, **HOW)
     assert [*result.differences().index] == ["gn", "tuned(lr=0.05)"]
@@ -129,6 +130,7 @@ def test_two_methods_that_cannot_be_told_apart_are_refused(tiny, given, said):
     assert refused.value.settings == ("methods",)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_continued_in_another_spelling_keeps_the_first(make, tmp_path):
     first = "gn, fedprox(mu=0.1), dp(noise_multiplier=1)"
     later = "fedbn, fedavg + gn, fedprox(mu=1e-1), DP(noise_multiplier=1.0)"

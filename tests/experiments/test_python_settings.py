@@ -222,6 +222,7 @@ def test_settings_of_files_are_refused_for_what_is_no_file(tiny):
     assert make_python_experiment({"methods": "fedavg", "data": tiny, "domains": "ann"}).data.names == ("ann",)
 
 
+@pytest.mark.slow
 def test_a_task_is_given_as_an_object(tiny, tmp_path):
     """On its own data as on others, in a worker process, and again to resume, but not another one."""
     given = {"methods": "fedavg", "data": tiny, "lr": 0.01, "seeds": 2}

@@ -30,6 +30,7 @@ MANY = {
 """What a run keeps in files; of all methods and settings, trials are stopped in tests/laws/test_resume.py."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", MANY.values(), ids=MANY.keys())
 def test_stopped_after_every_round_and_resumed_equals_uninterrupted(make, tmp_path, assert_same, settings, Listener):
     experiment = make(**({"rounds": 3} | settings))
@@ -44,6 +45,7 @@ def test_stopped_after_every_round_and_resumed_equals_uninterrupted(make, tmp_pa
     assert_same(tmp_path / "whole", stopped)
 
 
+@pytest.mark.slow
 def test_a_comparison_stopped_between_and_within_trials_equals_uninterrupted(make, tmp_path, assert_same, Listener):
     experiment = make(methods="fedavg,fedbn", seeds=2, rounds=2)
     experiment.run(tmp_path / "whole")
@@ -56,6 +58,7 @@ def test_a_comparison_stopped_between_and_within_trials_equals_uninterrupted(mak
     assert read_summary(tmp_path / "whole").rows.equals(read_summary(tmp_path / "stopped").rows)
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumed_does_nothing_and_may_be_given_more_rounds(make, tmp_path, assert_same, Listener):
     make(rounds=4, evaluate_every=1).run(tmp_path / "four")
     make(rounds=2, evaluate_every=1).run(tmp_path / "two")
@@ -169,6 +172,7 @@ def half(path, content):
     path.with_name(path.name + ".tmp").write_bytes(content[: len(content) // 2])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("moment", "at", "instead"),
     [
@@ -220,6 +224,7 @@ def test_a_process_killed_from_outside_and_resumed_equals_uninterrupted(
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("step", "at"),
     [
@@ -270,6 +275,7 @@ OTHERWISE = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_only_as_it_was_begun_and_a_refusal_changes_nothing(make, tmp_path):
     make(rounds=2).run(tmp_path / "run")
 
@@ -345,6 +351,7 @@ class Refusing(Exception):
     """Local work cannot begin."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("error", [Refusing(), Diverged("client 'ann', round 3, step 0: the loss is nan")])
 def test_more_rounds_that_fail_before_the_first_leave_the_run_what_it_was(make, tmp_path, monkeypatch, error):
     make(rounds=2).run(tmp_path / "run")
@@ -375,6 +382,7 @@ def test_more_rounds_are_written_down_with_the_first_that_is_done(make, tmp_path
     assert "rounds = 6\n" in (tmp_path / "run" / "config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_a_damaged_best_checkpoint_is_written_anew(make, tmp_path, assert_same, Listener):
     settings = {"rounds": 4, "validation": 0.2, "select": "best"}
     make(**settings).run(tmp_path / "whole")

@@ -172,6 +172,7 @@ def test_every_example_is_a_sweep_of_a_few_lines():
 # What is run
 
 
+@pytest.mark.slow
 def test_more_rounds_that_fail_leave_the_sweep_what_it_was(sweep, cli, tmp_path, pageless, monkeypatch):
     assert sweep("--over", "epochs=1,2", "--out", "out", methods="fedavg", rounds=1).code == 0
     before = (tmp_path / "out" / "config.toml").read_bytes()
@@ -187,6 +188,7 @@ def test_more_rounds_that_fail_leave_the_sweep_what_it_was(sweep, cli, tmp_path,
     assert read_run_settings(tmp_path / "out").values["rounds"] == 2
 
 
+@pytest.mark.slow
 def test_every_combination_is_the_comparison_of_the_same_settings_bit_for_bit(
     sweep, cli, tiny_folder, tmp_path, pageless, assert_same
 ):
@@ -263,6 +265,7 @@ def test_nothing_is_run_where_one_combination_cannot_be(sweep, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_for_what_was_begun(sweep, cli, tmp_path, pageless):
     assert sweep("--over", "epochs=1,2", "--out", "out", methods="fedavg", rounds=1).code == 0
     before = (tmp_path / "out" / "config.toml").read_text()
@@ -281,6 +284,7 @@ def test_other_settings_are_refused_for_what_was_begun(sweep, cli, tmp_path, pag
     assert (outcome.code, outcome.err) == (2, "fedshift: out/config.toml has 'over': use it with `fedshift sweep`\n")
 
 
+@pytest.mark.slow
 def test_a_combination_that_diverges_keeps_the_others_from_nothing(sweep, cli, monkeypatch, tmp_path, pageless):
     run = Experiment.run
 
@@ -302,6 +306,7 @@ def test_a_combination_that_diverges_keeps_the_others_from_nothing(sweep, cli, m
 # What is shown
 
 
+@pytest.mark.slow
 def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, unpublished, vector_only):
     over = ("--over", "epochs=1,2", "--over", "batch_size=8,0")
     outcome = sweep(*over, "--seeds", 2, "--target-metric", 0.2, "--evaluate-every", 1, "--out", "out")
@@ -359,11 +364,13 @@ def test_each_method_is_shown_where_its_validation_data_are_best(sweep, tmp_path
         assert any(method in line.split(":")[0].split(", ") for line in at_the_end) == (best == "0.1")
 
 
+@pytest.mark.slow
 def test_without_validation_data_nothing_is_chosen(sweep, tmp_path, unpublished, undrawn):
     assert sweep("--over", "lr=0.01,0.1", "--out", "out", rounds=1).code == 0
     assert not (tmp_path / "out" / "tables" / "chosen.md").exists()
 
 
+@pytest.mark.slow
 def test_a_report_of_a_sweep_is_the_sweeps_own_of_what_is_there(sweep, cli, monkeypatch, tmp_path, unpublished):
     made = []
     monkeypatch.setattr(
@@ -392,6 +399,7 @@ def test_the_table_has_a_column_for_each_method(sweep, tmp_path, unpublished, un
     assert "imply significance. The page of each comparison shows which methods differ significantly" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_was_stopped_begins_with_the_line_that_says_where_it_is(
     sweep, cli, tmp_path, unpublished, monkeypatch
 ):

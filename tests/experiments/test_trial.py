@@ -101,6 +101,7 @@ def test_a_client_that_never_took_part_is_measured_only_where_it_has_a_model(mak
 # Batch normalization and a batch of one
 
 
+@pytest.mark.slow
 def test_a_last_batch_of_one_sample_joins_the_one_before_and_is_said_once(make, tmp_path, Listener):
     watch = Listener()
     experiment = make(methods="fedavg,fedbn", seeds=2, rounds=2, batch_size=8)  # bob has 17, cid has 33 samples
@@ -129,6 +130,7 @@ def test_one_batch_joined_is_one_step_fewer(make, tmp_path):
     assert steps_of(tmp_path / "run") == [4, 2, 4]
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_batches_asked_for_are_said_once_and_steps_are_exactly_taken(make, tmp_path, Listener):
     watch = Listener()
     make("fedavg", seeds=2, rounds=1, batch_size=8, batches=4).run(tmp_path / "run", observer=watch)
@@ -143,6 +145,7 @@ def test_fewer_steps_than_batches_asked_for_are_said_once_and_steps_are_exactly_
     assert [text for text in watch.notices if "batches=" in text] == said
 
 
+@pytest.mark.slow
 def test_a_method_without_effect_on_one_step_is_said_to_have_none(make, tmp_path, Listener):
     for number, work in enumerate(({"batches": 1}, {"steps": 1}, {"epochs": 1, "batch_size": 0})):
         watch = Listener()

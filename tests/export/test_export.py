@@ -85,6 +85,7 @@ print(json.dumps([*found, model(x.numpy()).tolist(), [model(image).tolist() for 
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_gives_the_logged_accuracy_by_torch_alone_and_by_load(bobs, kept, tmp_path):
     np.save(tmp_path / "x.npy", pixels("bob"))
     words = [sys.executable, "-c", ALONE, bobs, tmp_path / "x.npy"]
@@ -95,6 +96,7 @@ def test_a_fresh_process_gives_the_logged_accuracy_by_torch_alone_and_by_load(bo
     assert right(one_by_one, "bob") == recorded(kept, "fedbn", "bob")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("method", "client"), [("fedwon", "cid"), ("ditto", "ann"), ("ditto", None)])
 def test_every_kind_of_model_gives_the_recorded_counts(method, client, experiment, kept, tmp_path):
     report = export_run(experiment, kept, tmp_path / "model", method=method, client=client, seed=1, onnx=False)
@@ -128,6 +130,7 @@ def test_the_reason_is_given_where_there_is_no_onnx(tmp_path, monkeypatch):
     assert "(pip install 'fedshift[export]')" in save_onnx(None, tmp_path / "model.onnx", low=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings",
     [{"normalize": "client", "precision": "bfloat16"}, {"model": "tests.export.test_export:double"}],
@@ -144,6 +147,7 @@ def double(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, classes)).double()
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_are_filled_and_scaled_inside_by_the_clients_own(cli, tmp_path, undrawn):
     """Raw rows, by Python's own reader: numbers, a category, gaps, and a column that one client never measured."""
     random = np.random.default_rng(0)
@@ -305,6 +309,7 @@ def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
     assert described["classes"] == ["0", "1", "2"]
 
 
+@pytest.mark.slow
 def test_python_exports_too_and_licenses_are_those_of_the_data(tiny, tmp_path):
     result = fedshift.compare([fedshift.fedavg()], data=tiny, rounds=1, engine="sequential")
     assert result.export(tmp_path / "model", onnx=False) == tmp_path / "model"
@@ -322,6 +327,7 @@ def outline(shape, classes):
     return nn.Sequential(nn.Conv2d(shape[0], 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, classes, 1))
 
 
+@pytest.mark.slow
 def test_a_model_of_masks_gives_each_pixel_the_class_that_was_measured(tmp_path):
     data = fedshift.nuclei().select_clients(["stain_violet", "stain_white"]).limit_samples(8)
     result = fedshift.compare([fedshift.fedbn()], data=data, model=outline, rounds=1, lr=0.1, engine="sequential")
@@ -385,9 +391,10 @@ def test_a_model_of_numbers_gives_them_in_the_unit_of_the_data(predicting):
     assert "Output: numbers [N, targets] in the unit of the data" in card
     assert "as the run recorded." in card
     assert "%" not in card.partition("## How")[0]
-    assert "- targets: learned as 0 minus " in card
+    assert "- targets: learned as (0 - " in card
 
 
+@pytest.mark.slow
 def test_a_model_of_several_labels_names_those_that_a_sample_has(predicting):
     model, (x, y, _), result = predicting("multilabel", 1)
     row = last_row(result)
@@ -453,7 +460,7 @@ def test_a_model_that_predicts_wrongly_fails_its_own_check(experiment, kept, tmp
     """The check reads what users call, and not the scores below it."""
     monkeypatch.setattr(ExportedModel, "predict", lambda model, x: ["no class"] * len(x))
     report = export_run(experiment, kept, tmp_path / "model", method="fedbn", client="bob", onnx=False)
-    assert "0 right, other than the run recorded (bob 0 where " in report.checks[0]
+    assert "0 right, unlike the run's records (bob 0, but " in report.checks[0]
 
 
 def test_volumes_are_predicted_along_their_classes(make, tmp_path, undrawn):

@@ -28,6 +28,7 @@ def said(folder):
     return [json.loads(line) for line in (folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_a_fraction_of_the_clients_takes_part_as_in_one_process(tmp_path, machine):
     spec = spec_for(domains=FIVE, samples=16, rounds=4, participation=0.5)
     assert coordinator(spec, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()
@@ -51,6 +52,7 @@ def test_the_records_are_those_of_one_process_and_hold_no_sample(tmp_path, machi
     assert not study.samples
 
 
+@pytest.mark.slow
 def test_several_methods_and_seeds_are_compared(tmp_path, machine):
     spec = spec_for(rounds=1)
     from fedshift.config.spec import CompareSpec
@@ -63,6 +65,7 @@ def test_several_methods_and_seeds_are_compared(tmp_path, machine):
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("method", "changes"),
     [("fedbn", {}), ("scaffold", {"steps": 5, "batch_size": 5}), ("fedadam+fedbn+fedmmb(batches=1)", {})],
@@ -162,6 +165,7 @@ def test_pooling_is_refused_across_machines(tmp_path, machine):
         coordinator(spec, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()
 
 
+@pytest.mark.slow
 def test_label_counts_are_asked_for_only_where_the_loss_goes_by_them(tmp_path, machine):
     for loss, known in (("cross_entropy", False), ("focal(weights='inverse_frequency')", True)):
         spec, folder = spec_for(loss=loss, rounds=1), tmp_path / str(known)

@@ -194,6 +194,7 @@ UPLOADS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("fault", UPLOADS)
 def test_an_upload_that_cannot_be_is_refused_by_name_and_moves_nothing(fault, served, without):
     made, why = UPLOADS[fault]
@@ -246,6 +247,7 @@ def test_without_a_bound_every_finite_update_is_used(served):
     assert not found.complaints
 
 
+@pytest.mark.slow
 def test_from_a_model_on_which_sites_diverge_the_way_back_is_without_the_suspect_and_the_rest_is_as_if_it_had_been_away(
     served, without
 ):
@@ -414,6 +416,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", MEASURED)
 def test_measurements_that_cannot_be_are_left_out_by_name(fault, served):
     wrong, why = MEASURED[fault]

@@ -240,6 +240,7 @@ def test_a_reply_that_cannot_be_kept_changes_nothing(tmp_path, change, why):
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_without_a_name_entries_last_as_long_as_the_node_in_this_run(local_grid, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     named = {node: counting(tmp_path / "disk") for node in (3, 4)}

@@ -141,6 +141,7 @@ programs.main()
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_two_threads_interrupt_ends(tmp_path):
     """A SuperNode that two threads end at the same moment, because its SuperLink no longer knows it."""
     environment = {**make_environment(tmp_path / "home", {}), "PYTHONWARNINGS": "ignore"}
@@ -344,6 +345,7 @@ def test_flwr_is_told_where_the_superlink_is(tmp_path):
     assert secured == {"address": "127.0.0.1:9091", "root-certificates": str(tmp_path / "ca.crt")}
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_submitted_says_where_to_look(tmp_path):
     connect(tmp_path, f"127.0.0.1:{free_port()}", None)
     (tmp_path / "run.toml").write_text('fedshift = ""\n')
@@ -370,6 +372,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("module", "name", "reader"), PARTS)
 def test_a_part_of_flower_is_replaced_or_nothing_starts(module, name, reader, monkeypatch):
     found = importlib.import_module(module)

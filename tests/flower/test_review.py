@@ -75,6 +75,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_what_goes_beyond_a_policy_is_refused_by_name(limit, served, tmp_path):
     text, why = LIMITS[limit]
@@ -89,6 +90,7 @@ def test_within_its_policy_a_site_takes_part(served, tmp_path):
     assert served("fedbn+fedprox(mu=1e+2)", policy=read(tmp_path, policy)) == ([ALL] * 2, [])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
 @pytest.mark.parametrize(("most", "allowed"), [(1e6, True), (0.5, False)])
 def test_epsilon_is_that_of_all_rounds(most, allowed, served, tmp_path):
@@ -98,6 +100,7 @@ def test_epsilon_is_that_of_all_rounds(most, allowed, served, tmp_path):
     assert all("allows epsilon 0.5, and 2 rounds spend " in told for told in refusals)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
 @pytest.mark.parametrize(("most", "took_part"), [(4.7, [OTHERS] * 2), (4.8, [ALL] * 2)])
 def test_epsilon_of_samples_is_that_of_every_pass_over_them(most, took_part, served, tmp_path):

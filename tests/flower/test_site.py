@@ -271,6 +271,7 @@ def test_an_experiment_from_weights_needs_them_at_every_site(tmp_path, machine):
         assert found == f"the experiment starts from {said}: bring the coordinator's file here (--weights FILE)"
 
 
+@pytest.mark.slow
 def test_a_site_exports_its_model_with_its_own_figures_and_no_one_elses(tmp_path, machine, monkeypatch):
     monkeypatch.setattr("fedshift.export.package.save_onnx", lambda *_, **__: "left out")
     spec = spec_for(model=NETWORK, rounds=1)

@@ -52,6 +52,7 @@ def hospitals(place, folder, **named):
     return sites
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("labels", "classes", "meaning"),
     [

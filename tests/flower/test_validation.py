@@ -64,6 +64,7 @@ def test_a_site_that_validates_only_is_measured_as_a_client_that_is_held_out(met
     assert (HELD in set(rows["client"])) == ((method, unseen) != ("fedbn", "skip"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("method", "unseen"), [("ditto", "average"), ("ditto", "finetune"), ("fedbn", "finetune_bn")])
 def test_a_site_that_was_never_drawn_is_measured_as_in_one_process(method, unseen, tmp_path, machine):
     spec = spec_for(method, unseen=unseen, participation=1, evaluate_every=1)
@@ -102,6 +103,7 @@ def test_it_does_not_count_for_the_clients_that_a_round_needs(tmp_path, machine)
         run.run()
 
 
+@pytest.mark.slow
 def test_it_may_come_late_is_known_again_and_keeps_its_role(tmp_path, machine):
     spec = spec_for("fedavg", rounds=4, evaluate_every=1)
     grid, heard = grid_of(spec, tmp_path), Heard()
@@ -121,6 +123,7 @@ def test_it_may_come_late_is_known_again_and_keeps_its_role(tmp_path, machine):
     assert "worn is back with other data or in another role than it began with: refused" in heard.notices
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "unseen", "why"),
     [
@@ -150,6 +153,7 @@ def test_it_refuses_to_train_whoever_asks(tmp_path, machine):
     assert "this site validates only (join --validate-only): it trains nothing" in answer.facts["why"]
 
 
+@pytest.mark.slow
 def test_ledger_and_confirmation_say_that_it_validates_only(tmp_path, machine, cli):
     limits = '[limits]\nkeep = ["*"]\nsites = 9\nepsilon = 1.0\nsample_epsilon = 1.0\nrounds = 2'
     (tmp_path / "policy.toml").write_text(limits)
@@ -208,6 +212,7 @@ def spec_of_images(**changes):
     return spec_for("fedavg", samples=None, classes=10, image_size=None, on_data_error="ignore", **changes)
 
 
+@pytest.mark.slow
 def test_it_needs_no_training_samples(image_sites, tmp_path, machine):
     heard = serve(spec_of_images(validation=0.25), SiteGrid(image_sites), tmp_path / "served")
     assert any(text.startswith("worn is connected, validates only, on 40 test samples") for text in heard.notices)
@@ -223,6 +228,7 @@ def test_its_model_can_be_exported_there(image_sites, tmp_path, machine):
     assert "worn" in (tmp_path / "models" / "fedavg-seed0" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_follows_from_training_images_is_refused_where_there_are_none(image_sites, tmp_path, machine):
     heard = serve(spec_of_images(normalize="client"), SiteGrid(image_sites), tmp_path / "served")
     assert [text for text in heard.notices if "scales by training images, of which this site has none" in text]

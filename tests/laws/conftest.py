@@ -33,7 +33,7 @@ METHODS += [*COMPOSED, *GIVEN]
 FEDERATED = [method for method in METHODS if not method.pooled]
 
 IN_PROCESSES = {"fedbn", "scaffold", "partialfed_adaptive", "centralized"}
-"""The methods that processes of the pool and of Ray run, too, where tests are not to take minutes."""
+"""The methods that processes of the pool run, too, where tests are not to take minutes; Ray runs none then."""
 
 AGAIN_STACKED = ("test_the_order_of_clients_changes_nothing", "test_resumed_equals_uninterrupted[")
 """Laws that run rounds anew which the stacked engine's other laws compare with the loop's."""
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         anew = item.name.startswith("test_without_memory_for_clients") or (
             "stacked" in engines and item.name.startswith(AGAIN_STACKED)
         )
-        if (anew or engines & {"pool", "ray"}) and any(method.name not in IN_PROCESSES for method in methods):
+        if "ray" in engines or ((anew or "pool" in engines) and any(each.name not in IN_PROCESSES for each in methods)):
             item.add_marker(pytest.mark.slow)
 
 

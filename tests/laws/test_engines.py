@@ -23,6 +23,7 @@ def distance(a, b):
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
+@pytest.mark.sampled(12)
 def test_every_engine_equals_the_loop_over_rounds_in_float64(course, method, other_engine):
     reference, other = course(method), course(method, other_engine)
     for number in range(1, ROUNDS + 1):
@@ -51,6 +52,7 @@ def test_every_engine_weighs_as_the_loop_where_it_sums_uploads(steps, weighting,
     assert distance(*states) <= 1e-9
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", [fedbn(), fednova(), fedrep(), ditto(epochs=1), fedbabu()], ids=by_name)
 def test_every_engine_equals_the_loop_where_clients_take_equal_steps_over_unequal_passes(method, other_engine):
     """Five steps of clients with three, two and one batches a pass: rounds begin and end within passes."""
@@ -91,6 +93,7 @@ def loop_in_float32():
     return step
 
 
+@pytest.mark.sampled(8)
 def test_every_engine_equals_the_loop_for_one_step_in_float32(loop_in_float32, method, other_engine):
     assert distance(loop_in_float32(method), step_in_float32(method, other_engine)) <= 1e-4
 
@@ -119,6 +122,7 @@ def assert_seed_matters(running, method, engine="sequential"):
     assert not torch.equal(running[1].states["a"]["subnet.weight"], other.model_state("a")["subnet.weight"])
 
 
+@pytest.mark.sampled(8)
 def test_the_seed_matters_for_every_method(course, method):
     assert_seed_matters(course(method), method)
 

@@ -47,6 +47,7 @@ def test_scaffolds_first_round_is_fedavgs(course, engine):
     assert not is_equal(plain[2].server.shared, controlled[2].server.shared)
 
 
+@pytest.mark.sampled(3)
 def test_a_group_of_all_batches_is_one_epoch(trial, course, engine):
     groups = trial(fedbn(), engine, work=Work(batch_size=8, batches=99))
     for _ in range(3):
@@ -54,6 +55,7 @@ def test_a_group_of_all_batches_is_one_epoch(trial, course, engine):
     assert is_equal(course(fedbn(), engine)[3].tensors, groups.to_tensors()[0])
 
 
+@pytest.mark.sampled(3)
 def test_steps_of_a_pass_are_one_epoch_and_one_step_is_one_batch(trial, engine):
     data = unequal({"a": 16, "b": 16, "c": 16})
     for given, same in (({"steps": 2}, {"epochs": 1}), ({"steps": 1}, {"batches": 1})):
@@ -128,6 +130,7 @@ def test_entries_are_kept_loaded_and_sent_as_declared(course, federated):
     assert client_final(plan, job)[0].personal.keys() == plan.personal == frozenset(plan.initial) - plan.loaded
 
 
+@pytest.mark.sampled(3)
 def test_a_federation_of_one_client_is_that_clients_local_training(trial, engine):
     data = trial(fedavg()).data.select_clients(["a"])
     for method in (fedavg(), fedbn(), silobn()):
@@ -138,6 +141,7 @@ def test_a_federation_of_one_client_is_that_clients_local_training(trial, engine
         assert is_equal(alone.model_state("a"), federated.model_state("a"))
 
 
+@pytest.mark.sampled(8)
 def test_the_order_of_clients_changes_nothing(trial, course, federated, engine):
     """Not a bit, and so the engine repeats itself, too."""
     forward = course(federated, engine)[2]
@@ -314,6 +318,7 @@ class ClipNorm(Rule):
 BESIDE = [agc(clip=0.05), fedprox(mu=0.5), scaffold(), feddyn(alpha=0.5), fedavg().with_rule(ClipNorm(0.1))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("other", BESIDE, ids=lambda method: str(method.rules))
 @pytest.mark.parametrize("add", [ditto, apfl], ids=["ditto", "apfl"])
 def test_a_rule_that_adds_a_network_leaves_the_servers_bits_alone(trial, other, add):
@@ -324,6 +329,7 @@ def test_a_rule_that_adds_a_network_leaves_the_servers_bits_alone(trial, other, 
     assert is_equal(alone.server.shared, both.server.shared)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
 def test_the_stacked_engine_decays_alike(trial, method, kind):

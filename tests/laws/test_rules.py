@@ -122,6 +122,7 @@ DRAWING = [styles(), mixup()]
 """Methods of others that change batches."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ACTING + DRAWING, ids=by_name)
 def test_recorded_steps_of_rules_are_the_others_bit_for_bit(course, monkeypatch, method):
     """Over rounds in which loaded entries, memories and the server's all change."""

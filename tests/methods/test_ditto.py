@@ -37,6 +37,7 @@ def after_rounds(method, rounds=ROUNDS, **settings):
     return running
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("epochs", [None, 1, 3])
 @pytest.mark.parametrize("method", [fedavg(), fedbn(), fedprox(mu=0.5)], ids=lambda method: method.name)
 def test_what_the_server_holds_is_bit_for_bit_what_it_holds_without_ditto(method, epochs):
@@ -46,6 +47,7 @@ def test_what_the_server_holds_is_bit_for_bit_what_it_holds_without_ditto(method
     assert not any(is_equal(plain.model_state(name), personal.model_state(name)) for name in SIZES)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("lam", "epochs"), [(0.0, None), (0.1, None), (3.0, None), (0.1, 3)])
 @pytest.mark.parametrize(("base", "loaded"), [(fedavg(), ("",)), (fedbn(), ("0.", "4."))], ids=["fedavg", "fedbn"])
 def test_personal_models_equal_a_plain_loop_with_autograd_of_the_objective(base, loaded, lam, epochs):

@@ -259,6 +259,7 @@ REPEATABLE = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
     heard = Listener()
     chosen = "fedavg, fedbn+dp(noise_multiplier=2.0), dp(noise_multiplier=2.0, secret=True), dp(noise_multiplier=0.0)"

@@ -221,6 +221,7 @@ LOCAL = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("local", LOCAL, ids=str)
 def test_rounds_with_momentum_and_proximal_term_are_the_papers_in_a_plain_loop(local):
     rho, mu, nesterov, decay = (local.get(name, 0.0) for name in ("rho", "mu", "nesterov", "decay"))

@@ -156,6 +156,7 @@ def test_a_sample_no_longer_depends_on_its_batch():
         assert (sum(part[name] for part in parts) / 6 - gradient).abs().max() <= 1e-12, name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("switch", "rounds", "before"),
     [(0.5, 4, 2), (0.5, 5, 3), (0.25, 4, 1), (0.9, 5, 5), (0, 3, 0), (2, 3, 2), (7, 3, 3)],

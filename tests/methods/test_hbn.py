@@ -86,6 +86,7 @@ def pool(measured, layer):
     return mean, squares / (total - 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("participation", "epochs"), [(1.0, 1), (1, 1), (1.0, 2)])
 def test_rounds_equal_a_plain_loop(participation, epochs):
     """With one client a round, the other begins late; in two passes a client's samples come twice and count once."""

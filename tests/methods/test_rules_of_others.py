@@ -91,6 +91,7 @@ def test_the_identity_engine_refuses_them_in_words(name):
         make_trial(made((name, "fedavg")), "identity", work=Work(batch_size=8, batches=1)).advance()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     "pair",

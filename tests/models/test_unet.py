@@ -194,6 +194,7 @@ def test_a_round_of_fedbn_is_that_of_plain_torch(shape):
     assert compared == len(server.shared)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [IMAGE, VOLUME])
 def test_lanes_side_by_side_step_as_each_alone(shape):
     plan = prepare(fedavg(), narrow(shape).double(), optimizer=SGD(lr=0.1), sample=torch.zeros(1, *shape))

@@ -119,6 +119,7 @@ def test_samples_that_the_run_has_are_counted_whatever_part_they_were_in_and_lab
     ]
 
 
+@pytest.mark.slow
 def test_policies_that_make_no_sense_are_told_by_method_and_one_named_twice_counts_once(cli, run, tiny_folder):
     words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies")
     said = cli(*words, "nearest, reestimate,nearest").out
@@ -129,6 +130,7 @@ def test_policies_that_make_no_sense_are_told_by_method_and_one_named_twice_coun
     assert "note" not in cli(*words, "finetune").out
 
 
+@pytest.mark.slow
 def test_some_of_the_methods_and_seeds_alone(cli, make, tiny_folder, tmp_path):
     make(methods="fedbn,fedprox(mu=0.1),gn", seeds=2, **{**LEFT, "rounds": 1}).run(tmp_path / "run")
     words = ("adapt", tmp_path / "run", "--data", tiny_folder, "--clients", "cid", "--policies", "average")
@@ -166,6 +168,7 @@ def test_a_run_of_a_device_that_is_not_here_is_adapted_on_the_processor_and_that
     assert (outcome.code, outcome.err.startswith("fedshift: device 'cuda:99' cannot be used here")) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_damaged_or_not_there_stops_no_other(cli, run, tiny_folder):
     words = ("adapt", run, "--data", tiny_folder, "--clients", "cid", "--policies", "average")
     checkpoint = run / "trials" / "fedbn-seed0" / "checkpoint.safetensors"
@@ -213,6 +216,7 @@ def test_a_client_of_one_sample_lacks_what_needs_several_and_the_others_have_it(
         next(make_models(trial, training, POLICIES))
 
 
+@pytest.mark.slow
 def test_more_rounds_of_finetuning_and_each_seed(cli, make, tiny_folder, tmp_path):
     make(methods="fedbn", seeds="3,4", **LEFT).run(tmp_path / "run")
     spec, experiment = load_experiment(tmp_path / "run")
@@ -236,6 +240,7 @@ def test_more_rounds_of_finetuning_and_each_seed(cli, make, tiny_folder, tmp_pat
     assert table["fedbn: average seeds"].tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_the_best_round_is_adapted_where_the_run_reports_it(make, tiny_folder, tmp_path):
     experiment = make(methods="fedbn", validation=0.2, select="best", evaluate_every=1, lr=0.5, rounds=4)
     experiment.run(tmp_path / "run")
@@ -348,6 +353,7 @@ def test_statistics_from_unlabeled_data_are_those_from_the_same_data_with_labels
     assert not list((tmp_path / "without").glob("*.csv"))
 
 
+@pytest.mark.slow
 def test_unlabeled_data_take_the_place_of_the_clients_own_where_no_labels_are_needed(run, tiny_folder, tmp_path):
     _, experiment = load_experiment(run)
     ann, cid = (experiment.data.client(name).train for name in ("ann", "cid"))
@@ -378,6 +384,7 @@ def test_whether_broken_images_are_skipped_is_said_of_the_new_ones(cli, run, tmp
 # Models as files
 
 
+@pytest.mark.slow
 def test_saved_models_say_whose_they_are_and_load_as_the_page_says(cli, run, tiny_folder, tmp_path, monkeypatch):
     assert cli("adapt", run, "--data", tiny_folder, "--clients", "cid", "--save", "adapted").code == 0
     file = tmp_path / "adapted" / "fedbn" / "reestimate" / "cid.safetensors"

@@ -109,6 +109,7 @@ def test_it_is_said_how_finely_a_target_was_looked_for(course):
     assert describe_target(every_two, 0.9).endswith("evaluated every 2 rounds, --evaluate-every 1 finds the exact one")
 
 
+@pytest.mark.slow
 def test_a_report_has_the_target_in_words_files_and_page(course, tmp_path, capsys, undrawn):
     from rich.console import Console
 
@@ -122,6 +123,7 @@ def test_a_report_has_the_target_in_words_files_and_page(course, tmp_path, capsy
     assert "<td>66 B</td>" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_without_a_target_has_none(course, tmp_path, capsys, undrawn):
     from rich.console import Console
 
@@ -183,6 +185,7 @@ def test_lines_are_named_by_what_tells_them_apart_and_look_alike_in_all_panels(c
     assert [fedavg, fedbn] == [style.color for style in make_styles(study.methods).values()]
 
 
+@pytest.mark.slow
 def test_panels_of_a_page_are_the_figures_of_one_scale_and_answer_the_pointer(course):
     points = [
         CurvePoint({"epochs": 1}, course({"fedavg": [CLIMB]})),

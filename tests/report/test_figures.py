@@ -72,6 +72,7 @@ def test_a_method_keeps_its_look_when_others_have_no_data(make_study):
     assert line.get_color() == make_styles(study.methods)["fedbn"].color
 
 
+@pytest.mark.slow
 def test_saved_twice_gives_the_same_bytes(study, tmp_path, monkeypatch):
     """Bars and images; the page, which is made twice too, has the other kinds."""
     monkeypatch.setattr(figures, "make_panels", lambda summary: [p for p in make_panels(summary) if "bars" in p.name])
@@ -99,6 +100,7 @@ def test_many_clients_get_panels_up_to_a_limit(make_crowd, monkeypatch):
     assert len(drawn["samples"].axes) == 4
 
 
+@pytest.mark.slow
 def test_more_clients_are_drawn_as_a_distribution(make_crowd):
     drawn = make_figures(make_crowd(202))
     assert list(drawn) == [

@@ -51,6 +51,7 @@ def read(text):
     return reader
 
 
+@pytest.mark.sampled(4)
 def test_edge_cases_give_a_well_formed_page(shown):
     reader = read(shown.page)
     assert len(reader.ids) == len(set(reader.ids))
@@ -80,6 +81,7 @@ def test_numbers_and_best_in_bold(study, undrawn):
     assert "AUC" not in text
 
 
+@pytest.mark.slow
 def test_errors_are_in_the_unit_of_the_target_and_the_lowest_leads(study, undrawn):
     page = re.sub(r"(?s)<(style|script)\b.*?</\1>", "", render_page(in_errors(study)))
     text = html.unescape(re.sub(r"<[^>]+>", "", page))
@@ -94,6 +96,7 @@ def test_errors_are_in_the_unit_of_the_target_and_the_lowest_leads(study, undraw
         assert wrong not in text
 
 
+@pytest.mark.slow
 def test_methods_over_unequal_clients_are_compared_over_those_that_they_share(make_study, undrawn):
     text = render_page(make_study(keep=lambda row: (row["method"], row["client"]) != ("fedbn", "a")))
     assert "Highest macro accuracy: <strong>fedbn with 83.00 (3.00)</strong>" in text
@@ -114,12 +117,14 @@ def test_of_many_clients_the_page_says_how_they_are_distributed_and_stays_small(
     assert len(text) < 400_000
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("runs", "said"), [(1, "too few seeds"), (3, "level")])
 def test_what_may_not_be_claimed_is_said(make_study, undrawn, runs, said):
     text = re.sub(r"(<[^>]*>)+", "|", render_page(make_study({name: [{"a": 50, "b": 240}] * runs for name in "xy"})))
     assert f"x {MINUS} y|{said}|0.00|" in text
 
 
+@pytest.mark.slow
 def test_methods_are_described_in_words(make_study, undrawn):
     runs = [{"a": 50, "b": 240}]
     text = render_page(make_study({"fedbn+fedprox(mu=0.1)": runs, "mine": runs}))
@@ -158,11 +163,13 @@ def test_everything_is_escaped(make_study, blank):
     read(text)
 
 
+@pytest.mark.slow
 def test_selection_is_stated(make_study, undrawn):
     assert "its last evaluated one" in render_page(make_study())
     assert "best macro validation accuracy" in render_page(make_study(select="best"))
 
 
+@pytest.mark.slow
 def test_write_is_repeatable_and_leaves_nothing_else(study, plain, tmp_path):
     path = tmp_path / "new" / "report.html"
     assert write_page(study, path) == path

@@ -85,6 +85,7 @@ def test_similarities_are_those_of_networks_run_one_by_one(run, found):
         assert 0 < ours.client_client < 0.9999
 
 
+@pytest.mark.slow
 def test_models_that_did_not_move_are_alike(tmp_path):
     run = trained(tmp_path / "run", methods="nonorm,fedwon", lr=0.0, rounds=1)
     for several in compare_representations(run, samples=5).similarity.values():
@@ -102,6 +103,7 @@ def test_similarities_for_the_papers_are_those_of_the_study_and_repeat_themselve
     assert compare_representations(run, samples=3).similarity != again
 
 
+@pytest.mark.slow
 def test_some_methods_and_seeds_are_those_of_the_whole(run, found):
     some = compare_representations(run, samples=6, methods=["fedwon", "fedbn"], seeds=[1])
     assert (some.seeds, list(some.similarity)) == ((1,), ["fedbn", "fedwon"])
@@ -110,6 +112,7 @@ def test_some_methods_and_seeds_are_those_of_the_whole(run, found):
     pd.testing.assert_frame_equal(some.distances, both)
 
 
+@pytest.mark.slow
 def test_one_client_has_no_pair_and_pooled_data_no_clients(run, found):
     alone = compare_representations(run, samples=4, clients=["photo"])
     assert math.isnan(alone.similarity["fedbn"][0].client_client)
@@ -130,6 +133,7 @@ def test_a_seed_whose_maps_are_not_finite_is_left_out_and_named(found):
     assert "Feature maps are not finite, so similarities are left out: fedavg with seed 1." in [*list_notes(lost)]
 
 
+@pytest.mark.slow
 def test_the_reported_round_is_the_one_that_is_looked_at(tmp_path):
     run = trained(tmp_path / "run", methods="fedavg", select="best", validation=0.25, rounds=4, lr=3.0)
     trial = next(trials_of(run))
@@ -170,6 +174,7 @@ def test_tables_have_mean_and_spread_over_seeds(found):
     assert table["fedbn bn1"][3] == f"{of.mean():.3f} ({of.std():.3f})"
 
 
+@pytest.mark.slow
 def test_a_network_without_batchnorm_has_a_table_less(tmp_path):
     run = trained(tmp_path / "run", RunSpec, method="nonorm", rounds=1)
     found = compare_representations(run, samples=4, layer="conv1")
@@ -193,6 +198,7 @@ def test_a_mosaic_has_each_map_in_its_place_scaled_from_0_to_1():
     assert tile_maps(np.array([[[1.0, 3.0, np.inf]], [[np.nan] * 3]]))[0, :3].tolist() == [0, 1, np.inf]
 
 
+@pytest.mark.slow
 def test_pictures_show_rows_of_methods_and_one_dot_a_channel(found):
     made = {panel.name: panel for panel in draw_panels(found)}
     assert list(made) == [
@@ -241,6 +247,7 @@ def test_the_command_writes_tables_and_pictures_and_leaves_the_run_as_it_is(run,
     assert (row["layer"], row["client_client"]) == ("conv2", pytest.approx(ours.client_client, rel=1e-5))
 
 
+@pytest.mark.slow
 def test_by_default_results_stand_beside_the_run_in_a_folder_of_their_own(tmp_path, cli):
     run = trained(tmp_path / "run", RunSpec, method="gn", rounds=1, domains="pen")
     before = bytes_of(run)
@@ -261,6 +268,7 @@ class Stopping(Observer):
         self.stop.set()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_looked_at_is_said(run, tmp_path):
     for asked, said in (
         ({"layer": "conv9"}, r"unknown convolution 'conv9': did you mean .*allowed are conv1, conv2"),
@@ -290,6 +298,7 @@ def test_a_network_without_convolutions_is_refused(tmp_path):
         compare_representations(run)
 
 
+@pytest.mark.slow
 def test_newcomers_are_left_out_and_refused_by_name(tmp_path):
     run = trained(tmp_path / "run", RunSpec, method="fedbn", rounds=1, newcomers="photo")
     found = compare_representations(run, samples=3)
@@ -309,6 +318,7 @@ def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path):
         compare_representations(run)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_device_that_is_not_here_is_looked_at_on_the_processor_and_that_is_said(tmp_path, cli, monkeypatch):
     monkeypatch.setattr("fedshift.representations.figures.save_panels", lambda *_: [])
     run = trained(tmp_path / "run", RunSpec, method="fedbn", rounds=1, domains="pen,photo")
@@ -321,6 +331,7 @@ def test_a_run_of_a_device_that_is_not_here_is_looked_at_on_the_processor_and_th
     assert cli("features", run, "--device", "cuda:99").code == 2
 
 
+@pytest.mark.slow
 def test_a_run_made_from_python_is_looked_at_there_alone(tmp_path):
     result = compare(
         [fedavg()], data=digits().select_clients(["pen"]).limit_samples(16), rounds=1, out=tmp_path / "run"
@@ -330,6 +341,7 @@ def test_a_run_made_from_python_is_looked_at_there_alone(tmp_path):
     assert list(result.features(samples=2).similarity) == ["fedavg"]
 
 
+@pytest.mark.slow
 def test_of_many_clients_the_first_are_looked_at_and_that_is_said(run, monkeypatch):
     monkeypatch.setattr("fedshift.representations.comparison.PICTURED", 2)
     found = compare_representations(run, samples=2)

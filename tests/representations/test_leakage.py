@@ -213,6 +213,7 @@ def test_a_study_goes_on_from_what_is_kept_and_only_under_its_settings(kept, fou
         assert all(images.equal(again.pictures[place][row]) for row, images in rows.items())
 
 
+@pytest.mark.slow
 def test_tables_compare_rows_and_pictures_show_them(found):
     table = likeness_table(found, 0)
     names = [row[0].text for row in table.rows]

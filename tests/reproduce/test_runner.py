@@ -132,6 +132,7 @@ def leaking(tiny, rewrite, tmp_path, monkeypatch):
     return replace(made, blocks=(replace(made.blocks[0], keys={"data": str(folder)}),))
 
 
+@pytest.mark.slow
 def test_errors_in_data_are_one_line_before_the_first_run_or_a_refusal(leaking, tmp_path, Listener):
     observer = Listener()
     heard = observer.notices
@@ -491,6 +492,7 @@ def test_a_budget_ends_what_runs(tmp_path):
         assert spent.over
 
 
+@pytest.mark.slow
 def test_the_command_runs_one_table_or_all(cli, tiny, monkeypatch):
     made = small()
     monkeypatch.setattr("fedshift.reproduce.published_tables.find_table", lambda key: made)

@@ -82,6 +82,7 @@ def test_a_missing_checkpoint_is_named(tmp_path):
             load(tmp_path / "gone")
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 @given(data=st.data())
 def test_one_wrong_byte_anywhere_is_noticed(checkpoint, data):

@@ -136,6 +136,7 @@ def test_the_run_has_every_kind_of_file(finished):
     assert found - {".lock", ".owner"} == set(FILES)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FILES)
 def test_a_changed_byte_changes_no_result_in_silence(finished, assert_told, name):
     whole = finished.whole[name]
@@ -146,6 +147,7 @@ def test_a_changed_byte_changes_no_result_in_silence(finished, assert_told, name
             assert_told(command, name, flipped)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("command", FLIPS, ids=lambda command: command.__name__)
 @pytest.mark.parametrize("name", FILES)
 def test_a_cut_file_changes_no_result_in_silence(finished, assert_told, name, command):
@@ -155,6 +157,7 @@ def test_a_cut_file_changes_no_result_in_silence(finished, assert_told, name, co
         assert_told(command, name, whole[:kept])
 
 
+@pytest.mark.slow
 def test_which_files_each_command_can_do_without(finished, assert_told):
     unneeded = {command.__name__: {name for name in FILES if assert_told(command, name, None)} for command in FLIPS}
     assert unneeded == {

@@ -28,6 +28,7 @@ def test_a_new_directory_is_made_with_its_parents_and_locked(tmp_path):
     RunDirectory(directory.path, resume=True).close()
 
 
+@pytest.mark.slow
 def test_the_lock_of_another_process_counts_and_ends_with_it(tmp_path):
     code = (
         "import sys; from pathlib import Path; from fedshift.results.run_directory import RunDirectory\n"

@@ -66,12 +66,14 @@ def double(number):
 # Order and values
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [HERE, WORKERS, pytest.param("ray", id="ray")], indirect=True)
 def test_one_at_a_time_they_end_in_the_order_in_which_they_are_given(kind):
     chains = {name: once(double, number) for number, name in enumerate("cab")}
     assert results(kind, 1, **chains) == [("c", 0), ("a", 2), ("b", 4)]
 
 
+@pytest.mark.slow
 @EACH
 def test_chains_go_on_with_what_they_learn_and_no_more_run_than_are_allowed(kind):
     def grow(number, until):
@@ -261,6 +263,7 @@ def test_a_worker_that_dies_between_calls_is_replaced_unless_a_chain_needs_what_
 # Interrupts and ends
 
 
+@pytest.mark.slow
 @EACH
 def test_whoever_stops_half_way_leaves_no_answer_for_the_next(kind):
     def chains():
@@ -292,6 +295,7 @@ def test_an_interrupt_stops_the_calls_in_progress_and_closes_their_chains(kind, 
     assert results(kind, again=once(double, 3)) == [("again", 6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WORKERS], indirect=True)
 def test_a_hand_over_interrupted_half_way_leaves_no_worker_confused(kind, monkeypatch):
     def interrupt(*_):

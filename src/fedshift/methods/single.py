@@ -1,4 +1,4 @@
-"""SingleSet: every client trains on its own data without communication; the lower baseline of FedBN and FedWon."""
+"""SingleSet: every client trains alone on its own data; the lower baseline in the tables of FedBN and FedWon."""
 
 from dataclasses import replace
 

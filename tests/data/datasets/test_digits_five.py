@@ -58,6 +58,7 @@ def images(split):
     return [x.numpy().tobytes() for x in split.x]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", ["", "digits-five", "digits_five"])
 def test_the_draw_from_the_files_is_that_of_the_authors_partitions(tmp_path, place):
     write_files(tmp_path / "files" / place)
@@ -194,6 +195,7 @@ DATA = Path(os.environ.get("FEDSHIFT_DATA", ""))
 
 if all((DATA / f"{name}.npz").is_file() for name in ("mnist", "usps", "mnistm")):
 
+    @pytest.mark.slow
     def test_real_usps_has_the_sizes_of_the_paper():
         usps, mnist = digits_five(DATA, domains=["usps", "mnist"]).clients
         assert (len(usps.train), len(usps.test)) == (7438, 1860)

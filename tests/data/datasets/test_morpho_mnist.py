@@ -69,6 +69,7 @@ def near(one, other):
     return np.abs(one.astype(int) - other.astype(int)).max() <= 1 or np.mean(one != other) < 0.01
 
 
+@pytest.mark.slow
 def test_plain_digits_are_made_black_and_white_and_keep_their_ink():
     plain = changed(DIGITS, "plain")
     assert plain.dtype == np.uint8
@@ -91,6 +92,7 @@ def test_a_bar_is_thinned_by_seventy_percent_and_thickened_by_a_hundred():
         assert low < across < high
 
 
+@pytest.mark.slow
 def test_thinning_takes_ink_and_thickening_adds_it_everywhere():
     thin, plain, thick = (changed(DIGITS, kind).astype(int) for kind in ("thin", "plain", "thick"))
     assert (ink(thin) < 0.7 * ink(plain)).all()
@@ -99,6 +101,7 @@ def test_thinning_takes_ink_and_thickening_adds_it_everywhere():
     assert (plain <= thick + 8).all()
 
 
+@pytest.mark.slow
 def test_swelling_changes_one_place_and_adds_ink_to_the_whole():
     plain, swollen = changed(DIGITS, "plain"), changed(DIGITS, "swollen")
     assert ink(swollen).sum() > 1.1 * ink(plain).sum()
@@ -112,6 +115,7 @@ def test_swelling_changes_one_place_and_adds_ink_to_the_whole():
     assert np.ptp(center) > 3  # elsewhere in another draw
 
 
+@pytest.mark.slow
 def test_fractures_cut_strokes():
     plain, fractured = changed(DIGITS, "plain"), changed(DIGITS, "fractured")
     assert (ink(fractured) < ink(plain)).all()
@@ -130,6 +134,7 @@ def test_a_fracture_goes_across_a_slanted_stroke():
     assert all(pieces(changed(slanted, "fractured", key)[0]) >= 2 for key in range(8))
 
 
+@pytest.mark.slow
 def test_the_skeleton_lies_in_the_ink_and_keeps_its_pieces_and_holes():
     for digit in DIGITS:
         image = fine(digit)
@@ -171,6 +176,7 @@ def positions(split, plain):
     return [int(np.flatnonzero((plain == image).all(axis=(1, 2)))[0]) for image in split.x[:, 0].numpy()]
 
 
+@pytest.mark.slow
 def test_digits_are_shared_out_without_repeats_and_keep_their_labels(root):
     data = morpho_mnist(root)
     assert data.names == ("plain", "thin", "thick", "swollen", "fractured")
@@ -189,6 +195,7 @@ def test_digits_are_shared_out_without_repeats_and_keep_their_labels(root):
         assert counts.tolist() == np.bincount(y, minlength=10).tolist()
 
 
+@pytest.mark.slow
 def test_global_and_local_mix_what_the_publisher_mixes(root):
     data = morpho_mnist(root, domains=("global", "local"))
     assert [len(client.train) for client in data.clients] == [20, 20]
@@ -201,11 +208,13 @@ def test_global_and_local_mix_what_the_publisher_mixes(root):
     assert not any(image in looks["thin"] | looks["thick"] for image in of_local)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_data(root):
     one, same, other = (morpho_mnist(root, domains=["swollen", "local"], seed=seed) for seed in (0, 0, 1))
     assert one.fingerprint == same.fingerprint != other.fingerprint
 
 
+@pytest.mark.slow
 def test_samples_are_the_first_of_a_clients_share(root):
     whole, few = (morpho_mnist(root, domains=["fractured", "thin"], samples=samples) for samples in (None, 5))
     for one, other in zip(few.clients, whole.clients, strict=True):

@@ -124,6 +124,7 @@ def test_volumes_of_several_sizes_need_one_and_masks_keep_their_classes(root):
     assert set(train.y.unique().tolist()) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_a_comparison_trains_a_network_of_volumes_and_measures_surfaces_in_millimeters(root):
     run = fedshift.compare(
         data=str(root), task="segmentation(surface=True)", methods="fedavg", model="unet-small(width=2)", rounds=1,
@@ -133,6 +134,7 @@ def test_a_comparison_trains_a_network_of_volumes_and_measures_surfaces_in_milli
     assert (run.table("surface_distance").loc[["a", "b"], ("fedavg", "mean")] > 0).all()
 
 
+@pytest.mark.slow
 def test_pictures_show_the_slice_with_most_of_the_mask_and_its_outline(root):
     mask = np.zeros(SHAPE, np.uint8)
     mask[1:4, 1:4, 2] = 1
@@ -258,6 +260,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_volume_is_refused_by_name_or_left_out(root, fault):
     spoil, message = FAULTS[fault]
