@@ -52,7 +52,7 @@ CORE = (
     Fault("trimmed-at-one-end", "core/means.py", "compute_trimmed_mean",
           "slice(trim, len(states) - trim)", "slice(trim, None)", "tests/methods/test_robust.py"),
     Fault("shares-of-participants-alone", "core/server_round.py", "receive",
-          "sum(weighed.values())", "sum(weighed[name] for name, _ in updates)",
+          "sum(effective.values())", "sum(effective[name] for name, _ in updates)",
           "tests/methods/test_scaffold.py"),
     Fault("a-claim-decides-alone", "core/shares.py", "bound_shares", "min(each, level)", "each",
           "tests/core/test_shares.py"),
@@ -113,6 +113,17 @@ METHODS = (
           "tests/methods/test_fednova.py"),
     Fault("feddyn-forgets-who-sat-out", "methods/feddyn.py", "ServerMemory.step", "self.alpha * share * change",
           "self.alpha * change", "tests/methods/test_feddyn.py"),
+    Fault("fedfa-variance-of-samples", "methods/fedfa.py", "SharedVariances.fold", ".var(dim=0, correction=0)",
+          ".var(dim=0)", "tests/methods/test_fedfa.py"),
+    Fault("fedrdn-one-client-a-batch", "methods/fedrdn.py", "ClientStatistics.batch",
+          "draw_bits(step.key, DRAW, len(x))", "draw_bits(step.key, DRAW, 1).expand(len(x))",
+          "tests/methods/test_fedrdn.py"),
+    Fault("fedpac-variance-not-of-the-mean", "methods/fedpac.py", "AlignedFeatures.end",
+          '.clamp(min=0) / client.memory["samples"]', ".clamp(min=0)", "tests/methods/test_fedpac.py"),
+    Fault("gperxan-guided-by-the-local-classifier", "methods/gperxan.py", "Guidance.loss", "step.loaded[name]",
+          "step.params[name]", "tests/methods/test_gperxan.py"),
+    Fault("fn-unit-length", "methods/fn.py", "FeatureScaling.forward", " * sqrt(z.shape[-1])", "",
+          "tests/methods/test_fn.py"),
 )  # fmt: skip
 
 ENGINES = (
@@ -142,6 +153,12 @@ ENGINES = (
     Fault("masks-move-otherwise", "engines/engine.py", "Engine.load_batch", "augment_masks(augment, y, stream(*key))",
           'augment_masks(augment, y, stream(*key, "masks"))',
           "tests/engines/test_plain_loop.py tests/experiments/test_losses_and_augmentation.py"),
+    Fault("features-of-other-entries", "engines/frozen.py", "Backbone.is_unchanged",
+          "all(torch.equal(server.shared[name], self.plan.initial[name]) for name in fixed)", "True",
+          "tests/engines/test_frozen.py"),
+    Fault("features-of-a-batch", "engines/frozen.py", "_is_sound",
+          "equal and torch.allclose(alone, features[:1], rtol=1e-4, atol=1e-5)", "equal",
+          "tests/engines/test_frozen.py"),
 )  # fmt: skip
 
 DATA = (
@@ -181,7 +198,7 @@ FLOWER = (
           "(said.weight, said.steps) != (used, len(steps))", "said.steps != len(steps)",
           "tests/flower/test_hostile_answers.py tests/flower/test_faults.py"),
     Fault("any-server-of-the-authority-asks", "flower/transport/signatures.py", "Verifier.__call__",
-          "not is_for(certificate, self._host)", "False", "tests/flower/test_certificates.py"),
+          "not is_for(chain[0], self._host)", "False", "tests/flower/test_certificates.py"),
     Fault("signature-holds-in-every-run", "flower/transport/signatures.py", "_signed_content", ', "run": run}', "}",
           "tests/flower/test_site.py"),
     Fault("ledger-lines-without-chain", "flower/transport/chain.py", "Chain.append",
@@ -205,6 +222,10 @@ FLOWER = (
           "[names.index(name) for name in described.class_names] or range(described.classes)",
           "range(described.classes)",
           "tests/flower/test_registry.py"),
+    Fault("one-stranger-takes-all-connections", "flower/transport/connections.py", "Connections.admits",
+          "and self._counts[place] < OF_ADDRESS", "", "tests/flower/test_connections.py"),
+    Fault("a-state-of-another-past", "flower/site/site.py", "SiteState.load_after",
+          'upload and facts.get("upload", upload) != upload', "False", "tests/flower/test_going_back.py"),
 )  # fmt: skip
 
 EVALUATION = (
