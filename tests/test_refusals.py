@@ -1,12 +1,13 @@
 """Wrong input: one clear message, the right exit code, and nothing computed is lost."""
 
+import ctypes
 import io
 import math
 import os
 import re
 import resource
+import struct
 import sys
-import tempfile
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
@@ -459,15 +460,26 @@ def test_images_that_are_pipes_can_be_left_out_too(cli, tmp_path):
 
 
 @pytest.fixture
-def sealed():
-    """A folder that this user, who is not the superuser, cannot write."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, user = Path(name), os.geteuid()
-        folder.chmod(0o555)
-        os.seteuid(user or 65534)
+def sealed(tmp_path_factory):
+    """A folder that this user cannot write.
+
+    The superuser gives up the right to write everywhere (CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, bits 1 and 2), but
+    stays who it is: another user could not import what lies in the superuser's home.
+    """
+    folder = tmp_path_factory.mktemp("sealed")
+    folder.chmod(0o555)
+    if os.geteuid():
         yield folder
-        os.seteuid(user)
-        folder.chmod(0o755)
+    else:
+        libc, version_3 = ctypes.CDLL(None, use_errno=True), struct.pack("Ii", 0x20080522, 0)
+        sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable capabilities, twice 32 bits
+        assert libc.capget(version_3, sets) == 0
+        held, sets[0] = sets[0], sets[0] & ~0b110
+        assert libc.capset(version_3, sets) == 0
+        yield folder
+        sets[0] = held
+        assert libc.capset(version_3, sets) == 0
+    folder.chmod(0o755)
 
 
 @pytest.mark.parametrize("command", [
