@@ -40,6 +40,36 @@ sys.addaudithook(heard)
 """
 """What each Python process runs first: it writes down to whom it connects, and of whom it asks the address."""
 
+AHEAD = "FEDSHIFT_TEST_AHEAD"
+CLOCK = f"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+static long ahead(void) {{ const char *seconds = getenv("{AHEAD}"); return seconds ? atol(seconds) : 0; }}
+int clock_gettime(clockid_t kind, struct timespec *now) {{
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = real(kind, now);
+    if (!failed && kind == CLOCK_REALTIME) now->tv_sec += ahead();
+    return failed;
+}}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {{
+    (void)zone;
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}}
+time_t time(time_t *now) {{
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    return now ? (*now = exact.tv_sec) : exact.tv_sec;
+}}
+"""
+"""A library whose time of day is some seconds ahead of the system's, for programs that load it before the system's."""
+
 SERVE = """
 from fedshift.report import page, publication
 publication.save_figures = page.make_panels = lambda *_: []
@@ -106,7 +136,7 @@ class Machines:
         self.folder, self.spec, self.tls = folder, spec, tls
         self._before, self._port = before, free_port()
         self.isolated, self.host = bool(before), "localhost"
-        self._links = {}
+        self._links, self._clocks = {}, {}
         self.served = folder / "served"
         self.watched = folder / "watched.jsonl"
         self.names = spec.domains.split(",")
@@ -150,6 +180,14 @@ class Machines:
             *(["--policy", self.folder / policy] if policy else []), *arguments,
         )  # fmt: skip
 
+    def set_clock(self, name, ahead):
+        """Let the clock of what is started later as ``name`` be so many seconds ahead, in all of its processes."""
+        library = self.folder / "clock.so"
+        if not library.exists():
+            command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-ldl"]
+            subprocess.run(command, input=CLOCK, text=True, check=True)
+        self._clocks[name] = {"LD_PRELOAD": str(library), AHEAD: str(ahead)}
+
     def link(self, name, *, delay=0.0, state="up"):
         """Put a :mod:`.link` between ``name``, if it joins later, and the coordinator, or change that link."""
         file = self.folder / f"{name}.link.json"
@@ -170,6 +208,7 @@ class Machines:
             **{name: value for name, value in os.environ.items() if not (self.isolated and name in QUIET)},
             "PYTHONPATH": os.pathsep.join([str(self.folder / "watch"), *filter(None, sys.path), str(ROOT)]),
             WATCH: str(self.watched), GATE: str(self._gate(called)), "OMP_NUM_THREADS": "1",
+            **self._clocks.get(called, {}),
         }  # fmt: skip
         command = [*self._before, sys.executable, *map(str, arguments)]
         return Process(command, self.folder / f"{called}.log", environment, self.folder, self.stdin)

@@ -362,6 +362,7 @@ def test_a_site_that_is_gone_is_not_asked(served, clock):
     asked = [question for node, question in found.grid.asked if node == PHOTO and question.kind != "describe"]
     assert [question.facts["round"] for question in asked] == [0]
     assert "round 3: photo is not measured: it is away, and has no row of this round" in found.heard.notices
+    assert found.heard.alerts == [("left_out", "photo is away: rounds go on without it")]
     assert clock.seconds < 2.0
 
 

@@ -1,7 +1,9 @@
 """What happens to a study that runs for months: absence, suspended machines, little memory, two programs, terminals."""
 
 import os
+import re
 import resource
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -118,6 +120,38 @@ def test_a_suspended_machine_takes_part_again_without_any_action(tmp_path, files
         assert ["pen", "print"] in rounds
         assert rounds[-1] == ["pen", "photo", "print"]
         assert "is started again" not in sites["photo"].said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler makes the library that moves the clock")
+def test_a_site_whose_clock_is_off_takes_part_or_says_by_how_much(tmp_path, files):  # noqa: F811
+    """Flower accepts 3 seconds ahead and 200 behind, and refuses 60 ahead, until that clock is set."""
+    spec = gated(files, rounds=3, evaluate_every=3)
+    with machines(tmp_path, spec) as three:
+        for name, ahead in {"pen": 3, "photo": -200, "print": 60, "check": 60}.items():
+            three.set_clock(name, ahead)
+        three.hold("pen", 2)
+        coordinator = three.serve("--min-clients", 2, seconds=1200)
+        sites = {name: three.join(name) for name in three.names}
+        three.held("pen", sites["pen"])
+        sites["print"].says("set both by the network (timedatectl set-ntp true)")
+        keys = tmp_path / "tls"
+        secured = "--tls", keys, "--key", keys / "nodes" / "print.key"
+        check = three.start("check", "check", f"{three.host}:{three._port}", *secured)
+        assert check.ends() == 1
+        for said in (sites["print"].said, check.said):
+            seconds = re.search(r"this machine's clock is (\d+) seconds ahead of the", said)[1]
+            assert 59 <= int(seconds) <= 66  # the time until the coordinator's answer counts, at most 5 seconds
+            assert "which accepts less than 5 ahead and less than 305 behind" in " ".join(said.split())
+        sites["print"].kill()
+        three.set_clock("print", 0)
+        sites["print"] = three.join("print")
+        coordinator.says("print is connected")
+        three.release("pen")
+        assert coordinator.ends() == 0, coordinator.said
+        assert [site.ends() for site in sites.values()] == [0, 0, 0]
+        assert three.rounds == [["pen", "photo"], ["pen", "photo"], three.names]
+        assert not any("clock" in sites[name].said for name in ("pen", "photo"))
 
 
 @pytest.mark.slow

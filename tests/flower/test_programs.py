@@ -86,7 +86,7 @@ def test_why_a_program_ended_is_what_it_said_of_that(stand_in):
     assert program.wait(60) == 0
     assert program.last_message() == "It failed. [code: 2004] So."
     program.stop()
-    last = stand_in(r"print('it is\x1b[0m over')")
+    last = stand_in(r"print('it is\x1b[0m over\nFor more information check: https://developer.mozilla.org')")
     assert last.wait(60) == 0
     assert last.last_message() == "it is over"
     last.stop()

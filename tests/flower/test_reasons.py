@@ -106,8 +106,12 @@ def test_a_clock_that_is_right_or_unknown_is_no_reason(coordinator):
 
 
 def test_a_site_whose_key_was_revoked_is_told_so():
-    said = f"Failed to initialize the connection to the SuperLink. [code: 404] {UNKNOWN}"
-    assert explain_end(said, "127.0.0.1:1", secured=True).startswith("the coordinator does not know this site's key")
+    first = f"Failed to initialize the connection to the SuperLink. [code: 404] {UNKNOWN}"
+    later = "Client error '404 Not Found' for url 'https://127.0.0.1:1/v1/fleet/pull-messages'"
+    for said in (first, later):
+        assert explain_end(said, "127.0.0.1:1", secured=True).startswith(
+            "the coordinator does not know this site's key"
+        )
 
 
 def test_the_second_site_with_a_key_is_told_that_it_is_in_use():

@@ -27,7 +27,7 @@ from ...utils.errors import UsageError
 from ...utils.printable import to_printable
 
 EVENTS = ("left_out", "diverged", "stalled", "failed")
-"""A site's upload was not used; training diverged; a round has not ended for long; the experiment ended too soon."""
+"""A site is away, or its upload was not used; training diverged; a round is late; the experiment ended too soon."""
 FILE = "alerts.jsonl"
 MOST, SPAN = 20, 3600.0
 """Most alerts in a span of seconds."""

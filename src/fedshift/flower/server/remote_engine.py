@@ -57,7 +57,7 @@ class RemoteEngine(Engine):
         self.description = {**description, "clients": len(data)}
         self.bases: dict[str, int] = {}
         self.uploads: dict[str, str] = {}
-        self._sizes, self._max_share = UpdateSizes(update_bound), max_share
+        self._sizes, self._max_share, self._away = UpdateSizes(update_bound), max_share, frozenset[str]()
         least = min(min_clients, len(settings.draw_participants(seed, 1, tuple(data))))
         check_client_count(plan.method.aggregate, least)
         self._memory, self._prelude = like_sends(plan), like_sends(plan, prelude=True)
@@ -71,9 +71,14 @@ class RemoteEngine(Engine):
 
     @override
     def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the connected clients, once there are enough of them."""
+        """Return the connected clients, once there are enough of them; say once who is away."""
         self.nodes.wait(min(self.min_clients, len(names)), self.seconds, frozenset(names))
-        return tuple(name for name in names if name in self.nodes.online)
+        found = tuple(name for name in names if name in self.nodes.online)
+        away = frozenset(names) - set(found)
+        for name in sorted(away - self._away):
+            self.nodes.say(f"{name} is away: rounds go on without it", "left_out")
+        self._away = away
+        return found
 
     @override
     def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:

@@ -19,13 +19,15 @@ AHEAD, BEHIND = SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERAN
 """Seconds by which a site's clock must be less ahead of the coordinator's, and less behind it."""
 SECONDS = 5.0
 """Seconds to wait for the coordinator's time."""
+NOT_FOUND = "404 Not Found"
+"""The answer to an unknown key in the last words of a SuperNode that was connected before."""
 IN_USE = "[code: 2004]"
 """Flower's number for a node that is connected already, in the last words of a SuperNode."""
 
 
 def explain_end(said: str, address: str, *, secured: bool) -> str:
     """Return why the SuperNode whose last words are ``said`` was turned away; empty if it is not known better."""
-    if UNKNOWN in said:
+    if UNKNOWN in said or NOT_FOUND in said:
         return (
             "the coordinator does not know this site's key, or it was replaced or revoked: have this site's .pub put "
             "into pki/nodes there, or bring the key that belongs to it here"

@@ -45,6 +45,8 @@ PROGRAMS = {
     "flower-superexec": "fedshift.flower.transport.forwarding:execute_tasks",
 }
 COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?:\n.+)*)")
+HINT = re.compile(r"^For more information check: .*$", re.MULTILINE)
+"""What httpx writes after an error of HTTP."""
 CUT = re.compile(r"eof occurred|timed out")
 """What OpenSSL says of a connection that ended or stalled, rather than of a certificate."""
 VERSIONS = ("1.41", "1.42")
@@ -111,7 +113,7 @@ class Program:
         """Return Flower's reason for the exit, or else the last line of output."""
         with self.log.open("rb") as log:
             log.seek(self._began)
-            text = COLOR.sub("", log.read().decode(errors="replace")).strip()
+            text = HINT.sub("", COLOR.sub("", log.read().decode(errors="replace"))).strip()
         reasons = REASON.findall(text)
         lines = reasons[-1].splitlines()[:2] if reasons else text.splitlines()[-1:]
         return " ".join(line.strip() for line in lines) or "it said nothing"
