@@ -258,14 +258,16 @@ class Machines:
 def machines(folder, spec, **options):
     """:class:`Machines`, of whose processes none outlives the block."""
     with ExitStack() as stack:
-        made = Machines(folder, spec, stack.enter_context(_alone()), **options)
-        execute, began = made.execute, []
+        made, began = Machines(folder, spec, stack.enter_context(_alone()), **options), []
 
-        def kept(*arguments):
-            began.append(execute(*arguments))
-            return began[-1]
+        def kept(start):
+            def begin(*arguments):
+                began.append(start(*arguments))
+                return began[-1]
 
-        made.execute = kept
+            return begin
+
+        made.execute, made.go_on = kept(made.execute), kept(made.go_on)
         try:
             yield made
         finally:
