@@ -41,6 +41,7 @@ def deltas(tmp_path, **settings):
     return table["delta mean"].droplevel("centralized").to_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["iid(clients=10)", "labels(clients=10, per_client=1)"])
 def test_fedsmb_follows_pooled_training_and_more_batches_a_round_do_not(split, tmp_path):
     found = deltas(

@@ -67,6 +67,7 @@ def test_batches_are_not_read_ahead_in_memory_where_it_is_off_or_generators_are_
         assert DatasetStore(given, "a").threaded is threaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sequential", "pool"])
 def test_results_are_those_without_reading_ahead_bit_for_bit(tmp_path, monkeypatch, engine):
     draw = np.random.default_rng(0)

@@ -98,6 +98,7 @@ def assert_alike(rows, others):
             )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("method", METHODS, ids=by_name)
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_clients_side_by_side_equal_the_loop(task, method, reference):

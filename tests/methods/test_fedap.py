@@ -42,6 +42,7 @@ def near(shared):
     return penalty
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 @pytest.mark.parametrize("participation", [1.0, 2])
 @pytest.mark.parametrize("base", [fedavg(), fedprox(mu=MU)], ids=lambda method: method.name)

@@ -74,6 +74,7 @@ def test_one_varied_setting_has_no_heat_map(pairs):
     assert make_heat_maps(replace(sweep, points=sweep.points[:2], folders=sweep.folders[:2])) == {}
 
 
+@pytest.mark.slow
 def test_the_page_names_the_best_by_validation_has_one_legend_and_answers_the_pointer(pairs, tmp_path):
     publish_sweep(pairs(), tmp_path, Console(quiet=True), {})
     text = (tmp_path / "sweep.html").read_text()

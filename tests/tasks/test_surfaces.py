@@ -164,6 +164,7 @@ def test_a_spacing_of_other_axes_than_the_masks_is_refused():
         Segmentation(spacing=(1, 1, 1)).check_targets(torch.zeros(2, 4, 4, dtype=torch.uint8), (1, 4, 4), 2, "a")
 
 
+@pytest.mark.slow
 def test_a_comparison_reports_surface_distances_by_client_and_class():
     draw = np.random.default_rng(0)
     x = draw.random((12, 1, 8, 8), np.float32)

@@ -32,6 +32,7 @@ def test_other_values_are_refused(choice, said):
         cosines(**choice)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("labels", "misfit"), [("content", "fedavg"), ("input", "silobn")])
 def test_fedbn_fits_both_clients_and_averaged_statistics_or_an_averaged_gamma_neither(labels, misfit):
     settings = {"model": "cosine", "batch_size": 0, "rounds": 100, "lr": 0.1, "evaluate_every": 100}
