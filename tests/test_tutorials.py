@@ -206,7 +206,7 @@ def test_a_page_that_shows_something_else_is_noticed(shown, different):
     assert find_difference(shown, printed, with_numbers=True) == different
 
 
-LONG = {"segmentation", "paper-table", "new-hospital", "fine-tuning"}
+LONG = {"segmentation", "paper-table", "new-hospital", "fine-tuning", "own-data"}
 """Pages that take long even when hurried."""
 
 

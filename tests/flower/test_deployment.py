@@ -20,7 +20,7 @@ KILLED = {
     "SuperLink": ("coordinator", "main() flower-superlink", "they are started again"),
 }
 """Whose child is killed, what its command names, and what is said then."""
-LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+LOOPBACK = {"127.0.0.1", "::1", "localhost", "0.0.0.0"}  # the last one: where the SuperLink listens
 
 
 NAMES = ("pen", "photo", "print")
