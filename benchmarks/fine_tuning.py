@@ -28,7 +28,7 @@ METHODS = (
     "fedavg", "fedbn", "silobn", "hbn", "fixbn(switch=0)", "single", "fedbabu",
     "fedwon(agc=1.28, init='keep', gain=1.71)",
 )  # fmt: skip
-RATES = (0.03, 0.01, 0.1)
+RATES = (0.03, 0.01, 0.003)
 SEEDS, ROUNDS = (0, 1, 2), 8
 SETTINGS = {
     "data": "office-caltech10(samples=62, validation=50)", "image-size": 96, "normalize": "imagenet",
