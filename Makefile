@@ -66,13 +66,14 @@ picture: setup
 guide: setup
 	OMP_NUM_THREADS=1 $(BIN)/python examples/guide.py
 
-# Measurements, some minutes each: memory of loading, and of data larger than memory, how often the diagnosis names the right shift, each engine against the
+# Measurements, some minutes each: memory of loading, and of data larger than memory, how often the diagnosis names the right shift, how often intervals are wrong, each engine against the
 # plain loop, time and memory against the number of clients, and what Flower costs. Run them on a machine that does nothing
 # else.
 benchmark: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/lazy.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/diagnose.py 10
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/coverage_of_sites.py
 	$(BIN)/python benchmarks/engines.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/flower.py

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -250,6 +251,19 @@ def test_single_samples_of_models_that_are_fine_tuned_for_use_are_recorded(tiny)
     trial.advance()
     records = evaluation.record_clients(trial.plan, trial.server, trial.measured, trial.personal_state)
     assert {client for client, model in records if model == "personal"} == set(tiny.names)
+
+
+def test_records_number_groups_and_never_name_them(tiny):
+    first = tiny.clients[0]
+    group = torch.arange(len(first.test)) // 2 + 70
+    test = Samples(x=first.test.x, y=first.test.y, normalization=first.test.normalization, group=group)
+    grouped = replace(first, test=test)
+    data = replace(tiny, clients=(grouped, *tiny.clients[1:]))
+    settings = Settings(rounds=1, work=Work(batch_size=8, epochs=1))
+    trial = Trial(fedavg(), resolve_model("auto", data.sample_shape, data.task), data, settings, 0)
+    records = evaluation.record_clients(trial.plan, trial.server, trial.measured, trial.personal_state)
+    assert records[first.name, "personal"]["group"].tolist() == (group - 70).tolist()
+    assert all("group" in each for each in records.values())
 
 
 def test_personal_rows_are_of_a_clients_own_model_beside_those_of_the_servers():

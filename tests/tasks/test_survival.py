@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import fedshift
+from fedshift.analysis.sampling import difference_variance
 from fedshift.core.loss import LOSSES, Cox
+from fedshift.report.paired_samples import sample_values
 from fedshift.results.schema import compute_metric, rows_to_frame
 from fedshift.tasks import Survival
 from fedshift.utils.errors import UsageError
@@ -164,3 +166,21 @@ def test_what_sees_one_patient_alone_is_refused_before_it_learns_nothing(clinics
     assert "batch_size" in refused.value.settings
     with pytest.raises(UsageError, match="dp_sgd combines the gradients of single samples, but cox compares"):
         fedshift.compare("dp_sgd", **settings)
+
+
+def test_patients_pairs_add_up_and_give_the_variance_of_the_jackknife():
+    risk, y = draw(40, seed=9)
+    made, counts = SURVIVAL.record(risk, y, 1), SURVIVAL.count(risk, y, 1)
+    sums = [float(made[name].sum()) / 2 for name in ("concordant", "comparable")]
+    assert sums == [counts["concordant"], counts["comparable"]]
+    values = sample_values(made, "c_index")
+    assert (values.units, values.fewest) == (40, int((y[:, 1] > 0).sum()))
+
+    def index(kept):
+        concordant, comparable = rank_by_loops(risk[kept], y[kept])
+        return concordant / comparable
+
+    left = [index(np.delete(np.arange(40), i)) for i in range(40)]
+    jackknife = 39**2 / 40 * np.var(left, ddof=1)
+    found = difference_variance(values.x, values.stratum, values.weight).variance
+    assert found == pytest.approx(jackknife, rel=0.1)

@@ -14,6 +14,12 @@ sample more in each of McNemar's four cells, so that few discordant samples stil
 "Simple improved confidence intervals for comparing matched proportions", Statistics in Medicine 24(5)). Degrees of
 freedom are Satterthwaite's (1946, Biometrics Bulletin 2(6)) over strata.
 
+Samples of one group (a patient) are not independent. The contributions ``w_k (d_i - mean_k) / n_k`` of its samples are
+therefore summed, and the variance of G groups is ``G / (G - 1)`` times the sum of squares of these sums, with G - 1
+degrees of freedom (Liang and Zeger 1986, "Longitudinal data analysis using generalized linear models", Biometrika
+73(1); for areas, Obuchowski 1997, "Nonparametric analysis of clustered ROC curve data", Biometrics 53(2)), but at least
+that of independent samples.
+
 Seeds share the test samples, so their number does not reduce this variance.
 """
 
@@ -46,20 +52,27 @@ class SampleVariance:
 class SampleValues:
     """Values ``x [N]`` of a metric on N samples, the stratum of each, int64 ``[N]``, and the weight of each stratum.
 
-    ``bounded``: values are 0 or 1.
+    ``bounded``: values are 0 or 1. ``fewest``: samples of the rarest class, or events, where the metric needs them.
+    ``group``: group of each sample, numbered from 0, int64 ``[N]``; None: each is one by itself.
     """
 
     x: Floats
     stratum: NDArray[np.int64]
     weight: Floats
     bounded: bool
+    fewest: int
+    group: NDArray[np.int64] | None = None
+
+    @property
+    def units(self) -> int:
+        """Number of groups, or of samples where there are none."""
+        return len(self.x) if self.group is None else len(np.unique(self.group))
 
 
 def mean_values(x_N: NDArray[np.generic], *, bounded: bool = False) -> SampleValues:
     """Return the values of the mean of ``x_N``."""
-    return SampleValues(
-        x=np.asarray(x_N, float), stratum=np.zeros(len(x_N), np.int64), weight=np.ones(1), bounded=bounded
-    )
+    stratum = np.zeros(len(x_N), np.int64)
+    return SampleValues(x=np.asarray(x_N, float), stratum=stratum, weight=np.ones(1), bounded=bounded, fewest=len(x_N))
 
 
 def ratio_values(a_NK: NDArray[np.generic], b_NK: NDArray[np.generic], scale: float = 1.0) -> SampleValues:
@@ -75,13 +88,19 @@ def ratio_values(a_NK: NDArray[np.generic], b_NK: NDArray[np.generic], scale: fl
 
 def class_values(x_N: NDArray[np.generic], truth_N: NDArray[np.generic], *, mean: bool) -> SampleValues:
     """Return values with a stratum for each class; ``mean``: of the mean over classes of hits, else of the sum."""
-    classes, stratum_N = np.unique(truth_N, return_inverse=True)
-    weight = np.full(len(classes), 1 / len(classes) if mean else 1.0)
-    return SampleValues(x=np.asarray(x_N, float), stratum=stratum_N.astype(np.int64), weight=weight, bounded=mean)
+    classes, stratum_N, count_K = np.unique(truth_N, return_inverse=True, return_counts=True)
+    weight, stratum = np.full(len(classes), 1 / len(classes) if mean else 1.0), stratum_N.astype(np.int64)
+    return SampleValues(
+        x=np.asarray(x_N, float), stratum=stratum, weight=weight, bounded=mean, fewest=int(count_K.min(initial=0))
+    )
 
 
 def difference_variance(
-    d_N: Floats, stratum_N: NDArray[np.int64], weight_K: Floats, most_K: Floats | None = None
+    d_N: Floats,
+    stratum_N: NDArray[np.int64],
+    weight_K: Floats,
+    most_K: Floats | None = None,
+    group_N: NDArray[np.int64] | None = None,
 ) -> SampleVariance:
     """Return the variance of ``sum_k w_k mean_{i in k} d_i`` over samples; NaN if a stratum has a single sample.
 
@@ -90,6 +109,7 @@ def difference_variance(
         stratum_N: Stratum of each sample; each stratum has at least one.
         weight_K: Weight of each stratum.
         most_K: For hits, the largest absolute difference in each stratum, for Agresti and Min's correction.
+        group_N: Group of each sample, from 0; None: each is one by itself.
 
     """
     count_K: Floats = np.bincount(stratum_N, minlength=len(weight_K)).astype(np.float64)
@@ -108,4 +128,10 @@ def difference_variance(
         free_K = more_K - 1
     variance = float(each_K.sum())
     freedom = variance**2 / float((each_K**2 / free_K).sum()) if variance else FREE
+    if group_N is not None and (groups := len(np.unique(group_N))) < len(d_N):
+        if groups < 2:
+            return SampleVariance(variance=math.nan, paired=True)
+        part_N = (weight_K / count_K)[stratum_N] * (d_N - (sum_K / count_K)[stratum_N])
+        together = float(np.square(np.bincount(group_N, weights=part_N)).sum()) * groups / (groups - 1)
+        variance, freedom = max(variance, together), min(freedom, groups - 1.0)
     return SampleVariance(variance=variance, freedom=freedom, paired=True)

@@ -61,6 +61,7 @@ from ..report.formatting import TextTable, to_latex
 from ..report.html import render_template
 from ..report.page import make_metric_table, write_page
 from ..report.publication import list_parts, print_parts
+from ..report.sites import compare_clients, tabulate_clients
 from ..report.tables import accuracy_table, cross_table
 from ..representations import RepresentationComparison, collect_comparison
 from ..results.schema import MOMENTS, RunSummary
@@ -187,6 +188,28 @@ class Comparison:
         """Return each method's macro metric minus the baseline's (FedAvg, else the first), paired over seeds."""
         summary = self.summary
         return difference_table(summary, baseline if baseline is None else find_method(baseline, summary))
+
+    def sites(self, metric: str | None = None, model: Literal["personal", "global"] = "personal") -> pd.DataFrame:
+        """Return which clients profit: the metric of each client minus that of ``single``, and of FedAvg, if they ran.
+
+        Args:
+            metric: metric to compare; None: the comparison's.
+            model: the model that each client would use, or the server's.
+
+        Returns:
+            One row for each reference, method and client. Columns: reference, method, client, seeds (number of pairs),
+            units (number of test groups, or of samples without groups), reference_value, value, difference, low, high,
+            p (interval and p-value on new test samples, corrected for the ``comparisons`` of the reference's family;
+            NaN where there is none), level, comparisons, verdict (``gains``, ``loses`` or ``undecided``), reason (why
+            there is no interval). Values are fractions in [0, 1].
+
+        Raises:
+            UsageError: the metric or model is unknown.
+
+        """
+        summary = self.summary
+        accuracy_table(summary, metric, model)  # raises if there is no such table
+        return tabulate_clients(compare_clients(summary, metric, model))
 
     def figures(self) -> dict[str, Figure]:
         """Return Matplotlib figures by name."""

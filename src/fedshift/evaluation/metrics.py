@@ -140,7 +140,13 @@ def record_clients(
     shared, found = global_state(plan, server), dict[tuple[str, str], Records]()
     distinct = {id(client.test): client.test for client in data.clients}
     outputs = _predict(plan, shared, distinct.values()) if shared is not None else ()
-    known = dict(zip(distinct, (data.task.record(*part, data.classes) for part in outputs), strict=False))
+    grouped = any(split.group is not None for split in distinct.values())
+
+    def record(split: Samples, part: tuple[Tensor, Tensor]) -> Records:
+        made = data.task.record(*part, data.classes)
+        return {**made, "group": split.units.cpu().int().numpy()} if made and grouped else made
+
+    known = {id(split): record(split, part) for split, part in zip(distinct.values(), outputs, strict=False)}
     for client in data.clients:
         own = personal(client) if plan.personalizes or shared is None else shared
         if shared is not None:
@@ -149,5 +155,5 @@ def record_clients(
             found[client.name, "personal"] = known[id(client.test)]
         elif own is not None:
             (part,) = _predict(plan, own, [client.test])
-            found[client.name, "personal"] = data.task.record(*part, data.classes)
+            found[client.name, "personal"] = record(client.test, part)
     return found

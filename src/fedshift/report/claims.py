@@ -37,7 +37,7 @@ from .formatting import (
     format_p_value,
     make_table,
 )
-from .paired_samples import collect_samples
+from .paired_samples import PairedSamples, collect_samples
 from .progress import find_reached_rounds, is_comparable, remembered
 from .tables import accuracy_table, mask_incomparable, seed_table, select_reported_rows
 
@@ -117,8 +117,47 @@ def collect_claims(
     return _collect_claims(summary, metric or summary.metric, model, level)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """What every difference of a report is made of: a metric at the reported rounds, and its variances.
+
+    ``values``, ``grid``, ``sampling``: by method, the metric and both variances of it ``[clients, seeds]``; ``same``:
+    for each pair of methods and seed, whether both have reached the same round; ``owners``: for each client the first
+    with its test samples; ``sizes``: number of each client's test samples; ``recorded``: results of single samples.
+    """
+
+    clients: tuple[str, ...]
+    sizes: tuple[int, ...]
+    seeds: tuple[int, ...]
+    values: Mapping[str, np.ndarray]
+    grid: Mapping[str, np.ndarray]
+    sampling: Mapping[str, np.ndarray]
+    same: Mapping[tuple[str, str], np.ndarray]
+    owners: list[str]
+    recorded: PairedSamples
+
+    def count_both(self, one: str, other: str) -> np.ndarray:
+        """Return whether both methods have a value after the same round, bool ``[clients, seeds]``."""
+        return np.asarray(np.isfinite(self.values[one] + self.values[other]) & self.same[one, other])
+
+    def compare(
+        self, one: str, other: str, both_CS: np.ndarray, level: float
+    ) -> tuple[PairedDifference, PairedDifference]:
+        """Return ``one - other`` of the mean over the clients in ``both_CS``, on these and on new test samples."""
+        count_S = np.where(both_CS.any(axis=0), both_CS.sum(axis=0), math.nan)
+        ours_S, theirs_S = (np.where(both_CS, self.values[name], 0).sum(axis=0) / count_S for name in (one, other))
+        steps_S = np.where(both_CS, self.grid[one] + self.grid[other], 0).sum(axis=0) / count_S**2
+        step = math.sqrt(np.nanmean(steps_S)) if both_CS.any() else 0.0
+        gap = paired_difference(ours_S.tolist(), theirs_S.tolist(), level, grid=step)
+        sampled = self.recorded.find_variance(one, other, both_CS, self.seeds) or SampleVariance(
+            variance=sum(_macro_variance(self.sampling[name], both_CS, self.owners) for name in (one, other))
+        )
+        return gap, include_samples(gap, sampled)
+
+
 @remembered
-def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) -> Claims:
+def measure_methods(summary: RunSummary, metric: str, model: str) -> Measured:
+    """Return ``metric`` of ``model`` for the clients that every method measured, with its variances."""
     reached = find_reached_rounds(summary)
     table = mask_incomparable(seed_table(summary, metric, model).iloc[: len(summary.clients)])
     rows = select_reported_rows(summary, model)
@@ -131,32 +170,42 @@ def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) 
         for variance in variances.values()
     )
     methods = tuple(table.columns.unique("method"))
-    owners = [summary.same_test.get(str(name), str(name)) for name in table.index]
-    values_CS, grid_CS, sampling_CS = (
+    values, grids, samplings = (
         {method: frame[method].to_numpy(dtype=float) for method in methods} for frame in (table, grid, sampling)
     )
+    return Measured(
+        clients=tuple(map(str, table.index)),
+        sizes=tuple(rows.groupby("client")["samples"].max().reindex(table.index, fill_value=0).astype(int)),
+        seeds=tuple(map(int, table.columns.unique("seed"))),
+        values=values,
+        grid=grids,
+        sampling=samplings,
+        same={
+            (one, other): np.array(
+                [is_comparable(reached, one, other, seed) for seed in table[one].columns], dtype=bool
+            )
+            for one in methods
+            for other in methods
+        },
+        owners=[summary.same_test.get(str(name), str(name)) for name in table.index],
+        recorded=collect_samples(summary, metric, model),
+    )
+
+
+@remembered
+def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) -> Claims:
+    measured = measure_methods(summary, metric, model)
     pairs: dict[tuple[str, str], PairedDifference] = {}
     fresh: dict[tuple[str, str], PairedDifference] = {}
-    recorded, seeds = collect_samples(summary, metric, model), tuple(map(int, table.columns.unique("seed")))
-    for one, other in combinations(methods, 2):
-        same_S = np.array([is_comparable(reached, one, other, seed) for seed in table[one].columns], dtype=bool)
-        both_CS = np.isfinite(values_CS[one]) & np.isfinite(values_CS[other]) & same_S
-        count_S = np.where(both_CS.any(axis=0), both_CS.sum(axis=0), math.nan)
-        ours_S, theirs_S = (np.where(both_CS, values_CS[name], 0).sum(axis=0) / count_S for name in (one, other))
-        steps_S = np.where(both_CS, grid_CS[one] + grid_CS[other], 0).sum(axis=0) / count_S**2
-        step = math.sqrt(np.nanmean(steps_S)) if both_CS.any() else 0.0
-        pairs[one, other] = paired_difference(ours_S.tolist(), theirs_S.tolist(), level, grid=step)
-        sampled = recorded.find_variance(one, other, both_CS, seeds) or SampleVariance(
-            variance=sum(_macro_variance(sampling_CS[name], both_CS, owners) for name in (one, other))
-        )
-        fresh[one, other] = include_samples(pairs[one, other], sampled)
+    for one, other in combinations(measured.values, 2):
+        pairs[one, other], fresh[one, other] = measured.compare(one, other, measured.count_both(one, other), level)
     against_threshold = {
         pair: paired_difference(deltas, [CONCORDANT] * len(deltas), level, grid=LEAST_ERROR)
         for pair, deltas in compute_discordances(summary).items()
     }
     tested = correct_family([*pairs.values(), *against_threshold.values()])
     return Claims(
-        methods=methods,
+        methods=tuple(measured.values),
         pairs=dict(zip(pairs, tested, strict=False)),
         fresh=dict(zip(fresh, correct_family(list(fresh.values())), strict=True)),
         concordance=dict(zip(against_threshold, tested[len(pairs) :], strict=True)),

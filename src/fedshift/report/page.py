@@ -53,6 +53,7 @@ from .html import draw_legend_entry, embed_panel, encode_strip, render_template
 from .lag import describe_lag
 from .origin import describe_run, find_changed
 from .progress import describe_partial, find_reached_rounds, is_even
+from .sites import describe_clients, list_client_tables
 from .style import make_styles
 from .tables import (
     AFTER_WORK,
@@ -138,7 +139,7 @@ def make_metric_table(
 
 
 def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable]:
-    """Return the tables that ``summary`` has data for: metric, trained, differences, target and concordance."""
+    """Return the tables that ``summary`` has data for: metric, trained, differences, by client, target, concordance."""
     tables: dict[str, ReportTable] = {}
 
     def add(name: str, caption: str, frame: pd.DataFrame, text: TextTable, file: str = "") -> None:
@@ -156,6 +157,8 @@ def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable
     if (target := summary.target_metric) is not None:
         frame = target_table(summary, target)
         add("target", describe_target(summary, target), frame, format_target_table(frame, ended=not partial))
+    for name, (caption, frame, text) in list_client_tables(summary).items():
+        add(name, caption, frame, text)
     if len(frame := concordance_table(summary)):
         text = format_concordance_table(frame, claims.concordance)
         add("concordance", describe_concordance(summary, frame), frame, text)
@@ -215,6 +218,8 @@ def render_page(summary: RunSummary) -> str:
         legend={name: draw_legend_entry(style) for name, style in make_styles(summary.methods).items() if notes},
         notes=notes,
         claimed=tabulate_pairs(summary, claims),
+        profits=describe_clients(summary),
+        by_client=[tables[name] for name in list_client_tables(summary)],
         most=ONE_BY_ONE if many else 0,
         without_panel=0 if many else max(0, len(summary.clients) - PICTURED),
         methods=_method_table(summary),

@@ -6,8 +6,8 @@ records for every seed and client that counts; it is not paired if a site keeps 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,17 @@ class PairedSamples:
             np.concatenate(strata),
             np.concatenate([each.weight for each in first.values()]),
             np.concatenate(bounds) if bounded else None,
+            _number_groups(list(first.values())),
         )
+
+
+def _number_groups(values: Sequence[SampleValues]) -> NDArray[np.int64] | None:
+    """Return the groups of all samples, numbered from 0, of which two test sets share none; None without groups."""
+    if all(each.group is None for each in values):
+        return None
+    own = [np.arange(len(each.x)) if each.group is None else each.group for each in values]
+    offset = np.cumsum([0, *(int(each.max(initial=-1)) + 1 for each in own)])
+    return np.concatenate([each + start for each, start in zip(own, offset, strict=False)])
 
 
 def _match(one: SampleValues, other: SampleValues) -> bool:
@@ -107,6 +117,13 @@ def collect_samples(summary: RunSummary, metric: str, model: str) -> PairedSampl
 
 def sample_values(records: Records, metric: str) -> SampleValues | None:
     """Return the values of ``metric`` on each sample, or None if the records do not define them."""
+    found = _find_values(records, metric)
+    if found is None or "group" not in records:
+        return found
+    return replace(found, group=records["group"].astype(np.int64))
+
+
+def _find_values(records: Records, metric: str) -> SampleValues | None:
     names = records.keys()
     if metric == "loss" and "loss" in names:
         return mean_values(records["loss"])
@@ -124,6 +141,10 @@ def sample_values(records: Records, metric: str) -> SampleValues | None:
     if "given" in names and metric == "f1":
         given_NK, chosen_NK = records["given"].astype(float), records["chosen"].astype(float)
         return ratio_values(2 * given_NK * chosen_NK, given_NK + chosen_NK)
+    if "comparable" in names and metric == "c_index":
+        concordant_N1, comparable_N1 = (records[name].astype(float)[:, None] for name in ("concordant", "comparable"))
+        # each pair is counted with both of its patients, so that a patient's part in the ratio is twice its share
+        return replace(ratio_values(concordant_N1, comparable_N1, 2.0), fewest=int(records["event"].sum()))
     if "support" in names:
         hits_NK, support_NK, predicted_NK = (records[name].astype(float) for name in ("hits", "support", "predicted"))
         return _pixel_values(hits_NK, support_NK, predicted_NK, metric)

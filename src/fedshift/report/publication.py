@@ -16,9 +16,10 @@ from .figures import save_figures
 from .formatting import TextTable, to_csv, to_terminal, write_table
 from .page import ReportTable, collect_crossed, collect_tables, write_page
 from .progress import describe_partial, find_reached_rounds, is_even
+from .sites import describe_clients
 from .tables import ONE_BY_ONE, accuracy_table, list_shortfalls
 
-SHOWN = ("metric", "trained", "differences", "target", "concordance")
+SHOWN = ("metric", "trained", "differences", "clients-single", "clients-fedavg", "target", "concordance")
 """Tables that the terminal shows, in order."""
 
 
@@ -61,8 +62,14 @@ def _list_results(
             f"{method} {summary.scale * means[method]:.2f}" for method in validation.columns.unique("method")
         )
         yield f"Validation, macro: {values}. Choose by these."
-    sentences = [*describe_baseline(summary, claims), *describe_ranking(summary, claims), *list_shortfalls(summary)]
-    yield from dict.fromkeys(sentences)
+    yield from dict.fromkeys(
+        (
+            *describe_baseline(summary, claims),
+            *describe_ranking(summary, claims),
+            *describe_clients(summary),
+            *list_shortfalls(summary),
+        )
+    )
 
 
 def print_parts(console: Console, parts: Iterable[str | TextTable]) -> None:

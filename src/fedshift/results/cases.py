@@ -8,6 +8,8 @@
 | several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area`` |
 | masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss`` |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
+| survival | ``concordant``, ``comparable`` (pairs with the patient), ``event`` |
+| any, with groups | ``group``: number of the patient, from 0 for each client |
 
 ``area`` is the sample's part in the deviation of the mean area under the ROC curve (:mod:`fedshift.analysis.sampling`).
 The records stay where the samples are: a site neither makes nor sends them.

@@ -94,6 +94,20 @@ class Survival(Task):
         }  # fmt: skip
 
     @override
+    def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
+        """Return the pairs of each patient with others, those ranked correctly, and whether it has an event."""
+        risk, time, event = predictions[:, 0].double(), y[:, 0].double(), y[:, 1] > 0
+        concordant, comparable = torch.zeros_like(risk), torch.zeros_like(risk)
+        for at in torch.split(event.nonzero()[:, 0], CHUNK):
+            own = time[at, None]
+            later = (time > own) | ((time == own) & ~event)
+            right = later * ((risk[at, None] > risk) + 0.5 * (risk[at, None] == risk))
+            for total, pairs in ((concordant, right), (comparable, later.double())):
+                total += pairs.sum(dim=0)
+                total[at] += pairs.sum(dim=1)
+        return {"concordant": concordant.numpy(), "comparable": comparable.numpy(), "event": event.numpy()}
+
+    @override
     def is_possible(self, counts: Counts) -> bool:
         pairs = counts["samples"] * (counts["samples"] - 1) / 2
         return bool(0 <= counts["concordant"] <= counts["comparable"] <= pairs and counts["loss_sum"] >= 0)
