@@ -17,7 +17,8 @@ import fedshift
 from fedshift.core.aggregation import Received
 from fedshift.core.kernel import load_state
 from fedshift.core.method import Method
-from fedshift.core.optimizer import SGD, Cosine, Schedule
+from fedshift.core.optimizer import SGD
+from fedshift.core.schedule import Cosine, Schedule
 from fedshift.core.server_round import fold_rules
 from fedshift.core.states import Update
 from fedshift.core.work import Work

@@ -42,12 +42,14 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .core.optimizer import (
         SGD as SGD,
         AdamW as AdamW,
+    )
+    from .core.requirements import Requirements as Requirements
+    from .core.rule import Rule as Rule
+    from .core.schedule import (
         Cosine as Cosine,
         Exponential as Exponential,
         StepDecay as StepDecay,
     )
-    from .core.requirements import Requirements as Requirements
-    from .core.rule import Rule as Rule
     from .core.selection import (
         Scope as Scope,
         batch_norm as batch_norm,
@@ -139,9 +141,10 @@ _HOME = {
     "core.contexts": ("Folded",),
     "core.declarations": ("Bound", "Own", "Phase", "Reads", "Send"),
     "core.method": ("Freeze", "Method", "method", "modifier"),
-    "core.optimizer": ("SGD", "AdamW", "Cosine", "Exponential", "StepDecay"),
+    "core.optimizer": ("SGD", "AdamW"),
     "core.requirements": ("Requirements",),
     "core.rule": ("Rule",),
+    "core.schedule": ("Cosine", "Exponential", "StepDecay"),
     "core.selection": (
         "Scope", "batch_norm", "everything", "last_layers", "name_matches", "norm_layers", "norm_statistics", "nothing",
         "of_type",

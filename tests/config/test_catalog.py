@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fedshift.core.loss import LOSSES
-from fedshift.core.optimizer import OPTIMIZERS, SCHEDULES, Cosine, Schedule
+from fedshift.core.optimizer import OPTIMIZERS
+from fedshift.core.schedule import SCHEDULES, Cosine, Schedule
 from fedshift.data.augmentation import AUGMENTATIONS, flip
 from fedshift.data.sources import DATASETS, SPLITS
 from fedshift.evaluation.policy import POLICIES

@@ -1,13 +1,70 @@
 """Local optimizers and schedules against ``torch.optim``, in float64."""
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
-from fedshift.core.optimizer import SGD, AdamW, Cosine, Exponential, Schedule, StepDecay, as_optimizer
+from fedshift.config.expressions import trust_only
+from fedshift.core.optimizer import OPTIMIZERS, SGD, AdamW, as_optimizer
+from fedshift.core.schedule import SCHEDULES, Cosine, Exponential, Schedule, StepDecay
 from fedshift.utils.errors import UsageError
 
+
+class Leaky(torch.optim.Optimizer):
+    """A user's optimizer: an average that leaks, with a count, a first step and a value that may be missing."""
+
+    def __init__(self, params, lr=0.01, leak=0.1):
+        super().__init__(params, {"lr": lr})
+        self.leak = leak
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state.update(step=0, mean=torch.zeros_like(param), before=None, scale=1.0)
+            state["step"] += 1
+            state["mean"].lerp_(param.grad, self.leak)
+            state["scale"] *= 0.9
+            change = state["mean"] if state["before"] is None else state["mean"] + 0.5 * state["before"]
+            state["before"] = param.grad.clone()
+            param.sub_(change, alpha=self.param_groups[0]["lr"] * state["scale"] / state["step"])
+
+
+class Counting(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        return super().step(closure)
+
+
+class Listing(torch.optim.SGD):
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("seen", []).append(1)
+        return super().step(closure)
+
+
+class Wrapping(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.inner = torch.optim.SGD(self.param_groups, lr)
+
+
+OF_TORCH = [
+    partial(torch.optim.RMSprop, alpha=0.9, momentum=0.5, centered=True),
+    partial(torch.optim.Adagrad, lr_decay=0.1, weight_decay=0.05),
+    torch.optim.NAdam,
+    torch.optim.Rprop,
+    partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    partial(torch.optim.SGD, momentum=0.9, dampening=0.5, maximize=True),
+    partial(Leaky, leak=0.3),
+]
 PAIRS = [
     (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     (SGD(lr=0.1, weight_decay=0.05), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.05)),
@@ -42,6 +99,27 @@ def test_equals_torch_optim(ours, theirs):
             assert (parameter - mine).abs().max() <= 1e-14
 
 
+@pytest.mark.parametrize("kind", OF_TORCH, ids=lambda kind: getattr(kind, "func", kind).__name__)
+def test_any_optimizer_of_torch_takes_its_own_steps_also_from_a_state_that_was_stored(kind):
+    ours = replace(as_optimizer(kind, lr=0.1), keep=True)
+    params = {name: torch.randn(3, 2, dtype=torch.float64) for name in ("w", "b")}
+    modules = [params[name].clone().requires_grad_() for name in params]
+    theirs, state = kind(modules, lr=0.1), ours.init(params)
+    ours.check(params, rounds=1)
+    for step in range(12):
+        grads = {name: torch.randn(3, 2, dtype=torch.float64) for name in params}
+        for parameter, grad in zip(modules, grads.values(), strict=True):
+            parameter.grad = grad.clone()
+        for group in theirs.param_groups:
+            group["lr"] = 0.1 / (1 + step // 4)
+        theirs.step()
+        state = load(save(state))
+        for name in params:  # as in phases, which update parameters one after another
+            ours.update_({name: params[name]}, grads, state, 0.1 / (1 + step // 4))
+        assert all(torch.equal(a, b) for a, b in zip(modules, params.values(), strict=True))
+    assert all(param.grad is None for param in params.values())
+
+
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=lambda value: repr(value) if isinstance(value, SGD) else "")
 def test_an_instance_of_torchs_is_the_optimizer_that_equals_it(ours, theirs):
     assert as_optimizer(theirs([torch.zeros(1)]), lr=7.0) == ours
@@ -73,16 +151,11 @@ def test_adam_without_weight_decay_equals_its_counterpart():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (torch.optim.RMSprop, "optimizer=RMSprop is unknown: allowed are sgd and adamw, fedshift.SGD(...)"),
-        (torch.optim.RMSprop([torch.zeros(1)]), "optimizer=RMSprop is unknown"),
-        (3, "optimizer=3 is unknown"),
-        (partial(torch.optim.Adam, weight_decay=0.1), "weight_decay has no counterpart here: use torch.optim.AdamW"),
-        (partial(torch.optim.SGD, momentum=0.9, dampening=0.5), "torch.optim.SGD(dampening=0.5): dampening has no"),
-        (torch.optim.SGD([torch.zeros(1)], maximize=True), "maximize has no counterpart here: leave it out"),
-        (partial(torch.optim.AdamW, amsgrad=True), "amsgrad has no counterpart here"),
-        (partial(torch.optim.SGD, fused=True), "fused has no counterpart here"),
-        (partial(torch.optim.SGD, momentun=0.9), "torch.optim.SGD: SGD.__init__() got an unexpected keyword argument"),
-        (partial(torch.optim.SGD, 0.1), "give arguments by name: functools.partial(torch.optim.SGD, lr=0.01)"),
+        (3, "optimizer=3 is unknown: allowed are sgd and adamw, fedshift.SGD(...)"),
+        (torch.optim.LBFGS, "optimizer=LBFGS evaluates the loss several times in a step (its closure)"),
+        (partial(torch.optim.SGD, momentun=0.9), "optimizer=SGD: SGD.__init__() got an unexpected keyword argument"),
+        (partial(torch.optim.SGD, 0.1), "give arguments by name: functools.partial(SGD, lr=0.01)"),
+        (Wrapping, "optimizer=Wrapping keeps another optimizer in 'inner'"),
         (torch.optim.SGD([{"params": torch.zeros(1)}, {"params": torch.ones(1)}]), "has 2 parameter groups"),
     ],
 )
@@ -92,7 +165,22 @@ def test_optimizers_and_arguments_without_a_counterpart_are_refused_by_name(give
     assert said in str(refused.value)
 
 
-SCHEDULES = [
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Counting, "optimizer=tests.core.test_optimizer:Counting(lr=0.1) changes 'count' as it steps, outside of its"),
+        (Listing, "keeps a list in its state 'seen': keep tensors and numbers"),
+        (torch.optim.Muon, "cannot update this model's parameters: Param gradient must be a 2D"),
+        (torch.optim.SparseAdam, "SparseAdam does not support dense gradients"),
+    ],
+)
+def test_what_a_checkpoint_would_not_store_is_refused_before_the_first_round(given, said):
+    with pytest.raises(UsageError) as refused:
+        as_optimizer(given, lr=0.1).check({"w": torch.ones(2, 2), "b": torch.ones(2)}, rounds=1)
+    assert said in str(refused.value)
+
+
+RATES = [
     (Schedule(), lambda o: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)),
     (StepDecay(every=3, gamma=0.5), lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=3, gamma=0.5)),
     (Exponential(gamma=0.9), lambda o: torch.optim.lr_scheduler.ExponentialLR(o, gamma=0.9)),
@@ -101,7 +189,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), SCHEDULES, ids=lambda value: repr(value) if isinstance(value, Schedule) else ""
+    ("ours", "theirs"), RATES, ids=lambda value: repr(value) if isinstance(value, Schedule) else ""
 )
 def test_schedules_equal_torchs(ours, theirs):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.2)
@@ -110,6 +198,73 @@ def test_schedules_equal_torchs(ours, theirs):
         assert SGD(lr=0.2, schedule=ours).lr_in_round(round_) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
         optimizer.step()
         scheduler.step()
+
+
+def warm_up(round, *, length=3):
+    return min(1.0, (round + 1) / length)
+
+
+CYCLE = torch.optim.lr_scheduler.OneCycleLR
+STEPPED = [
+    partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=warm_up),
+    partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+    partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5, eta_min=0.01),
+    partial(CYCLE, max_lr=0.3, total_steps=9, cycle_momentum=False),
+]
+
+
+@pytest.mark.parametrize("kind", STEPPED, ids=lambda kind: kind.func.__name__)
+def test_a_scheduler_of_torch_gives_each_round_its_rate(kind):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.2)
+    scheduler, ours = kind(optimizer), SGD(lr=0.2, schedule=SCHEDULES.parse(kind))
+    ours.schedule.check(ours.lr, 9)
+    for round in range(9):
+        assert ours.lr_in_round(round) == scheduler.get_last_lr()[0]
+        optimizer.step()
+        if round < 8:
+            scheduler.step()
+
+
+def test_a_function_of_the_round_is_a_schedule():
+    ours = SGD(lr=0.3, schedule=SCHEDULES.parse(warm_up))
+    assert [ours.lr_in_round(n) for n in range(4)] == [0.3 * (1 / 3), 0.3 * (2 / 3), 0.3, 0.3]
+    text = "tests.core.test_optimizer:warm_up(length=4)"
+    assert SCHEDULES.parse(text).factor(0) == 0.25
+    assert SCHEDULES.write(SCHEDULES.parse(warm_up)) == "tests.core.test_optimizer:warm_up"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "follows a measured value"),
+        (torch.optim.lr_scheduler.StepLR, "torch.optim.lr_scheduler:StepLR: .*missing 1 required .*'step_size'"),
+        (partial(CYCLE, max_lr=0.3, total_steps=4), "cycle_momentum"),
+        (partial(CYCLE, max_lr=0.3, total_steps=4, cycle_momentum=False), "ends after 5 rounds, fewer than rounds=9"),
+        (lambda round: -1.0, "gives the learning rate -0.2 in round 1"),
+        (lambda round: math.nan, "gives the learning rate nan in round 1"),
+        (lambda: 1.0, "failed in round 1: .*positional argument"),
+        (lambda round: [0.1][round], "failed in round 2: .*test_optimizer.py, line"),
+        (0.5, "schedule=0.5 is not a schedule"),
+    ],
+)  # fmt: skip
+def test_schedules_without_a_rate_for_each_round_are_refused(given, said):
+    with pytest.raises(UsageError, match=said):
+        SCHEDULES.parse(given).check(0.2, 9)
+
+
+@pytest.mark.parametrize(
+    "text", ["torch.optim:RMSprop(alpha=0.9)", "tests.core.test_optimizer:Leaky(leak=0.3, keep=True)"]
+)
+def test_an_optimizer_of_torch_is_written_as_it_is_read(text):
+    made = OPTIMIZERS.parse(text, lr=0.1, schedule=Cosine(rounds=3))
+    assert (made.lr, made.lr_in_round(3), made.keep) == (0.1, 0.0, "keep" in text)
+    assert OPTIMIZERS.write(made, lr=0.1, schedule=made.schedule) == text
+    with trust_only(()):
+        if text.startswith("torch"):
+            assert OPTIMIZERS.parse(text, lr=0.1, schedule=Cosine(rounds=3)) == made
+        else:
+            with pytest.raises(UsageError, match="nobody allowed"):
+                OPTIMIZERS.parse(text, lr=0.1, schedule=Cosine(rounds=3))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ the order of samples is taken from fedshift.
 """
 
 import copy
-from contextlib import closing
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import combinations, count, islice
 
 import numpy as np
@@ -13,15 +15,21 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.optimizer import SGD, StepDecay
+from fedshift.core.optimizer import SGD, as_optimizer
+from fedshift.core.schedule import StepDecay
 from fedshift.core.work import Work, iterate_batches
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
+from fedshift.methods.fednova import fednova
+from fedshift.methods.scaffold import scaffold
+from fedshift.results.checkpoint import load_checkpoint
+from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 from fedshift.utils.state import is_equal
+from tests.core.test_optimizer import Leaky
 from tests.laws.course import make_trial
 
 SIZES = {"x": 40, "y": 24, "z": 13}
@@ -35,6 +43,17 @@ def model(shape, classes):
     )  # fmt: skip
 
 
+def double_model(shape, classes):
+    """A network in which no gradient is 0 but for rounding, which adaptive optimizers would magnify."""
+    network = model(shape, classes).double()
+    network[0].bias = network[5].bias = None
+    return network
+
+
+def linear(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, classes))
+
+
 def data():
     rng = np.random.default_rng(1)
     clients = {}
@@ -45,8 +64,15 @@ def data():
     return federation(clients)
 
 
-def plain_rounds(federation_, initial, rounds, dtype, keep_batch_norm_local, *, aggregate_last=True):
+def plain_sgd(params):
+    return torch.optim.SGD(params, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+
+
+def plain_rounds(
+    federation_, initial, rounds, dtype, keep_batch_norm_local, *, aggregate_last=True, optimizer=plain_sgd, keep=False
+):
     """Federated training in plain PyTorch; the clients' models after the last aggregation, or just before it."""
+    kept = {}
     models = {client.name: copy.deepcopy(initial) for client in federation_.clients}
     inputs = {c.name: (c.train.x.to(dtype) / 127.5 - 1.0, c.train.y) for c in federation_.clients}
     local = set()
@@ -59,12 +85,13 @@ def plain_rounds(federation_, initial, rounds, dtype, keep_batch_norm_local, *, 
         for name, network in models.items():
             x, y = inputs[name]
             network.train()
-            sgd = torch.optim.SGD(network.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+            made = optimizer(network.parameters())
+            made = kept.setdefault(name, made) if keep else made
             bounds = tuple((start, min(start + BATCH, len(y))) for start in range(0, len(y), BATCH))
             for _, index in iterate_batches(SEED, name, len(y), bounds, range(steps[name], steps[name] + len(bounds))):
-                sgd.zero_grad()
+                made.zero_grad()
                 nn.functional.cross_entropy(network(x[index]), y[index]).backward()
-                sgd.step()
+                made.step()
             steps[name] += len(bounds)
         if number == rounds - 1 and not aggregate_last:
             break
@@ -104,6 +131,69 @@ def test_rounds_equal_a_plain_pytorch_loop(method, dtype, rounds, tolerance):
         for entry, tensor in network.state_dict().items():
             assert state[entry].dtype == tensor.dtype
             assert (state[entry].double() - tensor.double()).abs().max() <= tolerance, (name, entry)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep"),
+    [
+        (partial(torch.optim.RMSprop, lr=0.01, alpha=0.9, momentum=0.5), False),
+        (partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.1), True),
+        (partial(torch.optim.NAdam, lr=0.01), True),
+        (partial(Leaky, lr=0.05, leak=0.3), True),
+    ],
+    ids=lambda kind: getattr(getattr(kind, "func", None), "__name__", ""),
+)
+def test_rounds_with_any_optimizer_of_torch_equal_a_plain_pytorch_loop_and_resume(kind, keep, tmp_path):
+    settings = Settings(
+        rounds=3, work=Work(batch_size=BATCH, epochs=1), optimizer=replace(as_optimizer(kind, lr=7.0), keep=keep)
+    )
+    trial = Trial(fedbn(), double_model, data(), settings, SEED)
+    initial = double_model((3, 8, 8), 4)
+    initial.load_state_dict(trial.plan.initial)
+    expected = plain_rounds(trial.data, initial, 3, torch.float64, True, optimizer=kind, keep=keep)
+    for number in range(3):
+        trial.advance()
+        if number == 0:
+            trial.save(tmp_path, "checkpoint.safetensors")
+    for name, network in expected.items():
+        for entry, tensor in network.state_dict().items():
+            assert (trial.model_state(name)[entry] - tensor).abs().max() <= 1e-12, (name, entry)
+    resumed = Trial(fedbn(), double_model, data(), settings, SEED)
+    resumed.restore(*load_checkpoint(tmp_path / "checkpoint.safetensors"), tmp_path)
+    for _ in range(2):
+        resumed.advance()
+    assert is_equal(resumed.to_tensors()[0], trial.to_tensors()[0])
+
+
+@pytest.mark.slow
+def test_any_optimizer_of_torch_is_the_same_in_processes():
+    optimizer = replace(as_optimizer(partial(Leaky, leak=0.3), lr=0.05), keep=True)
+    trials = [
+        Trial(fedbn(), double_model, data(), Settings(engine=engine, workers=2, optimizer=optimizer), SEED)
+        for engine in ("sequential", "pool")
+    ]
+    for trial in trials:
+        with closing(trial):
+            trial.advance()
+            trial.advance()
+    assert is_equal(*(trial.to_tensors()[0] for trial in trials))
+
+
+@pytest.mark.parametrize(
+    ("method", "engine", "said"),
+    [
+        (fedavg(), "stacked", "the stacked engine cannot run torch.optim:NAdam.*: .*one client at a time"),
+        (fedavg(), "identity", "the identity engine needs .*SGD"),
+        (scaffold(), "sequential", "SGD.*not for torch.optim:NAdam"),
+        (fednova(), "sequential", "SGD.*not for torch.optim:NAdam"),
+        (fedavg(), "sequential", None),
+    ],
+    ids=str,
+)
+def test_what_needs_plain_steps_refuses_other_optimizers(method, engine, said):
+    optimizer = as_optimizer(torch.optim.NAdam, lr=0.01)
+    with nullcontext() if said is None else pytest.raises(UsageError, match=said):
+        Trial(method, linear, data(), Settings(engine=engine, optimizer=optimizer, work=Work(steps=1)), SEED)
 
 
 def endless_batches(name, samples):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fedshift.core.means import weighted_mean
-from fedshift.core.optimizer import SGD, Cosine
+from fedshift.core.optimizer import SGD
+from fedshift.core.schedule import Cosine
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.samples import to_samples

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.optimizer import SGD, AdamW, Cosine
+from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.schedule import Cosine
 from fedshift.core.work import Work
 from fedshift.experiments.description import describe_optimizer, describe_work
 from fedshift.models import describe_factory

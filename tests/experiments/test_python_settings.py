@@ -16,7 +16,8 @@ from fedshift.config.settings_file import to_toml
 from fedshift.config.spec import CompareSpec
 from fedshift.core.loss import CrossEntropy, Focal
 from fedshift.core.method import Method
-from fedshift.core.optimizer import SGD, AdamW, Cosine, Exponential, Schedule, StepDecay
+from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.schedule import Cosine, Exponential, Schedule, StepDecay
 from fedshift.data.augmentation import AUGMENTATIONS, flip, rotate, sequence, sometimes
 from fedshift.experiments.factory import make_experiment, make_settings
 from fedshift.experiments.python_settings import make_python_experiment

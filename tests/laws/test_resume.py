@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from fedshift.core.loss import LOSSES
-from fedshift.core.optimizer import SGD, AdamW, Cosine
+from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.schedule import Cosine
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.augmentation import AUGMENTATIONS

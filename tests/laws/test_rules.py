@@ -10,8 +10,9 @@ from torch import nn
 from fedshift.core.contexts import Folded
 from fedshift.core.declarations import Reads
 from fedshift.core.kernel import client_init, init_client, init_server
-from fedshift.core.optimizer import SGD, StepDecay
+from fedshift.core.optimizer import SGD
 from fedshift.core.rule import Rule
+from fedshift.core.schedule import StepDecay
 from fedshift.core.server_round import fold_rules, receive
 from fedshift.core.step import compute_gradients, transform_gradients
 from fedshift.engines import stepper

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fedshift.core.kernel import client_final, client_init, init_client, init_server
-from fedshift.core.optimizer import SGD, AdamW, StepDecay
+from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.preparation import prepare
+from fedshift.core.schedule import StepDecay
 from fedshift.core.server_round import server_round
 from fedshift.core.states import Update
 from fedshift.core.step import client_step

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift.core.optimizer import SGD, Cosine
+from fedshift.core.optimizer import SGD
+from fedshift.core.schedule import Cosine
 from fedshift.core.work import Work
 from fedshift.engines.engine import Diverged
 from fedshift.experiments.settings import Settings

@@ -320,12 +320,15 @@ class Spec(DataSpec, TrialSpec):
     optimizer: Annotated[Any, Expression("core.optimizer:OPTIMIZERS"), Parameter(group=TRAINING)] = "sgd"
     """Local optimizer: sgd(momentum=0.0, nesterov=False, weight_decay=0.0), with L2 weight decay, or
     adamw(weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-08), with decoupled weight decay; keep=True keeps its state
-    on the client from round to round instead of resetting it. In Python also a value, fedshift.SGD(lr=0.01), or
-    torch.optim.SGD, Adam or AdamW: the class, a functools.partial with arguments, or an instance."""
+    on the client from round to round instead of resetting it. Or one of torch's, or your own subclass:
+    torch.optim:RMSprop(alpha=0.9), package.module:Class(name=value). In Python also a value, fedshift.SGD(lr=0.01), or
+    such a class, a functools.partial of it with arguments, or an instance."""
 
     schedule: Annotated[Any, Expression("core.optimizer:SCHEDULES"), Parameter(group=TRAINING)] = "constant"
     """Schedule of the learning rate over rounds: constant, cosine(floor=0.0), step(every=10, gamma=0.1) or
-    exponential(gamma=0.99). In Python also a value, such as fedshift.Cosine(rounds=20)."""
+    exponential(gamma=0.99); one of torch's, stepped once a round, torch.optim.lr_scheduler:StepLR(step_size=5); or your
+    own function of the round, counted from 0, that returns a factor on lr, package.module:function. In Python also a
+    value, such as fedshift.Cosine(rounds=20), such a function, or a functools.partial of torch's class."""
 
     newcomers: Annotated[Any, BeforeValidator(_read_names), Parameter(group=TRAINING)] = None
     """Clients, comma-separated, that never take part in training and are only measured; usps-* matches all such

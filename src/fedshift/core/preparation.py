@@ -123,6 +123,7 @@ def prepare(
         norm_statistics.names(model_entries)
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
+    plan.optimizer.check(plan.params, rounds)
     _check_sends(plan)
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:

@@ -15,6 +15,7 @@ from math import ceil
 import torch
 
 from ..core.kernel import client_init, init_client, init_server
+from ..core.optimizer import TorchOptimizer
 from ..core.plan import Plan
 from ..core.step import client_step
 from ..data.augmentation import Augmentation
@@ -96,6 +97,8 @@ def choose_engine(
     each = ", ".join(f"{name} {_format_time(value)}" for name, value in sorted(took.items(), key=lambda item: item[1]))
     threads = 1 if best.endswith(ALONE) else None
     why = f"{needs}; predicted training time from a timed step: {each}"
+    if isinstance(plan.optimizer, TorchOptimizer):
+        why += f"; the stacked engine {Stacked.refusal(plan, data)}"
     return EngineChoice(engine=best.removesuffix(ALONE), threads=threads, reason=why)
 
 

@@ -35,7 +35,7 @@ from ..core.kernel import (
     restart,
 )
 from ..core.means import StreamingMean, SummedUploads
-from ..core.optimizer import SGD
+from ..core.optimizer import SGD, TorchOptimizer
 from ..core.plan import Plan
 from ..core.server_round import sums_suffice
 from ..core.states import ClientState, LocalTrainingState, ServerState, Update
@@ -98,6 +98,8 @@ class Stacked(Engine):
         gradient = plan.method.gradient
         if gradient is not None and gradient.secret:
             return f"cannot run {plan.method.label}: its lanes would share the secret draws of {gradient.source_method}"
+        if isinstance(plan.optimizer, TorchOptimizer):
+            return f"cannot run {plan.optimizer}: torch's own optimizers step one client at a time"
         try:
             prepare_steps(plan, data, 2, 1)()
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:

@@ -12,11 +12,13 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..config.spec import CompareSpec, Spec
 from ..core.loss import Loss
 from ..core.method import Method
-from ..core.optimizer import Optimizer, Schedule
+from ..core.optimizer import Optimizer
+from ..core.schedule import Schedule
 from ..data.augmentation import Augmentation
 from ..models import ModelFactory
 from ..tasks import Task
@@ -39,7 +41,7 @@ class CompareArguments(CompareSpec):
     seeds: int | str | Sequence[int] = Spec.seeds
     batch_size: int | None = Spec.batch_size
     optimizer: str | Optimizer | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] = Spec.optimizer
-    schedule: str | Schedule = Spec.schedule
+    schedule: str | Schedule | Callable[[int], float] | Callable[..., LRScheduler] = Spec.schedule
     loss: str | Loss | type[nn.Module] | Callable[[Tensor, Tensor], Tensor] = Spec.loss
     weights: str | Path | Mapping[str, Tensor] | None = Spec.weights
     augment: str | Augmentation | None = Spec.augment

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..core.method import Method
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, TorchOptimizer
 from ..core.plan import Plan
+from ..core.schedule import FunctionSchedule, Schedule, TorchSchedule
 from ..core.work import Work
 from ..data.federation import Federation
 from ..data.preparation import Normalization
@@ -67,6 +68,9 @@ def describe_scaling(data: Federation) -> str:
 
 def describe_optimizer(optimizer: Optimizer) -> str:
     """Return an optimizer's name, its learning rate, and its settings other than the defaults."""
+    if isinstance(optimizer, TorchOptimizer):
+        followed = [] if optimizer.schedule == Schedule() else [f"schedule {optimizer.schedule}"]
+        return ", ".join([optimizer.text, f"learning rate {optimizer.lr:g}", *followed])
     changed = []
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
@@ -110,6 +114,8 @@ def describe_rounds(settings: Settings) -> str:
 
 
 def _describe_fields(value: Any) -> str:
+    if isinstance(value, FunctionSchedule | TorchSchedule):
+        return str(value)
     pairs = (f"{field.name} {getattr(value, field.name)}" for field in fields(value))
     return f"{type(value).__name__.lower()} ({', '.join(pairs)})"
 

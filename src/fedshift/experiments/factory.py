@@ -12,7 +12,8 @@ from ..config.seeds import parse_seeds
 from ..config.spec import AUTO, CompareSpec, RunSpec, Spec, TrialSpec
 from ..core.loss import LOSSES
 from ..core.method import Method
-from ..core.optimizer import OPTIMIZERS, SCHEDULES, Optimizer, as_optimizer
+from ..core.optimizer import OPTIMIZERS, Optimizer, as_optimizer
+from ..core.schedule import SCHEDULES
 from ..core.work import AMOUNTS, Work
 from ..data.augmentation import AUGMENTATIONS
 from ..data.federation import encode_targets

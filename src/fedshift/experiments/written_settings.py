@@ -14,7 +14,8 @@ from ..config.catalog import list_several
 from ..config.expressions import EMBEDDED, find_user_function
 from ..config.spec import PYTHON, Spec, find_catalog
 from ..core.method import Method
-from ..core.optimizer import OPTIMIZERS, SCHEDULES, Optimizer
+from ..core.optimizer import OPTIMIZERS, Optimizer
+from ..core.schedule import SCHEDULES
 from ..data.federation import Federation
 from ..utils.user_code import describe_function
 

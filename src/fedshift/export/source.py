@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 from ..analysis.statistics import mean_and_std, paired_difference
 from ..config.expressions import list_catalog
 from ..core.method import Method
-from ..core.optimizer import Optimizer, Schedule
 from ..core.plan import Plan
 from ..data.datasets._card import get_card
 from ..data.federation import ClientData, Federation
@@ -22,7 +20,7 @@ from ..data.nuclei import nuclei
 from ..data.preparation import Preparation
 from ..data.samples import Samples
 from ..data.schema import Schema
-from ..experiments.description import describe_weighting, describe_work
+from ..experiments.description import describe_optimizer, describe_weighting, describe_work
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import AT_SITE, restore_trial, select_trials
 from ..experiments.settings import Settings
@@ -194,7 +192,7 @@ def describe_settings(plan: Plan, settings: Settings, preparation: Preparation) 
     return {
         "local work per round": describe_work(plan.work),
         "weight of a client": describe_weighting(plan.method),
-        "optimizer": _format_optimizer(plan.optimizer),
+        "optimizer": describe_optimizer(plan.optimizer),
         "loss": str(settings.loss),
         "augmentation": str(settings.augment or "none"),
         "initial weights": settings.weights.source if settings.weights else "random, by the seed",
@@ -267,14 +265,3 @@ def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> 
             client=client or "mean of the clients", seeds=len(values), mean=mean, std=std, low=interval.low,
             high=interval.high,
         )  # fmt: skip
-
-
-def _format_optimizer(optimizer: Optimizer) -> str:
-    """Describe the local optimizer, without settings at their defaults."""
-    parts = [type(optimizer).__name__, f"learning rate {optimizer.lr:g}"]
-    for each in fields(optimizer):
-        value = getattr(optimizer, each.name)
-        usual = Schedule() if each.name == "schedule" else each.default
-        if each.name != "lr" and value != usual:
-            parts.append(f"{each.name.replace('_', ' ')} {value}")
-    return ", ".join(parts)
