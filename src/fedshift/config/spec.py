@@ -176,6 +176,14 @@ class TrialSpec:
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """Round that tables report: the last, or the best on validation data; never the best on test data."""
 
+    patience: Annotated[Positive | None, Parameter(group=MEASURING)] = None
+    """Evaluations without improvement of the metric on validation data after which a trial (one method with one seed)
+    ends, that one alone; by default all go on to the last round. Combine it with select=best, and with evaluate_every,
+    the rounds between evaluations."""
+
+    min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=MEASURING)] = 0.0
+    """Smallest improvement that counts for patience, in the metric's unit: 0.01 for 1 %."""
+
     target_metric: Annotated[float | None, Field(gt=0, allow_inf_nan=False), Parameter(group=MEASURING)] = None
     """Target value of the metric: 0.9 for 90 %; for errors, in their unit. The report shows after how many rounds and
     bytes each method reached it. Only evaluated rounds count, so evaluate every round to find the exact one."""

@@ -286,6 +286,8 @@ def begin_search(
 
     """
     began, data, settings = time.monotonic(), experiment.data, experiment.settings
+    if settings.patience is not None:
+        raise UsageError("{} ends trials, and so does a search, by its own rule: leave it out", Ref("patience"))
     members = data.select_clients(name for name in data.names if name not in settings.newcomers)
     if methods is None:
         found = diagnose(members, progress=progress)

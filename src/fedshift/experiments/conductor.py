@@ -66,7 +66,7 @@ class Conductor:
             with self.log.trial(trial.method, trial.seed, trial.folder, self.rounds) as log_round:
                 if begun.choice:
                     observer.engine(trial.method, begun.choice)
-                for _ in range(begun.done, self.rounds):
+                for _ in range(0 if begun.ended else self.rounds - begun.done):
                     if session.stop.is_set() or self._failed:
                         return False
                     if not session.recorded:
@@ -79,6 +79,8 @@ class Conductor:
                             observer.client(row["client"], row["loss_sum"] / row["samples"])
                     log_round(cost, outcome.rows)
                     observer.round(outcome)
+                    if outcome.stopped:
+                        break
                 notices = yield TrialRun.end, run
             self._turn(trial)
             for text in notices:

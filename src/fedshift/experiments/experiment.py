@@ -43,7 +43,7 @@ from .observer import Observer
 from .session import Session
 from .settings import Settings, check_counts
 from .trial import Trial
-from .trial_run import TrialRun, find_best
+from .trial_run import TrialRun, find_best, is_trained
 
 SAMPLES = 8
 """Images of each client that a run keeps for its report."""
@@ -93,19 +93,20 @@ class Experiment:
                 "which noise does not hide: give the weights of the classes as numbers"
             )
         train = [client for client in self.data.clients if len(client.train)]
-        if self.settings.select == "best" and any(client.validation is None for client in train):
+        watches = self.settings.watches_validation
+        needing = Ref(select="best") if self.settings.select == "best" else Ref(patience=self.settings.patience)
+        if watches and any(client.validation is None for client in train):
             raise UsageError(
-                "{} needs validation data, which the clients lack: hold some out ({})",
-                Ref(select="best"),
-                Ref(validation=0.1),
+                "{} needs validation data, which the clients lack: hold some out ({})", needing, Ref(validation=0.1)
             )
-        if (self.settings.select, self.settings.metric) == ("best", "auc"):
+        if watches and self.settings.metric == "auc":
             parts = [client.validation for client in train if client.validation is not None]
             counts = [(self.data.task.count_classes(part.y, self.data.classes), len(part)) for part in parts]
             if not any(bool(((count > 0) & (count < size)).any()) for count, size in counts):
                 raise UsageError(
-                    "select='best' by auc needs a client whose validation data hold two classes, or a label that some "
-                    "samples have and others lack: hold out more, use another metric, or select='last'"
+                    "{} by auc needs a client whose validation data hold two classes, or a label that some samples "
+                    "have and others lack: hold out more, use another metric, or leave it out",
+                    needing,
                 )
 
     def run(
@@ -225,9 +226,10 @@ class Experiment:
 
     def is_trained(self, path: Path) -> bool:
         """Return whether every trial in directory ``path`` has had its last round."""
-        labels, rounds = [method.label for method in self.keep_labels(path).methods], self.settings.rounds
-        files = [trial_folder(path, label, seed) / CHECKPOINT for label in labels for seed in self.seeds]
-        return all(file.exists() and load_facts(file)["round"] >= rounds for file in files)
+        labels = [method.label for method in self.keep_labels(path).methods]
+        return all(
+            is_trained(trial_folder(path, label, seed), self.settings.rounds) for label in labels for seed in self.seeds
+        )
 
     def keep_labels(self, path: Path) -> Experiment:
         """Return the experiment with its methods called as the run in ``path``, if there is one, calls them."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ..engines.auto import EngineChoice, estimate_seconds
-from ..results.trial_records import CHECKPOINT, load_facts
+from ..results.trial_records import CHECKPOINT, load_facts, read_stop
 from ..utils.processors import available_memory, available_processors
 from ..utils.state import nbytes
 from .trial import BEGUN, Trial
@@ -45,7 +45,8 @@ def choose_jobs(
     for run in runs:
         checkpoint = run.folder / CHECKPOINT
         facts: dict[str, Any] = load_facts(checkpoint) if checkpoint.exists() else {"round": 0, "engine": None}
-        if (left := settings.rounds - facts["round"]) > 0:
+        left = 0 if read_stop(run.folder, facts["round"]) else settings.rounds - facts["round"]
+        if left > 0:
             engine = facts["engine"] if settings.engine == "auto" else None
             kept = EngineChoice(engine=engine[0], threads=engine[1], reason=BEGUN) if engine else None
             pending.append((run, kept))

@@ -75,6 +75,10 @@ class Settings(TrialSpec):
                 object.__setattr__(self, "unseen", POLICIES.parse(self.unseen).text)
             except UsageError as error:
                 raise UsageError("{}, or skip ({})", error, Ref("unseen")) from error
+        if self.min_delta and self.patience is None:
+            raise UsageError(
+                "{} is the improvement that patience counts: give both, or neither", Ref(min_delta=self.min_delta)
+            )
         for moment in self.moments:
             if moment not in MOMENTS:
                 raise unknown_name("moment", moment, MOMENTS).about("moments")
@@ -136,6 +140,11 @@ class Settings(TrialSpec):
         count = min(max(1, int(share * len(names) + 0.5)) if isinstance(share, float) else share, len(names))
         chosen = stream(seed, "participants", round).choice(len(names), size=count, replace=False)
         return tuple(names[i] for i in sorted(chosen))
+
+    @property
+    def watches_validation(self) -> bool:
+        """Whether the metric on validation data selects a round, or ends trials."""
+        return self.select == "best" or self.patience is not None
 
     def skips_clients(self, names: tuple[str, ...]) -> bool:
         """Return whether some client of ``names`` does not take part in every round."""

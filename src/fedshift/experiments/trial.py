@@ -65,7 +65,10 @@ BEGUN = "as the run was begun"
 
 @dataclass(frozen=True, kw_only=True)
 class RoundResult:
-    """Outcome of a round: participants, bytes moved by all clients, seconds of training, and rows of measurements."""
+    """Outcome of a round: participants, bytes moved by all clients, seconds of training, and rows of measurements.
+
+    ``stopped``: why the trial ends with this round although more were planned.
+    """
 
     round: int
     participants: tuple[str, ...]
@@ -73,6 +76,7 @@ class RoundResult:
     up: int
     seconds: float
     rows: list[Row]
+    stopped: str = ""
 
 
 class Trial:
@@ -284,6 +288,7 @@ class Trial:
             "newcomers": str(tuple(name for name in self.settings.newcomers if len(self.data.client(name).train))),
             "unseen": self.settings.unseen,
             "select": self.settings.select,
+            "patience": str(self.settings.patience and (self.settings.patience, self.settings.min_delta)),
             "metric": self.settings.metric,
             "loss": str(self.settings.loss),
             "task": str(describe_task(self.data.task)),

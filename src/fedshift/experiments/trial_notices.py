@@ -52,9 +52,12 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
         )
 
 
-def list_notices_after(experiment: Experiment, trial: Trial) -> Iterator[str]:
-    """Yield the notices about a trial of ``experiment`` that has ended."""
+def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> Iterator[str]:
+    """Yield the notices about a trial of ``experiment`` that has ended; ``stopped``: why it ended early."""
     method, settings = trial.plan.method, trial.settings
+    if stopped:
+        round = f"round {trial.server.round} of {settings.rounds}"
+        yield f"{method.label}, seed {trial.seed}: stopped after {round}: {stopped}"
     untrained = [name for name in _needing(experiment, trial.data.names) if not trial.clients.has_trained(name)]
     if untrained and trial.plan.personalizes:
         which = join_some(untrained, shown=MAX_NAMED)

@@ -7,8 +7,8 @@ two calls the trial lives on its lane (:mod:`fedshift.utils.execution.executor`)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +21,17 @@ from ..results.cases import measured_round, write_cases
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import append_rows, cut_rows
 from ..results.schema import LOWER_IS_BETTER, RESTART, Row, compute_metric, rows_to_frame
+from ..results.schema import METRICS as METRIC_NAMES
 from ..results.trial_records import (
     BEST,
     CHECKPOINT,
     LAG,
     METRICS,
     ROUNDS,
+    STOPPED,
+    load_facts,
     read_rounds,
+    read_stop,
     require_recorded,
     stream_measurements,
 )
@@ -44,7 +48,9 @@ from .trial_notices import list_notices_after, list_notices_before
 if TYPE_CHECKING:
     from .experiment import Experiment
 
-NO_SCORE = (0, 0.0)
+Score = tuple[int, float]
+"""Score of a round; see :func:`score_round`."""
+NO_SCORE: Score = (0, 0.0)
 """Score of a round without validation data."""
 
 
@@ -52,11 +58,12 @@ NO_SCORE = (0, 0.0)
 class Begun:
     """A trial that has begun, or continues after ``done`` rounds.
 
-    ``evaluated``: measurements of its last evaluated round. ``notices``: for the user. ``choice``: its engine, where
-    one was chosen.
+    ``ended``: whether it has had its last round. ``evaluated``: measurements of its last evaluated round. ``notices``:
+    for the user. ``choice``: its engine, where one was chosen.
     """
 
     done: int
+    ended: bool
     evaluated: Sequence[Row]
     notices: Sequence[str]
     choice: EngineChoice | None
@@ -91,17 +98,20 @@ class TrialRun:
         if begun:
             trial.restore(*load_checkpoint(folder / CHECKPOINT), folder)
         done = trial.server.round
-        best, self.reached = find_best(folder, done, trial.settings)
+        self.scores = read_scores(folder, done, trial.settings)
+        best = find_best(folder, done, trial.settings)
         for file in (METRICS, ROUNDS):
             cut_rows(folder / file, done)
         # A trial has a checkpoint from the beginning, so that a removed one is noticed. This also completes an earlier
         # call that was killed before it kept this round as the best or removed unneeded files.
         trial.save(folder, *(() if begun else (CHECKPOINT,)), *((BEST,) if best == done > 0 else ()))
-        chosen = trial.settings.engine == "auto" and done < trial.settings.rounds
+        ended = is_trained(folder, trial.settings.rounds)
+        chosen = trial.settings.engine == "auto" and not ended
         choice = trial.engine_choice if chosen else None
         notices = list_notices_before(experiment, trial)
         self._before = time.perf_counter()
-        return Begun(done=done, evaluated=_read_last_evaluation(folder), notices=tuple(notices), choice=choice)
+        evaluated = _read_last_evaluation(folder)
+        return Begun(done=done, ended=ended, evaluated=evaluated, notices=tuple(notices), choice=choice)
 
     def train(self) -> None:
         """Train the next round; :meth:`round` then saves it."""
@@ -117,13 +127,31 @@ class TrialRun:
         with timed_section("checkpoint"):
             append_rows(folder / METRICS, outcome.rows)
             append_rows(folder / ROUNDS, [{**cost, "rows": len(outcome.rows)}])
-            now = score_round(outcome.rows, trial.settings)
-            better = now > self.reached
-            self.reached = max(now, self.reached)
-            if better if trial.settings.select == "best" else outcome.round == trial.settings.rounds:
+            now, before = score_round(outcome.rows, trial.settings), max([NO_SCORE, *self.scores.values()])
+            if is_evaluated(outcome.rows):
+                self.scores[outcome.round] = now
+            better = trial.settings.select == "best" and now > before
+            outcome = replace(outcome, stopped=self._find_reason(outcome.round))
+            if outcome.stopped:
+                self._record_stop(outcome.round, outcome.stopped)
+            last = outcome.round == trial.settings.rounds or outcome.stopped
+            if better if trial.settings.select == "best" else last:
                 self._record_lag()
             trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
         return cost, outcome
+
+    def _find_reason(self, round: int) -> str:
+        """Return why the trial ends with ``round``, before the last planned one; empty if it does not."""
+        settings = self.trial.settings
+        patience = settings.patience
+        if patience is None or round == settings.rounds or round not in self.scores:
+            return ""
+        if count_stale(self.scores.values(), settings.min_delta) < patience:
+            return ""
+        return f"no better {METRIC_NAMES[settings.metric]} on validation data in {patience} evaluations (patience)"
+
+    def _record_stop(self, round: int, reason: str) -> None:
+        write_checked(self.folder / STOPPED, {"round": round, "reason": reason})
 
     def _advance(self) -> RoundResult:
         """Train the next round; the exchange before round 1 is saved by itself, so that it is not held twice."""
@@ -135,7 +163,8 @@ class TrialRun:
         """Record what is left to record of a trial that has had its last round; return its notices."""
         if not self.experiment.make_engine:  # sites keep the results of single samples
             self._record_cases()
-        return tuple(list_notices_after(self.experiment, self.trial))
+        stopped = read_stop(self.folder, self.trial.server.round)
+        return tuple(list_notices_after(self.experiment, self.trial, stopped))
 
     def close(self) -> None:
         """Release the resources of a trial that is trained here."""
@@ -153,7 +182,7 @@ class TrialRun:
         """Record the results of single test samples at the reported round."""
         trial, folder = self.trial, self.folder
         done, settings = trial.server.round, trial.settings
-        reported = done if settings.select == "last" else find_best(folder, done, settings)[0]
+        reported = done if settings.select == "last" else find_best(folder, done, settings)
         if "test" not in settings.splits or not reported or measured_round(folder) == reported:
             return
         if reported < done:
@@ -165,12 +194,12 @@ class TrialRun:
             write_cases(folder, reported, records)
 
 
-def score_round(rows: Sequence[Row], settings: Settings) -> tuple[int, float]:
+def score_round(rows: Sequence[Row], settings: Settings) -> Score:
     """Return a round's score: number of clients with validation rows (more is better), then the macro metric.
 
     The metric is over the clients that define it; their number may depend on predictions, and does not count.
     """
-    if settings.select != "best":
+    if not settings.watches_validation:
         return NO_SCORE
     chosen = rows_to_frame(
         row for row in rows if (row["split"], row["model"], row["moment"]) == ("validation", "personal", "loaded")
@@ -180,23 +209,54 @@ def score_round(rows: Sequence[Row], settings: Settings) -> tuple[int, float]:
     return (len(found), sign * float(found.mean())) if found.count() else NO_SCORE
 
 
-def find_best(folder: Path, done: int, settings: Settings) -> tuple[int, tuple[int, float]]:
-    """Return the first best of the ``done`` rounds of the trial in ``folder``, 0 for none, and its score.
+def is_evaluated(rows: Sequence[Row]) -> bool:
+    """Return whether the ``rows`` of a round hold an evaluation."""
+    return any(row["split"] != "train" for row in rows)
 
-    Raises :class:`FedshiftError` if the records or the state of the best round are damaged or missing.
+
+def count_stale(scores: Iterable[Score], min_delta: float) -> int:
+    """Return the number of evaluations after the last whose score was better by more than ``min_delta``."""
+    best, stale = NO_SCORE, 0
+    for clients, value in scores:
+        if clients > best[0] or (clients == best[0] and value > best[1] + min_delta):
+            best, stale = (clients, value), 0
+        else:
+            stale += 1
+    return stale
+
+
+def is_trained(folder: Path, rounds: int) -> bool:
+    """Return whether the trial in ``folder`` has had its last round: it has done ``rounds``, or was stopped."""
+    file = folder / CHECKPOINT
+    done = load_facts(file)["round"] if file.exists() else 0
+    return bool(done >= rounds or read_stop(folder, done))
+
+
+def read_scores(folder: Path, done: int, settings: Settings) -> dict[int, Score]:
+    """Return the score of each evaluated round among the ``done`` rounds of the trial in ``folder``.
+
+    Raises :class:`FedshiftError` if the records are damaged or missing.
     """
     rounds = read_rounds(folder)
     require_recorded(folder, rounds, done)
-    reached = {0: NO_SCORE}
-    for number, of_round in groupby(stream_measurements(folder, rounds[:done]), key=lambda row: row["round"]):
-        reached[number] = score_round(list(of_round), settings)
-    best = max(reached, key=lambda number: reached[number])
+    measured = groupby(stream_measurements(folder, rounds[:done]), key=lambda row: row["round"])
+    each = ((number, list(of_round)) for number, of_round in measured)
+    return {number: score_round(rows, settings) for number, rows in each if is_evaluated(rows)}
+
+
+def find_best(folder: Path, done: int, settings: Settings) -> int:
+    """Return the first best of the ``done`` rounds of the trial in ``folder``, 0 for none.
+
+    Raises :class:`FedshiftError` if the records or the state of the best round are damaged or missing.
+    """
+    reached = {0: NO_SCORE, **read_scores(folder, done, settings)}
+    best = max(reached, key=lambda number: reached[number]) if settings.select == "best" else 0
     if 0 < best < done:
         _, facts = load_checkpoint(folder / BEST)
         check_segments(folder, facts["segments"])
         if facts["round"] != best:
             raise FedshiftError(f"{folder / BEST} is of round {facts['round']}, not of {best}, the best: {RESTART}")
-    return best, reached[best]
+    return best
 
 
 def _read_last_evaluation(folder: Path) -> list[Row]:

@@ -23,8 +23,9 @@ from ..evaluation.policy import POLICIES, Policy, check_policy, explain_inapplic
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import count_rounds_done, iterate_trials, restore_trial
 from ..experiments.trial import Trial
-from ..results.run_directory import to_file_name
+from ..results.run_directory import to_file_name, trial_folder
 from ..results.schema import Row
+from ..results.trial_records import read_stop
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.files import write_atomically
@@ -204,8 +205,9 @@ def adapt_all(
             plans[method] = trial.plan
             folder = save if seed == experiment.seeds[0] else None
             count += adapt_trial(made, trial, training, wanted, data=data, rounds=rounds, inputs=inputs, save=folder)
-            made.reached[method, seed] = done
-            if done < asked:
+            stopped = bool(read_stop(trial_folder(directory, method, seed), done))
+            made.reached[method, seed] = asked if stopped else done
+            if done < asked and not stopped:
                 made.notices.append(f"{method}, seed {seed}: {done} of {asked} rounds are done")
         except UsageError:
             raise

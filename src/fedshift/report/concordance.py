@@ -69,7 +69,7 @@ def format_concordance_table(table: pd.DataFrame, tests: Mapping[tuple[str, str]
 
 def describe_concordance(summary: RunSummary, table: pd.DataFrame) -> str:
     """Return the table's caption, with advice on comparing every round if only some were evaluated."""
-    every = table["rounds"].min() >= summary.rounds
+    every = table["rounds"].min() >= summary.rounds or bool(summary.stopped)
     return (
         "Concordance with centralized training: mean squared difference of macro test losses (nats) over the rounds "
         f"that both evaluated{'' if every else ' (--evaluate-every 1 evaluates all)'}; concordant below {CONCORDANT:g}"

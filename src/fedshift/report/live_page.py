@@ -30,9 +30,10 @@ class LiveView:
 
 
 def has_finished(summary: RunSummary) -> bool:
-    """Return whether every method and seed has done all rounds."""
+    """Return whether every method and seed has done all rounds, or was stopped."""
     done = summary.traffic.groupby(["method", "seed"])["round"].max()
-    return len(done) == len(summary.methods) * len(summary.seeds) and bool((done == summary.rounds).all())
+    ended = (done == summary.rounds) | done.index.isin(summary.stopped)
+    return len(done) == len(summary.methods) * len(summary.seeds) and bool(ended.all())
 
 
 def render_live_page(view: LiveView, version: str, seconds: int) -> str:
@@ -85,7 +86,8 @@ def _describe_methods(summary: RunSummary) -> Iterator[tuple[str, str, str, str]
         rounds = ", ".join(str(done.get(seed, 0)) for seed in summary.seeds)
         last = macro[macro.index.get_level_values("method") == method].groupby("seed").tail(1)
         number = last.index.get_level_values("round")
-        finished, others = last[number == summary.rounds], last[number < summary.rounds]
+        ended = (number == summary.rounds) | last.index.droplevel("round").isin(summary.stopped)
+        finished, others = last[ended], last[~ended]
         mean = f"{summary.scale * finished.mean():.2f}" if len(finished) else MISSING
         unfinished = f"{summary.scale * others.iloc[-1]:.2f} in round {others.index[-1][2]}" if len(others) else MISSING
         yield method, f"{rounds} of {summary.rounds}", mean, unfinished

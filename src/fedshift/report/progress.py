@@ -46,10 +46,15 @@ def remembered(make: Callable[Concatenate[RunSummary, Key], T]) -> Callable[Conc
 
 @remembered
 def find_reached_rounds(summary: RunSummary) -> Reached:
-    """Return the last evaluated round of every method and seed of ``summary``, 0 if none was."""
+    """Return the last evaluated round of every method and seed of ``summary``, 0 if none was.
+
+    A trial that was stopped has ended: it counts as one that reached the last round.
+    """
     rows = summary.rows[(summary.rows["split"] == "test") & (summary.rows["moment"] == "loaded")]
     last = rows.groupby(["method", "seed"])["round"].max()
-    return {(method, seed): int(last.get((method, seed), 0)) for method in summary.methods for seed in summary.seeds}
+    ended = dict.fromkeys(summary.stopped, summary.rounds)
+    runs = ((method, seed) for method in summary.methods for seed in summary.seeds)
+    return {run: ended.get(run, int(last.get(run, 0))) for run in runs}
 
 
 def describe_partial(summary: RunSummary) -> str:

@@ -318,6 +318,11 @@ def list_shortfalls(summary: RunSummary) -> list[str]:
     for run in ((method, seed) for method in summary.methods for seed in summary.seeds):
         if run not in reported.index:
             sentences.append(f"{run[0]}, seed {run[1]}: no round was evaluated; the run is left out of every figure.")
+        elif run in summary.stopped:
+            sentences.append(
+                f"{run[0]}, seed {run[1]}: stopped after round {evaluated[run]} of {summary.rounds}: "
+                f"{summary.stopped[run]}."
+            )
         elif evaluated[run] < summary.rounds:
             sentences.append(f"{run[0]}, seed {run[1]}: evaluated up to round {evaluated[run]} of {summary.rounds}.")
     total = len(summary.clients)

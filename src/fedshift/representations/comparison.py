@@ -44,7 +44,9 @@ from ..experiments.cross_site import train_further
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import count_rounds_done, iterate_trials, load_experiment, restore_trial, select_trials
 from ..experiments.trial import Trial
+from ..results.run_directory import trial_folder
 from ..results.schema import PICTURED
+from ..results.trial_records import read_stop
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
 from ..utils.state import State
@@ -267,7 +269,7 @@ def require_finished(experiment: Experiment, directory: Path, go_on: str) -> Non
     """
     for name, seed in iterate_trials(experiment):
         done = count_rounds_done(directory, name, seed)
-        if done < experiment.settings.rounds:
+        if done < experiment.settings.rounds and not read_stop(trial_folder(directory, name, seed), done):
             raise UsageError(
                 f"{directory} is not finished: {name} with seed {seed} has done {done} of "
                 f"{experiment.settings.rounds} rounds; leave it out (methods, seeds), or continue it: {go_on}"

@@ -308,8 +308,8 @@ class RunSummary:
     cross-site validation, if requested, with ``owner``, the client whose model was measured (None: the server); ``lag``
     has the rows of models whose BatchNorm statistics were estimated anew at the reported round, with ``updates``, the
     number of times that running statistics were updated before, and ``remaining``, the part of their initial values
-    that they still hold; ``read_cases`` reads the records of single test samples of a method and seed, None where there
-    are none.
+    that they still hold; ``stopped`` says why trials ended before the last round, by method and seed; ``read_cases``
+    reads the records of single test samples of a method and seed, None where there are none.
     """
 
     name: str
@@ -336,6 +336,7 @@ class RunSummary:
     metrics: tuple[str, ...] = ("accuracy", "balanced_accuracy", "auc", "loss")
     crossed: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(owner=[]))
     lag: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(updates=[], remaining=[]))
+    stopped: Mapping[tuple[str, int], str] = field(default_factory=dict)
     read_cases: Callable[[str, int], Cases | None] = lambda *_: None
 
     @property

@@ -30,6 +30,7 @@ from .trial_records import (
     read_crossed,
     read_lag,
     read_rounds,
+    read_stop,
     require_recorded,
     stream_measurements,
 )
@@ -153,6 +154,11 @@ def read_summary(path: Path) -> RunSummary:
         lag=_collect_rows(trials, read_lag, "updates", "remaining"),
         traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
         environment=machine,
+        stopped={
+            (trial.method, trial.seed): reason
+            for trial, done in zip(trials, rounds, strict=True)
+            if (reason := read_stop(trial.folder, len(done)))
+        },
         notices=read_notices(path),
         read_cases=lambda method, seed: read_cases(trial_folder(path, method, seed)),
     )

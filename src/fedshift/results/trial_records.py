@@ -23,6 +23,8 @@ CROSSED = {"loaded": "cross_site.json", "trained": "cross_site-trained.json"}
 """Files of a trial with measurements of each client's model on every client's test data, by moment, if requested."""
 LAG = "statistics.json"
 """File of a trial with measurements at the reported round with BatchNorm statistics estimated anew, if they may lag."""
+STOPPED = "stopped.json"
+"""File of a trial that ended before the last planned round: its round, and why."""
 FORMAT = 6
 """Format of checkpoints."""
 ENTRY = "fedshift"
@@ -79,6 +81,17 @@ def read_lag(folder: Path) -> list[Row]:
     found = read_checked(folder / LAG, "remove it: only the notice about BatchNorm statistics needs it")
     shared = {name: found[name] for name in ("round", "updates", "remaining")}
     return [{**row, **shared} for row in found["rows"]]
+
+
+def read_stop(folder: Path, done: int) -> str:
+    """Return why the trial in ``folder`` ended after ``done`` rounds, before the last planned one; empty if it did not.
+
+    Raises :class:`FedshiftError` if the file is damaged.
+    """
+    if not (folder / STOPPED).exists():
+        return ""
+    found = read_checked(folder / STOPPED, "remove it: the trial then goes on")
+    return str(found["reason"]) if found["round"] == done else ""  # of a round that a crash undid, it does not hold
 
 
 def require_recorded(folder: Path, rounds: Sequence[Row], saved: int) -> None:
