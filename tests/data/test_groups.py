@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fedshift.config.spec import DataSpec
+from fedshift.data.groups import find_groups
 from fedshift.data.partition import _cut_groups
 from fedshift.data.sources import apply_splits, load_source, write_assignment
+from fedshift.diagnosis.quality import examine
 from fedshift.utils.errors import UsageError
 
 READING = {"client_column": "site", "target": "ill", "groups": "patient", "scaling": "none"}
@@ -132,3 +135,26 @@ def test_a_group_with_few_samples_is_moved_to_a_poor_client():
     made = prepare(split="dirichlet(clients=12, alpha=0.05, minimum=3)")
     assert min(len(client.train) for client in made.clients) >= 3
     assert holds_whole(made, ("train",), complete=False)
+
+
+def test_files_name_their_subjects_as_bids_does():
+    files = ["a/sub-01/anat/sub-01_T1w.nii.gz", "a/sub-01/anat/sub-01_T2w.nii.gz", "a/train/x_sub-2.png"]
+    assert find_groups(None, files).tolist() == ["sub-01", "sub-01", "sub-2"]
+    assert not len(find_groups(None, [*files, "a/train/other.png"]))
+    assert not len(find_groups(None, ["a/subtle-01.png"]))
+
+
+def test_subjects_on_two_sides_are_an_error_of_the_data_and_not_of_reading(tmp_path):
+    rng = np.random.default_rng(0)
+    for part, subjects in (("train", "aabbcc"), ("test", "cddee")):
+        for number, subject in enumerate(subjects):
+            folder = tmp_path / "site" / part / str(number % 2)
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 256, (6, 6), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"sub-{subject}_{number}.png")
+    data = load_source(str(tmp_path), DataSpec())
+    assert any("5 groups; --groups names others" in notice for notice in data.notices)
+    (fault,) = (finding for finding in examine(data).findings if finding.kind == "groups")
+    assert fault.text.endswith("1 of 3 of site.")
+    with pytest.raises(UsageError, match="group 'c' of client 'site' is on two sides, train and test"):
+        load_source(str(tmp_path), DataSpec(groups="sub-{group}_*.png"))

@@ -468,3 +468,32 @@ def test_masks_without_foreground_are_noted_and_pixels_counted():
     assert (note.kind, note.severity, note.samples) == ("empty-mask", "note", 1)
     assert note.text == "Masks of nothing but background: ann (train) 1 of 5."
     assert str(note.examples[0][0]) == "ann train row 4"
+
+
+def test_groups_on_two_sides_are_found_at_one_client_and_across_clients(arrays):
+    data = federation(arrays)
+    assert not found(data)
+    numbers = {"ann": (range(40), range(100, 130)), "bob": (range(200, 240), [*range(300, 328), 5, 5])}
+
+    def give_groups(client, side, shift=0):
+        own = numbers[client.name]
+        splits = {"train": own[0], "test": own[1]}
+        made = {
+            name: Samples(x=split.x, y=split.y, group=torch.tensor(list(splits[name])) + (name == side) * shift)
+            for name, split in client.splits.items()
+        }
+        return client.with_splits(made)
+
+    across = found(replace(data, clients=tuple(give_groups(each, "") for each in data.clients)))["groups"]
+    assert (across.severity, across.samples, across.clients) == ("error", 2, ("bob",))
+    assert across.text == "Groups with test samples also have samples for train, at any client: 1 of 29 of bob."
+    within = found(replace(data, clients=tuple(give_groups(each, "test", -100) for each in data.clients)))["groups"]
+    assert within.text.endswith("30 of 30 of ann, 28 of 29 of bob.")
+    pooled = iid(clients=2, test="same")(replace(data, clients=tuple(give_groups(each, "") for each in data.clients)))
+    assert "groups" in found(pooled)
+
+
+def test_a_column_that_seems_to_name_groups_is_found(vectors):
+    columns = (Column(name="Patient_ID", categories=None), *(Column(name=f"f{n}", categories=None) for n in range(39)))
+    kinds = found(replace(federation(vectors), columns=columns))
+    assert kinds["group-column"].text == "Columns that seem to name groups are features: 'Patient_ID'."

@@ -6,7 +6,7 @@ each class or, with groups (for example, all samples of one patient), whole grou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -33,6 +33,9 @@ from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
 from .scan import LEFT_OUT, SPLITS, UNSAID, Part, Reader, Scan, Sides
 from .stores import LazyStore
+
+GROUPED = "files of one subject (sub-XX in names, or DICOM's PatientID) stay together, {} groups; --groups names others"
+"""Notice of groups that nobody asked for."""
 
 
 def read_source(source: object, reading: ReadOptions) -> Federation:
@@ -78,11 +81,13 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     loaded = reader.load(scan, reading, assign)
     if loaded.left_out:
         sides = [assign(part, loaded.left_out) for part in scan.parts]
-    _refuse_cut_groups(scan, sides)
+    if reading.groups is not None:
+        _refuse_cut_groups(scan, sides)
+    numbers, grouped = _number_groups(scan.parts)
     clients: dict[str, dict[str, Samples]] = {}
     scalings, decodings = loaded.normalizations or repeat(HALF), loaded.decodings or repeat(ARRAY)
-    for part, side, store, scaling in zip(scan.parts, sides, loaded.stores, scalings, strict=False):
-        clients[part.client] = clients.get(part.client, {}) | _take_splits(part, side, store, scaling)
+    for part, side, store, scaling, group in zip(scan.parts, sides, loaded.stores, scalings, numbers, strict=False):
+        clients[part.client] = clients.get(part.client, {}) | _take_splits(part, side, store, scaling, group)
     _require_both(scan, sides, clients)
     decoded = {part.client: (part.files, how) for part, how in zip(scan.parts, decodings, strict=False)}
     made = tuple(
@@ -101,7 +106,12 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         classes=classes,
         note=scan.note.format(samples=samples, clients=len(made)),
         class_names=scan.class_names,
-        notices=(*_describe_stores(made), *scan.notices, *loaded.notices),
+        notices=(
+            *_describe_stores(made),
+            *scan.notices,
+            *loaded.notices,
+            *([GROUPED.format(grouped)] if grouped and reading.groups is None else []),
+        ),
         faults=(*scan.faults, *loaded.faults),
         columns=loaded.columns,
         task=task,
@@ -176,10 +186,22 @@ def draw_groups(group: NDArray[np.generic], fraction: float, rng: np.random.Gene
     return np.isin(group, names[taken])
 
 
-def _take_splits(part: Part, side: Sides, store: Tensor | LazyStore, scaling: Scaling) -> dict[str, Samples]:
-    """Return the samples of each split of ``part``, as rows of its store."""
+def _number_groups(parts: Sequence[Part]) -> tuple[list[Tensor | None], int]:
+    """Return the number of each sample's group by part, which different clients never share, and how many there are."""
+    known: dict[tuple[str, str], int] = {}
+    numbers: list[Tensor | None] = []
+    for part in parts:
+        names, place_N = np.unique(part.group, return_inverse=True)
+        number_G = np.array([known.setdefault((part.client, name), len(known)) for name in names.tolist()], np.int64)
+        numbers.append(torch.from_numpy(number_G[place_N]) if len(part.group) else None)
+    return numbers, len(known)
+
+
+def _take_splits(
+    part: Part, side: Sides, store: Tensor | LazyStore, scaling: Scaling, groups: Tensor | None
+) -> dict[str, Samples]:
+    """Return the samples of each split of ``part``, as rows of its store, with their ``groups`` ``[N]``."""
     made = {}
-    groups = torch.from_numpy(np.unique(part.group, return_inverse=True)[1]) if len(part.group) else None
     for place, split in enumerate(SPLITS):
         at = np.flatnonzero(side == place)
         if len(at) == len(part.rows) == len(store) and (part.rows == np.arange(len(store))).all():

@@ -83,10 +83,14 @@ class ClientData:
         y: Tensor,
         rows: Mapping[str, NDArray[np.int64]],
         files: tuple[str, ...] = (),
+        group: Tensor | None = None,
     ) -> ClientData:
-        """Return a client whose splits are ``rows``, by split name, of one array ``x`` with labels ``y``."""
+        """Return a client whose splits are ``rows``, by split name, of one array ``x`` with labels ``y`` and groups."""
         parts = {part: torch.from_numpy(index) for part, index in rows.items() if len(index) or part != "validation"}
-        splits = {part: Samples(x=x, y=y[index], rows=index) for part, index in parts.items()}
+        splits = {
+            part: Samples(x=x, y=y[index], rows=index, group=None if group is None else group[index])
+            for part, index in parts.items()
+        }
         return cls.from_splits(name, splits, files)
 
     def normalize(self) -> ClientData:

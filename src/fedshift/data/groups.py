@@ -1,4 +1,9 @@
-"""Groups of files that stay together (such as the images of one patient), by their paths or by a table."""
+"""Groups of samples that stay together, such as the images of one patient.
+
+They are named by files' paths or a table, and where nothing is said, by the subject in names as BIDS has them,
+``sub-01_T1w.nii.gz`` (Gorgolewski et al. 2016, "The brain imaging data structure", Scientific Data 3). Samples keep
+numbers of groups, never names.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +12,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..utils.errors import Ref, UsageError
 from .formats import read_csv
 
 MARK = "{group}"
 """What stands for the group in a pattern."""
+SUBJECT = re.compile(r"(?:^|[/_])(sub-[A-Za-z0-9]+)(?=[/_.]|$)")
+"""A subject in the name or path of a file."""
 
 
 def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
-    """Return the group of each of ``files``, paths below the directory of the clients; empty without ``groups``.
+    """Return the group of each of ``files``, paths below the directory of the clients; empty if there are none.
 
-    ``groups`` is a pattern such as ``{group}_*.png``, in which ``*`` stands for anything: of the file's name or, if it
-    contains ``/``, of its path. Or it is a ``.csv`` file with columns ``file`` (a path or a name) and ``group``. Raises
-    :class:`UsageError` naming a file without a group.
+    Without ``groups``, it is the subject, if each file names one.
+
+    Otherwise ``groups`` is a pattern such as ``{group}_*.png``, in which ``*`` stands for anything: of the file's name
+    or, if it contains ``/``, of its path. Or it is a ``.csv`` file with columns ``file`` (a path or a name) and
+    ``group``. Raises :class:`UsageError` naming a file without a group.
     """
     if groups is None:
-        return np.empty(0, np.str_)
+        subjects = [match[1] for match in map(SUBJECT.search, files) if match]
+        return np.array(subjects if len(subjects) == len(files) else [], np.str_)
     if groups.lower().endswith(".csv"):
         rows = read_csv(Path(groups), "a table of files and groups", dict)
         if rows and not {"file", "group"} <= rows[0].keys():
@@ -45,3 +57,10 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
     if "" in found:
         raise UsageError(f"{{}} gives {files[found.index('')]} no group: give each file one", Ref(groups=groups))
     return np.array(found)
+
+
+def number_groups(names: Sequence[str]) -> Tensor:
+    """Return a number for each name, int64 ``[N]``, equal for equal ones; each empty name has its own, below 0."""
+    array = np.array(names, np.str_)
+    numbers = np.unique(array, return_inverse=True)[1].astype(np.int64)
+    return torch.from_numpy(np.where(array == "", -1 - np.arange(len(array)), numbers))

@@ -40,7 +40,8 @@ class Samples:
     task: a class (int64 ``[N]``), a mask (uint8 ``[N, H, W]``), or numbers.
     ``rows`` (int64 ``[N]``): indices of these samples in ``x`` if splits share one array; None: all, in order.
     ``normalization``: scaling of uint8 images when a batch is taken, or how a table's rows were scaled.
-    ``group`` (int64 ``[N]``): number of each sample's group (such as a patient), which no split divides; None: none.
+    ``group`` (int64 ``[N]``): number of each sample's group (such as a patient), which no split divides, equal only for
+    samples of one group in all of a federation; below 0: of a group that only this split has; None: no groups.
     """
 
     def __init__(
@@ -331,14 +332,18 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
 
 
 def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
-    """Return the groups of all ``parts``, of which two never have the same one; None: no part has groups."""
+    """Return the groups of all ``parts``; None if no part has any. Groups of one part alone are numbered below 0."""
     if all(part.group is None for part in parts):
         return None
-    units, start = [], 0
+    numbers, start = [], -1
     for part in parts:
-        units.append(part.units + start)
-        start += int(part.units.max()) + 1
-    return torch.cat(units)
+        alone = torch.ones(len(part), dtype=torch.bool) if part.group is None else part.group < 0
+        own = start - torch.unique(part.units[alone], return_inverse=True)[1]
+        start -= len(torch.unique(own))
+        number = own.new_zeros(len(part)) if part.group is None else part.group.clone()
+        number[alone] = own
+        numbers.append(number)
+    return torch.cat(numbers)
 
 
 def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | None]:

@@ -11,6 +11,7 @@ test or validation set that several clients share as a whole counts once.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ FEW = 30
 LARGE, APART = 1e4, 100.0
 """A feature counts as not scaled with values beyond the first, or standard deviations this many times apart."""
 
+GROUP_COLUMN = re.compile(r"(patient|subject|person|case|lesion|participant)([ _-]?(id|number|name))?", re.IGNORECASE)
+"""Name of a column that seems to name groups."""
+
 _Z = 1.959964
 _DOUBT = " Samples of so few numbers can be equal by chance: check whether they are the same one."
 
@@ -61,6 +65,16 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
         "warning",
         "Remove them from the training data: otherwise validation favors what was memorized.",
     ),
+    "groups": (
+        "error",
+        "Move all samples of a group (patient, lesion, series) to one side, or remove those for training: results on "
+        "test data are too good where the model knows the patient.",
+    ),
+    "groups-validation": (
+        "warning",
+        "Move all samples of a group to one side: otherwise validation favors known groups.",
+    ),
+    "group-column": ("warning", "Name it (--groups COLUMN), so that its rows stay on one side and are no feature."),
     "conflict": ("error", "Correct the labels, or remove these samples."),
     "repeats": ("warning", "Keep one of each, unless they are meant to weigh more."),
     "shared": ("warning", "Give each sample to one client, unless clients are meant to overlap."),
@@ -312,6 +326,31 @@ def judge_names(data: Federation) -> Iterator[QualityFinding]:
     if twice:
         text = f"Classes whose names differ only in blanks and capitals: {join_some(twice, '; ')}."
         yield _make_finding("class-names", text)
+
+
+def judge_groups(data: Federation) -> Iterator[QualityFinding]:
+    """Find groups with samples on two sides of a split, of one client or of several, and columns that name groups."""
+    held = {
+        (client.name, split): samples.group.cpu().numpy()
+        for client in data.clients
+        for split, samples in client.splits.items()
+        if samples.group is not None
+    }
+    splits = {split for _, split in held}
+    for side, sides in (("test", ("train", "validation")), ("validation", ("train",))):
+        earlier = [split for split in sides if split in splits]
+        known = np.unique(np.concatenate([np.empty(0, np.int64), *(g for (_, of), g in held.items() if of in earlier)]))
+        shares, samples = {}, 0
+        for client, own_N in ((client, own_N) for (client, of), own_N in held.items() if of == side):
+            cut_N = np.isin(own_N, known) & (own_N >= 0)
+            if cut_N.any():
+                cut, groups = len(np.unique(own_N[cut_N])), len(np.unique(own_N))
+                shares[client], samples = f"{cut:,} of {groups:,} of {client}", samples + int(cut_N.sum())
+        what = f"Groups with {side} samples also have samples for {' or '.join(earlier)}, at any client"
+        yield from _list_places("groups" if side == "test" else "groups-validation", what, shares, samples=samples)
+    named = [repr(column.name) for column in data.columns if GROUP_COLUMN.fullmatch(column.name.strip())]
+    if named and not held:
+        yield _make_finding("group-column", f"Columns that seem to name groups are features: {join_some(named)}.")
 
 
 def judge_classes(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:

@@ -17,6 +17,7 @@ from .faults import (
     judge_constant,
     judge_duplicates,
     judge_form,
+    judge_groups,
     judge_labels,
     judge_names,
     judge_reading,
@@ -78,6 +79,7 @@ def examine(data: Federation) -> Quality:
         *judge_constant(surveys, names),
         *judge_scale(surveys, names),
         *judge_names(data),
+        *judge_groups(data),
         *(judge_classes(data, surveys) if classified else judge_targets(data, surveys)),
         *(judge_test_sizes(surveys) if classified else ()),
     ]
@@ -113,7 +115,8 @@ def find_errors(data: Federation) -> tuple[str, ...]:
         return {"errors": [finding.text for finding in found if finding.severity == "error"]}
 
     copies = [] if data.lazy else cached_measurement("checks.json", data.fingerprint, find_copies)["errors"]
-    return (*(finding.text for finding in (*judge_reading(data), *judge_names(data))), *copies)
+    found = (*judge_reading(data), *judge_names(data), *judge_groups(data))
+    return (*(finding.text for finding in found if finding.severity == "error"), *copies)
 
 
 def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | None) -> tuple[str, ...]:

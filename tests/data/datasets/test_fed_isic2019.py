@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from fedshift.data.datasets.dermoscopy import fed_isic2019
+from fedshift.diagnosis.faults import judge_groups
 from fedshift.utils.errors import UsageError
 
 CENTERS = ("bcn", "vidir_molemax", "vidir_modern", "rosendahl", "msk", "vienna_dias")
@@ -174,3 +175,10 @@ if (DATA / "fed_isic2019_ham").is_dir():
             with np.load(DATA / "fed_isic2019_ham" / f"{client.name}.npz") as arrays:
                 left.append(sum(lesion not in tested for lesion in arrays["lesion_train"].tolist()))
         assert [len(client.train) for client in clean.clients] == left == [3160, 2110, 1529, 285]
+        (fault,) = judge_groups(data)  # 693 lesions are on both sides of one center, 4 of two
+        assert fault.text.endswith(
+            "1 of 791 of vidir_molemax, 437 of 569 of vidir_modern, 213 of 424 of rosendahl, 46 of 79 of vienna_dias."
+        )
+        assert not list(judge_groups(clean))
+        both = (np.intersect1d(client.train.group, client.test.group) for client in data.clients)
+        assert sum(map(len, both)) == 434 + 213 + 46

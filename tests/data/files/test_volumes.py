@@ -317,3 +317,22 @@ def test_a_volume_that_changes_while_it_is_used_ends_the_run_with_its_name(root)
     (root / "a" / "train" / "images" / "q.nii.gz").write_bytes(b"")
     with pytest.raises(FedshiftError, match=r"q\.nii\.gz is no NIfTI file, or is cut short: give a file that is whole"):
         train.inputs(torch.tensor([1]))
+
+
+def test_images_of_one_dicom_patient_stay_together(tmp_path):
+    for number in range(12):
+        x, y = draw(str(number), (7, 8))
+        folder = tmp_path / "slices" / "d"
+        patient = {"PatientID": f"patient {number // 2}"} if number else {"PatientID": "patient 0 "}
+        write_dicom(folder / "images" / f"{number}.dcm", x.astype(np.uint16), **patient)
+        write_dicom(folder / "masks" / f"{number}.dcm", y)
+    data = read_folder(tmp_path / "slices")
+    (client,) = data.clients
+    order = [int(file.split("/")[-1].removesuffix(".dcm")) // 2 for file in client.files]
+    sides = [{order[row] for row in split.rows.tolist()} for split in client.splits.values()]
+    assert not sides[0] & sides[1]
+    assert all(
+        torch.unique(split.group, return_counts=True)[1].unique().tolist() == [2] for split in client.splits.values()
+    )
+    assert any("6 groups" in notice for notice in data.notices)
+    assert "patient 3" not in repr(data)

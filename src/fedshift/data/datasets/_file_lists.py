@@ -175,7 +175,8 @@ def read_listed(
 ) -> Federation:
     """Return clients with uint8 images ``[N, 3, H, W]``; raise :class:`UsageError` for missing or damaged files.
 
-    ``size``: the side of a square, or height and width, in pixels.
+    ``clients``: tables with the columns path, label and part, and group if groups are known. ``size``: the side of a
+    square, or height and width, in pixels.
     """
     data = []
     for client, listed in clients.items():
@@ -185,7 +186,8 @@ def read_listed(
         if lacking:
             raise UsageError(f"client {client!r} has no image for {lacking[0]} under {root}: get its files again")
         y = torch.tensor(listed["label"].to_numpy())
-        data.append(ClientData.from_rows(client, torch.from_numpy(pixels), y, rows))
+        group = torch.tensor(listed["group"].to_numpy()) if "group" in listed else None
+        data.append(ClientData.from_rows(client, torch.from_numpy(pixels), y, rows, group=group))
     return Federation(
         name=name, clients=tuple(data), classes=len(class_names), note=note, class_names=tuple(class_names)
     )

@@ -20,6 +20,7 @@ from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..files.read_options import Progress
 from ..formats import read_csv, read_npz
+from ..groups import number_groups
 from ..partition import split_stratified
 from ..preparation import IMAGENET
 from ..samples import Samples
@@ -128,6 +129,8 @@ def ham10000(
     tested = _draw_ham_test(images, by_lesion, test_fraction, seed)
     images["part"] = np.where(tested, "test", "train")
     images["client"] = images["site"] if by == "site" else "ham10000"
+    if by_lesion:
+        images["group"] = number_groups(images["lesion"].fillna("").tolist()).numpy()
     images = images.sort_values("part", ascending=False, kind="stable")
     clients = {name: images[images["client"] == name] for name in sorted(set(images["client"]))}
     note = f"HAM10000, {'lesions' if by_lesion else 'images'} split at random, {test_fraction:g} for testing"
@@ -147,7 +150,7 @@ def fed_isic2019(
     arXiv:2210.04620; 23,247 images of eight classes. FLamby's list gives each image's center, and whether it is for
     training or testing. Both sides share lesions that were photographed more than once: in HAM10000's four sources,
     434, 213 and 46 lesions are on both sides of vidir_modern, rosendahl and vienna_dias, and 9 lesions are in two
-    sources.
+    sources. Where lesions are known, they are groups of images, and ``fedshift data check`` finds those on both sides.
 
     FLamby's images have 224 pixels on the shorter side after its resizing and color constancy; here they are resized to
     squares. Pixels are normalized with ImageNet's mean and standard deviation, as in FLamby.
@@ -172,6 +175,7 @@ def fed_isic2019(
     note = f"Fed-ISIC2019, FLamby's split{cleaned}"
     if isinstance(found, dict):
         images, pixels = _read_compact(found, "y")
+        images["group"] = number_groups(images["lesion"].fillna("").tolist()).numpy()
         images = _drop_tested_lesions(images) if clean else images
         federation = _make_federation(
             "fed-isic2019", pixels, {site: images[images["site"] == site] for site in found}, _ISIC_CLASSES, note, size
@@ -210,7 +214,9 @@ def _make_federation(
     """Return the federation of clients whose images are the rows of ``x`` given by the index of their tables."""
 
     def select(own: pd.DataFrame) -> Samples:
-        return Samples(x=x, y=torch.tensor(own["label"].to_numpy()), rows=torch.tensor(own.index.to_numpy()))
+        label, rows = torch.tensor(own["label"].to_numpy()), torch.tensor(own.index.to_numpy())
+        group = torch.tensor(own["group"].to_numpy()) if "group" in own else None
+        return Samples(x=x, y=label, rows=rows, group=group)
 
     data = tuple(
         ClientData.from_splits(client, {part: select(own[own["part"] == part]) for part in ("train", "test")})
@@ -258,8 +264,10 @@ def _read_ham_table(found: _Published) -> pd.DataFrame:
 
 def _list_isic_images(found: _Published, clean: bool) -> dict[str, pd.DataFrame]:
     images = pd.DataFrame(read_csv(found.table, "FLamby's list", _read_isic_row), columns=[*LISTED, "center"])
-    if clean:
-        images = _drop_tested_lesions(images.assign(lesion=images["path"].map(_read_lesions(found.table.parent))))
+    if clean or _find_lesion_tables(found.table.parent):
+        images["lesion"] = images["path"].map(_read_lesions(found.table.parent))
+        images["group"] = number_groups(images["lesion"].fillna("").tolist()).numpy()
+    images = _drop_tested_lesions(images) if clean else images
     return {center: images[images["center"] == center] for center in _CENTERS}
 
 
@@ -270,16 +278,22 @@ def _read_isic_row(row: dict[str, str]) -> tuple[str, int, str, str]:
     return f"{row['image']}.jpg", label, part, _CENTERS[int(row["center"])]
 
 
+def _find_lesion_tables(folder: Path) -> tuple[Path, Path] | None:
+    """Return the tables of ISIC 2019 and of HAM10000 that name lesions, or None unless both are there."""
+    ham, isic = _find_file(folder, _HAM_METADATA), folder / _ISIC_METADATA
+    return None if ham is None or not isic.is_file() else (isic, ham)
+
+
 def _read_lesions(folder: Path) -> dict[str, str]:
     """Return the lesion of each image file whose source names it."""
-    ham, isic = _find_file(folder, _HAM_METADATA), folder / _ISIC_METADATA
-    if ham is None or not isic.is_file():
+    tables = _find_lesion_tables(folder)
+    if tables is None:
         raise UsageError(
             f"clean=True needs HAM10000_metadata and {_ISIC_METADATA} in {folder}, which name the lesions: get them "
             "from https://doi.org/10.7910/DVN/DBW86T and https://challenge.isic-archive.com/data/#2019"
         )
     lesions: dict[str, str] = {}
-    for file, image in ((isic, "image"), (ham, "image_id")):
+    for file, image in zip(tables, ("image", "image_id"), strict=True):
         rows = read_csv(file, "a table of images", itemgetter(image, "lesion_id"))
         lesions |= {f"{name}.jpg": lesion for name, lesion in rows if lesion}
     return lesions

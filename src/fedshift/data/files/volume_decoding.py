@@ -19,7 +19,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -62,6 +62,7 @@ class VolumeHeader:
         spacing: Millimeters between neighbors along these axes; empty if the file does not specify it.
         axes: Directions of the file's own axes, such as ``RAS`` (right, anterior, superior), if known.
         affine: Transform of the file's voxels to millimeters, ``[4, 4]``; None: unknown.
+        patient: DICOM's PatientID, in memory alone; empty if the file does not say it.
 
     """
 
@@ -70,6 +71,7 @@ class VolumeHeader:
     spacing: tuple[float, ...] = ()
     axes: str = ""
     affine: tuple[tuple[float, ...], ...] | None = None
+    patient: str = field(default="", repr=False)
 
 
 def is_volume(name: str) -> bool:
@@ -240,7 +242,8 @@ def _describe_dicom(found: Any) -> VolumeHeader:
     spacing = (*between, *steps) if len(steps) == 2 and all(step > 0 for step in (*between, *steps)) else ()
     sides = [float(cosine) for cosine in found.get("ImageOrientationPatient") or ()]
     codes = "" if len(sides) != 6 else "".join(_point(sides[at : at + 3]) for at in (0, 3))
-    return VolumeHeader(shape=shape, channels=channels, spacing=spacing, axes=codes)
+    patient = str(found.get("PatientID") or "").strip()
+    return VolumeHeader(shape=shape, channels=channels, spacing=spacing, axes=codes, patient=patient)
 
 
 def _point(cosines: list[float]) -> str:

@@ -32,7 +32,7 @@ from ..files.image_decoding import SUFFIXES, Header
 from ..files.image_store import ImageFile, ImageStore
 from ..files.read_options import ReadOptions
 from ..groups import find_groups
-from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, choose_clients
+from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, choose_clients
 
 holds = "images in class folders"
 options = frozenset({"test_fraction", "image_size", "groups"})
@@ -147,14 +147,29 @@ def list_clients(
     return files, notices
 
 
-def make_part(client: str, files: Sequence[ImageFile], y: Tensor, source: Any, reading: ReadOptions) -> Part:
-    """Return a client's images with their targets; without a test folder, those for training are to be divided."""
+def make_part(
+    client: str,
+    files: Sequence[ImageFile],
+    y: Tensor,
+    source: Any,
+    reading: ReadOptions,
+    patients: Sequence[str] = (),
+) -> Part:
+    """Return a client's images with their targets; without a test folder, those for training are to be divided.
+
+    ``patients``: patient of each file, by its content, which names its group where nothing else does.
+    """
     names = tuple(file.path for file in files)
     train = SPLITS.index("train") if any(file.part == "test" for file in files) else UNSAID
     sides = {"": train, "train": train, **{split: SPLITS.index(split) for split in SPLITS[1:]}}
+    group = find_groups(reading.groups, names)
+    if not len(group) and all(patients):
+        group = np.array(patients, np.str_)
+    if reading.groups is None and len(set(group.tolist())) < 2:  # names that tell nothing apart
+        group = UNGROUPED
     return Part(
         client=client, where=f"client {client!r}", y=y, side=np.array([sides[file.part] for file in files], np.int8),
-        rows=np.arange(len(files)), files=names, group=find_groups(reading.groups, names), source=source,
+        rows=np.arange(len(files)), files=names, group=group, source=source,
     )  # fmt: skip
 
 
@@ -174,7 +189,7 @@ def inspect_images(
     for name, own in clients.items():
         fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
         choices = (asked, fraction)  # and groups: what is for training decides how gray is scaled
-        groups = () if reading.groups is None else find_groups(reading.groups, [file.path for file in own]).tolist()
+        groups = find_groups(reading.groups, [file.path for file in own]).tolist()
         entry = image_store.cache_entry(reading.cache_directory, path, own, name, *choices, *groups)
         if (store := image_store.load_store(entry)) is None:
             headers, broken = image_store.inspect_all(path, own, f"headers of {name}", reading.progress)

@@ -91,7 +91,8 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     parts, faults = [], []
     for name, own in pairs.items():
         targets = torch.from_numpy(y[name] if classes else (y[name] > 0).astype(np.uint8))
-        parts.append(make_part(name, [image for image, _ in own], targets, places[name], reading))
+        patients = [headers[image.path].patient if image.path in headers else "" for image, _ in own]
+        parts.append(make_part(name, [image for image, _ in own], targets, places[name], reading, patients))
         notices += pairing.list_empty(name, own, held[name], left_out, classes)
         if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
             faults.append(folders.describe_broken(name, lost, 2 * len(own)))
