@@ -319,11 +319,11 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"loss": 3}, "loss=3 is not a loss: give a text such as 'cross_entropy'"),
         ({"loss": nn.MSELoss}, "loss MSELoss ("),
         ({"optimizer": 3}, "optimizer=3 is unknown: allowed are sgd and adamw"),
-        ({"optimizer": torch.optim.RMSprop}, "optimizer=RMSprop is unknown"),
+        ({"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS evaluates the loss"),
         ({"optimizer": fedshift.SGD(lr=0.1), "lr": 0.2}, "lr beside optimizer=SGD(lr=0.1"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr": 0.2}, "lr beside optimizer=SGD(lr=0.1"),
         ({"optimizer": fedshift.SGD(lr=0.1), "schedule": "step(every=2)"}, "schedule beside optimizer=SGD(lr=0.1"),
-        ({"schedule": 3}, "schedule=3 is not a schedule: give a text such as 'cosine(floor=0.1)', or fedshift.Cosine"),
+        ({"schedule": 3}, "schedule=3 is not a schedule: give a text such as 'cosine(floor=0.1)', fedshift.Cosine"),
         (
             {"augment": lambda x, rng: x[:1]},
             "made torch.float32 [1, 3, 8, 8] of torch.float32 [2, 3, 8, 8]: return images",

@@ -29,6 +29,7 @@ OTHER = {
     "newcomers": "cleo", "unseen": "average",
     "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
     "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "target_metric": 0.9,
+    "patience": 3, "min_delta": 0.01,
     "log": "tensorboard,wandb",
 }  # fmt: skip
 """A value for every setting that both commands have, other than its default."""
@@ -164,7 +165,8 @@ BAD = {
     "on_data_error": "stop", "client_column": "site", "task": "classify", "target": "y", "split_column": "part",
     "groups": "nobody", "missing": "drop", "scaling": "all", "rounds": 0, "participation": 1.5, "engine": "fast",
     "workers": 0, "precision": "float8", "device": "tpu", "unseen": "none", "evaluate_every": 0, "metric": "f2",
-    "select": "bets", "target_metric": 0, "model": "small-cn", "weights": "none.pt", "weights_skip_classifier": True,
+    "select": "bets", "target_metric": 0, "patience": 0, "min_delta": -0.1,
+    "model": "small-cn", "weights": "none.pt", "weights_skip_classifier": True,
     "loss": "focl", "epochs": 0, "batches": 0, "steps": 0, "lr": -1, "log": "paper", "augment": "flp()",
     "batch_size": -1, "optimizer": "adam", "schedule": "cosin", "newcomers": "zoe", "seeds": "3..a", "threads": 0,
     "moments": "later", "methods": "fedbm",

@@ -86,7 +86,7 @@ def _describe_methods(summary: RunSummary) -> Iterator[tuple[str, str, str, str]
         rounds = ", ".join(str(done.get(seed, 0)) for seed in summary.seeds)
         last = macro[macro.index.get_level_values("method") == method].groupby("seed").tail(1)
         number = last.index.get_level_values("round")
-        ended = (number == summary.rounds) | last.index.droplevel("round").isin(summary.stopped)
+        ended = (number == summary.rounds) | last.index.droplevel(2).isin(summary.stopped)
         finished, others = last[ended], last[~ended]
         mean = f"{summary.scale * finished.mean():.2f}" if len(finished) else MISSING
         unfinished = f"{summary.scale * others.iloc[-1]:.2f} in round {others.index[-1][2]}" if len(others) else MISSING
