@@ -138,14 +138,14 @@ def compare_several(jobs: int) -> str:
 def resume(method: str) -> str:
     """Return the digest of three rounds of ``method`` that were stopped after the first and continued."""
 
-    class Stop(fedshift.Observer):
+    class Stop(fedshift.Callback):
         def round(self, outcome: Any) -> None:
             raise KeyboardInterrupt
 
     given = {"rounds": 3, "batch_size": 8, "lr": 0.05, "model": network, "seeds": [3], "jobs": 1}
     with tempfile.TemporaryDirectory() as out:
         try:
-            fedshift.compare(method, data=draw_clients(), out=out, observer=Stop(), **given)
+            fedshift.compare(method, data=draw_clients(), out=out, callbacks=Stop(), **given)
         except KeyboardInterrupt:
             fedshift.compare(method, data=draw_clients(), out=out, resume=True, **given)
         return hash_run(Path(out))

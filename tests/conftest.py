@@ -25,8 +25,8 @@ from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.data.assembly import federation
 from fedshift.data.federation import Federation
 from fedshift.engines import ENGINES
+from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.factory import make_experiment
-from fedshift.experiments.observer import Observer
 from fedshift.utils.execution.workers import Workers
 
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -321,17 +321,17 @@ def make(tiny_folder: Path):
 
 @pytest.fixture
 def Listener():  # noqa: N802 - it is a class
-    """The observer that keeps notices and rounds, and calls ``when`` as each round is saved."""
+    """The callback that keeps notices and rounds, and calls ``when`` as each round is saved."""
 
-    class Listening(Observer):
+    class Listening(Callback):
         def __init__(self, when=lambda done: None):
             self.notices, self.rounds, self.when = [], [], when
 
-        def round(self, done):
+        def on_round_end(self, done):
             self.rounds.append(done)
             self.when(done)
 
-        def notice(self, text):
+        def on_notice(self, text):
             self.notices.append(text)
 
     return Listening

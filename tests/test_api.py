@@ -22,8 +22,8 @@ import fedshift
 from fedshift.api import comparison
 from fedshift.config.spec import CompareSpec
 from fedshift.evaluation.policy import parse_policies
+from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.compare_arguments import CompareArguments
-from fedshift.experiments.observer import Observer
 from fedshift.representations import compare_representations
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import RunDirectory
@@ -45,7 +45,7 @@ def test_every_argument_of_compare_has_its_line():
 def test_settings_of_compare_are_those_of_the_command_line():
     arguments, types = inspect.signature(fedshift.compare).parameters, get_type_hints(CompareSpec)
     beside = arguments.keys() - {each.name for each in dataclasses.fields(CompareSpec)}
-    assert beside == {"out", "resume", "jobs", "progress", "observer", "stop"}
+    assert beside == {"out", "resume", "jobs", "progress", "callbacks", "stop"}
     wider = set(inspect.get_annotations(CompareArguments)) - beside
     for each in dataclasses.fields(CompareSpec):
         given = arguments[each.name]
@@ -224,17 +224,17 @@ def test_a_temporary_directory_lives_as_long_as_the_result(tiny):
 
 
 def test_a_directory_of_ones_own_is_kept_and_resumed(tiny, tmp_path, assert_same):
-    class Rounds(Observer):
+    class Rounds(Callback):
         count = 0
 
-        def round(self, done):
+        def on_round_end(self, done):
             self.count += 1
 
     settings = {"data": tiny, "optimizer": fedshift.SGD(lr=0.01, momentum=0.9, keep=True), "batch_size": 8}
     fedshift.compare([fedshift.fedbn()], **settings, rounds=1, out=tmp_path / "run")
     gc.collect()
     watch = Rounds()
-    fedshift.compare([fedshift.fedbn()], **settings, rounds=3, out=tmp_path / "run", resume=True, observer=watch)
+    fedshift.compare([fedshift.fedbn()], **settings, rounds=3, out=tmp_path / "run", resume=True, callbacks=watch)
     assert watch.count == 2
     fedshift.compare([fedshift.fedbn()], **settings, rounds=3, out=str(tmp_path / "whole"))
     assert_same(tmp_path / "run", tmp_path / "whole")
@@ -342,7 +342,7 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"progress": "yes"}, "progress='yes': give True or False"),
         ({"jobs": 0}, "jobs=0: give a number of trials of 1 or more, or 'auto'"),
         ({"jobs": "all"}, "jobs='all': give a number of trials of 1 or more, or 'auto'"),
-        ({"observer": print}, "observer=<built-in function print>: give an Observer"),
+        ({"callbacks": 3}, "callbacks=3 is no callback: give a fedshift.Callback, a subclass, or a function"),
         ({"stop": True}, "stop=True: give an Event"),
     ],
 )
@@ -539,9 +539,9 @@ def test_records_and_scope_are_frames(compared):
         compared.scope("fedbm")
 
 
-def test_progress_is_shown_where_asked_and_reaches_the_observer_too(tiny, capsys, Listener):
+def test_progress_is_shown_where_asked_and_reaches_the_callback_too(tiny, capsys, Listener):
     listener = Listener()
-    fedshift.compare("fedbn", data=tiny, rounds=2, evaluate_every=1, batch_size=8, progress=True, observer=listener)
+    fedshift.compare("fedbn", data=tiny, rounds=2, evaluate_every=1, batch_size=8, progress=True, callbacks=[listener])
     said = capsys.readouterr().out
     assert "fedbn seed 0 round 2/2: loss " in said
     assert [done.round for done in listener.rounds] == [1, 2]
@@ -571,7 +571,7 @@ def test_what_was_done_before_an_interruption_is_kept_and_said(tiny, Listener):
 
     settings = {"data": tiny, "batch_size": 8, "evaluate_every": 1}
     with pytest.raises(KeyboardInterrupt) as stopped:
-        fedshift.compare("fedbn", **settings, rounds=4, observer=Listener(interrupt))
+        fedshift.compare("fedbn", **settings, rounds=4, callbacks=Listener(interrupt))
     (note,) = stopped.value.__notes__
     directory = re.match(r"Completed work is saved: compare\(\.\.\., resume='(.+?)'\) continues it, read_run\(", note)[
         1

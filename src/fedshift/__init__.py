@@ -71,7 +71,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         read_folder as read_folder,
     )
     from .data.federation import Federation as Federation
-    from .experiments.observer import Observer as Observer
+    from .experiments.callbacks import Callback as Callback
     from .export.loading import load as load
     from .methods.agc import agc as agc
     from .methods.apfl import apfl as apfl
@@ -153,7 +153,7 @@ _HOME = {
     "evaluation.policy": ("policy",),
     "data.digits": ("digits",),
     "data.nuclei": ("nuclei",),
-    "experiments.observer": ("Observer",),
+    "experiments.callbacks": ("Callback",),
     "data.arrays": ("LazyDataset",),
     "data.assembly": ("federation", "read_folder"),
     "data.federation": ("Federation",),

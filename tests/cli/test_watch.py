@@ -27,7 +27,7 @@ def test_the_page_of_a_run_follows_its_records(make, tmp_path, Listener, monkeyp
     stop, run = Event(), tmp_path / "run"
     seen = Listener(lambda _: len(seen.rounds) == 4 and stop.set())  # in the first round of the second method
     experiment = make(methods="fedavg,fedbn", evaluate_every=1)
-    experiment.run(run, observer=seen, stop=stop)
+    experiment.run(run, callback=seen, stop=stop)
     page = LivePage(run)
     said, text = state(page)
     assert said == "Stopped"

@@ -11,8 +11,8 @@ from rich.console import Console
 from fedshift.config.spec import CompareSpec
 from fedshift.console.progress import LiveDisplay, PlainLines, _format_duration
 from fedshift.console.terminal import show_progress
+from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.factory import make_experiment
-from fedshift.experiments.observer import Observer
 from fedshift.experiments.trial import RoundResult
 
 TESTED = {"split": "test", "model": "personal", "moment": "loaded"}
@@ -28,7 +28,7 @@ def experiment(tiny_folder):
 @pytest.mark.slow
 def test_plain_lines_are_one_for_each_evaluated_round(experiment, tmp_path):
     console = Console(file=io.StringIO(), width=60)
-    experiment.run(tmp_path / "run", observer=PlainLines(console))
+    experiment.run(tmp_path / "run", callback=PlainLines(console))
     lines = console.file.getvalue().splitlines()
     rounds = [line for line in lines if not line.startswith("note: ")]
     assert len(rounds) == 4
@@ -50,13 +50,13 @@ def test_the_accuracy_shown_is_the_macro_accuracy_of_the_personal_models(experim
     class Remembers(PlainLines):
         done: RoundResult
 
-        def round(self, done):
-            super().round(done)
+        def on_round_end(self, done):
+            super().on_round_end(done)
             self.done = done
 
     console = Console(file=io.StringIO(), width=200)
     watch = Remembers(console)
-    experiment.run(tmp_path / "run", observer=watch)
+    experiment.run(tmp_path / "run", callback=watch)
     tested = [row for row in watch.done.rows if (row["split"], row["model"]) == ("test", "personal")]
     macro = sum(100 * sum(row["hits"]) / row["samples"] for row in tested) / 3
     trained = [row for row in watch.done.rows if row["split"] == "train"]
@@ -72,9 +72,9 @@ def test_the_metric_of_the_tables_is_shown_of_the_clients_that_define_it(metric,
     console, screen = Console(file=io.StringIO(), width=200), terminal()
     with LiveDisplay(screen) as display:
         for watch in (PlainLines(console), display):
-            watch.begin(["m"], [0], 1, ["a", "b"], metric)
-            watch.trial("m", 0, 0)
-            watch.round(RoundResult(round=1, participants=("a", "b"), down=0, up=0, seconds=0.1, rows=rows))
+            watch.on_run_begin(["m"], [0], 1, ["a", "b"], metric)
+            watch.on_trial_begin("m", 0, 0)
+            watch.on_round_end(RoundResult(round=1, participants=("a", "b"), down=0, up=0, seconds=0.1, rows=rows))
         frame = terminal()
         frame.print(display.live.renderable)
     assert f"{said} % (a " in console.file.getvalue()
@@ -85,16 +85,16 @@ def test_the_metric_of_the_tables_is_shown_of_the_clients_that_define_it(metric,
 def test_names_are_shown_as_they_are(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     lines = PlainLines(console)
-    lines.begin(["m"], [0], 1, ["[red]"], "accuracy")
-    lines.trial("[bold]m", 0, 0)
-    lines.client("[red]", 0.5)
+    lines.on_run_begin(["m"], [0], 1, ["[red]"], "accuracy")
+    lines.on_trial_begin("[bold]m", 0, 0)
+    lines.on_client_end("[red]", 0.5)
     row = {"client": "[red]", **TESTED, "hits": [1, 0], "support": [1, 1], "samples": 2}
     others = [
         {**row, "model": "global", "hits": [2, 0]}, {**row, "split": "validation", "hits": [0, 0]},
         {**row, "moment": "trained", "hits": [0, 0]},
     ]  # fmt: skip
-    lines.round(RoundResult(round=1, participants=("[red]",), down=0, up=0, seconds=0.1, rows=[row, *others]))
-    lines.notice("[link]x")
+    lines.on_round_end(RoundResult(round=1, participants=("[red]",), down=0, up=0, seconds=0.1, rows=[row, *others]))
+    lines.on_notice("[link]x")
     assert (
         "[bold]m seed 0 round 1/1: loss 0.5000, accuracy 50.00 % ([red] 50.0), elapsed 0:00, left 0:00"
         in console.file.getvalue()
@@ -105,10 +105,10 @@ def test_names_are_shown_as_they_are(tmp_path):
 def test_a_round_in_which_nobody_has_a_model_yet_is_a_line_too():
     console = Console(file=io.StringIO(), width=200)
     lines = PlainLines(console)
-    lines.begin(["m"], [0], 2, ["a"], "accuracy")
-    lines.trial("m", 0, 0)
-    lines.client("a", 0.5)
-    lines.round(
+    lines.on_run_begin(["m"], [0], 2, ["a"], "accuracy")
+    lines.on_trial_begin("m", 0, 0)
+    lines.on_client_end("a", 0.5)
+    lines.on_round_end(
         RoundResult(
             round=1,
             participants=("a",),
@@ -125,13 +125,13 @@ def test_of_many_clients_a_line_says_the_mean_and_the_worst():
     console = Console(file=io.StringIO(), width=400)
     lines = PlainLines(console)
     names = [f"client{number}" for number in range(21)]
-    lines.begin(["m"], [0], 1, names, "accuracy")
-    lines.trial("m", 0, 0)
+    lines.on_run_begin(["m"], [0], 1, names, "accuracy")
+    lines.on_trial_begin("m", 0, 0)
     for name in names:
-        lines.client(name, 0.5)
+        lines.on_client_end(name, 0.5)
     tested = {**TESTED, "samples": 4, "support": [2, 2]}
     rows = [{**tested, "client": name, "hits": [2, 1 if number == 7 else 2]} for number, name in enumerate(names)]
-    lines.round(RoundResult(round=1, participants=tuple(names), down=0, up=0, seconds=0.1, rows=rows))
+    lines.on_round_end(RoundResult(round=1, participants=tuple(names), down=0, up=0, seconds=0.1, rows=rows))
     (said,) = console.file.getvalue().splitlines()
     assert said.startswith("m seed 0 round 1/1: loss 0.5000, accuracy 98.81 % (worst: client7 75.0), elapsed ")
 
@@ -144,7 +144,7 @@ def terminal():
 def test_the_live_display_shows_each_client_and_leaves_the_terminal_clean(experiment, tmp_path):
     console = terminal()
     with LiveDisplay(console) as display:
-        experiment.run(tmp_path / "run", observer=display)
+        experiment.run(tmp_path / "run", callback=display)
         frame = terminal()
         frame.print(display.live.renderable)
     shown = frame.file.getvalue()
@@ -176,15 +176,15 @@ def test_the_macro_metric_of_every_method_stays_on_the_screen():
         return RoundResult(round=round, participants=("0", "1"), down=0, up=0, seconds=0.1, rows=rows)
 
     with LiveDisplay(terminal()) as display:
-        display.begin(["[red]", "fedbn"], [0, 1], 4, ["0", "1"], "accuracy")
-        display.trial("[red]", 0, 4)
-        display.recorded(evaluated(4, 50, 60))  # of an earlier session
-        display.trial("fedbn", 0, 2)
-        display.recorded(evaluated(2, 10, 20))
-        display.round(done(4, 70, 81))
-        display.trial("[red]", 1, 0)
-        display.round(done(2, 30, 31))
-        display.trial("fedbn", 1, 0)
+        display.on_run_begin(["[red]", "fedbn"], [0, 1], 4, ["0", "1"], "accuracy")
+        display.on_trial_begin("[red]", 0, 4)
+        display.on_recorded(evaluated(4, 50, 60))  # of an earlier session
+        display.on_trial_begin("fedbn", 0, 2)
+        display.on_recorded(evaluated(2, 10, 20))
+        display.on_round_end(done(4, 70, 81))
+        display.on_trial_begin("[red]", 1, 0)
+        display.on_round_end(done(2, 30, 31))
+        display.on_trial_begin("fedbn", 1, 0)
         frame = terminal()
         frame.print(display.live.renderable)
     lines = [line.split() for line in frame.file.getvalue().splitlines()]
@@ -201,15 +201,15 @@ def test_of_trials_side_by_side_each_keeps_its_figures():
     lines = PlainLines(console)
     with LiveDisplay(terminal()) as display:
         for watch in (lines, display):
-            watch.begin(["fedavg", "fedbn"], [0], 3, ["ann"], "accuracy")
-            watch.trial("fedavg", 0, 0)
-            watch.client("ann", 0.25)
-            watch.trial("fedbn", 0, 0)
-            watch.client("ann", 0.75)
-            watch.turn("fedavg", 0)
-            watch.round(done("ann", 1, 40))
-            watch.turn("fedbn", 0)
-            watch.round(done("ann", 1, 60))
+            watch.on_run_begin(["fedavg", "fedbn"], [0], 3, ["ann"], "accuracy")
+            watch.on_trial_begin("fedavg", 0, 0)
+            watch.on_client_end("ann", 0.25)
+            watch.on_trial_begin("fedbn", 0, 0)
+            watch.on_client_end("ann", 0.75)
+            watch.on_turn("fedavg", 0)
+            watch.on_round_end(done("ann", 1, 40))
+            watch.on_turn("fedbn", 0)
+            watch.on_round_end(done("ann", 1, 60))
         frame = terminal()
         frame.print(display.live.renderable)
     said = console.file.getvalue().splitlines()
@@ -227,14 +227,14 @@ def test_the_notices_of_a_trial_that_ended_before_another_began_are_taken():
     row = {**TESTED, "client": "ann", "samples": 100, "support": [100], "hits": [40], "round": 1}
     console = Console(file=io.StringIO(), width=200)
     lines = PlainLines(console)
-    lines.begin(["fedavg", "fedbn"], [0], 1, ["ann"], "accuracy")
-    lines.trial("fedavg", 0, 0)
-    lines.round(RoundResult(round=1, participants=("ann",), down=0, up=0, seconds=0.1, rows=[row]))
-    lines.trial("fedbn", 0, 0)
-    lines.turn("fedavg", 0)
-    lines.notice("said at the end of fedavg")
-    lines.turn("fedbn", 0)
-    lines.round(RoundResult(round=1, participants=("ann",), down=0, up=0, seconds=0.1, rows=[row]))
+    lines.on_run_begin(["fedavg", "fedbn"], [0], 1, ["ann"], "accuracy")
+    lines.on_trial_begin("fedavg", 0, 0)
+    lines.on_round_end(RoundResult(round=1, participants=("ann",), down=0, up=0, seconds=0.1, rows=[row]))
+    lines.on_trial_begin("fedbn", 0, 0)
+    lines.on_turn("fedavg", 0)
+    lines.on_notice("said at the end of fedavg")
+    lines.on_turn("fedbn", 0)
+    lines.on_round_end(RoundResult(round=1, participants=("ann",), down=0, up=0, seconds=0.1, rows=[row]))
     said = console.file.getvalue().splitlines()
     assert said[1] == "note: said at the end of fedavg"
     assert said[2].startswith("fedbn seed 0 round 1/1")
@@ -244,15 +244,15 @@ def test_the_notices_of_a_trial_that_ended_before_another_began_are_taken():
 def test_a_resumed_run_shows_the_macro_metrics_of_what_was_done_before(experiment, tmp_path):
     stop = Event()
 
-    class Stopper(Observer):
-        def round(self, done):
+    class Stopper(Callback):
+        def on_round_end(self, done):
             if done.rows[0]["method"] == "centralized" and done.round == 3:
                 stop.set()
 
-    experiment.run(tmp_path / "run", observer=Stopper(), stop=stop)
+    experiment.run(tmp_path / "run", callback=Stopper(), stop=stop)
     stop.set()  # nothing more is trained
     with LiveDisplay(terminal()) as display:
-        experiment.run(tmp_path / "run", resume=True, observer=display, stop=stop)
+        experiment.run(tmp_path / "run", resume=True, callback=display, stop=stop)
     for method, number in (("fedbn", 4), ("centralized", 2)):
         lines = (tmp_path / "run" / "trials" / f"{method}-seed0" / "metrics.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if row["round"] == number and row["split"] == "test"]
@@ -263,10 +263,10 @@ def test_a_resumed_run_shows_the_macro_metrics_of_what_was_done_before(experimen
 def test_the_live_display_of_many_clients_stays_on_one_screen():
     with LiveDisplay(terminal()) as display:
         names = [f"client{number}" for number in range(500)]
-        display.begin(["m"], [0], 3, names, "accuracy")
-        display.trial("m", 0, 0)
+        display.on_run_begin(["m"], [0], 3, names, "accuracy")
+        display.on_trial_begin("m", 0, 0)
         for number, name in enumerate(names, start=1):
-            display.client(name, number)
+            display.on_client_end(name, number)
         frame = terminal()
         frame.print(display.live.renderable)
     shown = frame.file.getvalue()
@@ -279,8 +279,8 @@ def test_the_live_display_of_many_clients_stays_on_one_screen():
 
 def test_a_resumed_trial_starts_where_it_stopped():
     with LiveDisplay(terminal()) as display:
-        display.begin(["m"], [0], 5, ["a"], "accuracy")
-        display.trial("m", 0, 3)
+        display.on_run_begin(["m"], [0], 5, ["a"], "accuracy")
+        display.on_trial_begin("m", 0, 3)
         assert display.bar.tasks[0].completed == 3
         assert display.bar.tasks[0].total == 5
 
@@ -297,5 +297,5 @@ def test_a_notebook_has_a_live_display_where_it_can_show_one(monkeypatch, widget
     monkeypatch.setattr("fedshift.console.terminal.find_spec", lambda name: (name == "ipywidgets" and widgets) or None)
     monkeypatch.setattr(LiveDisplay, "__enter__", lambda self: self)
     monkeypatch.setattr(LiveDisplay, "__exit__", lambda *_: None)
-    with show_progress(Console(force_jupyter=True)) as observer:
-        assert type(observer) is shown
+    with show_progress(Console(force_jupyter=True)) as callback:
+        assert type(callback) is shown

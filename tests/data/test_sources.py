@@ -151,7 +151,7 @@ def test_what_reading_found_is_said_in_the_run(make, tmp_path, Listener):
     experiment = make("fedavg", rounds=1)
     noted = replace(experiment, data=replace(experiment.data, notices=("3 files were skipped",)))
     heard = Listener()
-    noted.run(tmp_path / "run", observer=heard)
+    noted.run(tmp_path / "run", callback=heard)
     assert heard.notices[0] == "3 files were skipped"
 
 

@@ -64,7 +64,7 @@ def test_the_commands_of_a_run_are_those_that_trained(cli, unpublished, tiny_fol
 
 def test_a_run_that_was_stopped_says_what_it_did_until_then(make, tmp_path, Listener):
     stop = Event()
-    make(rounds=3).run(tmp_path / "run", stop=stop, observer=Listener(lambda _: stop.set()))
+    make(rounds=3).run(tmp_path / "run", stop=stop, callback=Listener(lambda _: stop.set()))
     study = json.loads((tmp_path / "run" / "study.json").read_text())
     assert study["trained"]["ended"] >= study["trained"]["started"]
     assert study["trained"]["seconds"] == pytest.approx(

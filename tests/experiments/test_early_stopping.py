@@ -34,7 +34,7 @@ def test_evaluations_are_counted_from_the_last_improvement(values, min_delta, st
 
 def test_one_trial_ends_alone_and_every_record_says_so(make, tmp_path, Listener):
     watch = Listener()
-    assert make(methods=f"{STILL},fedavg", patience=2, **WATCHED).run(tmp_path / "run", observer=watch)
+    assert make(methods=f"{STILL},fedavg", patience=2, **WATCHED).run(tmp_path / "run", callback=watch)
     summary = read_summary(tmp_path / "run")
     assert summary.traffic.groupby("method", sort=False)["round"].max().to_dict() == {STILL: 3, "fedavg": 6}
     reason = "no better loss on validation data in 2 evaluations (patience)"
@@ -54,10 +54,10 @@ def test_a_stopped_trial_resumes_as_if_it_had_never_been_interrupted(make, tmp_p
     experiment.run(tmp_path / "whole")
     for time in range(3):
         stop = Event()
-        experiment.run(tmp_path / "cut", resume=time > 0, stop=stop, observer=Listener(lambda _, stop=stop: stop.set()))
+        experiment.run(tmp_path / "cut", resume=time > 0, stop=stop, callback=Listener(lambda _, stop=stop: stop.set()))
     assert_same(tmp_path / "whole", tmp_path / "cut")
     watch = Listener()
-    assert experiment.run(tmp_path / "cut", resume=True, observer=watch)
+    assert experiment.run(tmp_path / "cut", resume=True, callback=watch)
     assert watch.rounds == []
     assert experiment.is_trained(tmp_path / "cut")
     reported = find_reported_rounds(read_summary(tmp_path / "cut"))
@@ -67,7 +67,7 @@ def test_a_stopped_trial_resumes_as_if_it_had_never_been_interrupted(make, tmp_p
 def test_a_stop_that_a_crash_undid_does_not_hold(make, tmp_path, assert_same, Listener):
     experiment, stop = make(methods=STILL, patience=2, **WATCHED), Event()
     experiment.run(tmp_path / "whole")
-    experiment.run(tmp_path / "cut", stop=stop, observer=Listener(lambda done: stop.set()))
+    experiment.run(tmp_path / "cut", stop=stop, callback=Listener(lambda done: stop.set()))
     stopped = trial_folder(tmp_path / "whole", STILL, 0) / STOPPED
     (trial_folder(tmp_path / "cut", STILL, 0) / STOPPED).write_bytes(stopped.read_bytes())  # of round 3, done is 1
     assert experiment.run(tmp_path / "cut", resume=True)

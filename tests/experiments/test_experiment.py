@@ -16,8 +16,8 @@ from torch import nn
 
 from fedshift.engines.engine import Diverged
 from fedshift.engines.sequential import client_step_
-from fedshift.experiments.experiment import Experiment, Observer
-from fedshift.experiments.observer import Observers
+from fedshift.experiments.callbacks import Callbacks
+from fedshift.experiments.experiment import Callback, Experiment
 from fedshift.report.tables import find_reported_rounds, seed_table
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.schema import COLUMNS, read_rows
@@ -245,7 +245,7 @@ def test_a_resumed_run_measures_after_local_work_as_an_uninterrupted_one(make, t
     asked = {"method": "fedbn", "evaluate_every": 1, "participation": 2, **TRAINED}
     make(**asked).run(tmp_path / "whole")
     stop = threading.Event()
-    assert not make(**asked).run(tmp_path / "cut", observer=Listener(lambda done: stop.set()), stop=stop)
+    assert not make(**asked).run(tmp_path / "cut", callback=Listener(lambda done: stop.set()), stop=stop)
     make(**asked).run(tmp_path / "cut", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "cut")
     rows = [row for row in rows_of(tmp_path / "whole", "fedbn-seed0") if row["split"] == "test"]
@@ -310,7 +310,7 @@ def test_a_diverging_run_stops_and_keeps_the_round_before(make, tmp_path, monkey
         return job, loss * float("nan") if job.done - job.start == 2 else loss
 
     with pytest.raises(Diverged) as failed:
-        experiment.run(tmp_path / "run", observer=watch)
+        experiment.run(tmp_path / "run", callback=watch)
     assert "client 'ann', round 3, step 2 of 4: loss nan. Lower the learning rate, or check the data" in str(
         failed.value
     )
@@ -325,7 +325,7 @@ def test_in_a_comparison_the_other_trials_go_on(make, tmp_path, Listener):
     watch = Listener()
     experiment = make(methods="fedavg,scaffold,fedprox(mu=1e30)", seeds=2, rounds=2)
     with pytest.raises(Diverged, match=r"training diverged: client '\w+', round \d, step \d of \d: "):
-        experiment.run(tmp_path / "run", observer=watch)
+        experiment.run(tmp_path / "run", callback=watch)
     for seed in (0, 1):
         for method in ("fedavg", "scaffold"):
             assert {row["round"] for row in rows_of(tmp_path / "run", f"{method}-seed{seed}")} == {1, 2}
@@ -428,16 +428,16 @@ def test_each_trial_is_made_once(make, tmp_path, monkeypatch):
     assert made == both
 
 
-def test_several_observers_hear_every_event():
+def test_several_callbacks_hear_every_event():
     heard = []
 
-    class Listening(Observer):
+    class Listening(Callback):
         def __getattribute__(self, name):
             return lambda *given: heard.append((name, *given))
 
-    events = [name for name in vars(Observer) if not name.startswith("_")]
+    events = [name for name in vars(Callback) if not name.startswith("_")]
     for name in events:
-        given = list(inspect.signature(getattr(Observer, name)).parameters)[1:]
-        getattr(Observers(Listening(), Listening()), name)(*given)
+        given = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
+        getattr(Callbacks(Listening(), Listening()), name)(*given)
         assert heard[-2:] == [(name, *given)] * 2
     assert len(heard) == 2 * len(events) >= 14

@@ -21,8 +21,8 @@ from fedshift.core.selection import buffers, everything, norm_layers, nothing
 from fedshift.engines.auto import EngineChoice
 from fedshift.engines.engine import Diverged
 from fedshift.experiments import jobs, loggers
+from fedshift.experiments.callbacks import Callback, Callbacks
 from fedshift.experiments.jobs import choose_jobs
-from fedshift.experiments.observer import Observer, Observers
 from fedshift.experiments.trial_run import TrialRun
 from fedshift.results.summary import read_summary
 from fedshift.utils import processors
@@ -44,26 +44,26 @@ def chosen(monkeypatch):
     monkeypatch.setattr("fedshift.experiments.trial.choose_engine", lambda plan, *_, **__: ENGINES[plan.method.name])
 
 
-class Hearing(Observer):
+class Hearing(Callback):
     """Keeps each trial's events, told apart by ``trial`` and ``turn``."""
 
     def __init__(self):
         self.heard = defaultdict(list)
 
-    def trial(self, method, seed, done):
+    def on_trial_begin(self, method, seed, done):
         self.now = method, seed
         self.heard[self.now].append(("trial", done))
 
-    def turn(self, method, seed):
+    def on_turn(self, method, seed):
         self.now = method, seed
 
-    def recorded(self, rows):
+    def on_recorded(self, rows):
         self.heard[self.now].append(("recorded", rows[0]["round"]))
 
-    def client(self, client, loss):
+    def on_client_end(self, client, loss):
         self.heard[self.now].append((client, loss))
 
-    def round(self, done):
+    def on_round_end(self, done):
         assert {(row["method"], row["seed"]) for row in done.rows} == {self.now}
         self.heard[self.now].append(("round", done.round))
 
@@ -72,11 +72,11 @@ class Hearing(Observer):
 def test_bits_records_and_events_are_those_of_one_after_another(make, tmp_path, assert_same, chosen):
     experiment, events = make(methods="fedavg,fedbn,scaffold", seeds=2, rounds=2, workers=1), []
     for name, number in (("one", 1), ("two", 2)):
-        observer = Hearing()
+        callback = Hearing()
         with record_seconds() as seconds:
-            assert experiment.run(tmp_path / name, observer=Observers(observer), jobs=number)
+            assert experiment.run(tmp_path / name, callback=Callbacks(callback), jobs=number)
         assert {"forward and backward", "evaluation", "checkpoint", "aggregation"} <= seconds.keys()
-        events.append(observer.heard)
+        events.append(callback.heard)
     assert_same(tmp_path / "one", tmp_path / "two")
     one, two = (read_summary(tmp_path / name) for name in ("one", "two"))
     assert one.rows.equals(two.rows)
@@ -116,7 +116,7 @@ def test_a_worker_that_dies_is_named_and_its_trial_goes_on(make, tmp_path, asser
     )
     watch = Listener(lambda done: marker.touch() if len(watch.rounds) == 3 else None)
     with pytest.raises(FedshiftError, match=said):
-        experiment.run(tmp_path / "run", observer=watch, jobs=2)
+        experiment.run(tmp_path / "run", callback=watch, jobs=2)
     assert len(watch.rounds) < 12
     assert experiment.run(tmp_path / "run", resume=True, jobs=2)
     assert_same(tmp_path / "whole", tmp_path / "run")
@@ -203,12 +203,12 @@ def test_stopped_and_interrupted_trials_go_on_bit_for_bit(make, tmp_path, assert
 
     experiment, stop = make(methods="fedavg,fedbn", seeds=2, rounds=4, evaluate_every=1), Event()
     experiment.run(tmp_path / "whole")
-    assert not experiment.run(tmp_path / "run", observer=Listener(lambda done: stop.set()), stop=stop, jobs=2)
+    assert not experiment.run(tmp_path / "run", callback=Listener(lambda done: stop.set()), stop=stop, jobs=2)
     trials = [path.parent.name for path in (tmp_path / "run").glob("trials/*/rounds.jsonl")]
     assert 1 <= len(trials) <= 2  # those that ran
     heard = Hearing()
     with pytest.raises(KeyboardInterrupt):
-        experiment.run(tmp_path / "run", resume=True, observer=Observers(heard, Listener(interrupt)), jobs=2)
+        experiment.run(tmp_path / "run", resume=True, callback=Callbacks(heard, Listener(interrupt)), jobs=2)
     assert any(kind == "recorded" for events in heard.heard.values() for kind, _ in events)
     assert experiment.run(tmp_path / "run", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "run")

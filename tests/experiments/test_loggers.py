@@ -12,25 +12,25 @@ import pytest
 import fedshift
 from fedshift.config.spec import CompareSpec
 from fedshift.experiments import loggers
+from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.loggers import TensorBoardLogger, parse_loggers, summarize_round
-from fedshift.experiments.observer import Observer
 from fedshift.utils.errors import FedshiftError, UsageError
 
 
-class Recorder(Observer):
+class Recorder(Callback):
     """Stops after ``rounds`` rounds, and keeps notices."""
 
     def __init__(self, rounds=None):
         self.rounds, self.stop, self.notices = rounds, Event(), []
 
-    def round(self, done):
+    def on_round_end(self, done):
         if self.rounds is not None:
             self.rounds -= 1
             if self.rounds == 0:
                 self.stop.set()
 
-    def notice(self, text):
+    def on_notice(self, text):
         self.notices.append(text)
 
 
@@ -116,9 +116,9 @@ def tensorboard():
 def stop_and_resume(make, path, log, **settings):
     """Two rounds of the first of two methods, then the rest."""
     first = Recorder(rounds=2)
-    assert not make(methods="fedbn,fedavg", log=log, **settings).run(path, observer=first, stop=first.stop)
+    assert not make(methods="fedbn,fedavg", log=log, **settings).run(path, callback=first, stop=first.stop)
     second = Recorder()
-    assert make(methods="fedbn,fedavg", log=log, **settings).run(path, resume=True, observer=second)
+    assert make(methods="fedbn,fedavg", log=log, **settings).run(path, resume=True, callback=second)
     return first.notices + second.notices
 
 
@@ -159,7 +159,7 @@ def test_python_and_sweeps_log_too_and_a_sweep_that_goes_on_logs_what_is_done(
 
 def test_what_a_crash_cut_off_is_logged_again_and_once(make, tmp_path, tensorboard):
     first = Recorder(rounds=2)
-    make(log="tensorboard").run(tmp_path / "run", observer=first, stop=first.stop)
+    make(log="tensorboard").run(tmp_path / "run", callback=first, stop=first.stop)
     (file,) = (tmp_path / "run" / "logs" / "tensorboard" / "fedbn-seed0").iterdir()
     file.write_bytes(file.read_bytes()[:-7])
     assert [step for step, _ in read_tensorboard(tmp_path / "run", "fedbn-seed0")["bytes/up"]] == [1]
@@ -184,7 +184,7 @@ def test_a_run_goes_on_without_a_logger_that_fails_under_way(make, tmp_path, ten
 
     monkeypatch.setattr(TensorBoardLogger, "write", write)
     watch = Recorder()
-    assert make(methods="fedbn,fedavg", log="tensorboard").run(tmp_path / "run", observer=watch)
+    assert make(methods="fedbn,fedavg", log="tensorboard").run(tmp_path / "run", callback=watch)
     said = "log=tensorboard failed (ConnectionError: the server is gone); the run goes on, and rounds that are missing "
     assert [note for note in watch.notices if note.startswith(said)] == [f"{said}there are logged when it is resumed"]
     monkeypatch.undo()
@@ -221,7 +221,7 @@ def test_an_id_that_was_removed_is_drawn_anew_and_said_once(make, tmp_path, tens
             before = path.read_text()
             path.unlink()
         watch = Recorder()
-        make(log="tensorboard", rounds=1).run(tmp_path / "run", resume=number > 0, observer=watch)
+        make(log="tensorboard", rounds=1).run(tmp_path / "run", resume=number > 0, callback=watch)
         said.append(
             [notice for notice in watch.notices if notice.startswith("logs/id.json is missing, by which MLflow")]
         )

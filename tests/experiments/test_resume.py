@@ -39,7 +39,7 @@ def test_stopped_after_every_round_and_resumed_equals_uninterrupted(make, tmp_pa
     for time in range(3):
         stop = Event()
         finished = experiment.run(
-            stopped, resume=time > 0, observer=Listener(lambda _, stop=stop: stop.set()), stop=stop
+            stopped, resume=time > 0, callback=Listener(lambda _, stop=stop: stop.set()), stop=stop
         )
         assert finished == (time == 2)
     assert_same(tmp_path / "whole", stopped)
@@ -52,7 +52,7 @@ def test_a_comparison_stopped_between_and_within_trials_equals_uninterrupted(mak
     for time in range(8):
         stop = Event()
         experiment.run(
-            tmp_path / "stopped", resume=time > 0, stop=stop, observer=Listener(lambda _, stop=stop: stop.set())
+            tmp_path / "stopped", resume=time > 0, stop=stop, callback=Listener(lambda _, stop=stop: stop.set())
         )
     assert_same(tmp_path / "whole", tmp_path / "stopped")
     assert read_summary(tmp_path / "whole").rows.equals(read_summary(tmp_path / "stopped").rows)
@@ -63,9 +63,9 @@ def test_a_finished_run_resumed_does_nothing_and_may_be_given_more_rounds(make, 
     make(rounds=4, evaluate_every=1).run(tmp_path / "four")
     make(rounds=2, evaluate_every=1).run(tmp_path / "two")
     watch = Listener()
-    assert make(rounds=2, evaluate_every=1).run(tmp_path / "two", resume=True, observer=watch)
+    assert make(rounds=2, evaluate_every=1).run(tmp_path / "two", resume=True, callback=watch)
     assert watch.rounds == []
-    make(rounds=4, evaluate_every=1).run(tmp_path / "two", resume=True, observer=watch)
+    make(rounds=4, evaluate_every=1).run(tmp_path / "two", resume=True, callback=watch)
     assert [done.round for done in watch.rounds] == [3, 4]
     assert_same(tmp_path / "two", tmp_path / "four")
 
@@ -376,7 +376,7 @@ def test_more_rounds_that_fail_before_the_first_leave_the_run_what_it_was(make, 
 def test_more_rounds_are_written_down_with_the_first_that_is_done(make, tmp_path, Listener):
     make(rounds=2).run(tmp_path / "run")
     stop = Event()
-    make(rounds=6).run(tmp_path / "run", resume=True, stop=stop, observer=Listener(lambda _: stop.set()))
+    make(rounds=6).run(tmp_path / "run", resume=True, stop=stop, callback=Listener(lambda _: stop.set()))
     study = read_summary(tmp_path / "run")
     assert (study.rounds, study.traffic["round"].max()) == (6, 3)
     assert "rounds = 6\n" in (tmp_path / "run" / "config.toml").read_text()
@@ -387,7 +387,7 @@ def test_a_damaged_best_checkpoint_is_written_anew(make, tmp_path, assert_same, 
     settings = {"rounds": 4, "validation": 0.2, "select": "best"}
     make(**settings).run(tmp_path / "whole")
     stop = Event()
-    make(**settings).run(tmp_path / "run", stop=stop, observer=Listener(lambda done: done.round == 1 and stop.set()))
+    make(**settings).run(tmp_path / "run", stop=stop, callback=Listener(lambda done: done.round == 1 and stop.set()))
     best = tmp_path / "run" / "trials" / "fedbn-seed0" / "best.safetensors"
     later = load_checkpoint(tmp_path / "whole" / "trials" / "fedbn-seed0" / "best.safetensors")
     save_checkpoint(best, *later)  # as if killed between writing the best of a later round and the checkpoint

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedshift.engines.engine import Diverged
-from fedshift.experiments.observer import Observer
+from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.run_queue import DONE, QueuedRun, read_outcome, run_pending
 from fedshift.utils.checked_json import read_checked, write_checked
 from fedshift.utils.errors import FedshiftError
@@ -34,7 +34,7 @@ def parts(tmp_path):
 
 
 def through(parts, **options):
-    return run_pending(parts, observer=Observer(), stop=Event(), **options)
+    return run_pending(parts, callback=Callback(), stop=Event(), **options)
 
 
 @pytest.mark.parametrize(

@@ -211,13 +211,13 @@ def test_stopped_after_every_round_and_resumed_equals_uninterrupted(
     assert sweep(*over, "--out", "whole").code == 0
     run, trained = Experiment.run, []
 
-    def stopping(experiment, path, *, stop, observer, **options):
+    def stopping(experiment, path, *, stop, callback, **options):
         def after(done):
             trained.append((path.name, done.round))
             stop.set()
 
-        observer.round = after
-        return run(experiment, path, stop=stop, observer=observer, **options)
+        callback.on_round_end = after
+        return run(experiment, path, stop=stop, callback=callback, **options)
 
     monkeypatch.setattr(Experiment, "run", stopping)
     outcome = sweep(*over, "--out", "stopped")

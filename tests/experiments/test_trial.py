@@ -76,7 +76,7 @@ def test_other_participation_is_refused(share, said):
 @pytest.mark.parametrize("method", ["fedbn", "fedavg"])
 def test_a_client_that_never_took_part_is_measured_only_where_it_has_a_model(make, tmp_path, method, Listener):
     watch = Listener()
-    make(method, rounds=2, participation=1, seeds="2,", evaluate_every=1).run(tmp_path / "run", observer=watch)
+    make(method, rounds=2, participation=1, seeds="2,", evaluate_every=1).run(tmp_path / "run", callback=watch)
     took_part = [done.participants[0] for done in watch.rounds]
     absent = {"ann", "bob", "cid"} - set(took_part)
     assert absent
@@ -105,7 +105,7 @@ def test_a_client_that_never_took_part_is_measured_only_where_it_has_a_model(mak
 def test_a_last_batch_of_one_sample_joins_the_one_before_and_is_said_once(make, tmp_path, Listener):
     watch = Listener()
     experiment = make(methods="fedavg,fedbn", seeds=2, rounds=2, batch_size=8)  # bob has 17, cid has 33 samples
-    experiment.run(tmp_path / "run", observer=watch)
+    experiment.run(tmp_path / "run", callback=watch)
     said = [text for text in watch.notices if "the last batch would hold one sample" in text]
     assert [text.split("'")[1] for text in said] == ["bob", "cid"]
     assert read_summary(tmp_path / "run").notices == tuple(watch.notices)
@@ -120,7 +120,7 @@ def test_a_last_batch_of_one_sample_is_kept_where_nothing_forbids_it(make, tmp_p
     experiment = make("fedavg", rounds=1)
     object.__setattr__(experiment, "model", lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(192, classes)))
     watch = Listener()
-    experiment.run(tmp_path / "run", observer=watch)
+    experiment.run(tmp_path / "run", callback=watch)
     assert watch.notices == []
     assert steps_of(tmp_path / "run") == [4, 3, 5]
 
@@ -133,14 +133,14 @@ def test_one_batch_joined_is_one_step_fewer(make, tmp_path):
 @pytest.mark.slow
 def test_fewer_steps_than_batches_asked_for_are_said_once_and_steps_are_exactly_taken(make, tmp_path, Listener):
     watch = Listener()
-    make("fedavg", seeds=2, rounds=1, batch_size=8, batches=4).run(tmp_path / "run", observer=watch)
+    make("fedavg", seeds=2, rounds=1, batch_size=8, batches=4).run(tmp_path / "run", callback=watch)
     said = [text for text in watch.notices if "batches=" in text]
     assert said == [
         "fedavg: a pass has fewer than batches=4 at 'bob' (2), where a round ends with the pass and takes fewer steps. "
         "--steps takes the same number at each client, over as many passes as that needs"
     ]
     assert steps_of(tmp_path / "run") == [4, 2, 4]
-    make("fedavg", rounds=2, batch_size=8, steps=7).run(tmp_path / "steps", observer=watch)
+    make("fedavg", rounds=2, batch_size=8, steps=7).run(tmp_path / "steps", callback=watch)
     assert steps_of(tmp_path / "steps") == [14, 14, 14]
     assert [text for text in watch.notices if "batches=" in text] == said
 
@@ -149,7 +149,7 @@ def test_fewer_steps_than_batches_asked_for_are_said_once_and_steps_are_exactly_
 def test_a_method_without_effect_on_one_step_is_said_to_have_none(make, tmp_path, Listener):
     for number, work in enumerate(({"batches": 1}, {"steps": 1}, {"epochs": 1, "batch_size": 0})):
         watch = Listener()
-        make("fedprox", rounds=1, **work).run(tmp_path / str(number), observer=watch)
+        make("fedprox", rounds=1, **work).run(tmp_path / str(number), callback=watch)
         assert [text for text in watch.notices if "one step" in text] == [
             "fedprox: FedProx has no effect on a single local step, which starts at the server's parameters; a round "
             "is one step here"

@@ -17,10 +17,10 @@ with warnings.catch_warnings():  # what Flower imports (typer, click) is no matt
     from flwr.serverapp import Grid
 
 from fedshift.config.spec import RunSpec
+from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.client_store import to_tensors
 from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.factory import make_experiment
-from fedshift.experiments.observer import Observer
 from fedshift.flower.server.coordinator import Coordinator
 from fedshift.flower.site.policy import Limits, SitePolicy
 from fedshift.flower.site.site import Site
@@ -93,7 +93,7 @@ class SiteGrid(Grid):
     create_message = send_and_receive = set_run
 
 
-class Heard(Observer):
+class Heard(Callback):
     """Keeps what a coordinator tells."""
 
     def __init__(self):
@@ -104,13 +104,13 @@ class Heard(Observer):
     def tell(self, what, *values):
         pass
 
-    def notice(self, text):
+    def on_notice(self, text):
         self.notices.append(text)
 
     def alert(self, event, text):
         self.alerts.append((event, text))
 
-    def round(self, done):
+    def on_round_end(self, done):
         self.rounds.append(done)
         self.after(done)
 

@@ -27,14 +27,16 @@ def read(port):
 
 def test_progress_is_read_over_loopback_and_ends_with_the_run():
     port = free_port()
-    with serve_metrics(port) as observer:
-        observer.begin(["fedbn"], [3], 5, ["north", "south"], "accuracy")
-        observer.trial("fedbn", 3, 1)
+    with serve_metrics(port) as callback:
+        callback.on_run_begin(["fedbn"], [3], 5, ["north", "south"], "accuracy")
+        callback.on_trial_begin("fedbn", 3, 1)
         for number in (2, 3):
-            observer.client("north", 0.5 / number)
+            callback.on_client_end("north", 0.5 / number)
             participants = ("north", "south")[: number - 1]
-            observer.round(RoundResult(round=number, participants=participants, down=100, up=70, seconds=1.5, rows=[]))
-        observer.notice("site south was left out")
+            callback.on_round_end(
+                RoundResult(round=number, participants=participants, down=100, up=70, seconds=1.5, rows=[])
+            )
+        callback.on_notice("site south was left out")
         found = read(port)
         with socket.socket() as other:  # any other address of this machine is free
             other.bind(("127.0.0.2", port))
@@ -66,8 +68,8 @@ def test_progress_is_read_over_loopback_and_ends_with_the_run():
 )
 def test_a_page_whose_name_points_here_reads_nothing(host, status):
     port = free_port()
-    with serve_metrics(port) as observer:
-        observer.client("north", 0.5)
+    with serve_metrics(port) as callback:
+        callback.on_client_end("north", 0.5)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         connection.request("GET", "/metrics", headers={"Host": host.format(port=port)})
         answer = connection.getresponse()
@@ -87,5 +89,5 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_without_a_port_nothing_is_served():
-    with serve_metrics(None) as observer:
-        observer.trial("fedbn", 0, 0)
+    with serve_metrics(None) as callback:
+        callback.on_trial_begin("fedbn", 0, 0)

@@ -13,7 +13,7 @@ import pytest
 
 from fedshift.cli.app import app
 from fedshift.config.spec import RunOptions, RunSpec
-from fedshift.experiments.observer import Observer
+from fedshift.experiments.callbacks import Callback
 from fedshift.flower.server import serve as serving
 from fedshift.flower.server.alerts import Alerts
 from fedshift.flower.server.serve import ListenOptions, _Coordination
@@ -142,14 +142,14 @@ class FakeProgram:
         return "killed"
 
 
-class Watched(Observer):
+class Watched(Callback):
     def __init__(self):
         self.heard = []
 
-    def notice(self, text):
+    def on_notice(self, text):
         self.heard.append(text)
 
-    def round(self, done):
+    def on_round_end(self, done):
         self.heard.append(done.round)
 
 
@@ -214,8 +214,8 @@ def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):
 
     def script(tell, talk, order):
         orders.append(order)
-        tell("notice", "a is connected")
-        tell("round", {"round": 1, **ROUND})
+        tell("on_notice", "a is connected")
+        tell("on_round_end", {"round": 1, **ROUND})
         tell("ended", True)
 
     finished, heard = coordination(script)
@@ -239,7 +239,7 @@ def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):
 
 
 def test_an_app_that_is_lost_is_started_again(coordination):
-    lost = lambda tell, talk, order: tell("round", {"round": 1, **ROUND})  # noqa: E731
+    lost = lambda tell, talk, order: tell("on_round_end", {"round": 1, **ROUND})  # noqa: E731
     finished, heard = coordination(lost, lambda tell, talk, order: tell("ended", True))
     assert finished
     assert heard[-1] == "Flower's programs ended (killed); they are started again"
@@ -251,7 +251,7 @@ def test_an_app_that_is_lost_again_and_again_is_given_up(coordination):
 
 
 def test_an_app_that_gets_on_is_started_again_for_ever(coordination):
-    lost = lambda tell, talk, order: tell("round", {"round": 1, **ROUND})  # noqa: E731
+    lost = lambda tell, talk, order: tell("on_round_end", {"round": 1, **ROUND})  # noqa: E731
     finished, _ = coordination(*[lost] * 6, lambda tell, talk, order: tell("ended", True))
     assert finished
 

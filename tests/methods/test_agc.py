@@ -185,7 +185,7 @@ def test_clipping_of_small_batches_which_the_paper_leaves_out_is_said(size, said
 
 def test_a_run_says_what_its_rules_have_to_say(make, tmp_path, Listener, unpublished):
     heard = Listener()
-    make("fedwon", rounds=1, batch_size=4, seeds=2).run(tmp_path / "run", observer=heard)
+    make("fedwon", rounds=1, batch_size=4, seeds=2).run(tmp_path / "run", callback=heard)
     kept = read_checked(tmp_path / "run" / "notices.json", "")["notices"]
     assert heard.notices == kept
     assert [text.partition(", ")[0] for text in kept].count("fedwon clips gradients of batches of 4") == 1

@@ -263,7 +263,7 @@ REPEATABLE = (
 def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
     heard = Listener()
     chosen = "fedavg, fedbn+dp(noise_multiplier=2.0), dp(noise_multiplier=2.0, secret=True), dp(noise_multiplier=0.0)"
-    make(methods=chosen, rounds=2, seeds=2).run(tmp_path / "run", observer=heard)
+    make(methods=chosen, rounds=2, seeds=2).run(tmp_path / "run", callback=heard)
     said = [notice for notice in heard.notices if "privacy" in notice or "private" in notice]
     assert said == [
         f"fedbn+dp(noise_multiplier=2.0): {REPEATABLE}{SPENT}, {KEPT} or {OTHERS}",
@@ -275,7 +275,7 @@ def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
 def test_a_run_without_opacus_says_how_to_get_it(make, tmp_path, Listener, monkeypatch):
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
     heard = Listener()
-    make("dp", rounds=1).run(tmp_path / "run", observer=heard)
+    make("dp", rounds=1).run(tmp_path / "run", callback=heard)
     assert "epsilon needs Opacus, which is not installed: pip install 'fedshift[privacy]'" in heard.notices[-1]
 
 
@@ -283,6 +283,6 @@ def test_a_run_without_opacus_says_how_to_get_it(make, tmp_path, Listener, monke
 @pytest.mark.parametrize(("participation", "sampled"), [(1, True), ("shuffled", False)])
 def test_taking_turns_is_no_sampling_that_hides_who_takes_part(make, tmp_path, participation, sampled, Listener):
     heard = Listener()
-    make("dp(secret=True)", model="fnn2", participation=participation).run(tmp_path / "run", observer=heard)
+    make("dp(secret=True)", model="fnn2", participation=participation).run(tmp_path / "run", callback=heard)
     (said,) = (notice for notice in heard.notices if "differentially private" in notice)
     assert ("participants of each round are secret" in said) == sampled

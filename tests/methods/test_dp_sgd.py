@@ -416,7 +416,7 @@ def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):
     pytest.importorskip("opacus")
     heard = Listener()
     chosen = "dp_sgd(noise_multiplier=2.0, secret=True)+gn, dp_sgd+fedwon, dp_sgd(noise_multiplier=0.0)+nonorm"
-    make(methods=chosen, rounds=2, epochs=1).run(tmp_path / "run", observer=heard)
+    make(methods=chosen, rounds=2, epochs=1).run(tmp_path / "run", callback=heard)
     said = [notice for notice in heard.notices if "privacy" in notice or "private" in notice]
     assert said[0] == (
         "dp_sgd(noise_multiplier=2.0, secret=True)+gn: (epsilon = 3.19, delta = 1e-05)-differentially private at the "
@@ -583,7 +583,7 @@ def test_what_epsilon_does_not_cover_is_said(make, tmp_path, Listener):
     pytest.importorskip("opacus")
     heard = Listener()
     made = make(methods="dp(secret=True)+fedbn", rounds=1, epochs=1, validation=0.2, select="best")
-    made.run(tmp_path / "run", observer=heard)
+    made.run(tmp_path / "run", callback=heard)
     assert next(notice for notice in heard.notices if "private" in notice).endswith(
         "; it does not cover measured losses and metrics, what clients keep and the models that they use or the choice "
         "of the round on validation data"

@@ -14,8 +14,8 @@ from PIL import Image
 
 from fedshift import compare, digits
 from fedshift.config.spec import CompareSpec, RunSpec
+from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.factory import make_experiment
-from fedshift.experiments.observer import Observer
 from fedshift.experiments.restoration import load_experiment, restore_trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.representations import Similarity, compare_representations
@@ -260,11 +260,11 @@ def test_by_default_results_stand_beside_the_run_in_a_folder_of_their_own(tmp_pa
 # Refusals
 
 
-class Stopping(Observer):
+class Stopping(Callback):
     def __init__(self, stop):
         self.stop = stop
 
-    def round(self, done):
+    def on_round_end(self, done):
         self.stop.set()
 
 
@@ -309,7 +309,7 @@ def test_newcomers_are_left_out_and_refused_by_name(tmp_path):
 
 def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path):
     run, stop = tmp_path / "run", Event()
-    make_experiment(RunSpec(**THREE, method="fedbn")).run(run, observer=Stopping(stop), stop=stop)
+    make_experiment(RunSpec(**THREE, method="fedbn")).run(run, callback=Stopping(stop), stop=stop)
     said = r"fedbn with seed 0 has done 1 of 2 rounds; leave it out .*, or continue it: fedshift run --resume .*run$"
     with pytest.raises(UsageError, match=said):
         compare_representations(run)

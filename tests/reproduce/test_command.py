@@ -178,7 +178,7 @@ def test_a_table_that_was_cut_short_has_no_verdict_where_it_is_shown(tmp_path, c
 def test_of_all_tables_one_may_fail_and_ctrl_c_ends_all(second, code, said, cli, hour, monkeypatch):
     begun = []
 
-    def finish(made, way, place, *, version, observer, stop):
+    def finish(made, way, place, *, version, callback, stop):
         begun.append(made.key)
         if made.key == "fedbn/table12":
             raise FedshiftError("the disk is full")

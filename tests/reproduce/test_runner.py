@@ -89,7 +89,7 @@ def test_a_run_that_is_stopped_goes_on(tiny, tmp_path, Listener):
     heard = []
     second = Listener(lambda done: heard.append(done.round) or (len(heard) == 3 and stop.set()))
     stop.clear()
-    assert run_table(made, way, tmp_path, observer=second, stop=stop) is None
+    assert run_table(made, way, tmp_path, callback=second, stop=stop) is None
     assert pending_runs(specs, tmp_path) == [specs[1]]
     (part,) = rebuild(made, tmp_path).blocks
     assert {row for row, _ in part.values} == {0}
@@ -134,20 +134,20 @@ def leaking(tiny, rewrite, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_errors_in_data_are_one_line_before_the_first_run_or_a_refusal(leaking, tmp_path, Listener):
-    observer = Listener()
-    heard = observer.notices
+    callback = Listener()
+    heard = callback.notices
     way = ReproductionOptions(root=tmp_path, on_data_error="refuse")
     with pytest.raises(UsageError, match=r"^1 error in the data: Test samples are also in .*ann \(test\) 6 of 6"):
-        run_table(leaking, way, tmp_path / "out", observer=observer)
+        run_table(leaking, way, tmp_path / "out", callback=callback)
     assert (heard, (tmp_path / "out").exists()) == ([], False)
-    run_table(leaking, replace(way, on_data_error=None), tmp_path / "out", observer=observer)
+    run_table(leaking, replace(way, on_data_error=None), tmp_path / "out", callback=callback)
     assert heard[0].startswith("1 error in the data: ")
     assert [line for line in heard if "in the data" in line] == heard[:1]
     assert sum(line.startswith("run ") for line in heard) == 2
     kept = [read_checked(path, "")["notices"][0] for path in (tmp_path / "out" / "runs").glob("*/notices.json")]
     assert kept == heard[:1] * 2
     heard.clear()
-    run_table(leaking, replace(way, on_data_error="ignore", seeds=2), tmp_path / "out", observer=observer)
+    run_table(leaking, replace(way, on_data_error="ignore", seeds=2), tmp_path / "out", callback=callback)
     assert not any("in the data" in line for line in heard)
     run_table(leaking, way, tmp_path / "out")  # nothing is left to run
 

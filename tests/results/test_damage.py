@@ -225,7 +225,7 @@ def test_what_a_coordinator_knows_of_sites_is_checked(tmp_path):
 
 def test_a_run_that_has_not_ended_is_refused_where_it_lacks_a_round_that_its_checkpoint_has(make, tmp_path, Listener):
     stop = Event()
-    make(rounds=4).run(tmp_path / "run", stop=stop, observer=Listener(lambda done: done.round == 2 and stop.set()))
+    make(rounds=4).run(tmp_path / "run", stop=stop, callback=Listener(lambda done: done.round == 2 and stop.set()))
     assert read_summary(tmp_path / "run").traffic["round"].tolist() == [1, 2]
     folder = tmp_path / "run" / "trials" / "fedbn-seed0"
     whole = {name: (folder / name).read_bytes() for name in ("rounds.jsonl", "metrics.jsonl", "checkpoint.safetensors")}

@@ -39,10 +39,10 @@ from ..data.federation import Federation
 from ..data.joining import join_schema
 from ..diagnosis.quality import check_data
 from ..evaluation.policy import parse_policies
+from ..experiments.callbacks import CALLBACKS, Callback
 from ..experiments.compare_arguments import CompareArguments
 from ..experiments.cross_site import cross_validate
 from ..experiments.experiment import Experiment
-from ..experiments.observer import Observer, Observers
 from ..experiments.python_settings import (
     load_python_data,
     make_python_experiment,
@@ -413,7 +413,8 @@ def compare(given: CompareArguments) -> Comparison:
         directory, resume = _choose_directory(given)
         if directory:
             require_writable(directory)
-        for name, kind in (("progress", bool), ("observer", Observer), ("stop", Event)):
+        callbacks = CALLBACKS.parse_all(given.callbacks)
+        for name, kind in (("progress", bool), ("stop", Event)):
             value = getattr(given, name)
             if value is not None and not isinstance(value, kind):
                 raise UsageError(f"{name}={value!r}: give {'True or False' if kind is bool else f'an {kind.__name__}'}")
@@ -427,8 +428,8 @@ def compare(given: CompareArguments) -> Comparison:
             experiment = experiment.keep_labels(path)
         result = Comparison(experiment, path)
         try:
-            with limit_threads(given.threads), _observe(given) as observer:
-                experiment.run(path, resume=resume, observer=observer, stop=given.stop, jobs=given.jobs)
+            with limit_threads(given.threads), _observe(given, callbacks) as callback:
+                experiment.run(path, resume=resume, callback=callback, stop=given.stop, jobs=given.jobs)
         except BaseException as error:
             if holds_run(path) and not isinstance(error, UsageError):
                 if scratch:
@@ -510,10 +511,7 @@ def _choose_directory(given: CompareArguments) -> tuple[Path | None, bool]:
 
 
 @contextmanager
-def _observe(given: CompareArguments) -> Iterator[Observer | None]:
-    """Yield the given observer, one that shows progress, or one that does both."""
-    if not given.progress:
-        yield given.observer
-        return
-    with show_progress(Console()) as shown:
-        yield Observers(shown, given.observer) if given.observer else shown
+def _observe(given: CompareArguments, callbacks: Sequence[Callback]) -> Iterator[Callback]:
+    """Yield a callback that calls ``callbacks``, and shows progress if asked for."""
+    with show_progress(Console(quiet=not given.progress), callbacks) as shown:
+        yield shown

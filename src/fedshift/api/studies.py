@@ -71,8 +71,8 @@ def advise(
                 dict(experiment.config) | {"methods": ",".join(search.reasons), "rates": str(rates), "budget": budget}
             )
             shown = show_progress(Console()) if progress else nullcontext(None)
-            with limit_threads(settings.get("threads")), shown as observer:
-                search = continue_search(experiment, search, path, named, observer=observer, jobs=jobs)
+            with limit_threads(settings.get("threads")), shown as callback:
+                search = continue_search(experiment, search, path, named, callback=callback, jobs=jobs)
         write_search(search, path)
     result = MethodAdvice(search, path)
     if scratch:

@@ -23,7 +23,7 @@ from ..console.terminal import (
     show_loading,
     show_progress,
 )
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from .run import find_kind, make_checked, use_threads
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ def advise(
     output: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
 ) -> int:
     """Recommend a method for a federation: diagnose it, and search methods and learning rates on validation data."""
+    if output.callbacks:
+        raise UsageError(
+            "advise takes no callbacks, since it ends trials by its own rule: leave {} out", Ref("callbacks")
+        )
     directory = choose_directory(output, "advise")
     if output.resume:
         _check_same(spec, output.resume)
@@ -68,9 +72,9 @@ def advise(
         print_line(console, f"{directory}: {len(search.candidates)} candidates on {experiment.data.name}")
         print_line(shown, describe_plan(search))
         try:
-            with catch_interrupts(console) as stop, show_progress(shown) as observer:
+            with catch_interrupts(console) as stop, show_progress(shown) as callback:
                 search = continue_search(
-                    experiment, search, directory, methods, observer=observer, stop=stop, jobs=output.jobs
+                    experiment, search, directory, methods, callback=callback, stop=stop, jobs=output.jobs
                 )
         except KeyboardInterrupt:
             return report_stop(console, "advise", directory)

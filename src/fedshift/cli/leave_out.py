@@ -85,6 +85,7 @@ def run_without(
         shown,
         resume=place.resume is not None,
         jobs=place.jobs,
+        callbacks=place.callbacks,
         title=f"{summarize_experiment(experiment)}, without each of {', '.join(left_out)}, which is then measured",
         begin=begin,
         measure=lambda part: _measure(part.experiment(), part.folder, selecting=bool(rules)),

@@ -209,13 +209,13 @@ def _run(wanted: Sequence[Table], way: ReproductionOptions, version: str | None,
             with _show_progress(Console(stderr=True)) as progress:
                 wanted = budget.order_by_time(wanted, way, out, progress)
         shown.enter_context(announce_cache(console))
-        observer = shown.enter_context(show_progress(console))
+        callback = shown.enter_context(show_progress(console))
         for number, table in enumerate(wanted):
             chosen = budget.fit_scale(table, way, out, len(wanted) - number)
             done = None
             try:
                 if not stop.is_set():
-                    done = run_table(table, chosen, out, version=version, observer=observer, stop=stop)
+                    done = run_table(table, chosen, out, version=version, callback=callback, stop=stop)
             except FedshiftError as error:
                 if len(wanted) == 1:
                     raise

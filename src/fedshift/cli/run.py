@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -71,19 +71,21 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: RunOptions,
     directory = choose_directory(place, command)
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
+        from ..experiments.callbacks import CALLBACKS
         from ..experiments.loggers import parse_loggers, require_packages
         from ..report.publication import publish_safely
 
         require_packages(parse_loggers(spec.log))
+        own = CALLBACKS.parse_all(place.callbacks)
         use_threads(spec.threads)
         experiment = make_checked(spec, progress)
     print_line(console, f"{directory}: {summarize_experiment(experiment)}")
     began, finished = time.perf_counter(), False
     failure: FedshiftError | OSError | None = None
-    with catch_interrupts(console) as stop, show_progress(shown) as observer, _profile(profile) as seconds:
+    with catch_interrupts(console) as stop, show_progress(shown, own) as callback, _profile(profile) as seconds:
         try:
             finished = experiment.run(
-                directory, resume=place.resume is not None, observer=observer, stop=stop, jobs=place.jobs
+                directory, resume=place.resume is not None, callback=callback, stop=stop, jobs=place.jobs
             )
         except UsageError:
             raise
@@ -121,6 +123,7 @@ def run_several(
     begin: Callable[[int, QueuedRun], None],
     publish: Callable[[], None],
     jobs: int | Literal["auto"] = "auto",
+    callbacks: Sequence[str] = (),
     measure: Callable[[QueuedRun], None] = lambda _: None,
 ) -> int:
     """Run or continue the ``parts`` that have not ended, in one directory; return the exit code.
@@ -137,15 +140,19 @@ def run_several(
         begin: called with the number of each part, from 1, before it runs.
         publish: called after the last part.
         jobs: maximum number of a run's trials that run side by side.
+        callbacks: the user's callbacks, as expressions.
         measure: called with each part that was not stopped.
 
     Raises:
         FedshiftError: a part diverged; raised after the others have been run and published.
 
     """
+    from ..experiments.callbacks import CALLBACKS
     from ..experiments.run_queue import read_outcome, run_pending
     from ..report.publication import publish_run
     from ..results.run_directory import RunDirectory
+
+    own = CALLBACKS.parse_all(callbacks)
 
     def end(part: QueuedRun, finished: bool) -> None:
         kept.write_settings(settings)
@@ -158,8 +165,8 @@ def run_several(
             kept.write_settings(settings)
         print_line(console, f"{directory}: {title}")
         try:
-            with catch_interrupts(console) as stop, show_progress(shown) as observer:
-                finished = run_pending(parts.values(), observer=observer, stop=stop, jobs=jobs, begin=begin, end=end)
+            with catch_interrupts(console) as stop, show_progress(shown, own) as callback:
+                finished = run_pending(parts.values(), callback=callback, stop=stop, jobs=jobs, begin=begin, end=end)
             kept.write_settings(settings)
         except KeyboardInterrupt:
             return report_stop(console, command, directory)

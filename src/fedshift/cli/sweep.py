@@ -52,6 +52,7 @@ def sweep(
         shown,
         resume=output.resume is not None,
         jobs=output.jobs,
+        callbacks=output.callbacks,
         title=f"{len(wanted)} combinations of {', '.join(wanted[0].values)}, {len(left)} to run",
         begin=lambda number, part: print_line(shown, f"[{number}/{len(wanted)}] {part.folder.name}"),
         publish=lambda: _publish(spec, wanted, directory, console),

@@ -414,6 +414,11 @@ class RunOptions:
     """Your own function, package.module:function, that the file of --config may call; may be given several times.
     Files may come from others, so no other function in them is called; functions in flags need not be listed."""
 
+    callbacks: Annotated[Texts, Expression(), Parameter(group=DIRECTORY, negative=(), show_default=False)] = ()
+    """Your own callback, package.module:Class(name=value), a subclass of fedshift.Callback, or package.module:function,
+    called with the trial and its round at the end of each; may be given several times. Callbacks can log, save files in
+    trial.folder, and stop a trial; they are not part of the settings, so give them again to resume."""
+
     out: Annotated[Path | None, ESSENTIAL, Parameter(group=DIRECTORY)] = None
     """Directory to write; by default a new one under runs/."""
 

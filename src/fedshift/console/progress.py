@@ -14,7 +14,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from ..engines.auto import EngineChoice
-from ..experiments.observer import Observer
+from ..experiments.callbacks import Callback
 from ..experiments.trial import RoundResult
 from ..results.schema import LOWER_IS_BETTER, METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
 from .printing import Console
@@ -34,7 +34,7 @@ class _TrialProgress:
     figure: dict[str, float] = field(default_factory=dict)
 
 
-class _ProgressObserver(Observer):
+class _Progress(Callback):
     """Values that both displays show for each running trial; events belong to the trial ``now``."""
 
     def __init__(self, console: Console) -> None:
@@ -46,27 +46,27 @@ class _ProgressObserver(Observer):
         self.engines: set[tuple[str, str]] = set()
 
     @override
-    def begin(
+    def on_run_begin(
         self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
     ) -> None:
         self.rounds, self.metric = rounds, metric
 
     @override
-    def trial(self, method: str, seed: int, done: int) -> None:
+    def on_trial_begin(self, method: str, seed: int, done: int) -> None:
         self.now = _TrialProgress(method=method, seed=seed, number=done)
         left = [trial for trial in self.running.values() if trial.number < self.rounds]
         self.running = {(trial.method, trial.seed): trial for trial in (*left, self.now)}
 
     @override
-    def turn(self, method: str, seed: int) -> None:
+    def on_turn(self, method: str, seed: int) -> None:
         self.now = self.running.get((method, seed), self.now)  # one that has ended tells only its notices
 
     @override
-    def client(self, client: str, loss: float) -> None:
+    def on_client_end(self, client: str, loss: float) -> None:
         self.now.loss[client] = loss
 
     @override
-    def round(self, done: RoundResult) -> None:
+    def on_round_end(self, done: RoundResult) -> None:
         self.now.number = done.round
         self.now.figure |= self._measure(done.rows)
 
@@ -80,36 +80,36 @@ class _ProgressObserver(Observer):
         return {str(client): float(value) for client, value in defined.items()}
 
     @override
-    def engine(self, method: str, choice: EngineChoice) -> None:
+    def on_engine(self, method: str, choice: EngineChoice) -> None:
         if (method, choice.engine) not in self.engines:
             self.engines.add((method, choice.engine))
             alone = " on one thread" if choice.threads == 1 else ""
-            self.notice(f"{method} runs on the {choice.engine} engine{alone} ({choice.reason})")
+            self.on_notice(f"{method} runs on the {choice.engine} engine{alone} ({choice.reason})")
 
     @override
-    def notice(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         self.console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
-class PlainLines(_ProgressObserver):
+class PlainLines(_Progress):
     """One line for each evaluated round, for log files and pipes."""
 
     @override
-    def begin(
+    def on_run_begin(
         self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
     ) -> None:
-        super().begin(methods, seeds, rounds, clients, metric)
+        super().on_run_begin(methods, seeds, rounds, clients, metric)
         self.left = len(methods) * len(seeds) * rounds
         self.began, self.run = time.monotonic(), 0
 
     @override
-    def trial(self, method: str, seed: int, done: int) -> None:
-        super().trial(method, seed, done)
+    def on_trial_begin(self, method: str, seed: int, done: int) -> None:
+        super().on_trial_begin(method, seed, done)
         self.left -= done
 
     @override
-    def round(self, done: RoundResult) -> None:
-        super().round(done)
+    def on_round_end(self, done: RoundResult) -> None:
+        super().on_round_end(done)
         self.run, self.left = self.run + 1, self.left - 1
         if all(row["split"] == "train" for row in done.rows):
             return
@@ -131,7 +131,7 @@ class PlainLines(_ProgressObserver):
         )  # fmt: skip
 
 
-class LiveDisplay(_ProgressObserver):
+class LiveDisplay(_Progress):
     """A bar over all rounds with elapsed time and time left, above tables of methods and clients.
 
     If trials run side by side, the clients shown are those of the trial that began first. Use as a context manager.
@@ -159,32 +159,32 @@ class LiveDisplay(_ProgressObserver):
         self.live.stop()
 
     @override
-    def begin(
+    def on_run_begin(
         self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
     ) -> None:
-        super().begin(methods, seeds, rounds, clients, metric)
+        super().on_run_begin(methods, seeds, rounds, clients, metric)
         self.clients, self.seeds = dict.fromkeys(clients), len(seeds)
         self.macros = {method: {} for method in methods}
         self.bar.reset(self.task, total=len(methods) * len(seeds) * rounds)
 
     @override
-    def trial(self, method: str, seed: int, done: int) -> None:
-        super().trial(method, seed, done)
+    def on_trial_begin(self, method: str, seed: int, done: int) -> None:
+        super().on_trial_begin(method, seed, done)
         self.names = dict(self.clients)
         self._advance(done)
 
     @override
-    def client(self, client: str, loss: float) -> None:
-        super().client(client, loss)
+    def on_client_end(self, client: str, loss: float) -> None:
+        super().on_client_end(client, loss)
         self.names.setdefault(client)
 
     @override
-    def recorded(self, rows: Sequence[Row]) -> None:
+    def on_recorded(self, rows: Sequence[Row]) -> None:
         self._keep_macro(rows[0]["round"], rows)
 
     @override
-    def round(self, done: RoundResult) -> None:
-        super().round(done)
+    def on_round_end(self, done: RoundResult) -> None:
+        super().on_round_end(done)
         self._keep_macro(done.round, done.rows)
         self._advance(1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ from ..utils.files import require_writable
 from .printing import Console
 
 if TYPE_CHECKING:
-    from ..experiments.observer import Observer
+    from ..experiments.callbacks import Callback
 
 ANNOUNCED = 1_000_000
 """Minimum bytes of newly cached images that a command reports."""
@@ -107,22 +107,24 @@ def describe_cache(images: Path) -> str:
 
 
 @contextmanager
-def show_progress(console: Console) -> Iterator[Observer]:
-    """Yield an observer that shows events: a live display on a terminal and in a notebook, plain lines elsewhere.
+def show_progress(console: Console, own: Sequence[Callback] = ()) -> Iterator[Callback]:
+    """Yield a callback that shows events: a live display on a terminal and in a notebook, plain lines elsewhere.
 
-    A quiet console shows nothing. In a notebook, rich needs ipywidgets for its display.
+    A quiet console shows nothing. In a notebook, rich needs ipywidgets for its display. ``own``: callbacks of the user,
+    which receive each event after the display.
     """
-    from ..experiments.observer import Observer
+    from ..experiments.callbacks import Callback, Callbacks
     from .progress import LiveDisplay, PlainLines
 
     if console.quiet:
-        yield Observer()
+        yield Callbacks(own=own) if own else Callback()
         return
     if not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
-        yield PlainLines(console)
+        lines = PlainLines(console)
+        yield Callbacks(lines, own=own) if own else lines
         return
     with LiveDisplay(console) as display:
-        yield display
+        yield Callbacks(display, own=own) if own else display
 
 
 @contextmanager

@@ -31,9 +31,9 @@ from ..core.method import Method
 from ..core.optimizer import AdamW, Optimizer
 from ..data.files.read_options import Progress
 from ..engines.engine import Diverged
+from ..experiments.callbacks import Callback
 from ..experiments.experiment import Experiment
 from ..experiments.jobs import Jobs
-from ..experiments.observer import Observer
 from ..methods import METHODS
 from ..methods.tuned import tuned
 from ..results.run_directory import trial_folder
@@ -377,7 +377,7 @@ def continue_search(
     directory: Path,
     methods: Sequence[Method] | None = None,
     *,
-    observer: Observer | None = None,
+    callback: Callback | None = None,
     stop: Event | None = None,
     jobs: Jobs = "auto",
 ) -> Search:
@@ -399,7 +399,7 @@ def continue_search(
     timer.start()
     try:
         with closing(Workers()) as workers:
-            run = partial(Experiment.run, observer=observer, stop=stop, jobs=jobs, workers=workers)
+            run = partial(Experiment.run, callback=callback, stop=stop, jobs=jobs, workers=workers)
             search = _run_rungs(experiment, search, directory, methods, run)
     finally:
         timer.cancel()

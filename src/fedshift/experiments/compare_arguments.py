@@ -22,7 +22,7 @@ from ..core.schedule import Schedule
 from ..data.augmentation import Augmentation
 from ..models import ModelFactory
 from ..tasks import Task
-from .observer import Observer
+from .callbacks import Callback
 
 MethodLike: TypeAlias = str | Method | Callable[[], Method]
 """An expression such as ``"fedbn+fedprox(mu=0.1)"``, a method, or a function that makes one."""
@@ -66,9 +66,9 @@ class CompareArguments(CompareSpec):
     """Show the progress like the command line: a bar and a table in a terminal and in a notebook (with ipywidgets),
     elsewhere a line for each evaluated round."""
 
-    observer: Observer | None = None
-    """Callbacks for progress. If trials run side by side (``jobs``), ``turn`` tells which trial the next events are
-    from."""
+    callbacks: Callback | Callable[..., object] | Sequence[Callback | Callable[..., object]] = ()
+    """Your own callbacks, one or several: a :class:`fedshift.Callback`, a subclass, or a function of the trial and its
+    round, called at the end of each. They can log, save files in ``trial.folder``, and stop a trial."""
 
     stop: Event | None = None
     """Event that ends the run after the round in progress once it is set."""

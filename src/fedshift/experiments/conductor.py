@@ -13,9 +13,10 @@ from typing import Any
 from ..engines.engine import Diverged
 from ..utils.errors import FedshiftError, Ref
 from ..utils.execution.executor import Chain, Executor, LaneLost, run_all
+from .callbacks import RunningTrial
 from .loggers import RecordLog
 from .session import Session
-from .trial_run import TrialRun
+from .trial_run import TrialRun, is_evaluated
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,40 +54,49 @@ class Conductor:
 
     def _conduct(self, trial: TrialRun) -> Chain:
         """Yield a trial's calls one after another; return whether it reached its end, or the error if it diverged."""
-        session, observer, executor = self.session, self.session.observer, self._executor
+        session, callback, executor = self.session, self.session.callback, self._executor
         run = executor.put(trial)
+        running = RunningTrial(
+            method=trial.method, seed=trial.seed, rounds=self.rounds, place=trial.folder, say=session.say
+        )
         try:
             begun = yield TrialRun.begin, run, *self._given
-            self._turn(trial, begins=True)
-            observer.trial(trial.method, trial.seed, begun.done)
+            self._turn(trial, running, begins=True)
+            callback.on_trial_begin(trial.method, trial.seed, begun.done)
             if begun.evaluated:
-                observer.recorded(begun.evaluated)
+                callback.on_recorded(begun.evaluated)
             for text in begun.notices:
                 session.say(text)
             with self.log.trial(trial.method, trial.seed, trial.folder, self.rounds) as log_round:
                 if begun.choice:
-                    observer.engine(trial.method, begun.choice)
-                for _ in range(0 if begun.ended else self.rounds - begun.done):
+                    callback.on_engine(trial.method, begun.choice)
+                for number in range(begun.done + 1, begun.done + 1 if begun.ended else self.rounds + 1):
                     if session.stop.is_set() or self._failed:
                         return False
+                    callback.trial = running
+                    callback.on_round_begin(number)
                     if not session.recorded:
                         yield TrialRun.train, run
                         session.describe(trains=True)  # before the round is saved
                     cost, outcome = yield TrialRun.round, run
-                    self._turn(trial)
+                    self._turn(trial, running)
                     for row in outcome.rows if trial.progress is None else ():
                         if row["split"] == "train":
-                            observer.client(row["client"], row["loss_sum"] / row["samples"])
+                            callback.on_client_end(row["client"], row["loss_sum"] / row["samples"])
                     log_round(cost, outcome.rows)
-                    observer.round(outcome)
-                    if outcome.stopped:
+                    if evaluated := is_evaluated(outcome.rows):
+                        callback.on_evaluation(outcome)
+                    callback.on_round_end(outcome)
+                    if running.asked and evaluated and number < self.rounds and not outcome.stopped:
+                        yield TrialRun.stop, run, running.asked
+                    if outcome.stopped or (running.asked and evaluated):
                         break
                 notices = yield TrialRun.end, run
-            self._turn(trial)
+            self._turn(trial, running)
             for text in notices:
                 session.say(text)
         except Diverged as error:
-            self._turn(trial)
+            self._turn(trial, running)
             session.say_diverged(trial.method, trial.seed, error)
             return error
         except LaneLost as error:
@@ -101,8 +111,8 @@ class Conductor:
             executor.drop(run)
         return True
 
-    def _turn(self, trial: TrialRun, *, begins: bool = False) -> None:
+    def _turn(self, trial: TrialRun, running: RunningTrial, *, begins: bool = False) -> None:
         """Say that the next events are of ``trial``."""
-        self.session.number = trial.number
+        self.session.number, self.session.callback.trial = trial.number, running
         if self._several and not begins:
-            self.session.observer.turn(trial.method, trial.seed)
+            self.session.callback.on_turn(trial.method, trial.seed)

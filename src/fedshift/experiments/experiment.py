@@ -34,12 +34,12 @@ from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.execution.executor import Executor, InProcess
 from ..utils.execution.workers import Workers
+from .callbacks import Callback
 from .client_store import check_segments
 from .conductor import Conductor
 from .description import describe_training
 from .jobs import Jobs, choose_jobs
 from .loggers import RecordLog, require_packages
-from .observer import Observer
 from .session import Session
 from .settings import Settings, check_counts
 from .trial import Trial
@@ -114,7 +114,7 @@ class Experiment:
         path: Path,
         *,
         resume: bool = False,
-        observer: Observer | None = None,
+        callback: Callback | None = None,
         stop: Event | None = None,
         jobs: Jobs = 1,
         workers: Workers | None = None,
@@ -124,7 +124,7 @@ class Experiment:
         Args:
             path: run directory.
             resume: whether to continue the run in ``path``.
-            observer: callbacks for events.
+            callback: callbacks for events.
             stop: event that ends the run after the rounds in progress once it is set.
             jobs: maximum number of trials that run side by side, in worker processes; it does not affect results.
                 ``auto``: as many as leave no processor idle, if that saves time.
@@ -141,10 +141,10 @@ class Experiment:
 
         """
         experiment = self.keep_labels(path) if resume else self
-        return experiment._run(path, resume, observer or Observer(), stop or Event(), jobs, workers)
+        return experiment._run(path, resume, callback or Callback(), stop or Event(), jobs, workers)
 
     def _run(
-        self, path: Path, resume: bool, observer: Observer, stop: Event, jobs: Jobs, workers: Workers | None
+        self, path: Path, resume: bool, callback: Callback, stop: Event, jobs: Jobs, workers: Workers | None
     ) -> bool:
         require_packages(self.log)
         if resume:
@@ -164,9 +164,9 @@ class Experiment:
             def describe(sessions: Sequence[Mapping[str, str]] | None) -> None:
                 self._describe(directory, facts, resolved, sessions)
 
-            session = Session(directory, observer, stop, describe, resume=resume)
-            log = RecordLog(self.log, path, self.config, settings.metric, observer.notice, session.say)
-            observer.begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
+            session = Session(directory, callback, stop, describe, resume=resume)
+            log = RecordLog(self.log, path, self.config, settings.metric, callback.on_notice, session.say)
+            callback.on_run_begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             for notice in (*self.data.notices, *(self.data.faults if self.notices is None else self.notices)):
                 session.say(notice)
             conductor = Conductor(session=session, log=log, rounds=settings.rounds)
@@ -181,7 +181,7 @@ class Experiment:
         self, conductor: Conductor, path: Path, trials: dict[str, Trial], jobs: Jobs, workers: Workers
     ) -> None:
         """Run all trials, first those side by side; ``trials``: those that were made already, by method."""
-        observer, threads = conductor.session.observer, torch.get_num_threads()
+        callback, threads = conductor.session.callback, torch.get_num_threads()
         begun = [
             TrialRun(number=number, method=method.label, seed=seed, folder=trial_folder(path, method.label, seed))
             for number, (seed, method) in enumerate(product(self.seeds, self.methods))
@@ -198,12 +198,14 @@ class Experiment:
                     ) from error
                 choices = {}
             else:
-                observer.notice(f"{processes} trials run side by side, each in a process, with the same results")
+                callback.on_notice(f"{processes} trials run side by side, each in a process, with the same results")
                 side_by_side = [replace(run, choice=choices[run.number]) for run in begun if run.number in choices]
                 conductor.run(workers, side_by_side, processes, shared, InProcess(), threads)
                 workers.drop(shared)
         alone = (
-            replace(run, made=trials.get(run.method) if run.seed == self.seeds[0] else None, progress=observer.client)
+            replace(
+                run, made=trials.get(run.method) if run.seed == self.seeds[0] else None, progress=callback.on_client_end
+            )
             for run in begun
             if run.number not in choices
         )

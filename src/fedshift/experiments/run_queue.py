@@ -19,9 +19,9 @@ from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import Ref, Sentence
 from ..utils.execution.workers import Workers
 from ..utils.processors import available_processors
+from .callbacks import Callback
 from .experiment import Experiment
 from .jobs import Jobs
-from .observer import Observer
 
 DONE = "done.json"
 DIVERGED = "diverged"
@@ -56,7 +56,7 @@ def read_outcome(folder: Path, settings: Mapping[str, Any]) -> str | None:
 def run_pending(
     parts: Iterable[QueuedRun],
     *,
-    observer: Observer,
+    callback: Callback,
     stop: Event,
     jobs: Jobs = "auto",
     begin: Callable[[int, QueuedRun], None] = lambda *_: None,
@@ -80,7 +80,7 @@ def run_pending(
             try:
                 resume = (part.folder / "config.toml").exists()
                 finished = experiment.run(
-                    part.folder, resume=resume, observer=observer, stop=stop, jobs=jobs, workers=workers
+                    part.folder, resume=resume, callback=callback, stop=stop, jobs=jobs, workers=workers
                 )
             except Diverged as error:
                 diverged = {DIVERGED: str(error)}

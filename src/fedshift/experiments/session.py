@@ -21,11 +21,11 @@ from ..results.summary import (
 )
 from ..utils.errors import FedshiftError
 from ..utils.version import __version__
-from .observer import Observer
+from .callbacks import Callback
 
 
 class Session:
-    """One call of :meth:`Experiment.run`: its directory, observer and stop, and what it writes beside the trials.
+    """One call of :meth:`Experiment.run`: its directory, callback and stop, and what it writes beside the trials.
 
     The description of a resumed run is rewritten only after its first new round, and its earlier notices are kept until
     it ends, so that a run that fails earlier stays unchanged. ``describe`` takes the sessions that trained, None for
@@ -35,13 +35,13 @@ class Session:
     def __init__(
         self,
         directory: RunDirectory,
-        observer: Observer,
+        callback: Callback,
         stop: Event,
         describe: Callable[[Sequence[Mapping[str, str]] | None], None],
         *,
         resume: bool,
     ) -> None:
-        self.directory, self.observer, self.stop, self._describe = directory, observer, stop, describe
+        self.directory, self.callback, self.stop, self._describe = directory, callback, stop, describe
         self.path, self.number = directory.path, -1
         self.described = self.recorded = False
         self.said: dict[str, int] = {}
@@ -80,7 +80,7 @@ class Session:
         self.said[text] = self.number
         self._write()
         if not known:
-            self.observer.notice(text)
+            self.callback.on_notice(text)
 
     def say_diverged(self, method: str, seed: int, error: Diverged) -> None:
         """Give the notice about a trial that diverged."""

@@ -46,7 +46,7 @@ from ..evaluation.unseen_clients import PolicyContext, make_personal_state
 from ..models import ModelFactory, make_network
 from ..nn.linear import list_products, set_products
 from ..results.checkpoint import refuse_other, save_checkpoint
-from ..results.schema import Row
+from ..results.schema import Row, compute_metric, rows_to_frame
 from ..results.trial_records import load_facts
 from ..tasks import describe_task
 from ..utils.errors import UsageError
@@ -77,6 +77,13 @@ class RoundResult:
     seconds: float
     rows: list[Row]
     stopped: str = ""
+
+    def measure(self, metric: str, split: str = "test") -> dict[str, float]:
+        """Return ``metric`` by client, of the models that clients would use, on ``test`` or ``validation`` data."""
+        wanted = split, "personal", "loaded"
+        found = rows_to_frame(row for row in self.rows if (row["split"], row["model"], row["moment"]) == wanted)
+        values = compute_metric(found.set_index("client"), metric).dropna()
+        return {str(client): float(value) for client, value in values.items()}
 
 
 class Trial:

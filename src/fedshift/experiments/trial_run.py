@@ -153,6 +153,12 @@ class TrialRun:
     def _record_stop(self, round: int, reason: str) -> None:
         write_checked(self.folder / STOPPED, {"round": round, "reason": reason})
 
+    def stop(self, reason: str) -> None:
+        """End the trial with the round that was saved last, which was evaluated, for this reason."""
+        if self.trial.settings.select == "last":
+            self._record_lag()
+        self._record_stop(self.trial.server.round, reason)
+
     def _advance(self) -> RoundResult:
         """Train the next round; the exchange before round 1 is saved by itself, so that it is not held twice."""
         if self.trial.introduce():

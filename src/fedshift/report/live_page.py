@@ -85,9 +85,8 @@ def _describe_methods(summary: RunSummary) -> Iterator[tuple[str, str, str, str]
         done = summary.traffic[summary.traffic["method"] == method].groupby("seed")["round"].max()
         rounds = ", ".join(str(done.get(seed, 0)) for seed in summary.seeds)
         last = macro[macro.index.get_level_values("method") == method].groupby("seed").tail(1)
-        number = last.index.get_level_values("round")
-        ended = (number == summary.rounds) | last.index.droplevel(2).isin(summary.stopped)
-        finished, others = last[ended], last[~ended]
+        ended = [round == summary.rounds or (name, seed) in summary.stopped for name, seed, round in last.index]
+        finished, others = last[ended], last[[not each for each in ended]]
         mean = f"{summary.scale * finished.mean():.2f}" if len(finished) else MISSING
         unfinished = f"{summary.scale * others.iloc[-1]:.2f} in round {others.index[-1][2]}" if len(others) else MISSING
         yield method, f"{rounds} of {summary.rounds}", mean, unfinished

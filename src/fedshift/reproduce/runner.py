@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from ..config.spec import DataSpec, RunSpec
 from ..diagnosis.quality import check_data
+from ..experiments.callbacks import Callback, Callbacks
 from ..experiments.experiment import Experiment
 from ..experiments.factory import make_experiment
-from ..experiments.observer import Observer, Observers
 from ..experiments.run_queue import QueuedRun, run_pending
 from ..utils.errors import UsageError
 from .figures import ReproducedFigure, draw_figures, load_figures
@@ -56,7 +56,7 @@ def run_table(
     directory: Path,
     *,
     version: str | None = None,
-    observer: Observer | None = None,
+    callback: Callback | None = None,
     stop: Event | None = None,
 ) -> FinishedTable | None:
     """Run the missing runs of ``table`` in ``directory``, compare and draw; return None if stopped before the end.
@@ -72,10 +72,10 @@ def run_table(
             f"{table.key} needs {' and '.join(missing)}, not to be found under {options.root}: `fedshift data list` "
             "says where to get data"
         )
-    observer = observer or Observer()
+    callback = callback or Callback()
     lines = _check_data((spec for _, plan in plans for spec in plan.specs), directory)
     for line in lines:
-        observer.notice(line)
+        callback.on_notice(line)
     for block, plan in plans:
         if block:
             record_start(table, block, options, plan, directory)
@@ -83,7 +83,7 @@ def run_table(
             draw_figures(table, replace(plan, panels=()), options, directory)
     finished = FinishedTable()
     for block, plan in plans:
-        if not _run(pending_runs(plan.specs, directory), directory, _Unrepeated(observer, lines), stop or Event()):
+        if not _run(pending_runs(plan.specs, directory), directory, _Unrepeated(callback, lines), stop or Event()):
             return None
         finished.add(table, block, options, plan, directory)
     return finished
@@ -135,27 +135,27 @@ def _make_checked(spec: RunSpec) -> Experiment:
     return replace(experiment, notices=check_data(experiment.data, spec.on_data_error))
 
 
-class _Unrepeated(Observers):
-    """An observer that skips notices that were ``said`` before."""
+class _Unrepeated(Callbacks):
+    """A callback that skips notices that were ``said`` before."""
 
-    def __init__(self, observer: Observer, said: Collection[str]) -> None:
-        super().__init__(observer)
+    def __init__(self, callback: Callback, said: Collection[str]) -> None:
+        super().__init__(callback)
         self._said = said
 
     @override
-    def notice(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         if text not in self._said:
-            super().notice(text)
+            super().on_notice(text)
 
 
-def _run(specs: Sequence[RunSpec], directory: Path, observer: Observer, stop: Event) -> bool:
+def _run(specs: Sequence[RunSpec], directory: Path, callback: Callback, stop: Event) -> bool:
     """Run ``specs``, each in its folder of ``directory``; return False if ``stop`` was set before the end."""
 
     def announce(number: int, _: QueuedRun) -> None:
         spec = specs[number - 1]
-        observer.notice(
+        callback.on_notice(
             f"run {number} of {len(specs)}: {spec.method} on {spec.data}, {spec.model}, {spec.rounds} rounds"
         )
 
     queue = [QueuedRun(folder=run_folder(spec, directory), experiment=partial(_make_checked, spec)) for spec in specs]
-    return run_pending(queue, observer=observer, stop=stop, begin=announce)
+    return run_pending(queue, callback=callback, stop=stop, begin=announce)

@@ -29,10 +29,10 @@ from ...core.plan import Plan
 from ...data.federation import count_labels
 from ...engines.engine import Data
 from ...evaluation.communication import downlink_bytes, list_disclosures
+from ...experiments.callbacks import Callback, Callbacks
 from ...experiments.experiment import Experiment
 from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
 from ...experiments.loggers import parse_loggers
-from ...experiments.observer import Observer, Observers
 from ...experiments.trial import RoundResult
 from ...models import MODELS
 from ...results.run_directory import MACHINES, POPULATION, trial_folder
@@ -88,8 +88,8 @@ def read_submission(settings: str, expected: str) -> RunSpec | CompareSpec:
     return RunSpec(**given) if "method" in given else CompareSpec(**given)
 
 
-class ProgressReport(Observer):
-    """Forwards an observer's events over ``connection``, and exits when the process at the other end does."""
+class ProgressReport(Callback):
+    """Forwards a callback's events over ``connection``, and exits when the process at the other end does."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection, self.stop, self.changed = connection, threading.Event(), threading.Event()
@@ -108,15 +108,15 @@ class ProgressReport(Observer):
         self.changed.set()
 
     @override
-    def round(self, done: RoundResult) -> None:
-        self.send("round", asdict(done))
+    def on_round_end(self, done: RoundResult) -> None:
+        self.send("on_round_end", asdict(done))
 
     # The arguments of these events are JSON values, which are sent unchanged.
-    begin = partialmethod(send, "begin")
-    trial = partialmethod(send, "trial")
-    recorded = partialmethod(send, "recorded")
-    client = partialmethod(send, "client")
-    notice = partialmethod(send, "notice")
+    on_run_begin = partialmethod(send, "on_run_begin")
+    on_trial_begin = partialmethod(send, "on_trial_begin")
+    on_recorded = partialmethod(send, "on_recorded")
+    on_client_end = partialmethod(send, "on_client_end")
+    on_notice = partialmethod(send, "on_notice")
     alert = partialmethod(send, "alert")
 
 
@@ -158,17 +158,17 @@ class Coordinator:
         if order["keys"]:
             keys = Path(order["keys"])
             signer = Signer(keys, run)
-            secured = {"keys": PublicKeys(keys, report.notice), "signed": signer}
+            secured = {"keys": PublicKeys(keys, report.on_notice), "signed": signer}
         self.home = Path(order["home"]) if order.get("home") else None
         if self.home:
             secured["allow"] = partial(allow_uploads, self.home)
         self.nodes = Nodes(
-            grid, hello, report.notice, known=known, changed=self._admit_newcomer, stop=report.stop,
-            anchors=Anchors(self.path.with_name(FILE), experiment, signer.key if signer else None, report.notice),
+            grid, hello, report.on_notice, known=known, changed=self._admit_newcomer, stop=report.stop,
+            anchors=Anchors(self.path.with_name(FILE), experiment, signer.key if signer else None, report.on_notice),
             alert=report.alert, **secured,
         )  # fmt: skip
         whose = f", with the key {fingerprint(signer.key.public_key())}" if signer else ""
-        report.notice(f"experiment {experiment}{whose}: sites may allow these alone (join --policy)")
+        report.on_notice(f"experiment {experiment}{whose}: sites may allow these alone (join --policy)")
 
     def run(self) -> bool:
         """Run until finished or stopped; return whether the experiment finished."""
@@ -177,7 +177,7 @@ class Coordinator:
         clients = min(self.min_clients, len(members or self.order) or self.min_clients)
         done = self._is_trained()
         if done:
-            self.report.notice("all rounds are done: no site is waited for")
+            self.report.on_notice("all rounds are done: no site is waited for")
         try:
             if not done:
                 self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
@@ -188,9 +188,9 @@ class Coordinator:
                     return False
                 resume = (self.directory / "config.toml").exists()
                 experiment = self._make_experiment(data)
-                observer = Observers(HistoryKeeper(self.directory), self.report)
+                callback = Callbacks(HistoryKeeper(self.directory), self.report)
                 try:
-                    if experiment.run(self.directory, resume=resume, observer=observer, stop=self.report.changed):
+                    if experiment.run(self.directory, resume=resume, callback=callback, stop=self.report.changed):
                         break
                 except SpoiledModel as error:
                     self._take_back(error)
@@ -212,7 +212,7 @@ class Coordinator:
         settings = self.population.make_settings(self.spec)
         for history in list_histories(self.directory):
             if said := history.repair(settings):
-                self.report.notice(said)
+                self.report.on_notice(said)
 
     def _is_trained(self) -> bool:
         """Return whether nothing is left that sites would be needed for."""
@@ -290,7 +290,7 @@ class Coordinator:
                     raise FedshiftError(f"{new.name!r} has classes that the others lack")
             except FedshiftError as error:
                 self.refused.add(new.name)
-                self.report.notice(f"{new.name} is not admitted: {error}")
+                self.report.on_notice(f"{new.name} is not admitted: {error}")
             else:
                 grown, data = wider, found
         self.population = grown
@@ -316,7 +316,7 @@ class Coordinator:
             updated.write(self.path)
         for name in sorted(self.nodes.online - self.refused - set(self.order) if self.order else ()):
             self.refused.add(name)
-            self.report.notice(f"{name} takes no part: the settings name {', '.join(self.order)} (domains)")
+            self.report.on_notice(f"{name} takes no part: the settings name {', '.join(self.order)} (domains)")
         if self.population.clients and self._find_new():
             self.report.changed.set()
 

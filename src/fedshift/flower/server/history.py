@@ -16,7 +16,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from ...engines.engine import Diverged
-from ...experiments.observer import Observer
+from ...experiments.callbacks import Callback
 from ...experiments.settings import Settings
 from ...experiments.trial import RoundResult
 from ...experiments.trial_run import find_best
@@ -153,19 +153,19 @@ def go_back(directory: Path, round: int) -> None:
     begun[-1].go_back(round)
 
 
-class HistoryKeeper(Observer):
+class HistoryKeeper(Callback):
     """Keeps the last checkpoints of the trials in a run ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     @override
-    def trial(self, method: str, seed: int, done: int) -> None:
+    def on_trial_begin(self, method: str, seed: int, done: int) -> None:
         self.kept = TrialHistory(trial_folder(self.directory, method, seed))
         self.kept.keep(done)
 
     @override
-    def round(self, done: RoundResult) -> None:
+    def on_round_end(self, done: RoundResult) -> None:
         self.kept.keep(done.round)
 
 

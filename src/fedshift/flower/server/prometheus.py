@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app, start_http_server
 from typing_extensions import override
 
-from ...experiments.observer import Observer
+from ...experiments.callbacks import Callback
 from ...experiments.trial import RoundResult
 from ...utils.errors import UsageError
 
@@ -19,8 +19,8 @@ HOSTS = ("127.0.0.1", "localhost")
 """Names of this machine in a request. A web page whose name was pointed here (DNS rebinding) asks for its own."""
 
 
-class Prometheus(Observer):
-    """Observer whose ``registry`` exposes an experiment's progress as metrics with the prefix ``fedshift_``."""
+class Prometheus(Callback):
+    """Callback whose ``registry`` exposes an experiment's progress as metrics with the prefix ``fedshift_``."""
 
     def __init__(self, end: datetime | None = None) -> None:
         self.registry = CollectorRegistry()
@@ -45,20 +45,20 @@ class Prometheus(Observer):
         return Gauge(f"fedshift_{name}", text, labels, registry=self.registry)
 
     @override
-    def begin(self, methods: object, seeds: object, rounds: int, clients: object, metric: object) -> None:
+    def on_run_begin(self, methods: object, seeds: object, rounds: int, clients: object, metric: object) -> None:
         self._planned.set(rounds)
 
     @override
-    def trial(self, method: str, seed: int, done: int) -> None:
+    def on_trial_begin(self, method: str, seed: int, done: int) -> None:
         self._trial = method, str(seed)
         self._done.labels(*self._trial).set(done)
 
     @override
-    def client(self, client: str, loss: float) -> None:
+    def on_client_end(self, client: str, loss: float) -> None:
         self._loss.labels(client).set(loss)
 
     @override
-    def round(self, done: RoundResult) -> None:
+    def on_round_end(self, done: RoundResult) -> None:
         self._done.labels(*self._trial).set(done.round)
         self._seconds.set(done.seconds)
         self._ended.set_to_current_time()
@@ -67,30 +67,30 @@ class Prometheus(Observer):
         self._bytes.labels("down").inc(done.down)
 
     @override
-    def notice(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         self._notices.inc()
 
 
 @contextmanager
-def serve_metrics(port: int | None, end: datetime | None = None) -> Iterator[Observer]:
-    """Serve the metrics of an observer inside the block, at ``/metrics`` on loopback ``port``.
+def serve_metrics(port: int | None, end: datetime | None = None) -> Iterator[Callback]:
+    """Serve the metrics of a callback inside the block, at ``/metrics`` on loopback ``port``.
 
     ``end``: when the coordinator's certificate ends, if it has one.
     If ``port`` is None, nothing is served. Raises :class:`UsageError` if the port is not free.
     """
     if port is None:
-        yield Observer()
+        yield Callback()
         return
-    observer = Prometheus(end)
+    callback = Prometheus(end)
     try:
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=observer.registry)
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=callback.registry)
     except OSError as error:
         raise UsageError(
             f"--metrics {port}: cannot listen on 127.0.0.1:{port}: {error.strerror}; choose another"
         ) from error
-    server.set_app(_refuse_other_hosts(make_wsgi_app(observer.registry)))
+    server.set_app(_refuse_other_hosts(make_wsgi_app(callback.registry)))
     try:
-        yield observer
+        yield callback
     finally:
         server.shutdown()
         thread.join()

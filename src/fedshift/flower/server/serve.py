@@ -23,7 +23,7 @@ from ...config.settings_file import FILE
 from ...config.spec import CompareSpec, RunOptions, RunSpec
 from ...console.printing import Console
 from ...console.terminal import catch_interrupts, report_stop, show_progress
-from ...experiments.observer import Observer, Observers
+from ...experiments.callbacks import Callback, Callbacks
 from ...experiments.trial import RoundResult
 from ...results.run_directory import MACHINES, acquire_lock
 from ...results.summary import require_series
@@ -193,7 +193,7 @@ def _serve(
         if from_round is not None:
             go_back(directory, from_round)
         try:
-            finished = work.run(Observers(shown, counted), stop)
+            finished = work.run(Callbacks(shown, counted), stop)
         except UsageError as error:
             alerts.send("failed", str(error))
             raise
@@ -247,12 +247,12 @@ class _Coordination:
         self.socket.close()
         self._scratch.close()
 
-    def run(self, observer: Observer, stop: Event) -> bool:
+    def run(self, callback: Callback, stop: Event) -> bool:
         """Run until the experiment finishes or ``stop`` is set; return whether it finished."""
         tries, rounds = 0, 0
         while True:
             with self._superlink() as link, self._superexec(link, stop) as executor:
-                finished = self._follow(link, executor, observer, stop)
+                finished = self._follow(link, executor, callback, stop)
                 running = link.code is None
             if finished is not None:
                 return finished
@@ -265,7 +265,7 @@ class _Coordination:
                     f"Flower's programs ended {tries} times without a round getting done ({lost.last_message()}): see "
                     f"{self.logs}"
                 )
-            observer.notice(f"Flower's programs ended ({lost.last_message()}); they are started again")
+            callback.on_notice(f"Flower's programs ended ({lost.last_message()}); they are started again")
 
     @contextmanager
     def _superlink(self) -> Iterator[Program]:
@@ -347,12 +347,12 @@ class _Coordination:
                     log = self.logs / "flwr.log"
                     register(path, path.stem, home=self.home, log=log, near=self.near, seconds=self._patience)
 
-    def _follow(self, link: Program, executor: Program, observer: Observer, stop: Event) -> bool | None:
+    def _follow(self, link: Program, executor: Program, callback: Callback, stop: Event) -> bool | None:
         """Forward the app's messages; return whether the experiment finished, or None if the app was lost."""
         connection = self._accept((link, executor), stop)
         if connection is None:
             return None
-        told, ends = False, EndNotice(self.reach.tls, observer.notice)
+        told, ends = False, EndNotice(self.reach.tls, callback.on_notice)
         with connection:
             keys = str(self.reach.tls.resolve()) if self.reach.tls else None
             order = {
@@ -370,42 +370,42 @@ class _Coordination:
                             return bool(values[0])
                         if event == "failed":
                             raise (UsageError if values[1] else FedshiftError)(values[0])
-                        self._show(observer, event, *values)
+                        self._show(callback, event, *values)
                     elif link.code is not None or executor.code is not None:
                         return None
                     ends.check()
-                    self._watch(observer)
+                    self._watch(callback)
                     try:
                         self._register()
                     except FedshiftError as error:
-                        observer.notice(str(error))
+                        callback.on_notice(str(error))
                     if stop.is_set() and not told:
                         connection.send_bytes(b"stop")
                         told = True
             except (EOFError, OSError):
                 return None
 
-    def _watch(self, observer: Observer) -> None:
+    def _watch(self, callback: Callback) -> None:
         """Send an alert if the round stalls, and say which alerts failed."""
         if self._stalls.is_due():
             self.alerts.send("stalled", f"no round has ended for {self.reach.seconds / 2:g} seconds")
         for text in self.alerts.take_failures():
-            observer.notice(text)
+            callback.on_notice(text)
 
-    def _show(self, observer: Observer, event: str, *values: Any) -> None:
+    def _show(self, callback: Callback, event: str, *values: Any) -> None:
         if event == "alert":
             self.alerts.send(*values)
             return
-        if event in ("trial", "round"):
+        if event in ("on_trial_begin", "on_round_end"):
             self._stalls.note()
-        if event != "round":
-            getattr(observer, event)(*values)
+        if event != "on_round_end":
+            getattr(callback, event)(*values)
             return
         self.rounds += 1
         done = RoundResult(**{**values[0], "participants": tuple(values[0]["participants"])})
-        observer.round(done)
+        callback.on_round_end(done)
         moved = f"{_format_bytes(done.down)} down, {_format_bytes(done.up)} up, {done.seconds:.1f} s"
-        observer.notice(f"round {done.round}: {', '.join(done.participants)} took part; {moved}")
+        callback.on_notice(f"round {done.round}: {', '.join(done.participants)} took part; {moved}")
 
     def _accept(self, programs: Sequence[Program], stop: Event) -> Connection | None:
         while all(program.code is None for program in programs) and not stop.is_set():
