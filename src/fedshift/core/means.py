@@ -26,7 +26,9 @@ class SummedUploads:
 
 
 CHUNK = 2**17
-"""Number of values summed at a time, so that the sums stay in the processor's cache."""
+"""Number of values summed at a time on a CPU, so that the sums stay in its cache."""
+LARGE_CHUNK = 2**24
+"""Number of values summed at a time on another device, where each call costs more than its memory."""
 
 
 class StreamingMean:
@@ -59,15 +61,15 @@ class StreamingMean:
         self._flush()
         self._begin({name: entry[0].clone() for name, entry in state.items()})
         self._total += sum(weights)
-        weights_K = torch.tensor(weights, dtype=torch.float64)
+        weights_K = torch.tensor(weights, dtype=torch.float64).to(next(iter(self._sums.values())).device)
         for name, total in self._sums.items():
             lanes = drop_equal(state[name])
             lane_weights = weights_K if len(lanes) == len(weights_K) else weights_K.sum(dim=0, keepdim=True)
             lanes = lanes - self._first[name] if lanes.dtype == torch.float64 else lanes
             flat_KN, into_N = lanes.reshape(len(lanes), -1), total.reshape(-1)
-            tiles = torch.split(flat_KN, max(1, CHUNK // len(lanes)), dim=1)
+            tiles = torch.split(flat_KN, max(1, _chunk_size(total) // len(lanes)), dim=1)
             for into, tile in zip(torch.split(into_N, tiles[0].shape[1]), tiles, strict=True):
-                into.addmv_(tile.double().T, lane_weights.to(tile.device))
+                into.addmv_(tile.double().T, lane_weights)
 
     def merge(self, other: StreamingMean) -> None:
         """Count all states that ``other`` has counted; ``other`` must not be used afterwards."""
@@ -112,8 +114,13 @@ class StreamingMean:
         return like + mean if like.dtype == torch.float64 else cast_to(mean, like.dtype)
 
 
+def _chunk_size(tensor: Tensor) -> int:
+    return CHUNK if tensor.device.type == "cpu" else LARGE_CHUNK
+
+
 def _chunks(tensor: Tensor) -> Sequence[Tensor]:
-    return (tensor,) if tensor.numel() <= CHUNK else torch.split(tensor.reshape(-1), CHUNK)
+    size = _chunk_size(tensor)
+    return (tensor,) if tensor.numel() <= size else torch.split(tensor.reshape(-1), size)
 
 
 def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
@@ -145,8 +152,8 @@ def compute_trimmed_mean(states: Sequence[State], trim: int) -> State:
 
 def squared_distances(states: Sequence[State], names: Iterable[str]) -> Tensor:
     """Return the pairwise squared distances of clients over the entries ``names``, float64 ``[clients, clients]``."""
-    total = torch.zeros(len(states), len(states), dtype=torch.float64)
-    for name in sorted(names):
-        points = stack_entry(states, name).reshape(len(states), -1).cpu()
-        total += torch.stack([(points - point).square().sum(dim=1) for point in points])
-    return total
+    points = [stack_entry(states, name).reshape(len(states), -1) for name in sorted(names)]
+    total = torch.zeros(len(states), len(states), dtype=torch.float64, device=points[0].device)
+    for points_KN in points:
+        total += torch.stack([(points_KN - point_N).square().sum(dim=1) for point_N in points_KN])
+    return total.cpu()

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 import torch
 
@@ -83,7 +83,8 @@ def choose_engine(
     """
     steps, batch = _count_steps(plan, data)
     one, held = count_operations(plan, data), nbytes(pick(plan.initial, plan.trained))
-    total = one * batch * steps * clients * rounds
+    on_cpu = next(iter(data.values())).y.device.type == "cpu"
+    total = one * batch * steps * clients * rounds if on_cpu else inf  # small work gains most on other devices
     needs = f"{one / 1e6:.3g} MFLOP per sample, {held / 1e6:.3g} MB of parameters"
     if total < LITTLE and _fits_identity(plan, data, separate_uploads=separate_uploads):
         return EngineChoice(
@@ -133,7 +134,8 @@ def _predict(
 ) -> dict[str, float]:
     """Return the seconds that ``rounds`` rounds take on each engine, from a timed step."""
     steps, _ = _count_steps(plan, data)
-    processes = min(workers or available_processors(), clients)
+    on_cpu = next(iter(data.values())).y.device.type == "cpu"
+    processes = min(workers or available_processors(), clients) if on_cpu else 1  # others share one device
     step_times = _calibrate(plan, data, clients, processes, augment, separate_uploads=separate_uploads)
     took = {name: steps * clients * rounds * value for name, value in step_times.items() if name != "pool"}
     if "pool" in step_times:

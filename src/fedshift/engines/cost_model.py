@@ -19,6 +19,7 @@ from ..core.plan import Plan, forward
 from ..nn.linear import ALONE, FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
 from ..utils.allocator import keep_freed_memory
 from ..utils.files import cached_measurement
+from ..utils.profiling import wait_for_device
 from ..utils.threads import limit_threads
 from .engine import Data
 
@@ -174,8 +175,7 @@ def time_products(shape: tuple[int, int, int]) -> Mapping[str, float]:
 def _time(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    wait_for_device()
     return time.perf_counter() - began
 
 

@@ -7,7 +7,7 @@ clients' training data and a seed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -27,7 +27,7 @@ from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits, stream, torch_stream
-from ..utils.state import State
+from ..utils.state import State, move_together
 from ..utils.threads import limit_threads
 
 if TYPE_CHECKING:  # workers start faster without pandas
@@ -217,17 +217,26 @@ class Engine(ABC):
         _, first = np.unique(order.cpu().numpy(), return_index=True)
         x, y = self.load_batch(name, step, order[torch.from_numpy(np.sort(first))[: max(1, count)]])
         targets = data.targets() if self.plan.reads.targets else y[:0]
-        return Seen(targets, x[:count], y[:count], self.step_key(name, step))
+        return Seen(targets, x[:count], y[:count], self.step_keys(name, [step])[0])
 
-    def step_key(self, name: str, step: int) -> Tensor:
-        """Return the int64 scalar that keys the random draws of the client's step; 0 if steps draw nothing."""
-        if not self.plan.draws:
-            return torch.zeros((), dtype=torch.int64, device=self.data[name].y.device)
-        return torch.tensor(key_bits(self.seed, "dropout", name, step) >> 65, device=self.data[name].y.device)
+    def draw_keys(self, name: str, steps: Iterable[int]) -> list[int]:
+        """Return the key of the random draws of each of the client's ``steps``; zeros if steps draw nothing."""
+        draws = self.plan.draws
+        return [key_bits(self.seed, "dropout", name, step) >> 65 if draws else 0 for step in steps]
+
+    def step_keys(self, name: str, steps: Iterable[int]) -> Tensor:
+        """Return :meth:`draw_keys` as a tensor, int64 ``[S]``, on the device of the client's data."""
+        return torch.tensor(self.draw_keys(name, steps), dtype=torch.int64, device=self.data[name].y.device)
 
 
 EngineFactory = Callable[[Plan, Data, int], Engine]
 """Creates the engine of a trial from its plan, its clients' training samples and its seed."""
+
+
+def move_batches(batches: Batches, device: torch.device) -> Batches:
+    """Return the steps with their indices on ``device``, to which they are copied all at once."""
+    moved = move_together([index for _, index in batches], device)
+    return [(step, index) for (step, _), index in zip(batches, moved, strict=True)]
 
 
 def total_loss(losses: Tensor, batches: Batches) -> float:

@@ -24,8 +24,8 @@ from ..core.step import update_
 from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section
-from ..utils.state import clone, nbytes
-from .engine import ClientResult, Data, Diverged, Engine, refuse_divergence
+from ..utils.state import clone, move_together, nbytes
+from .engine import ClientResult, Data, Diverged, Engine, move_batches, refuse_divergence
 from .sequential import Sequential
 
 TRIED = 4
@@ -92,9 +92,10 @@ class Identity(Engine):
         """Return the concatenated inputs of all clients' batches, and each client's labels."""
         parts = [self.data[name] for name in batches]
         if self.augment is not None or not are_alike(parts):
-            loaded = [self.load_batch(name, *batch) for name, batch in batches.items()]
+            moved = move_batches(list(batches.values()), parts[0].y.device)
+            loaded = [self.load_batch(name, *batch) for name, batch in zip(batches, moved, strict=True)]
             return torch.cat([x for x, _ in loaded]), [y for _, y in loaded]
-        indices = [index.to(parts[0].y.device) for _, index in batches.values()]
+        indices = move_together([index for _, index in batches.values()], parts[0].y.device)
         labels = [part.targets(index) for part, index in zip(parts, indices, strict=True)]
         return parts[0].scale(gather_rows(parts, indices), self.plan.dtype), labels
 

@@ -16,7 +16,7 @@ from ..core.step import client_step_
 from ..utils.profiling import timed_section
 from ..utils.random_streams import torch_stream
 from .deferral import deferred_steps
-from .engine import ClientResult, Engine, refuse_divergence, total_loss
+from .engine import Batches, ClientResult, Engine, move_batches, refuse_divergence, total_loss
 
 
 class Sequential(Engine):
@@ -38,8 +38,8 @@ class Sequential(Engine):
                 job = restart(plan, self._take_separate(name, client, job, plan.before))
                 job = replace(job, params=plan.clone_for_training(job.params))
             with deferred_steps(plan, job, client_step_) as take_step:
-                for batch in self.read_ahead(name, batches):
-                    job, loss = take_step(plan, job, *self._batch(name, *batch))
+                for batch in self._iterate(name, batches):
+                    job, loss = take_step(plan, job, *batch)
                     losses.append(loss)
             done, update = client_final(plan, self._take_separate(name, client, job, plan.after))
         per_step = torch.stack(losses).double().cpu()
@@ -52,11 +52,15 @@ class Sequential(Engine):
         """Return the job after the separate ``phases``, each of which trains only one rule's own parameters."""
         for index, phase in phases:
             job = replace(job, separate_phase=(index, phase))
-            for batch in self.read_ahead(name, self.draw_separate(name, client, phase)):
-                job, _ = client_step_(self.plan, job, *self._batch(name, *batch))
+            for batch in self._iterate(name, self.draw_separate(name, client, phase)):
+                job, _ = client_step_(self.plan, job, *batch)
         return replace(job, separate_phase=None)
 
-    def _batch(self, name: str, step: int, index: Tensor, stored: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs ``[B, ...]``, labels ``[B]`` and dropout key of one step."""
-        with timed_section("data"):
-            return *self.load_batch(name, step, index, stored), self.step_key(name, step)
+    def _iterate(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the inputs ``[B, ...]``, labels ``[B]`` and dropout key of each step."""
+        keys = self.step_keys(name, [step for step, _ in batches])
+        moved = move_batches(batches, keys.device)
+        for batch, key in zip(self.read_ahead(name, moved), keys.unbind(), strict=True):
+            with timed_section("data"):
+                x, y = self.load_batch(name, *batch)
+            yield x, y, key

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import groupby, islice
 from math import ceil
 from threading import Lock
 from typing import NamedTuple
@@ -43,18 +43,23 @@ from ..data.augmentation import Augmentation
 from ..data.samples import Samples, are_alike, gather_rows
 from ..nn.deferred import FEW
 from ..utils.profiling import timed_section
-from ..utils.state import State, drop_equal, nbytes, pick
+from ..utils.state import State, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
 from .deferral import choose_held, hold
-from .engine import Batches, ClientResult, Data, Engine, refuse_divergence
+from .engine import Batches, ClientResult, Data, Engine, move_batches, refuse_divergence
 from .sequential import Sequential
 from .stepper import Held, Stack, Stepper, replace_parts
 
 CACHE = 2**24
-"""Maximum size, in bytes, of the trained parameters of a chunk."""
+"""Maximum size, in bytes, of the trained parameters of a chunk on a CPU."""
 ACTIVATIONS = 2**27
-"""Maximum size, in bytes, of a chunk's layer outputs."""
+"""Maximum size, in bytes, of a chunk's layer outputs on a CPU."""
+LANES_PART, ACTIVATIONS_PART = 16, 4
+"""On another device, trained parameters and layer outputs take at most these parts of its memory: beside parameters
+there are gradients, the optimizer's state, and the uploads of a chunk, in float64 where they are summed."""
+MEMORY = 2**33
+"""Bytes of memory of a device that does not tell."""
 GATHERED = 2**25
 """Maximum size, in bytes, of the samples gathered for a chunk's next steps."""
 LASTING = 4
@@ -205,32 +210,38 @@ class Stacked(Engine):
         ``job``: the state common to all lanes. Losses of steps that a lane does not take are 0. ``held``: storage for
         deferred updates of some parameters, if lanes have batches of the same sizes.
         """
-        plan = self.plan
         samples = _Samples(self, [lane.name for lane in lanes], turns, self._whole)
         most = max(map(len, turns))
         losses_KS = torch.zeros(len(lanes), most, dtype=torch.float64, device=samples.device)
         exclude = self._shared | frozenset(held or {})
         stack = _make_writable(stack[0], exclude), stack[1], *map(_make_writable, stack[2:])
-        for at in range(most):
+        steps = list(self._group_steps(lanes, turns))
+        indices = iter(move_together([members for *_, members in steps], samples.device))
+        for at, planned, members in steps:
+            index = next(indices)
+            with timed_section("data"):
+                x, y, keys = samples.take(members.tolist(), at, index)
+            now = replace(job, planned_steps=planned)
+            now = now if job.separate_phase else replace(now, done=job.start + at)
+            if len(members) == len(lanes):
+                stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True, held=held)
+                continue
+            rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
+            changed, loss = self._stepper.step(now, rows, x, y, keys)
+            stack = _write_rows(stack, changed, index)
+            losses_KS[index, at] = loss.double()
+        return stack, losses_KS
+
+    def _group_steps(self, lanes: Sequence[_Lane], turns: Sequence[Batches]) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield each step, the number of planned steps if a rule reads it, and the lanes with batches of one size."""
+        for at in range(max(map(len, turns))):
             together: dict[tuple[int, int], list[int]] = {}
             for number, turn in enumerate(turns):
                 if at < len(turn):
-                    kind = turn[at][1].shape[0], len(lanes[number].batches) if plan.paced else 0
+                    kind = turn[at][1].shape[0], len(lanes[number].batches) if self.plan.paced else 0
                     together.setdefault(kind, []).append(number)
             for (_, planned), members in together.items():
-                with timed_section("data"):
-                    x, y, keys = samples.take(members, at)
-                now = replace(job, planned_steps=planned)
-                now = now if job.separate_phase else replace(now, done=job.start + at)
-                if len(members) == len(lanes):
-                    stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True, held=held)
-                    continue
-                index = torch.tensor(members, device=y.device)
-                rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
-                changed, loss = self._stepper.step(now, rows, x, y, keys)
-                stack = _write_rows(stack, changed, index)
-                losses_KS[index, at] = loss.double()
-        return stack, losses_KS
+                yield at, planned, torch.tensor(members)
 
     def _finish_together(
         self, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack, loss_sums: Sequence[float]
@@ -283,24 +294,29 @@ class _Samples:
     """The batches of a chunk's lanes, gathered for several steps at once."""
 
     def __init__(self, engine: Engine, names: Sequence[str], turns: Sequence[Batches], whole: _WholeBatches) -> None:
-        self._engine, self._names, self._turns, self._whole = engine, names, turns, whole
+        self._engine, self._names, self._whole = engine, names, whole
         self._data = [engine.data[name] for name in names]
         self.device = self._data[0].y.device
         sizes = [[index.shape[0] for _, index in turn] for turn in turns]
         together = engine.augment is None and all(size == sizes[0] for size in sizes) and are_alike(self._data)
         self._sizes = sizes[0] if together else None
-        self._keys = None if engine.plan.draws else torch.zeros(len(names), dtype=torch.int64, device=self.device)
+        self._turns = turns if together else _move_turns(turns, self.device)
+        most, keyed = max(map(len, turns)), zip(names, turns, strict=True)
+        drawn = (engine.draw_keys(name, (step for step, _ in turn)) for name, turn in keyed)
+        keys_KS = [[*keys, *[0] * (most - len(keys))] for keys in drawn]
+        self._keys_KS = torch.tensor(keys_KS, dtype=torch.int64, device=self.device)
         self._held = range(0)
 
-    def take(self, members: Sequence[int], at: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs ``[K, B, ...]``, labels ``[K, B]`` and keys ``[K]`` of step ``at`` of the lanes ``members``."""
-        engine, keys, dtype = self._engine, self._keys, self._engine.plan.dtype
-        if keys is None:
-            keys = torch.stack([engine.step_key(self._names[number], self._turns[number][at][0]) for number in members])
+    def take(self, members: Sequence[int], at: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return inputs ``[K, B, ...]``, labels ``[K, B]`` and keys ``[K]`` of step ``at`` of the lanes ``members``.
+
+        ``index``: the same lanes, on the device.
+        """
+        engine, dtype, keys = self._engine, self._engine.plan.dtype, self._keys_KS[:, at]
         if self._sizes is None:
             taken = [engine.load_batch(self._names[number], *self._turns[number][at]) for number in members]
             x, y = map(torch.stack, zip(*taken, strict=True))
-            return x, y, keys[: len(members)]
+            return x, y, keys[index]
         if all(self._sizes[at] == len(part) and not part.lazy for part in self._data):
             return *self._whole.take(self._names, self._data, dtype), keys
         if at not in self._held:
@@ -319,8 +335,14 @@ class _Samples:
             held += self._sizes[end]
             end += 1
         self._held = range(at, end)
-        indices = [torch.cat([index for _, index in turn[at:end]]).to(self.device) for turn in self._turns]
+        indices = move_together([torch.cat([index for _, index in turn[at:end]]) for turn in self._turns], self.device)
         self._x_KR, self._y_KR = _gather_lanes(self._data, indices)
+
+
+def _move_turns(turns: Sequence[Batches], device: torch.device) -> list[Batches]:
+    """Return the batches of all lanes with their indices on ``device``."""
+    moved = iter(move_batches([batch for turn in turns for batch in turn], device))
+    return [list(islice(moved, len(turn))) for turn in turns]
 
 
 class _WholeBatches:
@@ -417,7 +439,20 @@ def count_lanes(plan: Plan, data: Data, clients: int, shared: frozenset[str] = f
     held = rows * sum(sizes)
     largest = max(map(len, data.values()))
     activations = measure_activations(plan, data) * min(plan.work.batch_size or largest, largest)
-    return min(clients, max(1, CACHE // max(1, unshared)), max(1, ACTIVATIONS // max(1, activations + held)))
+    most_parameters, most_activations = _find_limits(next(iter(data.values())).y.device)
+    fitting = most_parameters // max(1, unshared), most_activations // max(1, activations + held)
+    return min(clients, *(max(1, count) for count in fitting))
+
+
+def _find_limits(device: torch.device) -> tuple[int, int]:
+    """Return how many bytes the trained parameters and the layer outputs of a chunk may take on ``device``.
+
+    They depend on the memory of the device, not on how much is free, so that a resumed run has the same chunks.
+    """
+    if device.type == "cpu":
+        return CACHE, ACTIVATIONS
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else MEMORY
+    return memory // LANES_PART, memory // ACTIVATIONS_PART
 
 
 def prepare_steps(

@@ -29,7 +29,7 @@ from ..core.selection import norm_layers
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal, stream
-from ..utils.state import State, clone
+from ..utils.state import State, clone, move_together, pick
 
 
 @dataclass(frozen=True)
@@ -80,27 +80,34 @@ class PrivateMean(Aggregation):
             mean.add(_clip_change(change, self.clipping_norm), 1.0)
         after_round = clone(before)
         scale = self.noise_multiplier * self.clipping_norm / len(received) if self.noise_multiplier else 0.0
+        noise = self._draw_noise(plan, server, names) if scale else {}
         for name, moved in mean.result().items():
             after = before[name].double() + moved
             if scale:
-                after += scale * self._draw_noise(plan, server, name).to(after.device)
+                after += scale * noise[name]
             if name.endswith("running_var"):  # torch's name for running variances
                 after = torch.where(after < 0, before[name].double(), after)
             after_round[name] = cast_to(after, before[name].dtype)
         return Aggregated(entries=after_round)
 
-    def _draw_noise(self, plan: Plan, server: ServerState, name: str) -> Tensor:
-        """Return standard normal draws for entry ``name``, float64."""
-        shape = server.shared[name].shape
-        if self.secret:
-            return draw_secret_normal(shape.numel()).reshape(shape)
-        draws = stream(plan.seed, "dp", plan.method.text, server.round, name)
-        return torch.from_numpy(draws.standard_normal(shape.numel())).reshape(shape)
+    def _draw_noise(self, plan: Plan, server: ServerState, names: Sequence[str]) -> State:
+        """Return standard normal draws for the entries ``names``, float64."""
+
+        def draw(name: str) -> Tensor:
+            count = server.shared[name].numel()
+            if self.secret:
+                return draw_secret_normal(count)
+            draws = stream(plan.seed, "dp", plan.method.text, server.round, name)
+            return torch.from_numpy(draws.standard_normal(count))
+
+        entries = pick(server.shared, names)
+        moved = move_together(list(map(draw, names)), next(iter(entries.values())).device)
+        return {name: each.reshape(entries[name].shape) for name, each in zip(names, moved, strict=True)}
 
 
 def _clip_change(change: State, clip: float) -> State:
     """Scale ``change`` to norm ``clip`` if it is larger; the norm is over all entries together."""
-    norm = sum(float(entry.square().sum()) for entry in change.values()) ** 0.5
+    norm = sum(torch.stack([entry.square().sum() for entry in change.values()]).tolist()) ** 0.5
     return change if norm <= clip else {name: entry * (clip / norm) for name, entry in change.items()}
 
 

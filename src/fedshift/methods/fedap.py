@@ -55,7 +55,7 @@ class StatisticsMix(Aggregation):
         """Return the weights of the uploads of ``others`` for every client that has taken part."""
         clients = sorted({name.rpartition("/")[0] for name in known})
         own_NK = torch.tensor([[client == other for other in others] for client in clients])
-        distances_NK = torch.stack([_measure(known, layer, clients, others) for layer in layers]).sum(0)
+        distances_NK = torch.stack([_measure(known, layer, clients, others) for layer in layers]).sum(0).cpu()
         near_NK = torch.where(own_NK, 0.0, 1 / distances_NK.clamp(min=SMALLEST))
         total_N1 = near_NK.sum(dim=1, keepdim=True)
         shares_NK = near_NK / total_N1.clamp(min=torch.finfo(torch.float64).tiny)
@@ -76,7 +76,7 @@ def _measure(known: State, layer: tuple[str, str], clients: Sequence[str], other
 
     def describe(names: Sequence[str]) -> Tensor:
         """Return the means and standard deviations, ``[clients, 2 channels]``."""
-        mean, variance = (torch.stack([known[f"{name}/{entry}"].double().cpu() for name in names]) for entry in layer)
+        mean, variance = (torch.stack([known[f"{name}/{entry}"].double() for name in names]) for entry in layer)
         return torch.cat([mean, variance.sqrt()], dim=1)
 
     return torch.cdist(describe(clients), describe(others), compute_mode="donot_use_mm_for_euclid_dist")

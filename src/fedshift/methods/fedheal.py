@@ -72,10 +72,11 @@ class FairMean(Aggregation):
         weights, steps = self._weigh(plan, server, received)
         total, states = sum(weights.values()), [each.entries for each in received]
         shares = [weights[each.client] / total for each in received]
-        entries, shares_K = weighted_mean(states, shares), torch.tensor(shares, dtype=torch.float64)
+        entries = weighted_mean(states, shares)
+        shares_K = torch.tensor(shares, dtype=torch.float64, device=next(iter(entries.values())).device)
         for name in plan.trained & plan.loaded:
             before, counts_K = server.shared[name].double(), _stack_counts(received, name)
-            weights_K = shares_K.to(before.device).reshape(-1, *[1] * before.ndim) * counts_K
+            weights_K = shares_K.reshape(-1, *[1] * before.ndim) * counts_K
             change = (weights_K * (stack_entry(states, name) - before)).sum(dim=0)
             entries[name] = cast_to(before + change / weights_K.sum(dim=0).clamp(min=1e-300), entries[name].dtype)
         values = {f"weight/{client}": weight for client, weight in weights.items()}
@@ -88,10 +89,10 @@ class FairMean(Aggregation):
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the participants' weights, which do not sum to one, and their last steps."""
         clients, states = len(received), [each.entries for each in received]
-        distances_K = torch.zeros(clients, dtype=torch.float64)
+        distances_K = torch.zeros(clients, dtype=torch.float64, device=next(iter(server.shared.values())).device)
         for name in sorted(plan.trained & plan.loaded):
             changes = stack_entry(states, name) - server.shared[name].double()
-            distances_K += (changes * _stack_counts(received, name)).reshape(clients, -1).norm(dim=1).cpu()
+            distances_K += (changes * _stack_counts(received, name)).reshape(clients, -1).norm(dim=1)
         parts = (distances_K / distances_K.sum().clamp(min=1e-300)).tolist()
         weights, steps = {}, {}
         for each, part in zip(received, parts, strict=True):

@@ -37,10 +37,10 @@ UNUSED = -1e9
 def _link_nearest(points_ND: Tensor) -> Tensor:
     """Return the connected components of the graph that links each point to its nearest neighbor."""
     unit_ND = normalize(points_ND.double(), dim=1)
-    near_N = (unit_ND @ unit_ND.T).fill_diagonal_(-np.inf).argmax(dim=1).cpu().numpy()
+    near_N = (unit_ND @ unit_ND.T).fill_diagonal_(-np.inf).argmax(dim=1).numpy()
     count = len(near_N)
     links = coo_matrix((np.ones(count), (np.arange(count), near_N)), shape=(count, count))
-    return torch.from_numpy(connected_components(links, directed=False)[1].astype(np.int64)).to(points_ND.device)
+    return torch.from_numpy(connected_components(links, directed=False)[1].astype(np.int64))
 
 
 def _average(points_ND: Tensor, labels_N: Tensor) -> Tensor:
@@ -90,13 +90,15 @@ class ClusterPrototypes(Prototypes):
 
     @override
     def combine(self, memory: State, uploads: Sequence[State]) -> State:
+        before = memory["clusters"]
+        points_UKD = torch.stack([upload["prototypes"] for upload in uploads]).double().cpu()
+        counts_UK = torch.stack([upload["counts"] for upload in uploads]).cpu()
         clusters = []
-        for label, old_MD in enumerate(memory["clusters"]):
-            sent = [upload["prototypes"][label].double() for upload in uploads if upload["counts"][label] > 0]
-            points = torch.stack(sent) if sent else None
-            clusters.append(old_MD[:0] if points is None else _average(points, self.cluster(points)).to(old_MD.dtype))
-        used = [each.new_ones(len(each)) for each in clusters]
-        return {"clusters": pad_sequence(clusters, batch_first=True), "used": pad_sequence(used, batch_first=True)}
+        for label, counts_U in enumerate(counts_UK.unbind(dim=1)):
+            points_ND = points_UKD[counts_U > 0, label]
+            clusters.append(_average(points_ND, self.cluster(points_ND)) if len(points_ND) else points_ND)
+        together = (pad_sequence(each, batch_first=True) for each in (clusters, [x.new_ones(len(x)) for x in clusters]))
+        return {name: each.to(before) for name, each in zip(("clusters", "used"), together, strict=True)}
 
 
 @method

@@ -42,11 +42,12 @@ class GeometricMedian(RobustAggregation):
         center = int((distances @ weights).argmin())
         share = torch.zeros_like(weights)
         share[center] = 1.0
-        gram = torch.zeros_like(distances)  # relative to the center; z is a mixture of uploads, so distances follow
-        for name in sorted(names):
-            points = stack_entry(states, name).reshape(len(states), -1).cpu()
-            points = points - points[center]
-            gram += points @ points.T
+        points = [stack_entry(states, name).reshape(len(states), -1) for name in sorted(names)]
+        gram = torch.zeros_like(distances, device=points[0].device)
+        for points_KN in points:
+            from_center_KN = points_KN - points_KN[center]
+            gram += from_center_KN @ from_center_KN.T
+        gram = gram.cpu()  # z is a mixture of uploads, so its distances follow
         smallest = self.nu * float(distances.median()) or self.nu
         for _ in range(self.steps):
             pulled = gram @ share

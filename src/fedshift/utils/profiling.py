@@ -52,8 +52,21 @@ class timed_section:  # noqa: N801 - used like a keyword
         self.name = name
 
     def __enter__(self) -> None:
-        self.began = time.perf_counter() if is_recording() else 0.0
+        self.began = _read_clock() if is_recording() else 0.0
 
     def __exit__(self, *_: object) -> None:
         if is_recording():
-            add_seconds({self.name: time.perf_counter() - self.began})
+            add_seconds({self.name: _read_clock() - self.began})
+
+
+def wait_for_device() -> None:
+    """Wait until CUDA devices have finished what was launched on them."""
+    import torch  # processes that do not train need not load it
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+def _read_clock() -> float:
+    wait_for_device()
+    return time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,3 +55,10 @@ def is_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 def drop_equal(stacked: Tensor) -> Tensor:
     """Return ``stacked [K, ...]`` as ``[1, ...]`` if all K share memory and are therefore equal."""
     return stacked[:1] if stacked.stride(0) == 0 else stacked
+
+
+def move_together(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Return the vectors ``tensors`` on ``device``; on another device than the CPU, they are copied all at once."""
+    if device.type == "cpu" or not tensors:
+        return tensors
+    return torch.split(torch.cat([*tensors]).to(device), [len(each) for each in tensors])
