@@ -186,13 +186,20 @@ def register() -> None:
             return run(operation, args, kwargs)
 
         register.factories.impl(name, make, "PrivateUse1")  # type: ignore[attr-defined]
-    plain = torch.tensor
+    plain, arange = torch.tensor, torch.arange
 
     def make_tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         made: Tensor = plain(*args, **kwargs)
         return made if device is None else made.to(device)
 
-    torch.tensor = make_tensor
+    def make_range(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        """Return the range; torch would make an empty tensor and resize it, which a wrapper cannot."""
+        if device is None or torch.device(device).type != NAME:
+            return arange(*args, device=device, **kwargs)
+        count("kernels")
+        return FakeTensor(arange(*args, **kwargs))
+
+    torch.tensor, torch.arange = make_tensor, make_range
 
 
 def measure(method: Any, engine: str) -> dict[str, Any]:

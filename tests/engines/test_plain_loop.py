@@ -325,7 +325,7 @@ def test_what_a_step_draws_differs_by_client_and_step_and_comes_again():
     places = [(name, step) for name in ("x", "y") for step in range(3)]
 
     def draw() -> tuple[list[int], list[float]]:
-        keys = [int(plain.step_key(*place)) for place in places]
+        keys = [int(plain.step_keys(name, [step])) for name, step in places]
         index = torch.arange(2)
         gains = [float((lit.load_batch(*at, index)[0] - plain.load_batch(*at, index)[0]).mean()) for at in places]
         return keys, gains

@@ -75,7 +75,7 @@ def test_rounds_equal_a_plain_loop(p):
             state = server
             for x, y in batches(client, number):
                 leaves = {n: t.detach().requires_grad_() for n, t in state.items() if n.endswith(("weight", "bias"))}
-                made, moved = run(state | leaves, x, running.engine.step_key(client, steps[client]), p)
+                made, moved = run(state | leaves, x, running.engine.step_keys(client, [steps[client]])[0], p)
                 grads = torch.autograd.grad(F.cross_entropy(made, y), [*leaves.values()])
                 state = state | moved
                 state = state | {n: (t - LR * g).detach() for (n, t), g in zip(leaves.items(), grads, strict=True)}

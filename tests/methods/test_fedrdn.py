@@ -60,7 +60,7 @@ def test_rounds_equal_a_plain_loop():
         for client in SIZES:
             model = loaded_with(server)
             for x, y in batches(client, number):
-                key = running.engine.step_key(client, steps[client])
+                key = running.engine.step_keys(client, [steps[client]])[0]
                 chosen = [int(bits) % len(bank) for bits in draw_bits(key, DRAW, len(y))]
                 loss = F.cross_entropy(model(normalize(x, [bank[k] for k in chosen])), y)
                 for parameter, grad in zip(

@@ -58,7 +58,7 @@ def test_rounds_equal_a_plain_loop_with_torchs_distributions():
                 hidden = torch.tanh(F.linear(x[batch], w["0.weight"], w["0.bias"]))
                 given = F.linear(hidden, *(w[name] for name in names[:2]))
                 mean, deviation = given[:, :2], F.softplus(given[:, 2:])
-                noise = draw_normal(running.engine.step_key(client.name, step), DRAW, mean.shape)
+                noise = draw_normal(running.engine.step_keys(client.name, [step])[0], DRAW, mean.shape)
                 z = mean + deviation * noise
                 target = Normal(means[y[batch]], F.softplus(deviations)[y[batch]])
                 divergence = kl_divergence(Normal(scale * mean, scale * deviation), target).sum(1).mean()
