@@ -30,6 +30,7 @@ OTHER = {
     "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
     "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "target_metric": 0.9,
     "patience": 3, "min_delta": 0.01,
+    "operating_point": "sensitivity>=0.9",
     "log": "tensorboard,wandb",
 }  # fmt: skip
 """A value for every setting that both commands have, other than its default."""
@@ -169,7 +170,7 @@ BAD = {
     "model": "small-cn", "weights": "none.pt", "weights_skip_classifier": True,
     "loss": "focl", "epochs": 0, "batches": 0, "steps": 0, "lr": -1, "log": "paper", "augment": "flp()",
     "batch_size": -1, "optimizer": "adam", "schedule": "cosin", "newcomers": "zoe", "seeds": "3..a", "threads": 0,
-    "moments": "later", "methods": "fedbm",
+    "moments": "later", "methods": "fedbm", "operating_point": "recall>=2",
 }  # fmt: skip
 """A value for every setting that is refused."""
 

@@ -24,9 +24,12 @@ TRIAL = "trials/fedbn-seed1"
 STATES = {"checkpoint.safetensors", "best.safetensors", "clients-2.states", "clients-3.states"}
 FILES = sorted(
     {"config.toml", "study.json", "environment.json", "notices.json", "samples.npz", "split.csv"}
-    | {f"{TRIAL}/{name}" for name in {"metrics.jsonl", "rounds.jsonl", "cases.npz", "statistics.json"} | STATES}
+    | {
+        f"{TRIAL}/{name}"
+        for name in {"metrics.jsonl", "rounds.jsonl", "cases.npz", "cases-validation.npz", "statistics.json"} | STATES
+    }
 )
-ASIDE = (f"{TRIAL}/cases.npz", f"{TRIAL}/statistics.json")
+ASIDE = (f"{TRIAL}/cases.npz", f"{TRIAL}/cases-validation.npz", f"{TRIAL}/statistics.json")
 WAYS_OUT = "restore|removed?|again|resume=|another directory"
 
 
@@ -51,7 +54,7 @@ class FinishedRun:
             evaluate_every=1, batch_size=8, batches=2, select="best", validation=0.3, seeds="1,", engine="sequential",
         )  # fmt: skip
         make_experiment(spec).run(self.path)
-        self.whole, self.cases, self.lag = self.read(), None, ""
+        self.whole, self.cases, self.lag = self.read(), {}, ""
         self.expected = {command: command(self) for command in FLIPS}
 
     def read(self) -> dict[str, bytes]:
@@ -65,14 +68,15 @@ class FinishedRun:
         found = read_summary(self.path)
         tables = found.rows.to_json(), found.traffic.to_json()
         images = {name: images.tolist() for name, images in found.samples.items()}
-        if (cases := found.read_cases("fedbn", 1)) is not None:  # without them, a table says that pairs are not known
-            records = {key: {name: x.tolist() for name, x in each.items()} for key, each in cases.records.items()}
-            self.cases = self.cases or (cases.round, records)
-            assert self.cases == (cases.round, records)
+        for read in (found.read_cases, found.read_validation):
+            if (cases := read("fedbn", 1)) is not None:  # without them, a table says that pairs are not known
+                records = {key: {name: x.tolist() for name, x in each.items()} for key, each in cases.records.items()}
+                known = self.cases.setdefault(read is found.read_cases, (cases.round, records))
+                assert known == (cases.round, records)
         if len(found.lag):  # whoever removes it, as its own error says, has no notice about statistics
             self.lag = self.lag or found.lag.to_json()
             assert self.lag == found.lag.to_json()
-        named = ("lag", "rows", "traffic", "samples", "environment", "notices", "read_cases")
+        named = ("lag", "rows", "traffic", "samples", "environment", "notices", "read_cases", "read_validation")
         rest = {name: value for name, value in vars(found).items() if name not in named}
         return tables, images, repr(rest), found.environment, found.notices
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from fedshift.results.cases import FILE, read_cases, write_cases
+from fedshift.results.cases import FILES, read_cases, write_cases
 from fedshift.results.run_directory import (
     RunDirectory,
     append_rows,
@@ -135,7 +135,7 @@ def test_records_of_single_samples_are_read_as_written_and_shared_ones_once(tmp_
     two = {name: each[:2] for name, each in one.items()}
     records = {("a", "personal"): one, ("a", "global"): one, ("b", "personal"): two}
     write_cases(tmp_path, 7, records)
-    whole = (tmp_path / FILE).read_bytes()
+    whole = (tmp_path / FILES["test"]).read_bytes()
     found = read_cases(tmp_path)
     assert found.round == 7
     assert found.records["a", "global"] is found.records["a", "personal"]
@@ -144,7 +144,7 @@ def test_records_of_single_samples_are_read_as_written_and_shared_ones_once(tmp_
             assert found.records[key][name].dtype == array.dtype
             np.testing.assert_array_equal(found.records[key][name], array)
     write_cases(tmp_path, 7, records)
-    assert (tmp_path / FILE).read_bytes() == whole
-    (tmp_path / FILE).write_bytes(whole[:-40])
+    assert (tmp_path / FILES["test"]).read_bytes() == whole
+    (tmp_path / FILES["test"]).write_bytes(whole[:-40])
     with pytest.raises(FedshiftError, match=r"cases.npz is damaged .*: remove it, and have it measured again"):
         read_cases(tmp_path)

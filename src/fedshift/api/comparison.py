@@ -14,7 +14,7 @@ torch.Size([16])
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import wraps
@@ -56,6 +56,7 @@ from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
 from ..new_clients.site_data import find_overlap, load_site
 from ..report.claims import collect_claims, difference_table
+from ..report.clinical import bin_calibration, count_confusions, find_positive, measure_classes, tabulate_benefit
 from ..report.figures import make_figures
 from ..report.formatting import TextTable, to_latex
 from ..report.html import render_template
@@ -210,6 +211,66 @@ class Comparison:
         summary = self.summary
         accuracy_table(summary, metric, model)  # raises if there is no such table
         return tabulate_clients(compare_clients(summary, metric, model))
+
+    def classes(
+        self,
+        method: str,
+        *,
+        positive: str | int | None = None,
+        subgroups: Mapping[str, Sequence[object]] | None = None,
+        model: Literal["personal", "global"] = "personal",
+    ) -> pd.DataFrame:
+        """Return sensitivity, specificity, predictive values, AUC and Brier score of each class, with 95 % intervals.
+
+        Args:
+            method: method to measure.
+            positive: class that counts as positive, by name or number, from a score on that validation data choose
+                (``operating_point``); None: of two classes the second, of more each against the rest, where the class
+                of the highest score counts as predicted.
+            subgroups: for each client a label for each test sample, such as the patient's sex, to measure by.
+            model: the model that each client would use, or the server's.
+
+        Returns:
+            A row for each client (or subgroup), all together, and class; columns ``samples``, ``threshold`` and, for
+            each measure, ``value``, ``low`` and ``high`` as fractions. Empty if there are no results of single samples.
+
+        Raises:
+            UsageError: the method or class is unknown, or subgroups do not fit.
+
+        """
+        summary = self.summary
+        chosen = find_method(method, summary)
+        return measure_classes(summary, chosen, positive=positive, model=model, subgroups=subgroups)
+
+    def confusion(self, method: str, client: str | None = None) -> pd.DataFrame:
+        """Return the number of test samples by class (rows) and predicted class (columns), mean over seeds.
+
+        ``client``: only its samples; None: those of all clients. Raises :class:`UsageError` if either is unknown.
+        """
+        summary = self.summary
+        return count_confusions(summary, find_method(method, summary), client)
+
+    def calibration(self, method: str, *, positive: str | int | None = None, client: str | None = None) -> pd.DataFrame:
+        """Return the calibration curve: number of samples, mean score and share of positives by tenth of the score.
+
+        ``positive``: as for :meth:`classes`; of more classes than two, None takes the highest score and whether it is
+        right. ``client``: only its test samples.
+        """
+        summary = self.summary
+        bins = bin_calibration(summary, find_method(method, summary), find_positive(summary, positive), client=client)
+        return pd.DataFrame() if bins is None else pd.DataFrame(vars(bins))
+
+    def decision_curve(
+        self, method: str, *, positive: str | int | None = None, client: str | None = None
+    ) -> pd.DataFrame:
+        """Return the net benefit by threshold probability of ``method``, of calling all samples positive, and none.
+
+        ``positive``: class that counts as positive, of two classes the second. Raises :class:`UsageError` without one.
+        """
+        summary = self.summary
+        if (place := find_positive(summary, positive)) is None:
+            raise UsageError("a decision curve is of one class: say which (positive=...)").about("positive")
+        return tabulate_benefit(summary, find_method(method, summary), place, client=client)
 
     def figures(self) -> dict[str, Figure]:
         """Return Matplotlib figures by name."""

@@ -188,6 +188,11 @@ class TrialSpec:
     """Target value of the metric: 0.9 for 90 %; for errors, in their unit. The report shows after how many rounds and
     bytes each method reached it. Only evaluated rounds count, so evaluate every round to find the exact one."""
 
+    operating_point: Annotated[str, Parameter(group=MEASURING)] = "youden"
+    """How reports on two classes choose the score from which on a sample counts as the second one, on each client's
+    validation data: youden (largest sum of sensitivity and specificity), sensitivity>=0.95 or specificity>=0.9 (then
+    the largest of the other). Without validation data the score is 0.5."""
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class DataSpec:

@@ -131,29 +131,35 @@ def evaluate_clients(
 
 
 def record_clients(
-    plan: Plan, server: ServerState, data: Federation, personal: Callable[[ClientData], State | None]
+    plan: Plan,
+    server: ServerState,
+    data: Federation,
+    personal: Callable[[ClientData], State | None],
+    split: str = "test",
 ) -> dict[tuple[str, str], Records]:
-    """Return the records of single test samples by client and model (:mod:`fedshift.results.cases`).
+    """Return the records of single samples of ``split`` by client and model (:mod:`fedshift.results.cases`).
 
-    Models are those of :func:`evaluate_clients`; clients with the same test data and model share records.
+    Models are those of :func:`evaluate_clients`; clients with the same samples and model share records.
     """
     shared, found = global_state(plan, server), dict[tuple[str, str], Records]()
-    distinct = {id(client.test): client.test for client in data.clients}
+    held = {client.name: client.splits[split] for client in data.clients if split in client.splits}
+    distinct = {id(samples): samples for samples in held.values()}
     outputs = _predict(plan, shared, distinct.values()) if shared is not None else ()
-    grouped = any(split.group is not None for split in distinct.values())
+    grouped = any(samples.group is not None for samples in distinct.values())
 
-    def record(split: Samples, part: tuple[Tensor, Tensor]) -> Records:
+    def record(samples: Samples, part: tuple[Tensor, Tensor]) -> Records:
         made = data.task.record(*part, data.classes)
-        return {**made, "group": split.units.cpu().int().numpy()} if made and grouped else made
+        return {**made, "group": samples.units.cpu().int().numpy()} if made and grouped else made
 
-    known = {id(split): record(split, part) for split, part in zip(distinct.values(), outputs, strict=False)}
-    for client in data.clients:
+    known = {id(samples): record(samples, part) for samples, part in zip(distinct.values(), outputs, strict=False)}
+    for client in (client for client in data.clients if client.name in held):
+        own_samples = held[client.name]
         own = personal(client) if plan.personalizes or shared is None else shared
         if shared is not None:
-            found[client.name, "global"] = known[id(client.test)]
+            found[client.name, "global"] = known[id(own_samples)]
         if own is shared and own is not None:
-            found[client.name, "personal"] = known[id(client.test)]
+            found[client.name, "personal"] = known[id(own_samples)]
         elif own is not None:
-            (part,) = _predict(plan, own, [client.test])
-            found[client.name, "personal"] = record(client.test, part)
+            (part,) = _predict(plan, own, [own_samples])
+            found[client.name, "personal"] = record(own_samples, part)
     return found

@@ -288,6 +288,8 @@ class Experiment:
             "select": self.settings.select,
             "metric": self.settings.metric,
             "target_metric": self.settings.target_metric,
+            "operating_point": self.settings.operating_point,
+            "class_names": self.data.class_names,
             "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
             "fingerprint": self.data.fingerprint,
             "same_test": {name: owner for name, owner in owners.items() if name != owner},

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..analysis.clinical import parse_operating_point
 from ..config.spec import Spec, TrialSpec, check_settings
 from ..core.compatibility import check_task
 from ..core.loss import LOSSES, CrossEntropy, CustomLoss, Loss
@@ -79,6 +80,10 @@ class Settings(TrialSpec):
             raise UsageError(
                 "{} is the improvement that patience counts: give both, or neither", Ref(min_delta=self.min_delta)
             )
+        try:
+            parse_operating_point(self.operating_point)
+        except UsageError as error:
+            raise error.about("operating_point") from None
         for moment in self.moments:
             if moment not in MOMENTS:
                 raise unknown_name("moment", moment, MOMENTS).about("moments")

@@ -168,6 +168,7 @@ def _rename(study: RunSummary, old: Mapping[str, str]) -> RunSummary:
         traffic=study.traffic.assign(method=study.traffic["method"].map(new)),
         methods={new[label]: facts for label, facts in study.methods.items()},
         read_cases=lambda method, seed: study.read_cases(old[method], seed),
+        read_validation=lambda method, seed: study.read_validation(old[method], seed),
     )
 
 

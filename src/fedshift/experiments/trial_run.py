@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..engines.auto import EngineChoice
-from ..evaluation.metrics import record_clients
-from ..results.cases import measured_round, write_cases
+from ..evaluation.metrics import measured_splits, record_clients
+from ..results.cases import FILES, measured_round, write_cases
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import append_rows, cut_rows
 from ..results.schema import LOWER_IS_BETTER, RESTART, Row, compute_metric, rows_to_frame
@@ -185,19 +185,25 @@ class TrialRun:
                 write_checked(self.folder / LAG, lag)
 
     def _record_cases(self) -> None:
-        """Record the results of single test samples at the reported round."""
+        """Record the results of single samples at the reported round."""
         trial, folder = self.trial, self.folder
         done, settings = trial.server.round, trial.settings
         reported = done if settings.select == "last" else find_best(folder, done, settings)
-        if "test" not in settings.splits or not reported or measured_round(folder) == reported:
+        held = measured_splits(trial.measured)
+        splits = [split for split in FILES if split in held and measured_round(folder, split) != reported]
+        if "test" not in settings.splits or not reported or not splits:
             return
         if reported < done:
             trial = self.experiment.make_trial(self.method, self.seed)
             trial.restore(*load_checkpoint(folder / BEST), folder)
         with timed_section("evaluation"):
-            records = record_clients(trial.plan, trial.server, trial.measured, trial.personal_state)
-        if all(records.values()):
-            write_cases(folder, reported, records)
+            made = {
+                split: record_clients(trial.plan, trial.server, trial.measured, trial.personal_state, split)
+                for split in splits
+            }
+        for split, records in made.items():
+            if all(records.values()):
+                write_cases(folder, reported, records, split)
 
 
 def score_round(rows: Sequence[Row], settings: Settings) -> Score:

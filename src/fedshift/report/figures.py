@@ -23,6 +23,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ..analysis.statistics import mean_and_std
 from ..results.schema import PICTURED, UNITS, RunSummary
 from .claims import difference_table
+from .clinical import bin_calibration, find_positive, name_classes, tabulate_benefit
 from .formatting import difference_unit, format_bytes, format_mean, format_signed
 from .progress import describe_partial
 from .style import (
@@ -135,6 +136,8 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
     if len(tested) and not curves_only:
         bars = [*clients, "macro"]
         yield _draw_distribution(summary, mark) if many else _draw_bars(summary, bars, mark)
+        yield from _draw_calibration(summary)
+        yield from _draw_benefit(summary)
 
 
 def name_files(summary: RunSummary) -> str:
@@ -332,3 +335,58 @@ def _draw_distribution(summary: RunSummary, mark: str) -> FigurePanel:
     )
     caption = f"Test {summary.metric_name} of {len(summary.clients):,} clients at the reported round ({over})."
     return FigurePanel(name=f"{name_files(summary)}-clients", figure=figure, description=f"{caption} {ends}.")
+
+
+def _draw_calibration(summary: RunSummary) -> Iterator[FigurePanel]:
+    """Draw the share of positive samples by their score, where results of single samples are recorded."""
+    positive = find_positive(summary, None)
+    what = "highest score" if positive is None else f"score of {name_classes(summary)[positive]}"
+    share = "share that is right" if positive is None else "share that is positive"
+    figure, axes = make_panel("Calibration", f"{what} (mean of a bin)", share)
+    handles: dict[str, Any] = {}
+    points: list[tuple[float, float, str]] = []
+    for method, style in make_styles(summary.methods).items():
+        bins = bin_calibration(summary, method, positive)
+        if bins is None:
+            continue
+        held = bins.count > 0
+        binned = list(zip(bins.score[held].tolist(), bins.share[held].tolist(), bins.count[held].tolist(), strict=True))
+        axes.plot(bins.score[held], bins.share[held], **style.line | {"markersize": 4})
+        handles[method] = make_legend_entry(style)
+        points += [(x, y, f"{method}: {y:.2f} of {n:,} where the score is {x:.2f}") for x, y, n in binned]
+    if not handles:
+        return
+    axes.plot([0, 1], [0, 1], color=INK, linewidth=0.8)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    note = "straight line: scores that are probabilities"
+    add_legend(figure, handles, note)
+    description = (
+        f"{share.capitalize()} by {what}, test samples of all clients and seeds ({note}): {', '.join(handles)}."
+    )
+    yield FigurePanel(name="calibration", figure=figure, description=description, points=points, note=note)
+
+
+def _draw_benefit(summary: RunSummary) -> Iterator[FigurePanel]:
+    """Draw the decision curve of a task of two classes."""
+    positive = find_positive(summary, None)
+    tables = {} if positive is None else {name: tabulate_benefit(summary, name, positive) for name in summary.methods}
+    tables = {name: table for name, table in tables.items() if len(table)}
+    if not tables:
+        return
+    figure, axes = make_panel("Decision curve", "threshold probability", "net benefit")
+    handles: dict[str, Any] = {}
+    points: list[tuple[float, float, str]] = []
+    styles = make_styles(summary.methods)
+    for method, table in tables.items():
+        axes.plot(table.index, table["method"], **styles[method].line | {"marker": "", "linewidth": 1.4})
+        handles[method] = make_legend_entry(styles[method])
+        marked = list(zip(table.index.tolist(), table["method"].tolist(), strict=True))[9::10]
+        points += [(at, benefit, f"{method}, {at:g}: {benefit:.3f}") for at, benefit in marked]
+    every = next(iter(tables.values()))["all"]
+    axes.plot(every.index, every, color=INK, linewidth=0.8, linestyle="--")
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set(xlim=(0, 1), ylim=(-0.05, max(0.05, 1.1 * float(every.max()))))
+    note = "dashed: all called positive, at 0: none"
+    add_legend(figure, handles, note)
+    description = f"Net benefit by threshold probability, test samples of all clients ({note}): {', '.join(handles)}."
+    yield FigurePanel(name="decision-curve", figure=figure, description=description, points=points, note=note)

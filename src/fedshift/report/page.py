@@ -36,6 +36,7 @@ from .claims import (
     tabulate_claims,
     tabulate_pairs,
 )
+from .clinical import list_clinical_tables
 from .concordance import concordance_table, describe_concordance, format_concordance_table
 from .figures import make_panels
 from .formatting import (
@@ -214,6 +215,7 @@ def render_page(summary: RunSummary) -> str:
         unit=difference_unit(summary.metric, numbers=summary.of_numbers).name,
         spread=describe_seeds(summary),
         other_metrics=list(_other_metrics(summary)),
+        clinical=[(name, *table) for name, table in list_clinical_tables(summary).items()],
         figures={panel.name: embed_panel(panel) for panel in panels},
         legend={name: draw_legend_entry(style) for name, style in make_styles(summary.methods).items() if notes},
         notes=notes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from ..results.summary import holds_run, read_summary
 from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
 from .claims import Claims, collect_claims, describe_baseline, describe_ranking, tabulate_claims
+from .clinical import list_clinical_tables
 from .figures import save_figures
 from .formatting import TextTable, to_csv, to_terminal, write_table
 from .page import ReportTable, collect_crossed, collect_tables, write_page
@@ -93,6 +95,8 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
         write_table(folder, table.file, table.text, table.frame, table.caption)
     for table in collect_crossed(summary):
         write_table(folder, table.file, table.text, table.frame, table.caption)
+    for name, (caption, frame, text) in list_clinical_tables(summary).items():
+        write_table(folder, name, replace(text, partial=partial), frame, caption)
     if "differences" not in tables:
         write_atomically(folder / "differences.csv", to_csv(tabulate_claims(claims), partial).encode())
     if (summary.rows["split"] == "validation").any():

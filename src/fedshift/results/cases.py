@@ -4,7 +4,7 @@
 
 | task | arrays |
 |---|---|
-| classification | ``truth``, ``right`` (a bit), ``loss``, ``area`` |
+| classification | ``truth``, ``chosen``, ``right`` (a bit), ``loss``, ``area``; up to 10 classes: ``score`` of each |
 | several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area`` |
 | masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss`` |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
@@ -12,7 +12,8 @@
 | any, with groups | ``group``: number of the patient, from 0 for each client |
 
 ``area`` is the sample's part in the deviation of the mean area under the ROC curve (:mod:`fedshift.analysis.sampling`).
-The records stay where the samples are: a site neither makes nor sends them.
+The records stay where the samples are: a site neither makes nor sends them. ``cases-validation.npz`` holds the same of
+validation samples, where there are some, on which thresholds of scores are chosen.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from ..utils.files import write_atomically
 
 Records = Mapping[str, NDArray[Any]]
 """Arrays ``[N, ...]`` by name, with an entry for each sample."""
-FILE = "cases.npz"
+FILES = {"validation": "cases-validation.npz", "test": "cases.npz"}
+"""File of each split's records."""
 CONSTANT = 1e-12
 """Spread of a target, relative to the sum of its squares, that is rounding alone: the target is constant."""
 _INDEX = "index"
@@ -54,8 +56,11 @@ class Cases:
     records: Mapping[tuple[str, str], Records]
 
 
-def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Records]) -> None:
-    """Write ``records`` by client and model atomically; equal records yield equal bytes, and shared ones are one."""
+def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Records], split: str = "test") -> None:
+    """Write ``records`` of ``split`` by client and model atomically; equal records yield equal bytes.
+
+    Shared ones are written once.
+    """
     distinct = {id(each): each for each in records.values()}
     places = {key: place for place, key in enumerate(distinct)}
     sizes = [len(next(iter(each.values()))) for each in distinct.values()]
@@ -73,15 +78,15 @@ def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Reco
     }  # fmt: skip
     packed = io.BytesIO()
     np.savez(packed, **{_INDEX: np.frombuffer(json.dumps(index).encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
-    write_atomically(folder / FILE, packed.getvalue())
+    write_atomically(folder / FILES[split], packed.getvalue())
 
 
-def read_cases(folder: Path) -> Cases | None:
-    """Return the records in a trial's ``folder``, or None if it has none.
+def read_cases(folder: Path, split: str = "test") -> Cases | None:
+    """Return the records of ``split`` in a trial's ``folder``, or None if it has none.
 
     Raises :class:`FedshiftError` if the file is damaged.
     """
-    path = folder / FILE
+    path = folder / FILES[split]
     if not path.exists():
         return None
     try:
@@ -94,8 +99,8 @@ def read_cases(folder: Path) -> Cases | None:
             count = int(np.prod(shape))
             arrays[name] = np.unpackbits(arrays[name], count=count).astype(bool).reshape(shape)
         cuts = np.cumsum(index["sizes"])[:-1]
-        split = {name: np.split(array, cuts) for name, array in arrays.items()}
-        distinct = [{name: parts[place] for name, parts in split.items()} for place in range(len(index["sizes"]))]
+        cut = {name: np.split(array, cuts) for name, array in arrays.items()}
+        distinct = [{name: parts[place] for name, parts in cut.items()} for place in range(len(index["sizes"]))]
         records = {(client, model): distinct[place] for client, model, place in index["parts"]}
         return Cases(round=int(index["round"]), records=records)
     except DAMAGE as error:
@@ -105,10 +110,10 @@ def read_cases(folder: Path) -> Cases | None:
         ) from error
 
 
-def measured_round(folder: Path) -> int:
-    """Return the round of the records in ``folder``; 0 if it has none, or they are damaged."""
+def measured_round(folder: Path, split: str = "test") -> int:
+    """Return the round of the records of ``split`` in ``folder``; 0 if it has none, or they are damaged."""
     try:
-        found = read_cases(folder)
+        found = read_cases(folder, split)
     except FedshiftError:
         return 0
     return found.round if found else 0

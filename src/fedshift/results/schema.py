@@ -309,7 +309,9 @@ class RunSummary:
     has the rows of models whose BatchNorm statistics were estimated anew at the reported round, with ``updates``, the
     number of times that running statistics were updated before, and ``remaining``, the part of their initial values
     that they still hold; ``stopped`` says why trials ended before the last round, by method and seed; ``read_cases``
-    reads the records of single test samples of a method and seed, None where there are none.
+    reads the records of single test samples of a method and seed, ``read_validation`` those of validation samples, None
+    where there are none; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds
+    of scores are chosen (:func:`fedshift.analysis.clinical.parse_operating_point`).
     """
 
     name: str
@@ -338,6 +340,9 @@ class RunSummary:
     lag: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(updates=[], remaining=[]))
     stopped: Mapping[tuple[str, int], str] = field(default_factory=dict)
     read_cases: Callable[[str, int], Cases | None] = lambda *_: None
+    read_validation: Callable[[str, int], Cases | None] = lambda *_: None
+    class_names: tuple[str, ...] = ()
+    operating_point: str = "youden"
 
     @property
     def metric_name(self) -> str:

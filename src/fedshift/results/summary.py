@@ -145,8 +145,9 @@ def read_summary(path: Path) -> RunSummary:
         for row in done
     ]
     methods = {name: _read_method(method, path) for name, method in facts["methods"].items()}
+    names = tuple(facts.get("class_names", ()))
     return RunSummary(
-        **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods, "samples": samples},
+        **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods, "samples": samples, "class_names": names},
         rows=rows_to_frame(
             row for trial, done in zip(trials, rounds, strict=True) for row in stream_measurements(trial.folder, done)
         ),
@@ -161,6 +162,7 @@ def read_summary(path: Path) -> RunSummary:
         },
         notices=read_notices(path),
         read_cases=lambda method, seed: read_cases(trial_folder(path, method, seed)),
+        read_validation=lambda method, seed: read_cases(trial_folder(path, method, seed), "validation"),
     )
 
 

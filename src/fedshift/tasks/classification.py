@@ -18,6 +18,8 @@ from .task import BATCH, Counts, Task, is_overlap, softmax_entropy
 
 RANKED = 1_000_000
 """Largest number of scores ranked at once."""
+SCORED = 10
+"""Largest number of classes whose scores are recorded for each sample."""
 MOST_CLASSES = 1_000_000
 """Largest number of classes; a network with more outputs would take gigabytes."""
 FEW_CLASSES = 1_000
@@ -105,9 +107,13 @@ class Classification(Task):
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
         parts = mean_area_parts(predictions.double().softmax(dim=1).T, y == torch.arange(outputs)[:, None])
+        chosen = predictions.argmax(dim=1)
+        scores = {"score": predictions.double().softmax(dim=1).float().numpy()} if outputs <= SCORED else {}
         return {
             "truth": y.numpy().astype(np.min_scalar_type(outputs)),
-            "right": (predictions.argmax(dim=1) == y).numpy(),
+            "chosen": chosen.numpy().astype(np.min_scalar_type(outputs)),
+            **scores,
+            "right": (chosen == y).numpy(),
             "loss": F.cross_entropy(predictions, y, reduction="none").float().numpy(),
             "area": parts.float().numpy(),
         }

@@ -1,0 +1,397 @@
+"""Classification as clinics read it, from the records of single samples: shares by class and client, and curves.
+
+With two classes, or one named as positive, a sample counts as positive from a threshold of its score on, which each
+client's validation data choose (:class:`~fedshift.analysis.clinical.OperatingPoint`); validation data of one kind alone
+cannot, and then those of all clients do, each under its own model. Without validation data the threshold is 0.5. With
+more classes, each class is measured against the rest, where a sample counts as the class of the highest score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ..analysis.clinical import (
+    Bools,
+    CalibrationBins,
+    Estimate,
+    Ints,
+    bin_scores,
+    estimate_area,
+    estimate_calibration,
+    estimate_mean,
+    estimate_share,
+    find_net_benefit,
+    parse_operating_point,
+)
+from ..analysis.sampling import Floats
+from ..results.run_directory import to_file_name
+from ..results.schema import RunSummary
+from ..utils.errors import UsageError, unknown_name
+from .formatting import MINUS, MISSING, TextTable, make_table
+from .progress import remembered
+from .tables import ONE_BY_ONE, find_reported_rounds
+
+ALL = "all clients"
+"""Row of the samples of all clients together."""
+MEASURES = ("sensitivity", "specificity", "PPV", "NPV", "AUC", "Brier score")
+CALIBRATION = ("calibration intercept", "calibration slope")
+THRESHOLDS = tuple(np.round(np.arange(0.01, 1.0, 0.01), 2).tolist())
+"""Probability thresholds of decision curves."""
+WITHOUT_VALIDATION = 0.5
+"""Threshold of a score where no validation data choose one."""
+MOST = 12
+"""Largest number of classes with tables on the page."""
+INTERVALS = "95 % intervals cover test samples (or groups of these) and seeds, and are not corrected for their number."
+WITHOUT_RULE = "Sensitivity is the recall of the class. The class of the highest score counts as predicted."
+WITHOUT_DATA = f"No validation data: the threshold is {WITHOUT_VALIDATION}; with --validation 0.2, some choose it."
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """Results on N samples under R seeds: ``truth [N]``, ``chosen [R, N]`` and, up to ten classes, ``score [R, N, K]``.
+
+    ``group [N]``: numbers of groups; None: none are known.
+    """
+
+    truth: Ints
+    chosen: Ints
+    score: Floats | None
+    group: Ints | None
+
+    def take(self, kept_N: Bools) -> Scores:
+        """Return the samples in ``kept``."""
+        return Scores(
+            truth=self.truth[kept_N],
+            chosen=self.chosen[:, kept_N],
+            score=None if self.score is None else self.score[:, kept_N],
+            group=None if self.group is None else self.group[kept_N],
+        )
+
+
+@remembered
+def collect_scores(summary: RunSummary, method: str, model: str, split: str) -> dict[str, Scores]:
+    """Return the results of ``method`` on each client's samples of ``split``; empty unless all its seeds have records.
+
+    Clients without records, or with other samples from seed to seed, are left out.
+    """
+    read = summary.read_cases if split == "test" else summary.read_validation
+    reported = find_reported_rounds(summary)
+    cases = [read(method, seed) for seed in summary.seeds if (method, seed) in reported.index]
+    rounds = [int(reported[method, seed]) for seed in summary.seeds if (method, seed) in reported.index]
+    if not cases or any(each is None or each.round != number for each, number in zip(cases, rounds, strict=True)):
+        return {}
+    made: dict[str, Scores] = {}
+    for client in map(str, summary.clients):
+        found = [each.records.get((client, model)) for each in cases if each is not None]
+        if any(each is None or "chosen" not in each for each in found):
+            continue
+        known = [each for each in found if each is not None]
+        first = known[0]
+        if any(not np.array_equal(each["truth"], first["truth"]) for each in known):
+            continue
+        made[client] = Scores(
+            truth=first["truth"].astype(np.int64),
+            chosen=np.stack([each["chosen"].astype(np.int64) for each in known]),
+            score=np.stack([each["score"].astype(float) for each in known]) if "score" in first else None,
+            group=first["group"].astype(np.int64) if "group" in first else None,
+        )
+    return made
+
+
+def join_scores(parts: Mapping[str, Scores], same_test: Mapping[str, str]) -> Scores:
+    """Return the samples of all clients, of which two share groups only where they share test data (``same_test``)."""
+    own = {
+        name: np.arange(len(each.truth)) if each.group is None else each.group
+        for name, each in parts.items()
+        if same_test.get(name, name) not in parts or same_test.get(name, name) == name
+    }
+    starts = np.cumsum([0, *(int(group.max(initial=-1)) + 1 for group in own.values())]).tolist()
+    numbers = {name: group + start for (name, group), start in zip(own.items(), starts, strict=False)}
+    scores = [each.score for each in parts.values() if each.score is not None]
+    grouped = len(own) < len(parts) or any(each.group is not None for each in parts.values())
+    return Scores(
+        truth=np.concatenate([each.truth for each in parts.values()]),
+        chosen=np.concatenate([each.chosen for each in parts.values()], axis=1),
+        score=np.concatenate(scores, axis=1) if len(scores) == len(parts) else None,
+        group=np.concatenate([numbers[name if name in own else same_test[name]] for name in parts])
+        if grouped
+        else None,
+    )
+
+
+def name_classes(summary: RunSummary) -> list[str]:
+    """Return the name of each class: its number if it has none."""
+    known = len(summary.class_names) == summary.classes
+    return list(summary.class_names) if known else [f"class {number}" for number in range(summary.classes)]
+
+
+def find_positive(summary: RunSummary, positive: str | int | None) -> int | None:
+    """Return the number of the class that counts as positive: of two, the second; of more, only one that is named.
+
+    Raises :class:`UsageError` for a class that is unknown.
+    """
+    if positive is None:
+        return 1 if summary.classes == 2 else None
+    names = name_classes(summary)
+    if isinstance(positive, str) and positive in names:
+        return names.index(positive)
+    if isinstance(positive, int) and 0 <= positive < summary.classes:
+        return positive
+    raise unknown_name("class", str(positive), names).about("positive")
+
+
+@remembered
+def choose_thresholds(summary: RunSummary, method: str, positive: int, model: str) -> dict[str, Floats]:
+    """Return each client's threshold of the score of class ``positive`` under each seed, float64 ``[R]``."""
+    rule = parse_operating_point(summary.operating_point)
+    held = {
+        name: each
+        for name, each in collect_scores(summary, method, model, "validation").items()
+        if each.score is not None
+    }
+
+    def choose(scores: Scores) -> Floats:
+        assert scores.score is not None
+        return np.array([rule.choose(each[:, positive], scores.truth == positive) for each in scores.score])
+
+    together = choose(join_scores(held, {})) if held else None
+    made: dict[str, Floats] = {}
+    for client, tested in collect_scores(summary, method, model, "test").items():
+        own = choose(held[client]) if client in held else np.full(len(tested.chosen), math.nan)
+        if together is not None:
+            own = np.where(np.isnan(own), together, own)
+        made[client] = np.where(np.isnan(own), WITHOUT_VALIDATION, own)
+    return made
+
+
+def measure_classes(
+    summary: RunSummary,
+    method: str,
+    *,
+    positive: str | int | None = None,
+    model: str = "personal",
+    subgroups: Mapping[str, Sequence[object]] | None = None,
+) -> pd.DataFrame:
+    """Return each measure of each class on each client's test samples, and on those of all together.
+
+    ``subgroups``: a label for each test sample of each client, by whose values rows are then made, over all clients.
+
+    Returns a row for each client (or subgroup) and class. Columns: ``samples`` (of the class), ``threshold`` (mean over
+    seeds; NaN where the highest score decides), and for each of :data:`MEASURES`, and with a positive class of
+    :data:`CALIBRATION`, ``value``, ``low`` and ``high``. Empty without records.
+
+    Raises:
+        UsageError: A class or a client is unknown, or subgroups do not fit the test samples.
+
+    """
+    place = find_positive(summary, positive)
+    held = collect_scores(summary, method, model, "test")
+    if not held:
+        return pd.DataFrame()
+    called = _call_samples(summary, method, place, model)
+    rows = {**dict.fromkeys(held), ALL: None} if subgroups is None else _find_subgroups(held, subgroups)
+    names, classes = name_classes(summary), range(summary.classes) if place is None else [place]
+    thresholds = {} if place is None else choose_thresholds(summary, method, place, model)
+    joined = join_scores(held, summary.same_test)
+    joined_called = np.concatenate(list(called.values()), axis=1)
+    owner_N = np.repeat(list(held), [len(each.truth) for each in held.values()])
+    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    for row, kept_N in rows.items():
+        if kept_N is None:
+            kept_N = np.ones(len(owner_N), bool) if row == ALL and row not in held else owner_N == row
+        scores, called_RN = joined.take(kept_N), joined_called[:, kept_N]
+        for number in classes:
+            decided_RN = called_RN == number if place is None else called_RN == 1
+            threshold = float(np.mean(thresholds[row])) if row in thresholds else math.nan
+            estimates = _measure(scores, number, decided_RN, calibrated=place is not None)
+            cells = {("samples", ""): float((scores.truth == number).sum()), ("threshold", ""): threshold}
+            for measure, each in estimates.items():
+                cells |= {(measure, "value"): each.value, (measure, "low"): each.low, (measure, "high"): each.high}
+            found[row, names[number]] = cells
+    frame = pd.DataFrame.from_dict(found, orient="index")
+    frame.index = pd.MultiIndex.from_tuples(list(found), names=["client" if subgroups is None else "subgroup", "class"])
+    keys = dict.fromkeys(key for cells in found.values() for key in cells)
+    frame.columns = pd.MultiIndex.from_tuples(list(keys), names=["measure", "statistic"])
+    return frame
+
+
+def _find_subgroups(held: Mapping[str, Scores], subgroups: Mapping[str, Sequence[object]]) -> dict[str, Bools]:
+    """Return the samples of each subgroup, of all clients' samples together; raise :class:`UsageError` for others."""
+    labels: list[str] = []
+    for client, scores in held.items():
+        if client not in subgroups:
+            raise UsageError(f"subgroups lack client {client!r}: give each client a label for each test sample")
+        own = [str(label) for label in subgroups[client]]
+        if len(own) != len(scores.truth):
+            raise UsageError(
+                f"subgroups of client {client!r}: {len(own)} labels for {len(scores.truth)} test samples: give each one"
+            )
+        labels += own
+    label_N = np.array(labels)
+    return {str(label): label_N == label for label in sorted(set(labels))}
+
+
+def _call_samples(summary: RunSummary, method: str, positive: int | None, model: str) -> dict[str, Ints]:
+    """Return the class that counts as predicted of each sample ``[R, N]``: with a positive class 1, and 0 otherwise."""
+    held = collect_scores(summary, method, model, "test")
+    if positive is None:
+        return {client: scores.chosen for client, scores in held.items()}
+    thresholds = choose_thresholds(summary, method, positive, model)
+    return {
+        client: (
+            (scores.chosen == positive).astype(np.int64)
+            if scores.score is None
+            else (scores.score[:, :, positive] >= thresholds[client][:, None]).astype(np.int64)
+        )
+        for client, scores in held.items()
+    }
+
+
+def _measure(scores: Scores, number: int, called_RN: Bools, *, calibrated: bool) -> dict[str, Estimate]:
+    """Return the measures of class ``number`` against the rest."""
+    positive_N, group_N = scores.truth == number, scores.group
+    positive_RN = np.broadcast_to(positive_N, called_RN.shape)
+    made = {
+        "sensitivity": estimate_share(called_RN, positive_RN, group_N),
+        "specificity": estimate_share(~called_RN, ~positive_RN, group_N),
+        "PPV": estimate_share(positive_RN, called_RN, group_N),
+        "NPV": estimate_share(~positive_RN, ~called_RN, group_N),
+    }
+    if scores.score is not None:
+        score_RN = scores.score[:, :, number]
+        made["AUC"] = estimate_area(score_RN, positive_N, group_N)
+        made["Brier score"] = estimate_mean(np.square(score_RN - positive_N), group_N)
+        if calibrated:
+            made |= dict(zip(CALIBRATION, estimate_calibration(score_RN, positive_N, group_N), strict=True))
+    return made
+
+
+def count_confusions(
+    summary: RunSummary, method: str, client: str | None = None, model: str = "personal"
+) -> pd.DataFrame:
+    """Return how many test samples of each class (rows) were predicted as each (columns), mean over seeds.
+
+    The class of the highest score counts as predicted. ``client``: only its samples; None: those of all.
+    """
+    held = collect_scores(summary, method, model, "test")
+    if client is not None and client not in held:
+        raise unknown_name("client", client, held)
+    names, classes = name_classes(summary), summary.classes
+    parts = list(held.values()) if client is None else [held[client]]
+    count = np.zeros(classes * classes)
+    for scores in parts:
+        for chosen_N in scores.chosen:
+            count += np.bincount(scores.truth * classes + chosen_N, minlength=classes**2) / len(scores.chosen)
+    frame = pd.DataFrame(count.reshape(classes, classes), index=names, columns=names)
+    return frame.rename_axis(index="class", columns="predicted")
+
+
+def bin_calibration(
+    summary: RunSummary, method: str, positive: int | None, model: str = "personal", client: str | None = None
+) -> CalibrationBins | None:
+    """Return the calibration curve over all seeds; None without scores.
+
+    Of the positive class, or with more than two classes, of the highest score and whether its class is right (Guo et
+    al. 2017, "On calibration of modern neural networks", ICML).
+    """
+    held = collect_scores(summary, method, model, "test")
+    parts = {name: each for name, each in held.items() if client in (None, name) and each.score is not None}
+    if not parts:
+        return None
+    scores = join_scores(parts, summary.same_test)
+    assert scores.score is not None
+    if positive is None:
+        score_RN, right_RN = scores.score.max(axis=2), scores.chosen == scores.truth
+    else:
+        score_RN = scores.score[:, :, positive]
+        right_RN = np.broadcast_to(scores.truth == positive, score_RN.shape)
+    return bin_scores(score_RN.ravel(), right_RN.ravel())
+
+
+def tabulate_benefit(
+    summary: RunSummary, method: str, positive: int, model: str = "personal", client: str | None = None
+) -> pd.DataFrame:
+    """Return net benefit by threshold of the method (mean over seeds), of calling all positive, and none."""
+    held = collect_scores(summary, method, model, "test")
+    parts = {name: each for name, each in held.items() if client in (None, name) and each.score is not None}
+    if not parts:
+        return pd.DataFrame(columns=["method", "all", "none"]).rename_axis("threshold")
+    scores = join_scores(parts, summary.same_test)
+    assert scores.score is not None
+    positive_N = scores.truth == positive
+    ours = np.mean([find_net_benefit(each[:, positive], positive_N, THRESHOLDS) for each in scores.score], axis=0)
+    every = find_net_benefit(np.ones(len(positive_N)), positive_N, THRESHOLDS)
+    index = pd.Index(THRESHOLDS, name="threshold")
+    return pd.DataFrame({"method": ours, "all": every, "none": 0.0}, index=index)
+
+
+def list_clinical_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFrame, TextTable]]:
+    """Return caption, data and text of a run's tables of decisions and classes, by file name.
+
+    There are none beyond :data:`~fedshift.report.tables.ONE_BY_ONE` clients, nor of more than :data:`MOST` classes.
+    """
+    tables: dict[str, tuple[str, pd.DataFrame, TextTable]] = {}
+    if len(summary.clients) > ONE_BY_ONE or summary.classes > MOST:
+        return tables
+    for method in summary.methods:
+        frame = measure_classes(summary, method)
+        if frame.empty:
+            continue
+        slug, names = to_file_name(method), name_classes(summary)
+        if find_positive(summary, None) is None:
+            of_all = frame.loc[[ALL]].droplevel("client")
+            caption = f"{method}: each class against the rest, all clients together, in percent"
+            tables[f"classes-{slug}"] = caption, of_all, _write_measures(of_all, "class", WITHOUT_RULE)
+            order = list(dict.fromkeys(frame.index.get_level_values("client")))
+            recall = frame["sensitivity"].unstack("class").reindex(order)
+            rows = [[client, *(_format_share(recall.loc[client], name) for name in names)] for client in order]
+            text = make_table(("client", *names), rows, rule=len(rows) - 1, note=INTERVALS)
+            tables[f"recall-{slug}"] = f"{method}: recall of each class, in percent", recall, text
+        else:
+            by_client = frame.droplevel("class")
+            caption = f"{method}: {names[1]!r} as positive, decided at {summary.operating_point}, in percent"
+            held = collect_scores(summary, method, "personal", "validation")
+            note = f"Thresholds are chosen on each client's validation data ({summary.operating_point})."
+            text = _write_measures(by_client, "client", note if held else WITHOUT_DATA)
+            tables[f"decisions-{slug}"] = caption, by_client, text
+        counts = count_confusions(summary, method)
+        rows = [[name, *(f"{value:,.4g}" for value in counts.loc[name])] for name in counts.index.tolist()]
+        caption = f"{method}: test samples of each class (rows) by predicted class (columns), mean over seeds"
+        tables[f"confusion-{slug}"] = caption, counts, make_table(("class", *names), rows)
+    return tables
+
+
+def _write_measures(frame: pd.DataFrame, what: str, note: str) -> TextTable:
+    """Return a row for each entry of ``frame``, with a cell for each measure and its interval."""
+    measures = [name for name in (*MEASURES, *CALIBRATION) if name in frame.columns.get_level_values(0)]
+    decided = frame["threshold", ""].notna().any()
+    rows = [
+        [
+            str(name),
+            f"{int(row['samples', '']):,}",
+            *([MISSING if math.isnan(at := row["threshold", ""]) else f"{at:.3f}"] if decided else []),
+            *(_format_estimate(row, measure) for measure in measures),
+        ]
+        for name, row in frame.iterrows()
+    ]
+    header = (what, "samples" if what == "class" else "positive", *(["threshold"] if decided else []), *measures)
+    return make_table(header, rows, rule=len(rows) - 1 if what == "client" else 0, note=f"{note} {INTERVALS}")
+
+
+def _format_estimate(row: pd.Series, measure: str) -> str:
+    value, low, high = (float(row[measure, statistic]) for statistic in ("value", "low", "high"))
+    scale, digits = (1.0, 3) if measure in ("Brier score", *CALIBRATION) else (100.0, 1)
+    if math.isnan(value):
+        return MISSING
+    between = "" if math.isnan(low) else f" ({scale * low:.{digits}f} to {scale * high:.{digits}f})"
+    return f"{scale * value:.{digits}f}{between}".replace("-", MINUS)
+
+
+def _format_share(row: pd.Series, name: str) -> str:
+    value, low, high = (100 * float(row[statistic, name]) for statistic in ("value", "low", "high"))
+    return MISSING if math.isnan(value) else f"{value:.1f} ({low:.1f} to {high:.1f})"
