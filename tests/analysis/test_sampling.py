@@ -9,9 +9,11 @@ from sklearn import metrics as sk
 from fedshift.analysis.sampling import SampleVariance, class_values, difference_variance, mean_values
 from fedshift.analysis.statistics import correct_family, include_samples, paired_difference
 from fedshift.report.paired_samples import sample_values
+from fedshift.results.schema import compute_metric, rows_to_frame
 from fedshift.tasks import CLASSIFICATION, Multilabel, Regression, Segmentation
 
 MULTILABEL, REGRESSION, SEGMENTATION = Multilabel(), Regression(), Segmentation()
+SURFACE = Segmentation(surface=True)
 
 
 def variance(task, metric, y, *predictions):
@@ -63,11 +65,18 @@ def test_areas_have_the_variance_of_delong():
     assert variance(CLASSIFICATION, "auc", y, ours, theirs) == pytest.approx(delong(*scores, y.numpy() == 1), rel=1e-5)
 
 
+def measure_masks(metric, y, p):
+    counts = SURFACE.count(torch.as_tensor(p), torch.as_tensor(y).long(), 3)
+    return compute_metric(rows_to_frame([counts]), metric)[0]
+
+
 CASES = [
     (SEGMENTATION, "dice", lambda y, p: sk.f1_score(y.flatten(), p.argmax(1).flatten(), average=None)[1:].mean()),
     (SEGMENTATION, "iou", lambda y, p: sk.jaccard_score(y.flatten(), p.argmax(1).flatten(), average=None)[1:].mean()),
     (SEGMENTATION, "accuracy", lambda y, p: sk.accuracy_score(y.flatten(), p.argmax(1).flatten())),
     (SEGMENTATION, "balanced_accuracy", lambda y, p: sk.balanced_accuracy_score(y.flatten(), p.argmax(1).flatten())),
+    (SURFACE, "surface_distance", lambda y, p: measure_masks("surface_distance", y, p)),
+    (SURFACE, "hausdorff95", lambda y, p: measure_masks("hausdorff95", y, p)),
     (MULTILABEL, "f1", lambda y, p: sk.f1_score(y, p > 0, average="macro")),
     (MULTILABEL, "exact_match", lambda y, p: sk.accuracy_score(y, p > 0)),
     (MULTILABEL, "auc", lambda y, p: sk.roc_auc_score(y, p, average="macro")),
@@ -87,7 +96,7 @@ EACH = [
 @pytest.mark.parametrize(("task", "metric", "measure"), EACH)
 def test_other_metrics_have_the_variance_of_the_jackknife(task, metric, measure):
     random, samples = torch.Generator().manual_seed(1), 40
-    shape = (samples, 3, 6, 6) if task == SEGMENTATION else (samples, 3)
+    shape = (samples, 3, 6, 6) if isinstance(task, Segmentation) else (samples, 3)
     ours, theirs = (torch.randn(shape, generator=random) for _ in range(2))
     if task == REGRESSION:
         y = 2 * ours + torch.randn(shape, generator=random)

@@ -330,6 +330,7 @@ def tabulate_benefit(
     return pd.DataFrame({"method": ours, "all": every, "none": 0.0}, index=index)
 
 
+@remembered
 def list_clinical_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFrame, TextTable]]:
     """Return caption, data and text of a run's tables of decisions and classes, by file name.
 

@@ -22,7 +22,7 @@ from ..analysis.sampling import (
     ratio_values,
 )
 from ..results.cases import CONSTANT, Records
-from ..results.schema import RunSummary
+from ..results.schema import DISTANCES, RunSummary
 from .tables import find_reported_rounds
 
 Trial = tuple[str, int]
@@ -145,6 +145,9 @@ def _find_values(records: Records, metric: str) -> SampleValues | None:
         concordant_N1, comparable_N1 = (records[name].astype(float)[:, None] for name in ("concordant", "comparable"))
         # each pair is counted with both of its patients, so that a patient's part in the ratio is twice its share
         return replace(ratio_values(concordant_N1, comparable_N1, 2.0), fewest=int(records["event"].sum()))
+    if metric in DISTANCES:
+        above, below = DISTANCES[metric]
+        return ratio_values(records[above], records[below]) if above in names else None
     if "support" in names:
         hits_NK, support_NK, predicted_NK = (records[name].astype(float) for name in ("hits", "support", "predicted"))
         return _pixel_values(hits_NK, support_NK, predicted_NK, metric)

@@ -6,7 +6,7 @@
 |---|---|
 | classification | ``truth``, ``chosen``, ``right`` (a bit), ``loss``, ``area``; up to 10 classes: ``score`` of each |
 | several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area`` |
-| masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss`` |
+| masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss``; of surfaces, their counts by class |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
 | survival | ``concordant``, ``comparable`` (pairs with the patient), ``event`` |
 | any, with groups | ``group``: number of the patient, from 0 for each client |

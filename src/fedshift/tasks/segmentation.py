@@ -159,7 +159,7 @@ class Segmentation(Task):
 
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
-        """Return pixels by class of each image; distances of surfaces are not recorded."""
+        """Return pixels by class of each image, and with ``surface`` its distances."""
         counted = [self._count_image(*each, outputs) for each in zip(predictions, y, strict=True)]
         return {name: np.array([each[name] for each in counted]) for name in counted[0]}
 
@@ -167,7 +167,11 @@ class Segmentation(Task):
         known = mask != LEFT_OUT
         loss = F.cross_entropy(scores[None], mask[None], reduction="sum", ignore_index=LEFT_OUT)
         counts = count_by_class(scores.argmax(dim=0)[known], mask[known], outputs)
-        return {**counts, "loss": float(loss) / max(1, int(known.sum()))}
+        measured = {**counts, "loss": float(loss) / max(1, int(known.sum()))}
+        if not self.surface:
+            return measured
+        chosen = scores.argmax(dim=0)
+        return measured | count_surfaces(chosen[None], mask[None], known[None], outputs, self.spacing)
 
     @override
     def is_possible(self, counts: Counts) -> bool:
