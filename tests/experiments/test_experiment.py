@@ -85,6 +85,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(make, tmp_path)
         ({"methods": "fedprox(mu=0.2),fedprox+fedprox(mu=0.2),fedprox(mu=0.2)"}, "is given twice"),
         ({"methods": "gn,fedbn,fedavg + gn"}, "methods 'gn' and 'fedavg+gn' are both 'fedavg+gn': leave one out"),
         ({"select": "best"}, "select='best' needs validation data, which the clients lack: hold some out"),
+        (
+            {"operating_point": "sensitivity>=0.9"},
+            "operating_point='sensitivity>=0.9' is chosen on validation data, which the clients lack: hold some out",
+        ),
         ({"participation": 1.5}, "participation=1.5: give a whole number of clients, or a fraction up to 1.0"),
         ({"epochs": 1, "batches": 1}, "epochs=1 and batches=1: give exactly one of epochs, batches, steps"),
         ({"engine": "stack"}, "unknown engine 'stack': did you mean 'stacked'?"),

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..analysis.privacy import find_mechanism
+from ..config.spec import TrialSpec
 from ..core.method import Method
 from ..data.federation import Federation, find_majority_classes
 from ..data.pictures import to_pictures
@@ -30,6 +31,7 @@ from ..results.run_directory import RunDirectory, to_file_name, trial_folder
 from ..results.schema import PICTURED, MethodSummary
 from ..results.summary import read_facts, require_series, write_summary
 from ..results.trial_records import CHECKPOINT, load_facts, require_checkpoint
+from ..tasks import Classification
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.execution.executor import Executor, InProcess
@@ -93,6 +95,18 @@ class Experiment:
                 "which noise does not hide: give the weights of the classes as numbers"
             )
         train = [client for client in self.data.clients if len(client.train)]
+        point = Ref(operating_point=self.settings.operating_point)
+        if self.settings.operating_point != TrialSpec.operating_point:
+            if not isinstance(self.data.task, Classification):
+                raise UsageError(
+                    f"{{}} is for classification, and the data's task is {self.data.task}: leave it out", point
+                )
+            if any(client.validation is None for client in train):
+                raise UsageError(
+                    "{} is chosen on validation data, which the clients lack: hold some out ({})",
+                    point,
+                    Ref(validation=0.2),
+                )
         watches = self.settings.watches_validation
         needing = Ref(select="best") if self.settings.select == "best" else Ref(patience=self.settings.patience)
         if watches and any(client.validation is None for client in train):
