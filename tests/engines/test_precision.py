@@ -1,20 +1,29 @@
 """Layers computed in bfloat16: inexact, and only they; everything that is kept stays float32."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 from fedshift.core.optimizer import SGD
-from fedshift.core.work import Work
+from fedshift.core.work import Work, iterate_batches
 from fedshift.data.digits import digits
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.utils.errors import UsageError
 
 
 def network(shape, classes):
     layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(144, classes)
+    return nn.Sequential(*layers)
+
+
+def dense(shape, classes):
+    """A network whose kernels do not depend on the memory format; autocast keeps its LayerNorm in float32."""
+    layers = nn.Flatten(), nn.Linear(3 * 28 * 28, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, classes)
     return nn.Sequential(*layers)
 
 
@@ -40,6 +49,46 @@ def test_bfloat16_is_near_float32_and_what_is_kept_stays_float32(engine):
     assert any(tensor.dtype == torch.float32 for tensor in client.values())
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "network", "tolerance"),
+    [
+        ("bfloat16", torch.bfloat16, dense, 1e-7),
+        ("float16", torch.float16, dense, 1e-7),
+        ("float64", None, network, 1e-12),
+    ],
+)
+def test_rounds_equal_a_plain_loop_in_the_same_precision(precision, dtype, network, tolerance):
+    data = digits().limit_samples(20).select_clients(["pen"])
+    loss = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 1.5, 10))
+    settings = Settings(rounds=2, work=Work(batch_size=10, epochs=1), loss=loss, precision=precision)
+    made = Trial(fedavg(), network, data, settings, 0)
+    plain = network((3, 28, 28), 10).to(torch.float32 if dtype else torch.float64)
+    plain.load_state_dict(made.plan.initial)
+    sgd, (client,) = torch.optim.SGD(plain.parameters(), lr=settings.optimizer.lr), data.clients
+    x, y = client.train.inputs(slice(None), torch.float32 if dtype else torch.float64), client.train.targets()
+    criterion = nn.CrossEntropyLoss(weight=loss.weight.to(x.dtype))
+    for step, index in iterate_batches(0, "pen", 20, ((0, 10), (10, 20)), range(4)):
+        if step % 2 == 0:
+            made.advance()
+        sgd.zero_grad()
+        with torch.autocast("cpu", dtype) if dtype else nullcontext():
+            outputs = plain(x[index])
+        criterion(outputs.to(x.dtype), y[index]).backward()
+        sgd.step()
+    for name, tensor in plain.state_dict().items():
+        assert made.server.shared[name].dtype == tensor.dtype
+        assert (made.server.shared[name] - tensor).abs().max() <= tolerance, name
+
+
+def test_a_network_in_float64_is_float64_wherever_it_is_used():
+    made = trial("float64")
+    assert all(t.dtype == torch.float64 for t in made.make_network().state_dict().values() if t.is_floating_point())
+    made.advance()
+    tensors, _ = made.to_tensors()
+    kept = {name: t.dtype for name, t in tensors.items() if name.startswith(("server/shared", "clients/pen/personal"))}
+    assert set(kept.values()) == {torch.float64, torch.int64}
+
+
 def test_bfloat16_repeats_itself_bit_for_bit():
     first, second = trial("bfloat16"), trial("bfloat16")
     assert first.advance().rows == second.advance().rows
@@ -55,7 +104,7 @@ def test_a_run_is_not_resumed_in_another_precision():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "float16"}, "unknown value of precision 'float16'.*bfloat16, float32"),
+        ({"precision": "float8"}, "unknown value of precision 'float8'.*bfloat16, float16, float32, float64"),
         ({"engine": "vectorised"}, "unknown engine 'vectorised'.*auto, identity, pool, ray, sequential, stacked"),
         ({"workers": 0}, "workers=0: should be greater than or equal to 1"),
     ],

@@ -125,9 +125,9 @@ def test_onnx_gives_the_same_answers_in_its_own_runtime(experiment, kept, tmp_pa
 
 
 def test_the_reason_is_given_where_there_is_no_onnx(tmp_path, monkeypatch):
-    assert "computes in bfloat16" in save_onnx(None, tmp_path / "model.onnx", low=True)
+    assert "computes in bfloat16" in save_onnx(None, tmp_path / "model.onnx", computed=torch.bfloat16)
     monkeypatch.setattr("fedshift.export.programs.find_spec", lambda name: None)
-    assert "(pip install 'fedshift[export]')" in save_onnx(None, tmp_path / "model.onnx", low=False)
+    assert "(pip install 'fedshift[export]')" in save_onnx(None, tmp_path / "model.onnx", computed=torch.float32)
 
 
 @pytest.mark.sampled(1)

@@ -151,9 +151,10 @@ class TrialSpec:
     """Maximum number of processes of the engines pool and ray; by default one per free processor, or one per processor
     of the Ray cluster."""
 
-    precision: Annotated[Literal["float32", "bfloat16"], Parameter(group=COMPUTING)] = "float32"
-    """Number format of the layers' computations; bfloat16 is faster where the processor supports it, and inexact: about
-    three digits."""
+    precision: Annotated[Literal["float32", "bfloat16", "float16", "float64"], Parameter(group=COMPUTING)] = "float32"
+    """Number format of computations. In bfloat16 and float16, torch.autocast decides by layer what is computed in it,
+    and parameters, statistics, losses and updates stay float32: faster where the processor supports it, and inexact,
+    about three digits; float16 loses gradients below 6e-8. In float64, everything is, in twice the bytes."""
 
     device: Annotated[str, Parameter(group=COMPUTING)] = "cpu"
     """Torch device: cpu, cuda, cuda:1."""

@@ -72,8 +72,8 @@ class Loss(ABC):
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a batch, a scalar."""
 
-    def to(self: LossT, device: torch.device) -> LossT:
-        """Return the loss with its tensors on ``device``."""
+    def to(self: LossT, device: torch.device, dtype: torch.dtype | None = None) -> LossT:
+        """Return the loss with its tensors on ``device``, those of floating point in ``dtype``, if given."""
         return self
 
     def resolve(self: LossT, counts: Tensor) -> LossT:
@@ -367,12 +367,13 @@ class CustomLoss(Loss):
         return self.function(logits, y)
 
     @override
-    def to(self, device: torch.device) -> CustomLoss:
-        """Return the loss with its buffers on ``device``; copy it only if they are on another device."""
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> CustomLoss:
+        """Return the loss with its buffers as in :meth:`Loss.to`; copy it only if they are others."""
         module = self.function
-        if not isinstance(module, nn.Module) or all(buffer.device == device for buffer in module.buffers()):
+        buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
+        if not isinstance(module, nn.Module) or all(each.device == device and not dtype for each in buffers):
             return self
-        return replace(self, function=deepcopy(module).to(device))
+        return replace(self, function=deepcopy(module).to(device=device, dtype=dtype))
 
     @override
     def resolve(self, counts: Tensor) -> CustomLoss:

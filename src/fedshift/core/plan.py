@@ -24,7 +24,9 @@ from .selection import Entry, hybrid_factors, norm_statistics
 from .work import Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
+LOW: Mapping[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Number formats of ``torch.autocast``, which decides by layer what is computed in them."""
 
 
 class Updated(NamedTuple):
@@ -59,7 +61,8 @@ class Plan:
         optimizer: The local optimizer.
         loss: Computes the mean loss of a batch from outputs and labels.
         smallest_batch: Minimum batch size: 2 if the model cannot train on one sample, else 1.
-        precision: Precision in which layers compute; parameters, statistics, losses and updates keep their dtype.
+        precision: Precision in which layers compute; parameters, statistics, losses and updates keep their dtype, which
+            is float32, or float64 with that precision.
         seed: Seed of the trial, which keys the server's random draws.
 
     """
@@ -233,6 +236,11 @@ class Plan:
                 yield Updated((phase.trains & self.trained) - taken, None, phase.lr_scale, decay=True)
                 taken |= phase.trains
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Number format of ``torch.autocast`` in which layers compute; None: in that of the parameters."""
+        return LOW.get(self.precision)
+
     @cached_property
     def dtype(self) -> torch.dtype:
         """Floating-point dtype of the model and its inputs."""
@@ -342,19 +350,18 @@ def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
     Like ``torch.func.functional_call``, but faster, this temporarily replaces the template's tensors by ``state``;
     non-persistent buffers are replaced by copies, so that the template stays unchanged.
     """
-    low = plan.precision == "bfloat16"
     template = [held[key] for held, key, _ in plan.slots]
     try:
         for (held, key, name), original in zip(plan.slots, template, strict=True):
             held[key] = state[name] if name else original.clone()
-        with torch.autocast(x.device.type, torch.bfloat16) if low else nullcontext():
+        with torch.autocast(x.device.type, plan.autocast) if plan.autocast else nullcontext():
             outputs = plan.module(x)
     finally:
         for (held, key, _), original in zip(plan.slots, template, strict=True):
             held[key] = original
     if not isinstance(outputs, Tensor):
         raise UsageError(_describe_wrong_outputs(plan.module, outputs))
-    return outputs.to(plan.dtype) if low else outputs
+    return outputs.to(plan.dtype) if plan.autocast else outputs
 
 
 def compute_features(plan: Plan, state: State, x: Tensor) -> tuple[Tensor, dict[int, Tensor]]:

@@ -124,7 +124,7 @@ def choose_products(plan: Plan, rows: Mapping[str, int]) -> None:
     ``rows``: rows of each layer per sample, from :func:`count_rows`. The choice depends only on shapes and the machine,
     not on the number of threads: a worker process has one thread and must produce the bits of its parent.
     """
-    if plan.precision != "float32":
+    if plan.autocast:
         return
     batch = plan.work.batch_size or FULL
     layers = ((name, plan.module.get_submodule(name)) for name in rows)

@@ -84,9 +84,9 @@ def hold(params: State, held: Mapping[str, frozenset[str]], rows: int) -> Mappin
 
 
 def _is_plain_sgd(plan: Plan) -> bool:
-    """Return whether steps are plain SGD in full precision, and no rule reads weights."""
+    """Return whether steps are plain SGD in full precision (float32 or float64), and no rule reads weights."""
     unread = not (plan.defines("loss") or plan.defines("batch"))
-    return unread and plan.subtracts and plan.precision == "float32"
+    return unread and plan.subtracts and not plan.autocast
 
 
 def _linear_layers(plan: Plan) -> list[tuple[str, nn.Linear]]:

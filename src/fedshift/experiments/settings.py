@@ -211,18 +211,19 @@ def make_plan(
     """
     check_task(method, task)
     with torch_stream(seed, "init"):
-        network = make_network(model, tuple(sample.shape[1:]), classes).to(sample.device)
+        network = make_network(model, tuple(sample.shape[1:]), classes, settings.precision).to(sample.device)
     given = settings.weights
     differences = given.find_differences(network) if given else []
     if given and not differences:
         given.load_into(network)
+    loss = (settings.loss or CrossEntropy()).to(sample.device).resolve(labels.to(sample.device))
     with torch_stream(seed, "surgery"):
         plan = prepare(
             method,
             network,
             work=settings.work,
             optimizer=settings.optimizer,
-            loss=(settings.loss or CrossEntropy()).to(sample.device).resolve(labels.to(sample.device)),
+            loss=loss.to(sample.device, torch.float64) if settings.precision == "float64" else loss,
             precision=settings.precision,
             sample=sample,
             rounds=settings.rounds,

@@ -478,7 +478,8 @@ class Trial:
 
     def make_network(self) -> nn.Module:
         """Return a network with the trial's architecture, after the method's surgery, with arbitrary weights."""
-        return apply_surgery(self.plan.method, make_network(self.model, self.data.sample_shape, self.data.classes))
+        shape, precision = self.data.sample_shape, self.settings.precision
+        return apply_surgery(self.plan.method, make_network(self.model, shape, self.data.classes, precision))
 
     def to_tensors(self) -> tuple[State, dict[str, Any]]:
         """Return all state as flat tensors and JSON facts, without clients that never took part."""

@@ -140,7 +140,8 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     names = {"method": model.facts.method, "client": model.facts.client or "", "seed": str(model.facts.seed)}
     header = {**names, "round": str(model.facts.round)}
     (folder / WEIGHTS).write_bytes(save(entries, metadata=header))
-    plan, low = model.plan, model.plan.precision == "bfloat16"
+    plan, low = model.plan, model.plan.autocast
+    computed = low or plan.dtype
     program = Program(network, model.schema.preparation, plan.dtype, plan.image_format, low=low, task=model.schema.task)
     notices: list[str] = []
     answers: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -148,7 +149,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
         traced = trace(program)
         save_program(traced, folder / PROGRAM)
         answers[PROGRAM] = torch.export.load(folder / PROGRAM).module()
-        reason = save_onnx(traced, folder / ONNX, low=low, output=model.facts.answer) if onnx else ""
+        reason = save_onnx(traced, folder / ONNX, computed=computed, output=model.facts.answer) if onnx else ""
     except Exception as error:  # tracing a user's network may raise any type
         notices.append(
             f"no {PROGRAM}: torch cannot trace the network ({first_line(error)}); weights and card are complete"

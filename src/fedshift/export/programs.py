@@ -29,8 +29,8 @@ TRACED = 2
 class Program(nn.Module):
     """``network`` for samples as ``preparation`` stores them, with the computations of a run's evaluation.
 
-    ``layout``: memory format of images; ``low``: layers compute in bfloat16 if torch's autocast supports it; ``task``:
-    converts the network's outputs to the program's, with numbers in the unit of the data.
+    ``layout``: memory format of images; ``low``: number format of ``torch.autocast`` in which layers compute; None:
+    that of the weights; ``task``: converts the network's outputs to the program's, with numbers in the data's unit.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Program(nn.Module):
         dtype: torch.dtype,
         layout: torch.memory_format,
         *,
-        low: bool,
+        low: torch.dtype | None,
         task: Task = CLASSIFICATION,
     ) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Program(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return scores or numbers ``[N, outputs]`` for raw samples ``x [N, ...]``."""
         x = to_memory_format(self.preparation.scale(x, self.dtype), self.layout)
-        with torch.autocast("cpu", torch.bfloat16) if self.low else nullcontext():
+        with torch.autocast("cpu", self.low) if self.low else nullcontext():
             scores: Tensor = self.network(x)
         return self.task.decode(scores.to(self.dtype) if self.low else scores)
 
@@ -79,13 +79,17 @@ def save_program(traced: torch.export.ExportedProgram, path: Path) -> None:
         torch.export.save(traced, path)
 
 
-def save_onnx(traced: torch.export.ExportedProgram, path: Path, *, low: bool, output: str = "scores") -> str:
-    """Write an ONNX program whose output is named ``output``.
+def save_onnx(
+    traced: torch.export.ExportedProgram, path: Path, *, computed: torch.dtype, output: str = "scores"
+) -> str:
+    """Write an ONNX program whose output is named ``output``; ``computed``: number format of its layers.
 
     Returns "", or the reason if the program cannot be written.
     """
-    if low:
-        return "the network computes in bfloat16, which ONNX's convolutions do not support"
+    if computed != torch.float32:
+        return (
+            f"the network computes in {str(computed).removeprefix('torch.')}, which ONNX's convolutions do not support"
+        )
     if not all(map(find_spec, ("onnx", "onnxscript"))):
         return "the packages onnx and onnxscript are missing (pip install 'fedshift[export]')"
     try:

@@ -26,8 +26,11 @@ ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
 """Function that makes a network for the shape of a sample and a number of classes."""
 
 
-def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Make the network of ``model`` for a sample's shape and the classes; raise UsageError if the result is none."""
+def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int, precision: str = "float32") -> nn.Module:
+    """Make the network of ``model`` for a sample's shape and the classes; raise UsageError if the result is none.
+
+    In ``float64``, its parameters and buffers are converted; in other precisions they stay as they are.
+    """
     try:
         network = model(shape, classes)
     except UsageError:
@@ -44,7 +47,7 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int) -> n
         )
     if any(nn.parameter.is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
         _shape_lazy_layers(network, shape)
-    return network
+    return network.double() if precision == "float64" else network
 
 
 def _shape_lazy_layers(network: nn.Module, shape: tuple[int, ...]) -> None:

@@ -42,7 +42,7 @@ def collect_site_model(
     """
     client = data.clients[0]
     return make_model(
-        apply_surgery(plan.method, make_network(model, data.sample_shape, data.classes)),
+        apply_surgery(plan.method, make_network(model, data.sample_shape, data.classes, settings.precision)),
         state,
         plan,
         data,
