@@ -220,7 +220,7 @@ def test_a_message_speaks_python_or_flags(cli, tiny_folder, settings, in_python,
 
 @pytest.mark.parametrize(("name", "value", "allowed"), [
     ("select", "bets", ("best", "last")),
-    ("precision", "float16", ("float32", "bfloat16")),
+    ("precision", "float8", ("float32", "bfloat16", "float16", "float64")),
     ("normalize", "whole", ("half", "imagenet", "unit", "client")),
     ("unseen", "none", ("skip", "average")),
 ])  # fmt: skip

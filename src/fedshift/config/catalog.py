@@ -53,8 +53,9 @@ class Catalog(Generic[Value]):
         entries: Functions or classes that make values, by name; or the package of fedshift with a function for each.
         accept: See :class:`Accept`.
         adapt: Function of an entry or a user's function that returns what to call with the arguments of an expression.
-        spell: Function of a value that returns a text for it. Without one, or where it returns None, the text is the
-            name of the value's class in ``entries``, or its import path, with the fields that differ from the defaults.
+        spell: Function of a value that returns a text for it, None if there is none. Without one, or where it returns
+            "", the text is the name of the value's class in ``entries``, or its import path, with the fields that
+            differ from the defaults.
         key: Function of a value; values with equal keys are equal.
         join: Function of the values of an expression with commas, which makes one value; None: give one expression.
         setting: Setting whose value it reads; by default of the name ``kind``.
@@ -139,8 +140,8 @@ class Catalog(Generic[Value]):
 
     def write(self, value: Value, **supplied: object) -> str | None:
         """Return a text that :meth:`parse` reads as an equal value, with equal ``supplied``; None if there is none."""
-        text = self._spell(value) if self._spell else None
-        return self._confirm(text or self._describe(value, supplied), value, supplied)
+        text = self._spell(value) if self._spell else ""
+        return self._confirm(self._describe(value, supplied) if text == "" else text, value, supplied)
 
     def _confirm(self, text: str | None, value: Value, supplied: Mapping[str, object]) -> str | None:
         """Return ``text`` if it makes a value equal to ``value``."""

@@ -398,7 +398,7 @@ def _adapt(optimizer: Callable[..., Any], _own: bool) -> Callable[..., Any]:
 
 
 def _spell(optimizer: Optimizer) -> str | None:
-    return optimizer.text if isinstance(optimizer, TorchOptimizer) else None
+    return optimizer.text if isinstance(optimizer, TorchOptimizer) else ""
 
 
 OPTIMIZERS = Catalog[Optimizer](

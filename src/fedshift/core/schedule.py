@@ -228,7 +228,7 @@ def _spell(schedule: Schedule) -> str | None:
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         path = find_import_path(function)
         return f"{path}({given})" if path and given else path
-    return str(schedule) if isinstance(schedule, TorchSchedule) else None
+    return str(schedule) if isinstance(schedule, TorchSchedule) else ""
 
 
 SCHEDULES = Catalog[Schedule](
