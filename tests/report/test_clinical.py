@@ -87,6 +87,26 @@ def test_each_class_is_measured_as_scikit_learn_measures_it(make_recorded):
     assert found.loc["b", "mel"]["AUC", "value"] > 0.5
 
 
+def test_each_of_several_labels_is_measured_against_samples_without_it(make_recorded):
+    study = make_recorded(3, task="multilabel")
+    random = np.random.default_rng(0)
+    runs = []
+    for _ in range(2):
+        given, score = np.random.default_rng(1).random((60, 3)) < 0.4, random.random((60, 3)).astype(np.float32)
+        record = {"given": given, "chosen": score > 0.5, "score": score, "loss": np.zeros(60), "area": np.zeros(60)}
+        runs.append(record)
+    cases = [Cases(round=1, records={("a", "personal"): run}) for run in runs]
+    study = replace(study, read_cases=lambda _, seed: cases[seed])
+    found = measure_classes(study, "fedavg").loc["a"]
+    for number in range(3):
+        expected = [sk.recall_score(run["given"][:, number], run["chosen"][:, number]) for run in runs]
+        assert found.loc[f"label {number}"]["sensitivity", "value"] == pytest.approx(np.mean(expected))
+    assert set(list_clinical_tables(study)) == {"classes-fedavg", "recall-fedavg"}
+    assert "calibration" in make_figures(study)
+    with pytest.raises(UsageError, match="several labels have no confusion matrix"):
+        count_confusions(study, "fedavg")
+
+
 def test_two_classes_are_decided_where_validation_data_say(make_recorded):
     study = make_recorded(validation=True, operating_point="sensitivity>=0.9")
     thresholds = choose_thresholds(study, "fedavg", 1, "personal")

@@ -31,7 +31,7 @@ from ..results.run_directory import RunDirectory, to_file_name, trial_folder
 from ..results.schema import PICTURED, MethodSummary
 from ..results.summary import read_facts, require_series, write_summary
 from ..results.trial_records import CHECKPOINT, load_facts, require_checkpoint
-from ..tasks import Classification
+from ..tasks import Classification, Multilabel
 from ..utils.allocator import keep_freed_memory
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.execution.executor import Executor, InProcess
@@ -97,7 +97,7 @@ class Experiment:
         train = [client for client in self.data.clients if len(client.train)]
         point = Ref(operating_point=self.settings.operating_point)
         if self.settings.operating_point != TrialSpec.operating_point:
-            if not isinstance(self.data.task, Classification):
+            if not isinstance(self.data.task, Classification | Multilabel):
                 raise UsageError(
                     f"{{}} is for classification, and the data's task is {self.data.task}: leave it out", point
                 )

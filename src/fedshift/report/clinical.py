@@ -48,6 +48,7 @@ MOST = 12
 """Largest number of classes with tables on the page."""
 INTERVALS = "95 % intervals cover test samples (or groups of these) and seeds, and are not corrected for their number."
 WITHOUT_RULE = "Sensitivity is the recall of the class. The class of the highest score counts as predicted."
+OF_LABELS = "Sensitivity is the recall of the label, which counts as predicted from a probability of one half on."
 WITHOUT_DATA = f"No validation data: the threshold is {WITHOUT_VALIDATION}; with --validation 0.2, some choose it."
 
 
@@ -55,13 +56,27 @@ WITHOUT_DATA = f"No validation data: the threshold is {WITHOUT_VALIDATION}; with
 class Scores:
     """Results on N samples under R seeds: ``truth [N]``, ``chosen [R, N]`` and, up to ten classes, ``score [R, N, K]``.
 
-    ``group [N]``: numbers of groups; None: none are known.
+    Of several labels, ``truth [N, K]`` and ``chosen [R, N, K]`` say whether a sample has a label, 0 or 1. ``group
+    [N]``: numbers of groups; None: none are known.
     """
 
     truth: Ints
     chosen: Ints
     score: Floats | None
     group: Ints | None
+
+    @property
+    def labeled(self) -> bool:
+        """Whether a sample may have several labels."""
+        return self.truth.ndim == 2
+
+    def is_of(self, number: int) -> Bools:
+        """Return whether each sample has class or label ``number``, bool ``[N]``."""
+        return np.asarray(self.truth[:, number] == 1 if self.labeled else self.truth == number)
+
+    def is_called(self, number: int) -> Bools:
+        """Return whether class or label ``number`` is predicted of each sample, bool ``[R, N]``."""
+        return np.asarray(self.chosen[:, :, number] == 1 if self.labeled else self.chosen == number)
 
     def take(self, kept_N: Bools) -> Scores:
         """Return the samples in ``kept``."""
@@ -92,10 +107,11 @@ def collect_scores(summary: RunSummary, method: str, model: str, split: str) -> 
             continue
         known = [each for each in found if each is not None]
         first = known[0]
-        if any(not np.array_equal(each["truth"], first["truth"]) for each in known):
+        truth = "given" if "given" in first else "truth"
+        if any(not np.array_equal(each[truth], first[truth]) for each in known):
             continue
         made[client] = Scores(
-            truth=first["truth"].astype(np.int64),
+            truth=first[truth].astype(np.int64),
             chosen=np.stack([each["chosen"].astype(np.int64) for each in known]),
             score=np.stack([each["score"].astype(float) for each in known]) if "score" in first else None,
             group=first["group"].astype(np.int64) if "group" in first else None,
@@ -125,18 +141,18 @@ def join_scores(parts: Mapping[str, Scores], same_test: Mapping[str, str]) -> Sc
 
 
 def name_classes(summary: RunSummary) -> list[str]:
-    """Return the name of each class: its number if it has none."""
-    known = len(summary.class_names) == summary.classes
-    return list(summary.class_names) if known else [f"class {number}" for number in range(summary.classes)]
+    """Return the name of each class or label: its number if it has none."""
+    known, noun = len(summary.class_names) == summary.classes, "label" if summary.task == "multilabel" else "class"
+    return list(summary.class_names) if known else [f"{noun} {number}" for number in range(summary.classes)]
 
 
 def find_positive(summary: RunSummary, positive: str | int | None) -> int | None:
-    """Return the number of the class that counts as positive: of two, the second; of more, only one that is named.
+    """Return the number of the class that counts as positive: of two, the second; else one that is named, or None.
 
     Raises :class:`UsageError` for a class that is unknown.
     """
     if positive is None:
-        return 1 if summary.classes == 2 else None
+        return 1 if summary.classes == 2 and summary.task != "multilabel" else None
     names = name_classes(summary)
     if isinstance(positive, str) and positive in names:
         return names.index(positive)
@@ -157,7 +173,7 @@ def choose_thresholds(summary: RunSummary, method: str, positive: int, model: st
 
     def choose(scores: Scores) -> Floats:
         assert scores.score is not None
-        return np.array([rule.choose(each[:, positive], scores.truth == positive) for each in scores.score])
+        return np.array([rule.choose(each[:, positive], scores.is_of(positive)) for each in scores.score])
 
     together = choose(join_scores(held, {})) if held else None
     made: dict[str, Floats] = {}
@@ -193,23 +209,21 @@ def measure_classes(
     held = collect_scores(summary, method, model, "test")
     if not held:
         return pd.DataFrame()
-    called = _call_samples(summary, method, place, model)
     rows = {**dict.fromkeys(held), ALL: None} if subgroups is None else _find_subgroups(held, subgroups)
     names, classes = name_classes(summary), range(summary.classes) if place is None else [place]
     thresholds = {} if place is None else choose_thresholds(summary, method, place, model)
     joined = join_scores(held, summary.same_test)
-    joined_called = np.concatenate(list(called.values()), axis=1)
+    called = {number: _call_samples(summary, method, number, place, model) for number in classes}
     owner_N = np.repeat(list(held), [len(each.truth) for each in held.values()])
     found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for row, kept_N in rows.items():
         if kept_N is None:
             kept_N = np.ones(len(owner_N), bool) if row == ALL and row not in held else owner_N == row
-        scores, called_RN = joined.take(kept_N), joined_called[:, kept_N]
+        scores = joined.take(kept_N)
         for number in classes:
-            decided_RN = called_RN == number if place is None else called_RN == 1
             threshold = float(np.mean(thresholds[row])) if row in thresholds else math.nan
-            estimates = _measure(scores, number, decided_RN, calibrated=place is not None)
-            cells = {("samples", ""): float((scores.truth == number).sum()), ("threshold", ""): threshold}
+            estimates = _measure(scores, number, called[number][:, kept_N], calibrated=place is not None)
+            cells = {("samples", ""): float(scores.is_of(number).sum()), ("threshold", ""): threshold}
             for measure, each in estimates.items():
                 cells |= {(measure, "value"): each.value, (measure, "low"): each.low, (measure, "high"): each.high}
             found[row, names[number]] = cells
@@ -236,25 +250,19 @@ def _find_subgroups(held: Mapping[str, Scores], subgroups: Mapping[str, Sequence
     return {str(label): label_N == label for label in sorted(set(labels))}
 
 
-def _call_samples(summary: RunSummary, method: str, positive: int | None, model: str) -> dict[str, Ints]:
-    """Return the class that counts as predicted of each sample ``[R, N]``: with a positive class 1, and 0 otherwise."""
+def _call_samples(summary: RunSummary, method: str, number: int, positive: int | None, model: str) -> Bools:
+    """Return whether class ``number`` counts as predicted of each sample of all clients, ``[R, N]``."""
     held = collect_scores(summary, method, model, "test")
-    if positive is None:
-        return {client: scores.chosen for client, scores in held.items()}
-    thresholds = choose_thresholds(summary, method, positive, model)
-    return {
-        client: (
-            (scores.chosen == positive).astype(np.int64)
-            if scores.score is None
-            else (scores.score[:, :, positive] >= thresholds[client][:, None]).astype(np.int64)
-        )
-        for client, scores in held.items()
-    }
+    if positive is None or any(scores.score is None for scores in held.values()):
+        return np.concatenate([scores.is_called(number) for scores in held.values()], axis=1)
+    at = choose_thresholds(summary, method, positive, model)
+    parts = [(client, scores.score) for client, scores in held.items() if scores.score is not None]
+    return np.concatenate([score[:, :, positive] >= at[client][:, None] for client, score in parts], axis=1)
 
 
 def _measure(scores: Scores, number: int, called_RN: Bools, *, calibrated: bool) -> dict[str, Estimate]:
     """Return the measures of class ``number`` against the rest."""
-    positive_N, group_N = scores.truth == number, scores.group
+    positive_N, group_N = scores.is_of(number), scores.group
     positive_RN = np.broadcast_to(positive_N, called_RN.shape)
     made = {
         "sensitivity": estimate_share(called_RN, positive_RN, group_N),
@@ -276,13 +284,16 @@ def count_confusions(
 ) -> pd.DataFrame:
     """Return how many test samples of each class (rows) were predicted as each (columns), mean over seeds.
 
-    The class of the highest score counts as predicted. ``client``: only its samples; None: those of all.
+    The class of the highest score counts as predicted. ``client``: only its samples; None: those of all. Raises
+    :class:`UsageError` for an unknown client, and for several labels.
     """
     held = collect_scores(summary, method, model, "test")
     if client is not None and client not in held:
         raise unknown_name("client", client, held)
     names, classes = name_classes(summary), summary.classes
     parts = list(held.values()) if client is None else [held[client]]
+    if any(scores.labeled for scores in parts):
+        raise UsageError("samples with several labels have no confusion matrix: classes() measures each label")
     count = np.zeros(classes * classes)
     for scores in parts:
         for chosen_N in scores.chosen:
@@ -296,8 +307,8 @@ def bin_calibration(
 ) -> CalibrationBins | None:
     """Return the calibration curve over all seeds; None without scores.
 
-    Of the positive class, or with more than two classes, of the highest score and whether its class is right (Guo et
-    al. 2017, "On calibration of modern neural networks", ICML).
+    Of the positive class, of all labels together, or with more than two classes, of the highest score and whether its
+    class is right (Guo et al. 2017, "On calibration of modern neural networks", ICML).
     """
     held = collect_scores(summary, method, model, "test")
     parts = {name: each for name, each in held.items() if client in (None, name) and each.score is not None}
@@ -305,11 +316,13 @@ def bin_calibration(
         return None
     scores = join_scores(parts, summary.same_test)
     assert scores.score is not None
-    if positive is None:
+    if positive is None and scores.labeled:
+        score_RN, right_RN = scores.score, np.broadcast_to(scores.truth == 1, scores.score.shape)
+    elif positive is None:
         score_RN, right_RN = scores.score.max(axis=2), scores.chosen == scores.truth
     else:
         score_RN = scores.score[:, :, positive]
-        right_RN = np.broadcast_to(scores.truth == positive, score_RN.shape)
+        right_RN = np.broadcast_to(scores.is_of(positive), score_RN.shape)
     return bin_scores(score_RN.ravel(), right_RN.ravel())
 
 
@@ -323,7 +336,7 @@ def tabulate_benefit(
         return pd.DataFrame(columns=["method", "all", "none"]).rename_axis("threshold")
     scores = join_scores(parts, summary.same_test)
     assert scores.score is not None
-    positive_N = scores.truth == positive
+    positive_N = scores.is_of(positive)
     ours = np.mean([find_net_benefit(each[:, positive], positive_N, THRESHOLDS) for each in scores.score], axis=0)
     every = find_net_benefit(np.ones(len(positive_N)), positive_N, THRESHOLDS)
     index = pd.Index(THRESHOLDS, name="threshold")
@@ -347,7 +360,8 @@ def list_clinical_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFra
         if find_positive(summary, None) is None:
             of_all = frame.loc[[ALL]].droplevel("client")
             caption = f"{method}: each class against the rest, all clients together, in percent"
-            tables[f"classes-{slug}"] = caption, of_all, _write_measures(of_all, "class", WITHOUT_RULE)
+            rule = OF_LABELS if summary.task == "multilabel" else WITHOUT_RULE
+            tables[f"classes-{slug}"] = caption, of_all, _write_measures(of_all, "class", rule)
             order = list(dict.fromkeys(frame.index.get_level_values("client")))
             recall = frame["sensitivity"].unstack("class").reindex(order)
             rows = [[client, *(_format_share(recall.loc[client], name) for name in names)] for client in order]
@@ -360,6 +374,8 @@ def list_clinical_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFra
             note = f"Thresholds are chosen on each client's validation data ({summary.operating_point})."
             text = _write_measures(by_client, "client", note if held else WITHOUT_DATA)
             tables[f"decisions-{slug}"] = caption, by_client, text
+        if summary.task == "multilabel":
+            continue
         counts = count_confusions(summary, method)
         rows = [[name, *(f"{value:,.4g}" for value in counts.loc[name])] for name in counts.index.tolist()]
         caption = f"{method}: test samples of each class (rows) by predicted class (columns), mean over seeds"

@@ -5,7 +5,7 @@
 | task | arrays |
 |---|---|
 | classification | ``truth``, ``chosen``, ``right`` (a bit), ``loss``, ``area``; up to 10 classes: ``score`` of each |
-| several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area`` |
+| several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area``, and ``score`` likewise |
 | masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss``; of surfaces, their counts by class |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
 | survival | ``concordant``, ``comparable`` (pairs with the patient), ``event`` |

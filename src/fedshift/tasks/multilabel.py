@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from .classification import mean_area, mean_area_parts
+from .classification import SCORED, mean_area, mean_area_parts
 from .task import Counts, Task, is_overlap
 
 
@@ -65,9 +65,11 @@ class Multilabel(Task):
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
         loss_NL = F.binary_cross_entropy_with_logits(predictions, y, reduction="none")
+        scores = {"score": predictions.double().sigmoid().float().numpy()} if outputs <= SCORED else {}
         return {
             "given": (y > 0).numpy(),
             "chosen": (predictions > 0).numpy(),
+            **scores,
             "loss": loss_NL.mean(dim=1).float().numpy(),
             "area": mean_area_parts(predictions.double().T, (y > 0).T).float().numpy(),
         }
