@@ -141,11 +141,11 @@ class TrialSpec:
     before any has another: in the order of the tables, or in an order that is drawn anew for each cycle (cyclic weight
     transfer)."""
 
-    engine: Annotated[str, Parameter(group=COMPUTING)] = "auto"
+    engine: Annotated[str, Expression(), Parameter(group=COMPUTING)] = "auto"
     """Engine that runs the clients: sequential, one after another; stacked, side by side in one tensor program (small
     networks); pool, spread over processes (larger ones); ray, over the hosts of a Ray cluster (RAY_ADDRESS; without it
     over processes); identity, all as one big batch (one plain step a round); auto chooses, by a timed step, but never
-    ray. Engines agree up to rounding."""
+    ray. Engines agree up to rounding. Or your own subclass of fedshift.engines.engine.Engine, package.module:Class."""
 
     workers: Annotated[Positive | None, Parameter(group=COMPUTING)] = None
     """Maximum number of processes of the engines pool and ray; by default one per free processor, or one per processor

@@ -19,7 +19,7 @@ from ..core.preparation import prepare
 from ..core.work import Work
 from ..data.augmentation import Augmentation
 from ..data.federation import PLURALS, Federation
-from ..engines import ENGINES
+from ..engines import find_engine
 from ..engines.cost_model import choose_products, count_rows
 from ..evaluation.policy import POLICIES, SKIP
 from ..models import ModelFactory, make_network
@@ -92,8 +92,8 @@ class Settings(TrialSpec):
                 "{}: tables report models just after aggregation: give loaded as well",
                 Ref(moments=",".join(self.moments)),
             )
-        if self.engine not in (*ENGINES, "auto"):
-            raise unknown_name("engine", self.engine, (*ENGINES, "auto")).about("engine")
+        if self.engine != "auto":
+            find_engine(self.engine)
         try:
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as error:

@@ -32,7 +32,7 @@ from ..data.augmentation import check_augmentable
 from ..data.copies import number_samples
 from ..data.federation import ClientData, Federation, count_labels, pool_training_data
 from ..data.samples import Samples
-from ..engines import ENGINES
+from ..engines import find_engine
 from ..engines.auto import EngineChoice, choose_engine
 from ..engines.cost_model import count_operations
 from ..engines.engine import ClientResult, Engine, EngineFactory
@@ -49,11 +49,12 @@ from ..results.checkpoint import refuse_other, save_checkpoint
 from ..results.schema import Row, compute_metric, rows_to_frame
 from ..results.trial_records import load_facts
 from ..tasks import describe_task
-from ..utils.errors import UsageError
+from ..utils.errors import FedshiftError, UsageError
 from ..utils.execution.executor import Executor
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
 from ..utils.state import State, entries_under, join_states, split_state
 from ..utils.threads import limit_threads
+from ..utils.words import join_some
 from .client_store import MEMORY, ClientStore, remove_unused_segments
 from .private_training import refuse_uncovered
 from .settings import Settings, check_sizes, make_plan
@@ -205,7 +206,7 @@ class Trial:
                 "moments='trained' measures clients' models after local work, which the identity engine never "
                 "computes: use the sequential engine, or auto"
             )
-        kind, settings, used = ENGINES[choice.engine], self.settings, self._used or self
+        kind, settings, used = find_engine(choice.engine), self.settings, self._used or self
         given = used.plan, used.train, self.seed, settings.workers, settings.augment, "trained" in settings.moments
         return Pool(*given, self._executor) if kind is Pool else kind(*given)
 
@@ -354,6 +355,11 @@ class Trial:
                 measuring += time.perf_counter() - paused
             if progress:
                 progress(name, trained.loss_sum / used)
+        if (lost := [name for name in names if name not in after]) and not self._remote:
+            raise FedshiftError(
+                f"the engine {self.engine_choice.engine} gave no result of {join_some(map(repr, lost))} in round "
+                f"{number}: its train must yield each client that it is given"
+            )
         with timed_section("aggregation"):
             self.server = folding.finalize()
         self.clients.put(after)
