@@ -100,7 +100,7 @@ structure: setup
 # The documentation as a site in `site`, with an API reference and search, in a virtual environment that holds its tools.
 docs:
 	test -x .venv-docs/bin/mkdocs || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material "mkdocstrings[python]" latex2mathml
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material "mkdocstrings[python]" latex2mathml ruff
 	.venv-docs/bin/mkdocs build --strict
 
 clean:

@@ -19,6 +19,44 @@ OUTSIDE = {
 """Files outside of ``docs``, and the pages that they become."""
 
 
+WIDE = {
+    "index.md",
+    "gallery.md",
+    "benchmark.md",
+    "papers.md",
+    "which-fedavg.md",
+    "troubleshooting.md",
+    "performance.md",
+}
+"""Pages whose tables and pictures take the space of the table of contents."""
+GROUP = re.compile(r"\*\*([^*]+)\*\*")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the methods' pages into the sidebar, in the groups of the page that lists them, and the version below."""
+    groups: dict[str, list[str]] = {}
+    title = ""
+    for line in (ROOT / "docs" / "methods" / "README.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|") or len(cells) != 2 or not re.match(r"\[\w+\]\(\w+\.md\)", cells[1]):
+            continue
+        if match := GROUP.search(cells[0]):
+            title = match[1][:1].upper() + match[1][1:]
+        groups.setdefault(title, []).extend(f"methods/{name}.md" for name in re.findall(r"\]\((\w+)\.md\)", cells[1]))
+    assert config.nav is not None
+    for entry in config.nav:
+        if "Methods" in entry:
+            entry["Methods"] = [
+                {"Which to try": "methods/README.md"},
+                *({name: pages} for name, pages in groups.items()),
+            ]
+    source = ROOT / "src" / "fedshift" / "utils" / "version.py"
+    version = re.search(r'^__version__ = "(.*)"', source.read_text(encoding="utf-8"), re.MULTILINE)
+    assert version is not None
+    config.copyright = f"fedshift {version[1]}, Apache-2.0"
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside."""
     for source, page in OUTSIDE.items():
@@ -33,6 +71,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     are found from the page's own directory.
     """
     path = page.file.src_uri
+    if path in WIDE:
+        page.meta["hide"] = ["toc"]
     origin = next((source for source, name in OUTSIDE.items() if name == path), f"docs/{path}")
 
     def follow(match: re.Match[str]) -> str:

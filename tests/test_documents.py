@@ -211,6 +211,36 @@ def test_every_page_of_the_site_exists_and_every_page_is_on_it():
     assert {page for page in ours - pages if not page.startswith("methods/")} == set()
 
 
+def test_every_public_name_is_on_one_page_of_the_reference():
+    documented = [
+        line.removeprefix("::: fedshift.")
+        for path in (ROOT / "docs" / "api").glob("*.md")
+        for line in path.read_text().splitlines()
+        if line.startswith("::: fedshift.")
+    ]
+    assert sorted(set(fedshift.__all__) - set(documented)) == []
+    assert len(documented) == len(set(documented))
+
+
+def test_every_message_of_troubleshooting_is_one_of_the_package():
+    """Up to where it names a value."""
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    table = (ROOT / "docs" / "troubleshooting.md").read_text().split("## Messages")[1]
+    messages = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    assert len(messages) >= 6
+    for message in messages:
+        words = re.split(r"'[^']*'|\d+|\.\.\.|\bfedbn\b|\bstacked\b", message)
+        assert max(map(str.strip, words), key=len) in source, message
+
+
+def test_the_home_page_has_the_table_of_the_readme():
+    rows = [
+        line for line in (ROOT / "docs" / "index.md").read_text().splitlines() if re.match(r"\| \w+ \| \*?\*?\d", line)
+    ]
+    assert len(rows) == 6
+    assert set(rows) <= set((ROOT / "README.md").read_text().splitlines())
+
+
 def test_the_readme_has_at_most_six_links_to_documentation():
     reading = (ROOT / "README.md").read_text().split("## Documentation")[1].split("\n\n")[1]
     assert 1 <= len(re.findall(r"^- \[", reading, re.MULTILINE)) <= 6
@@ -290,7 +320,7 @@ def list_stated_numbers():
         ("docs/deployment.md", f"({' or '.join(programs.VERSIONS)})"),
         ("docs/flower.md", f"({' or '.join(programs.VERSIONS)})"),
         ("docs/flower.md", f"The strategy waits `wait` seconds ({strategy['wait']:g})"),
-        ("docs/guide.md", f"At least {WORDS[statistics.FEWEST]} seeds"),
+        ("docs/claims.md", f"At least {WORDS[statistics.FEWEST]} seeds"),
         ("docs/guide.md", f"With more than {report_tables.ONE_BY_ONE} clients"),
         (
             "docs/guide.md",
