@@ -108,7 +108,7 @@ def collect_scores(summary: RunSummary, method: str, model: str, split: str) -> 
         known = [each for each in found if each is not None]
         first = known[0]
         truth = "given" if "given" in first else "truth"
-        if any(not np.array_equal(each[truth], first[truth]) for each in known):
+        if truth not in first or any(not np.array_equal(each[truth], first[truth]) for each in known):
             continue
         made[client] = Scores(
             truth=first[truth].astype(np.int64),
