@@ -42,6 +42,8 @@ FILES = {"validation": "cases-validation.npz", "test": "cases.npz"}
 CONSTANT = 1e-12
 """Spread of a target, relative to the sum of its squares, that is rounding alone: the target is constant."""
 _INDEX = "index"
+_END, _COMMENT = b"PK\x05\x06", b"\x08\x00"
+"""Beginning of an archive's last record, whose last two bytes are its comment's length: here that of a checksum."""
 DAMAGE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
@@ -78,7 +80,8 @@ def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Reco
     }  # fmt: skip
     packed = io.BytesIO()
     np.savez(packed, **{_INDEX: np.frombuffer(json.dumps(index).encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
-    write_atomically(folder / FILES[split], packed.getvalue())
+    body = packed.getvalue()
+    write_atomically(folder / FILES[split], body[:-2] + _COMMENT + checksum(body).encode())
 
 
 def read_cases(folder: Path, split: str = "test") -> Cases | None:
@@ -90,7 +93,11 @@ def read_cases(folder: Path, split: str = "test") -> Cases | None:
     if not path.exists():
         return None
     try:
-        with np.load(io.BytesIO(path.read_bytes())) as packed:
+        content = path.read_bytes()
+        body, length, digest = content[:-10], content[-10:-8], content[-8:]
+        if content[-22:-18] != _END and (length, digest) != (_COMMENT, checksum(body + b"\0\0").encode()):
+            raise ValueError("its checksum does not match")
+        with np.load(io.BytesIO(content)) as packed:
             arrays = {name: packed[name] for name in packed.files}
         index = json.loads(arrays.pop(_INDEX).tobytes())
         if index["checksums"] != {name: checksum(array.tobytes()) for name, array in arrays.items()}:
