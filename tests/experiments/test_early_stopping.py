@@ -1,9 +1,13 @@
 """Trials that end early: by patience on validation data, each alone, recorded and resumed."""
 
+import io
 from threading import Event
 
 import pytest
 
+from fedshift.console.printing import Console
+from fedshift.console.progress import LiveDisplay, PlainLines
+from fedshift.experiments.callbacks import Callbacks
 from fedshift.experiments.trial_run import count_stale
 from fedshift.report.progress import describe_partial
 from fedshift.report.tables import find_reported_rounds, list_shortfalls
@@ -46,6 +50,15 @@ def test_one_trial_ends_alone_and_every_record_says_so(make, tmp_path, Listener)
     assert find_reported_rounds(summary).to_dict() == {(STILL, 0): 3, ("fedavg", 0): 6}
     assert describe_partial(summary) == ""
     assert [done.stopped for done in watch.rounds[:4]] == ["", "", reason, ""]
+
+
+def test_a_display_counts_the_rounds_of_a_stopped_trial_as_done(make, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    display, lines = LiveDisplay(console), PlainLines(console)
+    make(methods=f"{STILL},fedavg", patience=2, **WATCHED).run(tmp_path / "run", callback=Callbacks(display, lines))
+    assert display.bar.tasks[0].completed == display.bar.tasks[0].total == 12
+    assert lines.left == 0
+    assert {number for runs in display.macros.values() for number, _ in runs.values()} == {6}
 
 
 @pytest.mark.parametrize("select", ["last", "best"])

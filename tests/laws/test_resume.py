@@ -1,10 +1,14 @@
 """Law 2: stop and resume equals uninterrupted, bit for bit, at any round, for every method."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
+import torch
 
 from fedshift.core.loss import LOSSES
-from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.optimizer import SGD, AdamW, as_optimizer
 from fedshift.core.schedule import Cosine
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
@@ -15,7 +19,9 @@ from fedshift.methods.fedbn import fedbn
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
-from tests.laws.course import ROUNDS
+from tests.laws.course import ROUNDS, make_trial
+
+NEEDS_SGD = {"fednova", "scaffold", "silobn+scaffold", "scaffold+fedprox(mu=0.1)", "ditto(epochs=2)+scaffold"}
 
 
 def pixels():
@@ -45,6 +51,21 @@ def test_resumed_equals_uninterrupted(trial, course, method, engine, stop):
         assert resumed.advance().rows == whole[number].rows
     assert is_equal(resumed.to_tensors()[0], whole[ROUNDS].tensors)
     assert resumed.to_tensors()[1] == whole[ROUNDS].facts
+
+
+@pytest.mark.slow
+def test_resumed_equals_uninterrupted_with_an_optimizer_of_torch_whose_state_is_kept(method, tmp_path):
+    """All methods but those whose claim holds for SGD alone, which refuse it."""
+    kept = replace(as_optimizer(partial(torch.optim.RMSprop, momentum=0.5), lr=0.003), keep=True)
+    if method.name in NEEDS_SGD:
+        with pytest.raises(UsageError, match=r"holds for SGD .*, not for torch.optim:RMSprop"):
+            make_trial(method, optimizer=kept)
+        return
+    whole, resumed = (make_trial(method, optimizer=kept) for _ in range(2))
+    whole.advance()
+    through_disk(whole, resumed, tmp_path)
+    assert resumed.advance().rows == whole.advance().rows
+    assert is_equal(resumed.to_tensors()[0], whole.to_tensors()[0])
 
 
 def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, course, method):

@@ -70,6 +70,10 @@ class _Progress(Callback):
         self.now.number = done.round
         self.now.figure |= self._measure(done.rows)
 
+    @override
+    def on_trial_end(self, stopped: str) -> None:
+        self.now.number = self.rounds
+
     def _measure(self, rows: Iterable[Row]) -> dict[str, float]:
         """Return the metric on test data, or on validation data alone, as printed, for the clients that define it."""
         rows = [row for row in rows if (row["model"], row["moment"]) == ("personal", "loaded")]
@@ -130,6 +134,11 @@ class PlainLines(_Progress):
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
 
+    @override
+    def on_trial_end(self, stopped: str) -> None:
+        self.left -= self.rounds - self.now.number
+        super().on_trial_end(stopped)
+
 
 class LiveDisplay(_Progress):
     """A bar over all rounds with elapsed time and time left, above tables of methods and clients.
@@ -187,6 +196,15 @@ class LiveDisplay(_Progress):
         super().on_round_end(done)
         self._keep_macro(done.round, done.rows)
         self._advance(1)
+
+    @override
+    def on_trial_end(self, stopped: str) -> None:
+        left = self.rounds - self.now.number
+        super().on_trial_end(stopped)
+        runs = self.macros[self.now.method]
+        if stopped and self.now.seed in runs:
+            runs[self.now.seed] = self.rounds, runs[self.now.seed][1]
+        self._advance(left)
 
     def _keep_macro(self, number: int, rows: Sequence[Row]) -> None:
         if measured := self._measure(rows):

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -122,8 +122,12 @@ class AdamW(Optimizer):
 
 NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Types of numbers in the state of torch's optimizers, and the tensors in which they are kept."""
-OF_TORCH = frozenset(vars(torch.optim.Optimizer([torch.zeros(1)], {})))
-"""Attributes that every optimizer of torch has."""
+
+
+@cache
+def _list_common_attributes() -> frozenset[str]:
+    """Return the attributes that every optimizer of torch has; making one loads torch's compiler, which takes time."""
+    return frozenset(vars(torch.optim.Optimizer([torch.zeros(1)], {})))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -173,7 +177,8 @@ class TorchOptimizer(Optimizer):
                 f"optimizer={self} cannot update this model's parameters: {describe_error(error)}. Choose another "
                 "optimizer, for example sgd"
             ).about("optimizer") from error
-        after = {**made.param_groups[0], **{name: value for name, value in vars(made).items() if name not in OF_TORCH}}
+        common = _list_common_attributes()
+        after = {**made.param_groups[0], **{name: value for name, value in vars(made).items() if name not in common}}
         changed = [name for name, value in after.items() if name != "params" and _dump(value) != before.get(name)]
         if changed:
             raise UsageError(
@@ -354,7 +359,7 @@ def _translate(kind: Any, settings: Mapping[str, Any], schedule: Schedule) -> Op
 def _adopt(instance: torch.optim.Optimizer, schedule: Schedule) -> TorchOptimizer:
     """Return the :class:`TorchOptimizer` with the settings of ``instance``."""
     name, group = type(instance).__name__, dict(instance.param_groups[0])
-    attributes = {key: value for key, value in vars(instance).items() if key not in OF_TORCH}
+    attributes = {key: value for key, value in vars(instance).items() if key not in _list_common_attributes()}
     for key, value in attributes.items():
         if isinstance(value, torch.optim.Optimizer):
             raise UsageError(

@@ -93,6 +93,9 @@ class Callback:
     def on_round_end(self, done: RoundResult) -> None:
         """A round ended and is saved."""
 
+    def on_trial_end(self, stopped: str) -> None:
+        """The trial has ended; ``stopped``: why before the last planned round, empty if it has done all."""
+
     def on_notice(self, text: str) -> None:
         """A notice for the user; each is given once."""
 
@@ -181,6 +184,10 @@ class Callbacks(Callback):
     @override
     def on_round_end(self, done: RoundResult) -> None:
         self._call("on_round_end", done)
+
+    @override
+    def on_trial_end(self, stopped: str) -> None:
+        self._call("on_trial_end", stopped)
 
     @override
     def on_notice(self, text: str) -> None:

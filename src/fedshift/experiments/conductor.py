@@ -91,10 +91,11 @@ class Conductor:
                         yield TrialRun.stop, run, running.asked
                     if outcome.stopped or (running.asked and evaluated):
                         break
-                notices = yield TrialRun.end, run
+                stopped, notices = yield TrialRun.end, run
             self._turn(trial, running)
             for text in notices:
                 session.say(text)
+            callback.on_trial_end(stopped)
         except Diverged as error:
             self._turn(trial, running)
             session.say_diverged(trial.method, trial.seed, error)

@@ -165,12 +165,15 @@ class TrialRun:
             self.trial.save(self.folder, CHECKPOINT)
         return self.trial.advance(self.progress)
 
-    def end(self) -> tuple[str, ...]:
-        """Record what is left to record of a trial that has had its last round; return its notices."""
+    def end(self) -> tuple[str, tuple[str, ...]]:
+        """Record what is left to record of a trial that has had its last round.
+
+        Returns why it was stopped, empty if it was not, and its notices.
+        """
         if not self.experiment.make_engine:  # sites keep the results of single samples
             self._record_cases()
         stopped = read_stop(self.folder, self.trial.server.round)
-        return tuple(list_notices_after(self.experiment, self.trial, stopped))
+        return stopped, tuple(list_notices_after(self.experiment, self.trial, stopped))
 
     def close(self) -> None:
         """Release the resources of a trial that is trained here."""

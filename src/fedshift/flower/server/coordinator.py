@@ -116,6 +116,7 @@ class ProgressReport(Callback):
     on_trial_begin = partialmethod(send, "on_trial_begin")
     on_recorded = partialmethod(send, "on_recorded")
     on_client_end = partialmethod(send, "on_client_end")
+    on_trial_end = partialmethod(send, "on_trial_end")
     on_notice = partialmethod(send, "on_notice")
     alert = partialmethod(send, "alert")
 
