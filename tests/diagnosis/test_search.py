@@ -10,12 +10,13 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from torch import nn
 
 import fedshift
 from fedshift.cli import advise as command
 from fedshift.config.spec import RunSpec
-from fedshift.core.optimizer import SGD, AdamW
+from fedshift.core.optimizer import SGD, AdamW, as_optimizer
 from fedshift.diagnosis import budget as planning
 from fedshift.diagnosis import diagnose
 from fedshift.diagnosis import search as searching
@@ -231,6 +232,8 @@ def test_learning_rates_are_read_and_refused():
     assert parse_rates("0.1, 1e-2", SGD(lr=1)) == (0.1, 0.01)
     assert parse_rates("auto", SGD(lr=1)) == searching.RATES
     assert parse_rates("auto", AdamW(lr=1)) == searching.ADAMW_RATES
+    assert parse_rates("auto", as_optimizer(torch.optim.RMSprop, lr=1.0)) == (0.001, 0.003, 0.01, 0.03, 0.1)
+    assert parse_rates("auto", as_optimizer(partial(torch.optim.SGD, maximize=True), lr=1.0)) == searching.RATES
     for wrong in ("", "0.1,0.1", "fast", "-1", "nan", [0.0], 3):
         with pytest.raises(UsageError, match="rates="):
             parse_rates(wrong, SGD(lr=1))
@@ -337,6 +340,12 @@ def test_candidates_follow_the_diagnosis_the_batch_size_and_the_network(quick, t
     assert "matches no entry of the model" in plain.refused["fedbn"]
     assert {"fedavg", "single"} <= {*plain.reasons}
     assert len(plain.reasons) <= searching.MOST_METHODS
+
+
+def test_patience_is_no_part_of_a_search(tiny):
+    settings = {"data": tiny, "methods": "fedavg", "rounds": 2, "validation": 0.2, "patience": 2}
+    with pytest.raises(UsageError, match="patience ends trials, and so does a search, by its own rule: leave it out"):
+        searching.begin_search(make_python_experiment(settings), None, (0.1,), 1000.0)
 
 
 @pytest.mark.slow

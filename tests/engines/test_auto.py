@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.optimizer import SGD
+from fedshift.core.optimizer import SGD, as_optimizer
 from fedshift.core.work import Work
 from fedshift.data.digits import digits
 from fedshift.engines import auto
@@ -104,6 +104,14 @@ def test_the_fastest_is_chosen_and_the_others_times_are_told(data, timings, seco
     assert all(f"{name} " in choice.reason for name in seconds)
     assert choice.threads == (1 if len(seconds) == 3 and "pool" not in seconds else None)
     assert "MFLOP per sample" in choice.reason
+
+
+def test_of_an_optimizer_of_torch_the_choice_says_what_the_stacked_engine_cannot(data, timings):
+    timings(sequential=1.0, pool=0.5)
+    choice = trial(data, optimizer=as_optimizer(torch.optim.NAdam, lr=0.1)).engine_choice
+    assert choice.engine == "pool"
+    assert "the stacked engine cannot run" in choice.reason
+    assert "torch.optim:NAdam(lr=0.1)" in choice.reason
 
 
 def test_starting_processes_must_pay_for_a_run(data, timings, monkeypatch):

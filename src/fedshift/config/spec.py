@@ -406,7 +406,8 @@ class AdviseSpec(CompareSpec):
 
     rates: Annotated[Names, Parameter(group=SEARCHING)] = AUTO
     """Learning rates to try with each method, comma-separated; by default 0.003, 0.01, 0.03, 0.1 and 0.3, with adamw a
-    thirtieth of these. A method with its own rate, fedbn+tuned(lr=0.05), is tried only at that rate."""
+    thirtieth of these, and with another optimizer of torch 0.1 to 10 times its default. A method with its own rate,
+    fedbn+tuned(lr=0.05), is tried only at that rate."""
 
 
 @dataclass(frozen=True, kw_only=True)

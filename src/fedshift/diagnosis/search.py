@@ -12,6 +12,7 @@ rounds fit into the budget follows from steps timed on this machine, which are c
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +24,13 @@ from threading import Event, Timer
 from typing import Any
 
 import pandas as pd
+import torch
 
 from ..analysis.statistics import PairedDifference, paired_difference
 from ..config.expressions import trust_only
 from ..config.spec import AUTO
 from ..core.method import Method
-from ..core.optimizer import AdamW, Optimizer
+from ..core.optimizer import AdamW, Optimizer, TorchOptimizer
 from ..data.files.read_options import Progress
 from ..engines.engine import Diverged
 from ..experiments.callbacks import Callback
@@ -60,6 +62,8 @@ FILE, RUN = "search.json", "search"
 """File with the plan and the results of a search in its directory, and the run directory of its trials there."""
 RATES, ADAMW_RATES = (0.003, 0.01, 0.03, 0.1, 0.3), (0.0001, 0.0003, 0.001, 0.003, 0.01)
 """Learning rates to try with SGD and with AdamW."""
+TIMES_DEFAULT = (0.1, 0.3, 1.0, 3.0, 10.0)
+"""Multiples of the default learning rate to try with another optimizer of torch."""
 VALIDATION = 0.2
 """Fraction of training samples that is held out where there are no validation data."""
 GENERAL = {
@@ -240,7 +244,7 @@ class Search:
 def parse_rates(rates: str | Sequence[float], optimizer: Optimizer) -> tuple[float, ...]:
     """Return learning rates given as numbers or as a text with commas; ``auto``: those for ``optimizer``."""
     if rates == AUTO:
-        return ADAMW_RATES if isinstance(optimizer, AdamW) else RATES
+        return _choose_rates(optimizer)
     try:
         found = tuple(float(rate) for rate in (rates.split(",") if isinstance(rates, str) else rates))
     except (TypeError, ValueError) as error:
@@ -248,6 +252,15 @@ def parse_rates(rates: str | Sequence[float], optimizer: Optimizer) -> tuple[flo
     if not found or len(set(found)) < len(found) or not all(0 < rate < math.inf for rate in found):
         raise UsageError(f"rates={rates!r}: give numbers greater than 0, each once, such as 0.01,0.03,0.1")
     return found
+
+
+def _choose_rates(optimizer: Optimizer) -> tuple[float, ...]:
+    """Return the learning rates to try with ``optimizer``; with one of torch's, multiples of its default."""
+    if isinstance(optimizer, TorchOptimizer) and not issubclass(optimizer.kind, torch.optim.SGD):
+        usual = inspect.signature(optimizer.kind).parameters.get("lr")
+        if usual and isinstance(usual.default, float):
+            return tuple(float(f"{factor * usual.default:.3g}") for factor in TIMES_DEFAULT)
+    return ADAMW_RATES if isinstance(optimizer, AdamW) else RATES
 
 
 def hold_out(make: Callable[[dict[str, Any]], Experiment]) -> Experiment:
