@@ -78,6 +78,50 @@ def compared():
     return fedshift.compare([fedshift.fedavg(), fedshift.fedbn()], data=data, rounds=2, seeds=2, batch_size=8)
 
 
+@pytest.mark.parametrize("module", ["", "aggregation", "flower", "models", "tasks"])
+def test_what_completion_offers_is_public(module):
+    """The package's own names, and no imports of others."""
+    found = getattr(fedshift, module) if module else fedshift
+    offered = [name for name in dir(found) if not name.startswith("_")]
+    assert offered
+    assert set(fedshift.__all__) <= set(offered) or module
+    for name in offered:
+        value = getattr(found, name)
+        assert (
+            name in getattr(found, "__all__", ()) or inspect.ismodule(value) or value.__module__.startswith("fedshift.")
+        ), name
+        assert not inspect.ismodule(value) or value.__name__.startswith("fedshift."), name
+
+
+def test_history_is_the_metric_of_each_evaluated_round(compared):
+    table, history = compared.table(), compared.history()
+    assert list(history.columns) == ["method", "seed", "round", "client", "value"]
+    last = history[history["round"] == history["round"].max()]
+    for method in compared.summary.methods:
+        for client in compared.summary.clients:
+            values = last[(last["method"] == method) & (last["client"] == client)]["value"]
+            assert values.mean() == pytest.approx(table.loc[client, (method, "mean")])
+    with pytest.raises(UsageError, match="split"):
+        compared.history(split="training")
+
+
+def test_predictions_are_those_that_were_counted(compared, tiny):
+    table = compared.table()
+    for client in tiny.clients:
+        samples = client.test.copy_rows(slice(None)).numpy()
+        predicted = compared.predict("fedbn", client.name, samples, seed=0)
+        hits = [name == str(label) for name, label in zip(predicted, client.test.y.tolist(), strict=True)]
+        rows = compared.records.query(
+            f"method == 'fedbn' and seed == 0 and client == '{client.name}' and split == 'test'"
+        )
+        counted = (
+            rows[(rows["moment"] == "loaded") & (rows["model"] == "personal")].sort_values("round")["hits"].iloc[-1]
+        )
+        assert sum(hits) == sum(counted)
+        assert compared.predict("fedbn", client.name, samples[0], seed=0) == predicted[0]
+    assert len(table)
+
+
 def test_tables_derive_from_the_records(compared):
     rows = compared.summary.rows
     last = rows[(rows["round"] == 2) & (rows["split"] == "test") & (rows["model"] == "personal")]
@@ -514,7 +558,7 @@ def test_a_notebook_shows_the_same_as_html(compared):
 
 def test_latex_is_the_table_for_a_paper(compared):
     whole, bare = compared.to_latex(), compared.to_latex(caption="")
-    assert whole.startswith(r"\begin{table}")
+    assert whole.startswith("% \\usepackage{booktabs}\n\\begin{table}")
     assert r"\caption{Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round.}" in whole
     assert r"\label{tab:accuracy}" in whole
     assert bare.startswith(r"\begin{tabular}{lrr}")
@@ -525,7 +569,12 @@ def test_latex_is_the_table_for_a_paper(compared):
     loss = compared.to_latex("loss", caption="Losses & more", label="losses")
     assert r"\caption{Losses \& more.}" in loss
     assert r"\label{losses}" in loss
-    assert "fedbn" not in compared.to_latex(model="global")
+    assert "FedBN" not in compared.to_latex(model="global")
+    turned = compared.to_latex(transpose=True, names={"fedbn": "ours", "bob": "B"})
+    assert r"method & ann & B & cid & macro" in turned
+    assert [line.split(" & ")[0] for line in turned.splitlines() if " & " in line][1:] == ["FedAvg", "ours"]
+    with pytest.raises(UsageError, match="'bab'"):
+        compared.to_latex(names={"bab": "B"})
     with pytest.raises(UsageError, match="unknown model 'local'"):
         compared.to_latex(model="local")
 

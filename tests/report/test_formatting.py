@@ -2,6 +2,8 @@
 
 import math
 import re
+from dataclasses import replace
+from io import StringIO
 
 import pytest
 from rich.console import Console
@@ -9,12 +11,14 @@ from rich.console import Console
 from fedshift.report import accuracy_table, difference_table
 from fedshift.report.claims import collect_claims, describe_difference
 from fedshift.report.formatting import (
+    fit_width,
     flatten_settings,
     format_bytes,
     format_difference_table,
     format_metric_table,
     format_p_value,
     format_signed,
+    make_table,
     to_csv,
     to_latex,
     to_markdown,
@@ -244,3 +248,22 @@ def test_small_texts():
 )
 def test_flatten(tree, pairs):
     assert flatten_settings(tree) == pairs
+
+
+def test_a_table_that_is_too_wide_is_turned_or_cut():
+    """Nothing is lost, the line fits, and the note is at the end."""
+    methods = [f"method-{number}" for number in range(8)]
+    for clients, tables in ((2, 1), (7, 2)):
+        rows = [[f"c{place}", *(f"{number}{place}.00 (0.10)" for number in range(8))] for place in range(clients)]
+        table = replace(make_table(("client", *methods), rows, note="note"), corner="method")
+        blocks = fit_width(table, 80)
+        assert len(blocks) == tables
+        assert [block.note for block in blocks] == [""] * (tables - 1) + ["note"]
+        assert sorted(text for block in blocks for text in block.values) == sorted(table.values)
+        for block in blocks:
+            console = Console(file=(written := StringIO()), width=80)
+            console.print(to_terminal(replace(block, note="")))
+            lines = [line for line in written.getvalue().splitlines() if line.strip(" ─")]
+            assert len(lines) == len(block.rows) + 1
+    assert fit_width(table, 200) == [table]
+    assert fit_width(replace(table, corner=""), 80) == [replace(table, corner="")]

@@ -345,3 +345,7 @@ def find_unclear(shapes: Mapping[str, tuple[int, ...]], local: frozenset[str]) -
         if len(shape) == 1 and counts[_layer_name(name), shape] > 1 and _layer_name(name) not in kernels
         if name not in local and not find_pattern(name, LAYER_NORM)
     ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -30,11 +30,12 @@ import pandas as pd
 import torch
 from torch import nn
 
-from ..config.expressions import find_functions, trust_only
+from ..config.expressions import find_functions, find_title, trust_only
 from ..config.settings_file import FILE
 from ..config.spec import CompareSpec, DataSpec, read_help
 from ..console.printing import Console
 from ..console.terminal import show_progress
+from ..core.plan import forward
 from ..data.federation import Federation
 from ..data.joining import join_schema
 from ..diagnosis.quality import check_data
@@ -51,6 +52,8 @@ from ..experiments.python_settings import (
     simplify,
 )
 from ..experiments.restoration import find_method, read_python_settings, restore_trial, select_trials
+from ..experiments.trial import Trial
+from ..export.loading import name_predictions
 from ..export.source import export_run
 from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
@@ -58,17 +61,21 @@ from ..new_clients.site_data import find_overlap, load_site
 from ..report.claims import collect_claims, difference_table
 from ..report.clinical import bin_calibration, count_confusions, find_positive, measure_classes, tabulate_benefit
 from ..report.figures import make_figures
-from ..report.formatting import TextTable, to_latex
+from ..report.formatting import FEW, TextTable, rename, to_latex
+from ..report.formatting import transpose as turn
 from ..report.html import render_template
 from ..report.page import make_metric_table, write_page
 from ..report.publication import list_parts, print_parts
 from ..report.sites import compare_clients, tabulate_clients
-from ..report.tables import accuracy_table, cross_table
+from ..report.tables import accuracy_table, cross_table, tabulate_history
 from ..representations import RepresentationComparison, collect_comparison
 from ..results.schema import MOMENTS, RunSummary
 from ..results.summary import holds_run, read_summary
+from ..tasks import find_kind
+from ..tasks.task import BATCH
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.files import ScratchDirectory, require_writable
+from ..utils.state import State
 from ..utils.threads import limit_threads
 
 if TYPE_CHECKING:
@@ -158,6 +165,8 @@ class Comparison:
         caption: str | None = None,
         label: str | None = None,
         digits: int | None = None,
+        transpose: bool | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> str:
         r"""Return :meth:`table` as LaTeX for a paper; it needs ``\usepackage{booktabs}``.
 
@@ -169,6 +178,9 @@ class Comparison:
             caption: caption of the table; None: a generated one that describes it; empty: the bare ``tabular``.
             label: label of the table; None: a generated one such as ``tab:accuracy``.
             digits: decimals; None: 2, and 3 for the loss.
+            transpose: whether methods are rows and clients columns; None: if there are more than five methods.
+            names: display names of methods and clients, by their names here. Other methods without arguments are
+                written as in their papers: FedBN.
 
         """
         summary = self.summary
@@ -178,7 +190,36 @@ class Comparison:
             summary, claims, metric=metric, model=model, split=split, moment=moment, digits=digits
         )
         caption, label = (shown.caption if caption is None else caption), label or f"tab:{shown.file}"
-        return to_latex(shown.text, caption, label)
+        known = [*summary.methods, *summary.clients]
+        if unknown := sorted(set(names or {}) - set(known)):
+            raise unknown_name("method or client", unknown[0], known).about("names")
+        text = rename(shown.text, {name: find_title("methods", name) for name in summary.methods} | dict(names or {}))
+        turned = len(summary.methods) > FEW if transpose is None else transpose
+        return to_latex(turn(text) if turned else text, caption, label)
+
+    def history(
+        self,
+        metric: str | None = None,
+        model: Literal["personal", "global"] = "personal",
+        split: Literal["test", "validation"] = "test",
+        moment: Literal["loaded", "trained"] = "loaded",
+    ) -> pd.DataFrame:
+        """Return the metric at every evaluated round, as fractions in [0, 1], one row for each measurement.
+
+        Args:
+            metric: metric to report; None: the comparison's.
+            model: the model that each client would use, or the server's.
+            split: samples to measure.
+            moment: just after aggregation, or just after local work.
+
+        Returns:
+            Columns ``method``, ``seed``, ``round``, ``client`` and ``value``.
+
+        Raises:
+            UsageError: the metric, model, split or moment is unknown.
+
+        """
+        return tabulate_history(self.summary, metric, model, split, moment)
 
     def scope(self, method: str) -> pd.DataFrame:
         """Return how ``method`` treats each entry of the network (loaded, sent, trained), with its layer and bytes."""
@@ -288,6 +329,40 @@ class Comparison:
         The network is in evaluation mode; with ``select="best"`` it is the one of the reported round. ``seed`` defaults
         to the first. Raises :class:`UsageError` if the method's server holds no complete model.
         """
+        trial, state = self._restore(method, client, seed)
+        network = trial.make_network()
+        network.load_state_dict(state, strict=False)  # the state contains a tied parameter once
+        return network.eval()
+
+    def predict(self, method: str, client: str, samples: Any, seed: int | None = None) -> Any:
+        """Return the prediction of a client's model for one sample, or a list of predictions for several.
+
+        Args:
+            method: method whose model to use.
+            client: client whose model and scaling to use.
+            samples: an image (file, PIL image or pixel array), a table row, an array, or several, as for a model that
+                :func:`fedshift.load` returns; they are prepared as in training.
+            seed: seed; None: the first.
+
+        Returns:
+            Names of classes or labels, or numbers; for masks a tensor of class numbers, as
+            :meth:`fedshift.export.loading.ExportedModel.predict` returns them.
+
+        Raises:
+            UsageError: there is no such method, client or seed, or the samples do not fit the model.
+
+        """
+        trial, state = self._restore(method, client, seed)
+        schema, task = trial.data.describe_client(trial.data.client(client)), trial.data.task
+        x, single = schema.preparation.store(samples)
+        inputs = (schema.preparation.scale(part, trial.plan.dtype) for part in torch.split(x, BATCH))
+        with torch.no_grad():
+            outputs = torch.cat([forward(trial.plan, state, part.to(trial.settings.device)).cpu() for part in inputs])
+        named = name_predictions(task.predict(task.decode(outputs)), find_kind(task), schema.names)
+        return named[0] if single else named
+
+    def _restore(self, method: str, client: str | None, seed: int | None) -> tuple[Trial, State]:
+        """Return the trial of a method at the reported round, and the entries of a model in it."""
         if seed is not None and seed not in self.experiment.seeds:
             raise UsageError(f"no seed {seed} here: there are {', '.join(map(str, self.experiment.seeds))}")
         trial = restore_trial(
@@ -296,9 +371,7 @@ class Comparison:
         state = trial.model_state(client)
         if state is None:
             raise UsageError(f"{method} has no global model: name a client, one of {', '.join(trial.data.names)}")
-        network = trial.make_network()
-        network.load_state_dict(state, strict=False)  # the state contains a tied parameter once
-        return network.eval()
+        return trial, state
 
     def export(
         self, out: str | Path, *, method: str | None = None, client: str | None = None, seed: int | None = None,

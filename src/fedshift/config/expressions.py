@@ -47,6 +47,10 @@ def list_catalog(package: str) -> Mapping[str, Callable[..., Any]]:
     return found
 
 
+TITLE = 40
+"""Maximum length of a title before a colon."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CatalogEntry:
     """Description of a function in the catalog, read from its source without importing it (and torch).
@@ -67,6 +71,13 @@ def read_catalog(package: str) -> Mapping[str, CatalogEntry]:
             spell(package, name): entry for name, entry in read_functions(path, by_module=package in BY_MODULE).items()
         }
     return found
+
+
+def find_title(package: str, name: str) -> str:
+    """Return what the first sentence of an entry calls it before a colon, such as FedBN for fedbn; else ``name``."""
+    entry = read_catalog(package).get(name)
+    title, colon, _ = entry.summary.partition(":") if entry else (name, "", "")
+    return title if colon and len(title) <= TITLE else name
 
 
 def read_functions(path: Path, *, by_module: bool = False) -> dict[str, CatalogEntry]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -72,26 +72,27 @@ class ExportedModel:
         """
         scores, single = self._score(samples)
         kind = TASKS.entries.get(self.task)
-        named = self.name_predictions(kind().predict(scores) if kind else scores)
+        named = name_predictions(kind().predict(scores) if kind else scores, self.task, self.classes)
         return named[0] if single else named
-
-    def name_predictions(self, predictions: Tensor) -> Any:
-        """Convert predictions ``[N, ...]`` of ``Task.predict`` to the format of :meth:`predict` for several samples."""
-        if self.task == "segmentation":
-            return predictions.to(torch.uint8)
-        if self.task == "classification":
-            return [self.classes[k] for k in predictions.tolist()]
-        if self.task == "multilabel":
-            pairs = (zip(self.classes, row, strict=True) for row in predictions.tolist())
-            return [[name for name, chosen in row if chosen] for row in pairs]
-        if self.task in ("regression", "survival"):
-            return (predictions[:, 0] if len(self.classes) == 1 else predictions).tolist()
-        return predictions
 
     def _score(self, samples: Any) -> tuple[Tensor, bool]:
         """Return the program's outputs ``[N, ...]``, and whether there was a single sample."""
         x, single = self.inputs.store(samples)
         return self._program(x), single
+
+
+def name_predictions(predictions: Tensor, task: str, classes: Sequence[str]) -> Any:
+    """Convert predictions ``[N, ...]`` of ``Task.predict`` to the format of :meth:`ExportedModel.predict`."""
+    if task == "segmentation":
+        return predictions.to(torch.uint8)
+    if task == "classification":
+        return [classes[k] for k in predictions.tolist()]
+    if task == "multilabel":
+        pairs = (zip(classes, row, strict=True) for row in predictions.tolist())
+        return [[name for name, chosen in row if chosen] for row in pairs]
+    if task in ("regression", "survival"):
+        return (predictions[:, 0] if len(classes) == 1 else predictions).tolist()
+    return predictions
 
 
 def load(directory: str | Path) -> ExportedModel:

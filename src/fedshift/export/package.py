@@ -32,7 +32,7 @@ from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import Ref, UsageError
 from ..utils.files import disk_error, require_writable
 from ..utils.state import State
-from .loading import DESCRIPTION, FORMAT, PROGRAM, ExportedModel
+from .loading import DESCRIPTION, FORMAT, PROGRAM, ExportedModel, name_predictions
 from .model_card import ModelFacts, describe_output, render_card
 from .programs import Program, first_line, require_samplewise, save_onnx, save_program, trace
 
@@ -247,5 +247,5 @@ def _count_answers(model: TrainedModel, loaded: ExportedModel, samples: Samples)
             numbers = torch.tensor(predicted, dtype=torch.float64).reshape(y.shape)
             right += float((numbers - model.schema.task.decode(y)).square().sum())
         else:
-            right += sum(map(eq, predicted, loaded.name_predictions(y)))
+            right += sum(map(eq, predicted, name_predictions(y, loaded.task, loaded.classes)))
     return right, total

@@ -22,6 +22,8 @@ from ..config.expressions import list_catalog
 from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 
+__all__ = ["MODELS", "ModelFactory", "describe_factory", "make_network", "take_output"]
+
 ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
 """Function that makes a network for the shape of a sample and a number of classes."""
 
@@ -174,3 +176,7 @@ MODELS = _Models("model", "models", _accept, adapt=_configure, spell=_spell, key
 def describe_factory(model: ModelFactory) -> str:
     """Return the name of the function that makes networks, as ``--model`` takes it where it can."""
     return MODELS.write(model) or identify_function(model)
+
+
+def __dir__() -> list[str]:
+    return __all__

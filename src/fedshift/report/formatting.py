@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +37,11 @@ SIGNIFICANT = (
     "Bold: better than every other method on new samples of these clients too (paired over seeds and test samples, "
     "corrected for all pairs, Holm)."
 )
+BOOKTABS = r"% \usepackage{booktabs}"
+PADDING = 3
+"""Spaces and lines beside a column of a terminal table."""
+FEW = 5
+"""Maximum number of methods in the columns of a LaTeX table, by default, and of columns in normal size."""
 _MEAN_AND_STD = re.compile(r"(\d[\d.]*) \((\d[\d.]*)\)")
 
 
@@ -59,7 +64,8 @@ class TextTable:
     """Header, and rows whose first cell names the row; a line is drawn above row number ``rule`` (0: none).
 
     ``note`` is printed below the table in every format except CSV, and explains spreads and intervals. ``partial`` is a
-    line above it in files, if some of the compared runs have not ended.
+    line above it in files, if some of the compared runs have not ended. ``corner``: what columns are, so that they may
+    become rows; empty: they may not.
     """
 
     header: tuple[str, ...]
@@ -67,6 +73,7 @@ class TextTable:
     rule: int = 0
     note: str = ""
     partial: str = ""
+    corner: str = ""
 
     @property
     def values(self) -> list[str]:
@@ -161,7 +168,8 @@ def format_metric_table(
     note = explain_spread(max(counts.max(initial=0), 0))
     if any(isinstance(cell, TextCell) and cell.best for row in rows for cell in row):
         note = f"{note} {BOLD}"
-    return make_table(("client" if one_by_one else f"{macro:,} clients", *methods), rows, rule=macro - first, note=note)
+    whose = "client" if one_by_one else f"{macro:,} clients"
+    return replace(make_table((whose, *methods), rows, rule=macro - first, note=note), corner="method")
 
 
 def format_cross_table(table: pd.DataFrame, metric: str = "accuracy") -> TextTable:
@@ -224,6 +232,63 @@ def format_difference_table(
     return make_table(header, rows, note=note)
 
 
+def transpose(table: TextTable) -> TextTable:
+    """Return ``table`` with rows as columns, without the line between rows."""
+    names = [row[0].text for row in table.rows]
+    columns = zip(*(row[1:] for row in table.rows), strict=True)
+    rows = [(TextCell(text=name), *cells) for name, cells in zip(table.header[1:], columns, strict=True)]
+    return replace(table, header=(table.corner, *names), rows=tuple(rows), rule=0, corner=table.header[0])
+
+
+def rename(table: TextTable, names: Mapping[str, str]) -> TextTable:
+    """Return ``table`` with other names of columns and rows, where ``names`` has some."""
+    rows = ((replace(row[0], text=names.get(row[0].text, row[0].text)), *row[1:]) for row in table.rows)
+    return replace(table, header=tuple(names.get(each, each) for each in table.header), rows=tuple(rows))
+
+
+def fit_width(table: TextTable, width: int) -> list[TextTable]:
+    """Return ``table``, transposed or as several tables of some columns each, so that lines take ``width`` characters.
+
+    A table whose columns may not become rows is returned unchanged.
+    """
+    if not table.corner or _measure_width(table) <= width:
+        return [table]
+    turned = transpose(table)
+    if _measure_width(turned) <= width:
+        return [turned]
+    blocks = min((_split_columns(each, width) for each in (table, turned)), key=len)
+    return [replace(block, note=table.note if block is blocks[-1] else "") for block in blocks]
+
+
+def _measure_columns(table: TextTable) -> list[int]:
+    cells = zip(table.header, *([cell.text for cell in row] for row in table.rows), strict=True)
+    return [max(map(len, column)) + PADDING for column in cells]
+
+
+def _measure_width(table: TextTable) -> int:
+    return sum(_measure_columns(table)) + PADDING
+
+
+def _split_columns(table: TextTable, width: int) -> list[TextTable]:
+    """Return tables with the first column and as many others as fit, at least one."""
+    first, *others = _measure_columns(table)
+    blocks, used = list[list[int]](), width
+    for place, each in enumerate(others, start=1):
+        if used + each > width:
+            blocks.append([])
+            used = first + PADDING
+        blocks[-1].append(place)
+        used += each
+    return [
+        replace(
+            table,
+            header=(table.header[0], *(table.header[place] for place in block)),
+            rows=tuple((row[0], *(row[place] for place in block)) for row in table.rows),
+        )
+        for block in blocks
+    ]
+
+
 def to_markdown(table: TextTable) -> str:
     """Return a GitHub-flavored Markdown table, between its partial line and its note as paragraphs."""
     body = [
@@ -239,8 +304,9 @@ def to_markdown(table: TextTable) -> str:
 def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
     r"""Return a LaTeX ``table`` with its note, or without ``caption`` only its ``tabular``.
 
-    It requires ``\usepackage{booktabs}``. Means with standard deviations are written as ``$76.93 \pm 0.25$``, and bold
-    marks what is significant, not what is merely largest.
+    It requires ``\usepackage{booktabs}``, as its first line says, and is small if there are many columns. Means with
+    standard deviations are written as ``$76.93 \pm 0.25$``, and bold marks what is significant, not what is merely
+    largest.
     """
     lines = [rf"\par\textbf{{{escape_latex(table.partial)}}}\par"] if table.partial else []
     lines += [r"\begin{tabular}{l" + "r" * (len(table.header) - 1) + "}", r"\toprule"]
@@ -254,7 +320,8 @@ def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
     text = escape_latex(text).replace("(std) is", r"$\pm$: standard deviation")
     lines += [r"\bottomrule", r"\end{tabular}", *([rf"\par{{\footnotesize {text}}}"] if text else [])]
     if caption:
-        titles = [r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(caption)}.}}"]
+        titles = [BOOKTABS, r"\begin{table}", r"\centering", *([r"\small"] if len(table.header) > FEW + 1 else [])]
+        titles.append(rf"\caption{{{escape_latex(caption)}.}}")
         lines = [*titles, *([rf"\label{{{label}}}"] if label else []), *lines, r"\end{table}"]
     first = [f"% {table.partial}"] if table.partial else []
     return "\n".join([*first, *lines, ""])

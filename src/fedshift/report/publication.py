@@ -15,11 +15,11 @@ from ..utils.files import write_atomically
 from .claims import Claims, collect_claims, describe_baseline, describe_ranking, tabulate_claims
 from .clinical import list_clinical_tables
 from .figures import save_figures
-from .formatting import TextTable, to_csv, to_terminal, write_table
+from .formatting import TextTable, fit_width, to_csv, to_terminal, write_table
 from .page import ReportTable, collect_crossed, collect_tables, write_page
 from .progress import describe_partial, find_reached_rounds, is_even
 from .sites import describe_clients
-from .tables import ONE_BY_ONE, accuracy_table, list_shortfalls
+from .tables import ONE_BY_ONE, accuracy_table, list_shortfalls, tabulate_history
 
 SHOWN = ("metric", "trained", "differences", "clients-single", "clients-fedavg", "target", "concordance")
 """Tables that the terminal shows, in order."""
@@ -79,8 +79,9 @@ def print_parts(console: Console, parts: Iterable[str | TextTable]) -> None:
     for part in parts:
         if isinstance(part, str):
             print_lines(console, part)
-        else:
-            console.print(to_terminal(part))
+            continue
+        for table in fit_width(part, console.width):
+            console.print(to_terminal(table))
 
 
 def publish_summary(summary: RunSummary, directory: Path, console: Console) -> None:
@@ -102,6 +103,8 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
     if (summary.rows["split"] == "validation").any():
         validation = accuracy_table(summary, split="validation")
         write_atomically(folder / "validation.csv", to_csv(validation, partial).encode())
+    history = tabulate_history(summary)
+    write_atomically(folder / f"history-{summary.metric}.csv", to_csv(history.set_index("method"), partial).encode())
     save_figures(summary, directory / "figures")
     write_page(summary, directory / "report.html")
     print_lines(console, f"Page: {directory / 'report.html'}")

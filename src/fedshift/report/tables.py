@@ -111,11 +111,7 @@ def select_reported_rows(
     summary: RunSummary, model: str = "personal", split: str = "test", moment: str = "loaded"
 ) -> pd.DataFrame:
     """Return the records of ``model`` on ``split`` at each run's reported round."""
-    for key, value, known in (
-        ("model", model, MODELS), ("split", split, ("test", "validation")), ("moment", moment, (*MOMENTS, REESTIMATED)),
-    ):  # fmt: skip
-        if value not in known:
-            raise unknown_name(key, value, known)
+    _require_known(model, split, moment)
     rows = _select(summary, model, split, moment)
     rows = rows.join(find_reported_rounds(summary).rename("reported"), on=["method", "seed"])
     return rows[rows["round"] == rows["reported"]]
@@ -194,6 +190,24 @@ def accuracy_table(
     ``std`` is the sample standard deviation; ``seeds`` is the number of seeds that mean and std cover.
     """
     return summarize_seeds(seed_table(summary, metric, model, split, moment, number))
+
+
+def tabulate_history(
+    summary: RunSummary,
+    metric: str | None = None,
+    model: str = "personal",
+    split: str = "test",
+    moment: str = "loaded",
+) -> pd.DataFrame:
+    """Return ``metric`` at every evaluated round: columns ``method``, ``seed``, ``round``, ``client`` and ``value``."""
+    metric = _resolve_metric(summary, metric)
+    _require_known(model, split, moment)
+    rows = _select(summary, model, split, moment)
+    values = compute_metric(rows, metric).astype(float)
+    table = rows[["method", "seed", "round", "client"]].assign(value=values.to_numpy())
+    order = {name: place for place, name in enumerate([*summary.methods, *summary.clients])}
+    by_place = table.assign(method=table["method"].map(order), client=table["client"].map(order))
+    return table.loc[by_place.sort_values(["method", "seed", "round", "client"]).index].reset_index(drop=True)
 
 
 def measure_majority(summary: RunSummary) -> pd.Series:
@@ -400,6 +414,14 @@ def _resolve_metric(summary: RunSummary, metric: str | None) -> str:
     if metric not in summary.metrics:
         raise unknown_name("metric", metric, summary.metrics)
     return metric
+
+
+def _require_known(model: str, split: str, moment: str) -> None:
+    for key, value, known in (
+        ("model", model, MODELS), ("split", split, ("test", "validation")), ("moment", moment, (*MOMENTS, REESTIMATED)),
+    ):  # fmt: skip
+        if value not in known:
+            raise unknown_name(key, value, known)
 
 
 def _select(summary: RunSummary, model: str | None, split: str, moment: str) -> pd.DataFrame:
