@@ -119,6 +119,35 @@ def test_without_single_a_sentence_says_how_to_have_it_and_few_seeds_decide_noth
     assert {each.reason for each in compare_clients(study)} == {"2 seeds, of 3"}
 
 
+def test_where_sites_keep_the_results_of_single_samples_errors_count_as_independent(profits):
+    study, _ = profits
+    alone = replace(study, read_cases=lambda *_: None)
+    paired, unpaired = (compare_clients(each)[4] for each in (study, alone))
+    assert unpaired.gap.sampled.variance > paired.gap.sampled.variance
+    assert unpaired.units == paired.units == 200
+    assert "errors count as independent" in list_client_tables(alone)["clients-single"][2].note
+    assert "independent" not in list_client_tables(study)["clients-single"][2].note
+
+
+def test_groups_of_samples_are_counted_and_widen_intervals(profits):
+    study, _ = profits
+
+    def read(method, seed):
+        cases = study.read_cases(method, seed)
+        pairs = {key: {**each, "group": np.arange(len(each["right"])) // 5} for key, each in cases.records.items()}
+        return replace(cases, records=pairs)
+
+    grouped = replace(study, read_cases=read)
+    table = list_client_tables(grouped)["clients-single"][2]
+    assert [cell.text for cell in table.rows[0][:2]] == ["gains", "40"]
+    assert table.header[:2] == ("client", "groups")
+    assert "cover seeds and test groups" in table.note
+    assert {each.reason for each in compare_clients(grouped) if each.client == "small"} == {"2 test groups, of 10"}
+    alone, together = (compare_clients(each)[4].gap.sampled for each in (study, grouped))
+    assert together.variance >= alone.variance
+    assert together.freedom == 39
+
+
 def test_samples_of_one_patient_count_as_often_as_there_are_patients():
     random = np.random.default_rng(0)
     score, truth = random.normal(size=20), np.arange(20) % 2

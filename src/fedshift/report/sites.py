@@ -198,6 +198,8 @@ def _write_table(own: Sequence[ClientDifference], unit: Unit) -> TextTable:
         f"Intervals and verdicts hold at {100 * own[0].gap.level:g}% for all {count} differences together (Holm). They "
         f"cover seeds and test {units}, not other training data. Undecided: the interval contains 0, or there is none."
     )
+    if any(not each.reason and each.gap.sampled and not each.gap.sampled.paired for each in own):
+        note += " Without results of single samples, which sites keep, the methods' errors count as independent."
     if reasons := {f"{each.client}: {each.reason}" for each in own if each.reason}:
         note += f" No interval: {join_some(sorted(reasons), '; ')}."
     return make_table(("client", units, reference, *methods), rows, note=note)
