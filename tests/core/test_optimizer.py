@@ -1,7 +1,6 @@
 """Local optimizers and schedules against ``torch.optim``, in float64."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -101,7 +100,7 @@ def test_equals_torch_optim(ours, theirs):
 
 @pytest.mark.parametrize("kind", OF_TORCH, ids=lambda kind: getattr(kind, "func", kind).__name__)
 def test_any_optimizer_of_torch_takes_its_own_steps_also_from_a_state_that_was_stored(kind):
-    ours = replace(as_optimizer(kind, lr=0.1), keep=True)
+    ours = as_optimizer(kind, lr=0.1)
     params = {name: torch.randn(3, 2, dtype=torch.float64) for name in ("w", "b")}
     modules = [params[name].clone().requires_grad_() for name in params]
     theirs, state = kind(modules, lr=0.1), ours.init(params)
@@ -130,6 +129,8 @@ def test_a_class_takes_the_learning_rate_given_and_torchs_other_defaults():
     assert as_optimizer(torch.optim.SGD, lr=0.3) == SGD(lr=0.3)
     assert as_optimizer(partial(torch.optim.SGD, momentum=0.9), lr=0.3) == SGD(lr=0.3, momentum=0.9)
     assert as_optimizer(partial(adam, lr=0.1), lr=0.3) == AdamW(lr=0.1, weight_decay=0.0)
+    assert as_optimizer(partial(adam, keep=True), lr=0.3).keep
+    assert as_optimizer(partial(Leaky, keep=True), lr=0.3).keep
     decaying = as_optimizer(decayed, 0.3, Exponential(gamma=0.5))
     assert decaying == AdamW(lr=0.3, weight_decay=0.01, schedule=Exponential(gamma=0.5))
     assert as_optimizer(decaying, lr=7.0) is decaying

@@ -294,7 +294,7 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None)
 
     Args:
         optimizer: An :class:`Optimizer`, which is returned unchanged; or an optimizer of torch or a subclass: the
-            class, a ``functools.partial`` of it with arguments, or an instance over any parameters.
+            class, a ``functools.partial`` of it with arguments (also ``keep``), or an instance over any parameters.
             ``torch.optim.SGD``, ``Adam`` and ``AdamW`` become :class:`SGD` or :class:`AdamW` where these have all their
             arguments, so that every engine runs them; others become a :class:`TorchOptimizer`.
         lr: Learning rate of a class, or of a partial without one; other arguments keep their defaults.
@@ -307,7 +307,7 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None)
     if isinstance(optimizer, Optimizer):
         return optimizer
     kind: Any = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    kind, arguments = (kind.func, kind.keywords) if isinstance(kind, partial) else (kind, {})
+    kind, arguments = (kind.func, dict(kind.keywords)) if isinstance(kind, partial) else (kind, {})
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         raise UsageError(
             "{} is unknown: allowed are sgd and adamw, fedshift.SGD(...) and fedshift.AdamW(...), and an optimizer of "
@@ -317,6 +317,7 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None)
     name = kind.__name__
     if isinstance(optimizer, partial) and optimizer.args:
         raise UsageError(f"optimizer={name}: give arguments by name: functools.partial({name}, lr=0.01)")
+    keep = "keep" not in inspect.signature(kind).parameters and bool(arguments.pop("keep", False))
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
         raise UsageError(
@@ -337,7 +338,8 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None)
         )
     if "lr" not in groups[0]:
         raise UsageError(f"optimizer={name} has no setting lr, which schedules change: name its learning rate lr")
-    return _translate(kind, groups[0], schedule or Schedule()) or _adopt(instance, schedule or Schedule())
+    made = _translate(kind, groups[0], schedule or Schedule()) or _adopt(instance, schedule or Schedule())
+    return replace(made, keep=keep)
 
 
 def _translate(kind: Any, settings: Mapping[str, Any], schedule: Schedule) -> Optimizer | None:
@@ -393,7 +395,7 @@ def _adapt(optimizer: Callable[..., Any], _own: bool) -> Callable[..., Any]:
     kind: Any = optimizer
 
     def make(*, lr: float, schedule: Schedule, keep: bool = False, **arguments: Any) -> Optimizer:
-        return replace(as_optimizer(partial(kind, lr=lr, **arguments), lr, schedule), keep=keep)
+        return as_optimizer(partial(kind, lr=lr, keep=keep, **arguments), lr, schedule)
 
     given = inspect.signature(make).parameters
     added = [given[name] for name in ("lr", "schedule", "keep")]
