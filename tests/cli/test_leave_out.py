@@ -22,6 +22,10 @@ from fedshift.results.trial_records import load_facts
 WORDS = ("--methods", "fedavg,fedbn", "--rounds", 2, "--batch-size", 8, "--lr", 0.05)
 
 
+WITHOUT_STATE = ("global model", "mixed", "reestimate", "sar", "tent", "finetune", "finetune_bn")
+"""Policies for a method whose clients keep nothing."""
+
+
 @pytest.fixture(autouse=True)
 def _no_pages(unpublished):
     """Pages of the comparisons within take most of the time, and are tested elsewhere."""
@@ -47,7 +51,7 @@ def test_each_client_is_left_out_in_turn_as_newcomers_does_it_bit_for_bit(cli, t
     assert list(table.index) == ["ann", "bob", "cid", "macro"]
     titles = [name.removesuffix(" mean") for name in table if name.endswith(" mean")]
     assert titles == [
-        *(f"fedavg: {name}" for name in ("global model", "reestimate", "mixed", "tent", "finetune", "finetune_bn")),
+        *(f"fedavg: {name}" for name in WITHOUT_STATE),
         *(f"fedbn: {policy}" for policy in parse_policies(None)),
     ]
     for name in ("ann", "bob", "cid"):
@@ -88,7 +92,7 @@ def test_stopped_by_ctrl_c_it_goes_on_where_it_was_and_does_nothing_again(
             os.kill(os.getpid(), signal.SIGINT)
 
     @contextmanager
-    def listening(console):
+    def listening(console, own=()):
         yield Listener(interrupt)
 
     monkeypatch.setattr(run, "show_progress", listening)

@@ -298,7 +298,7 @@ def test_stopped_by_ctrl_c_a_search_goes_on_where_it_was(
             os.kill(os.getpid(), signal.SIGINT)
 
     @contextmanager
-    def listening(console):
+    def listening(console, own=()):
         yield Listener(interrupt)
 
     monkeypatch.setattr(command, "show_progress", listening)
