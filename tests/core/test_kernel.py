@@ -220,6 +220,13 @@ def test_evaluation_changes_nothing_and_hidden_buffers_do_not_leak():
         ),
         (
             lambda: prepare(
+                fedavg(), nn.Sequential(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4)), optimizer=SGD(lr=0.1),
+                sample=torch.zeros(1, 1, 3, 3),
+            ),
+            r"in layer '1' \(InstanceNorm2d, input \(4, 1, 1\)\): .*Normalization of one value has no variance",
+        ),
+        (
+            lambda: prepare(
                 fedavg(), nn.BatchNorm1d(2), optimizer=SGD(lr=0.1), sample=torch.zeros(1, 2),
                 work=Work(batch_size=1, epochs=1),
             ),

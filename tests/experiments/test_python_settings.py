@@ -273,3 +273,8 @@ def test_an_augmentation_of_ones_own_has_the_same_name_in_every_process():
 def test_a_loss_by_value_is_kept(tiny):
     given = {"methods": "fedavg", "data": tiny, "loss": CrossEntropy(weights="balanced")}
     assert make_python_experiment(given).settings.loss == CrossEntropy(weights="balanced")
+
+
+def test_a_model_that_is_no_function_is_refused_before_data_are_read():
+    with pytest.raises(UsageError, match="model is a Linear: give a name, or a function"):
+        make_experiment(CompareSpec(data="no-such-data", model=torch.nn.Linear(2, 2)))

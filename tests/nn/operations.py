@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
 
 def group_normalized(x, channels_in_groups, weight, bias, eps):
     """Wu and He 2018 (arXiv:1803.08494), equations 1 to 3 and 6."""
@@ -39,6 +41,11 @@ def standardized(weight):
     return ((flat - flat.mean(1, keepdim=True)) / (flat.var(1, keepdim=True) * flat.shape[1]).sqrt()).view_as(weight)
 
 
+def transposed(change, weight, groups):
+    """``change``, of kernels [O, I, ...], applied to those of a transposed convolution, [I, O / groups, ...]."""
+    return torch.cat([change(part.transpose(0, 1)).transpose(0, 1) for part in weight.chunk(groups)])
+
+
 class Exchanged(TorchFunctionMode):
     """Inside the block networks compute as under ``method``: ``gn``, ``ln``, ``nonorm``, ``fedwon``, or unchanged.
 
@@ -47,7 +54,7 @@ class Exchanged(TorchFunctionMode):
 
     def __init__(self, method):
         super().__init__()
-        self.method, self.training = method, []
+        self.method, self.training, self.kernels = method, [], []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -55,13 +62,21 @@ class Exchanged(TorchFunctionMode):
             return self.normalize(*args, **kwargs)
         if self.method in ("nonorm", "fedwon") and func in (F.group_norm, F.layer_norm, F.instance_norm, F.rms_norm):
             return args[0]
-        if self.method == "fedwon" and func in (F.conv1d, F.conv2d, F.conv3d):
+        if self.method == "fedwon" and func in TRANSPOSED and not self.is_scaled(args[1]):
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+            return func(args[0], transposed(standardized, args[1], groups), *args[2:], **kwargs)
+        if self.method == "fedwon" and func in (F.conv1d, F.conv2d, F.conv3d) and not self.is_scaled(args[1]):
             return func(args[0], standardized(args[1]), *args[2:], **kwargs)
         return func(*args, **kwargs)
 
+    def is_scaled(self, kernel):
+        """Return whether a layer normalized the kernel before it was called."""
+        return any(kernel.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in self.kernels)
+
     def normalize(self, x, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
         if mean is None:  # not a layer's: timm standardizes kernels by this function
-            return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+            self.kernels.append(F.batch_norm(x, mean, var, weight, bias, training, momentum, eps))
+            return self.kernels[-1]
         self.training.append(training)
         if self.method in ("gn", "ln"):
             wanted = 1 if self.method == "ln" else None

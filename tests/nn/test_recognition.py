@@ -231,6 +231,25 @@ def test_convolutions_that_do_more_are_refused_and_names_alone_change_nothing():
     assert type(apply_surgery(fedwon(), nn.Sequential(Renamed(1, 4, 3)))[0]).__name__ == "ScaledStdConv2d"
 
 
+def test_convolutions_that_scale_their_kernels_already_are_left_as_they_are():
+    class Scaled(nn.Conv2d):  # in the manner of timm's
+        scaled = True
+
+        def forward(self, x):
+            flat, size = self.weight.flatten(1)[None], self.weight[0].numel()
+            scale = torch.full((self.out_channels,), 1.7139 * size**-0.5 if self.scaled else 1.0).to(flat)
+            weight = F.batch_norm(flat.transpose(0, 1).reshape(1, self.out_channels, -1), None, None, scale, None, True)
+            return F.conv2d(x, weight.view_as(self.weight), self.bias, self.stride, self.padding)
+
+    class Standardized(Scaled):
+        scaled = False
+
+    kept = apply_surgery(fedwon(init="keep"), net(Scaled(4, 4, 3)))
+    assert [type(layer).__name__ for layer in kept[:2]] == ["ScaledStdConv2d", "Scaled"]
+    with pytest.raises(UsageError, match="layer '1' is a Standardized, whose forward differs"):
+        apply_surgery(fedwon(), net(Standardized(4, 4, 3)))
+
+
 def test_a_classifier_that_is_no_plain_product_is_not_taken_for_one():
     class Cosine(nn.Linear):
         def forward(self, x):

@@ -182,3 +182,26 @@ def test_keeping_takes_the_weights_of_the_model_and_draws_nothing():
         assert old.weight is not new.weight
         assert (old.bias is None) == (new.bias is None)
     assert {name.rpartition(".")[2] for name, _ in made.named_parameters()} == {"weight", "bias", "gain"}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.ConvTranspose1d(4, 6, 3, stride=2, groups=2),
+        nn.ConvTranspose2d(3, 4, (3, 2), stride=2, padding=(1, 0), output_padding=1, bias=False),
+        nn.ConvTranspose3d(2, 3, 2, dilation=(2, 1, 1)),
+    ],
+    ids=repr,
+)
+def test_a_transposed_kernel_is_standardized_for_each_of_its_output_channels(layer):
+    made = changed(layer)
+    weight, gain, _ = arrays(made)
+    expected, (outputs, inputs) = np.empty_like(weight), (weight.shape[1], len(weight) // layer.groups)
+    for channel in range(layer.out_channels):
+        group, place = divmod(channel, outputs)
+        rows = slice(group * inputs, (group + 1) * inputs)
+        expected[rows, place] = standardized(weight[None, rows, place], gain[channel : channel + 1])[0]
+    plain = layer.double()
+    plain.weight.data = torch.from_numpy(expected)
+    x = torch.randn(2, layer.in_channels, *(5, 4, 3)[: len(layer.kernel_size)], dtype=torch.float64)
+    torch.testing.assert_close(made(x), plain(x), rtol=1e-12, atol=1e-12)

@@ -199,7 +199,6 @@ def test_without_standardized_convolutions_fedwon_only_removes_normalization():
         (nonorm(), nn.Linear(2, 2), "removes normalization, but the model has none"),
         (fedwon(wsconv=False), nn.Conv2d(1, 2, 3), "removes normalization, but the model has none"),
         (fedwon(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "fan-in above 1, but the model has none"),
-        (fedwon(), nn.Sequential(nn.ConvTranspose2d(1, 2, 3)), "layer '0' is a ConvTranspose2d: .* supports Conv1d"),
         (fedwon(), nn.Sequential(weight_norm(nn.Conv2d(1, 2, 3))), "layer '0' has a parametrization, which scaled"),
         (gn(), nn.Sequential(weight_norm(nn.BatchNorm2d(2), dim=None)), "has a parametrization, which GroupNorm"),
     ],

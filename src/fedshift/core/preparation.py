@@ -270,8 +270,30 @@ def _smallest_batch(plan: Plan, sample: Tensor, model: nn.Module) -> int:
                 f"its layers ({describe_error(error)}): its forward may read attributes of replaced layers; only call "
                 "layers there, or use a method that keeps them"
             ) from error
-        raise UsageError(_unsupported_sample_error(sample, error)) from error
+        raise UsageError(_unsupported_sample_error(sample, error, _find_failing(plan, inputs))) from error
     return 1
+
+
+@torch.no_grad()
+def _find_failing(plan: Plan, inputs: Tensor) -> str:
+    """Return name, type and input shape of the layer in which two samples fail, evaluated and then trained."""
+    entered: list[tuple[str, nn.Module, tuple[Any, ...]]] = []
+    handles = []
+    for name, layer in plan.module.named_modules():
+        if name:
+            handles.append(layer.register_forward_pre_hook(lambda *given, at=name: entered.append((at, *given))))
+            handles.append(layer.register_forward_hook(lambda *_: entered.pop() and None))
+    try:
+        for training in (False, True):
+            forward(plan, clone(plan.initial), inputs.expand(2, *inputs.shape[1:]), training=training)
+    except Exception:  # the one that is being reported
+        for name, layer, given in reversed(entered):
+            shapes = [tuple(each.shape[1:]) for each in given if isinstance(each, Tensor)]
+            return f" in layer {name!r} ({type(layer).__name__}{f', input {shapes[0]}' if shapes else ''})"
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ""
 
 
 @torch.no_grad()
@@ -378,8 +400,13 @@ def _check_single_samples(plan: Plan, sample: Tensor) -> None:
         ) from error
 
 
-def _unsupported_sample_error(sample: Tensor, error: Exception) -> str:
+def _unsupported_sample_error(sample: Tensor, error: Exception, where: str) -> str:
     advice = "Choose a model for this shape, or convert the data to the model's shape (for images: size, channels)"
     if not sample.is_floating_point():
         advice = "Integers are treated as tokens: give measurements as floats (x.astype('float32'))"
-    return f"the model rejects a sample of shape {tuple(sample.shape[1:])}: {describe_error(error)}. {advice}"
+    if isinstance(error, ValueError) and "when training, got input size" in str(error):
+        advice = (
+            "Normalization of one value has no variance: give larger images, or leave normalization out where one "
+            "pixel is left"
+        )
+    return f"the model rejects a sample of shape {tuple(sample.shape[1:])}{where}: {describe_error(error)}. {advice}"

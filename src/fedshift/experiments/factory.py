@@ -130,6 +130,8 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
     """
     spec = anchor_paths(spec)
     methods, log = make_methods(spec), parse_loggers(spec.log)
+    if not (isinstance(spec.model, str) and spec.model == AUTO):
+        MODELS.parse(spec.model)  # refused before data are read
     source = load_source(spec.data, spec, progress).fit_images(spec.image_size)
     data = prepare_clients(source, spec)
     settings = make_settings(spec, data.names)

@@ -11,12 +11,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 
 from ..utils.errors import UsageError
 
@@ -32,6 +36,9 @@ BATCH = 4
 """Number of samples in a trial run of a layer."""
 CLOSE = 1e-4
 """Relative tolerance of outputs, because some layers always compute in float32."""
+SCALED = 1e-2
+"""Tolerance of scaled kernels: constants within square roots differ between libraries."""
+M = TypeVar("M", bound=nn.Module)
 PACKAGE = __name__.rpartition(".")[0] + "."
 
 
@@ -78,6 +85,50 @@ def require_understood(name: str, layer: nn.Module, what: str) -> dict[str, nn.M
             f"it: use torch's layer, and move the other operations to a separate layer"
         )
     return parts
+
+
+class _Kernels(TorchFunctionMode):
+    """Inside the block, collects the kernels with which convolutions are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (F.conv1d, F.conv2d, F.conv3d):
+            self.found.append(args[1] if len(args) > 1 else (kwargs or {})["weight"])
+        return func(*args, **kwargs or {})
+
+
+def is_scaled(layer: _ConvNd) -> bool:
+    """Return whether a convolution's own ``forward`` already scales and standardizes its kernel.
+
+    It does if the kernel that it convolves with has mean 0 and variance 1 / N over the fan-in N, times the square of an
+    activation's constant (Brock et al. 2021, arXiv:2101.08692), and is the same for twice the weights plus 3.
+    """
+    if runs_as_torch(layer) or is_parametrized(layer) or layer.transposed:
+        return False
+    copied, kernels = _copy_with_random_entries(layer).eval(), list[Tensor]()
+    for name, entry in copied.named_parameters():
+        if name not in KNOWN:
+            entry.data.fill_(1)
+    for change in (lambda weight: weight, lambda weight: 2 * weight + 3):
+        copied.weight.data = change(copied.weight.data)  # type: ignore[no-untyped-call]
+        size = [(extent - 1) * step + 1 for extent, step in zip(layer.kernel_size, layer.dilation, strict=True)]
+        try:
+            with torch.no_grad(), _Kernels() as seen:
+                copied(torch.zeros(1, layer.in_channels, *size, dtype=torch.float64))
+        except Exception:  # a user's layer may raise any type
+            return False
+        kernels += [kernel.flatten(1) for kernel in seen.found]
+    if len(kernels) != 2:
+        return False
+    one, other = kernels
+    squares, centered = one.square().sum(1), one.mean(1).abs() <= SCALED
+    same = torch.allclose(one, other, rtol=SCALED, atol=SCALED)
+    return same and bool((centered & (squares > 0.5) & (squares < 5)).all())
 
 
 def find_hooks(layer: nn.Module) -> set[object]:
@@ -147,7 +198,7 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=CLOSE, atol=CLOSE)
 
 
-def _copy_with_random_entries(layer: nn.Module) -> nn.Module:
+def _copy_with_random_entries(layer: M) -> M:
     """Return a float64 copy on the CPU with random entries, since normalization in new layers is the identity."""
     copied = copy.deepcopy(layer)
     on_meta = any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers()))

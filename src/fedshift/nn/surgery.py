@@ -23,8 +23,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from ..utils.errors import UsageError
 from .convolution import FastConv2d
 from .hybrid_batch_norm import HybridBatchNorm
-from .recognition import find_hooks, require_understood, runs_as_torch, torch_kind
-from .scaled_std_conv import STANDARDIZED, ScaledStd
+from .recognition import find_hooks, is_scaled, require_understood, runs_as_torch, torch_kind
+from .scaled_std_conv import STANDARDIZED, ScaledStd, count_fan_in
 
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, HybridBatchNorm)
 """Normalization layers that may have entries."""
@@ -216,7 +216,7 @@ class ScaledStandardization:
 
     ``init``: ``xavier`` initializes weights Xavier-normal as in listing 1; ``keep`` keeps the model's weights, for
     pretrained models. ``gain``: initial value of the trained gains. Convolutions with a fan-in of 1 have no variance
-    and are not replaced.
+    and are not replaced, nor are those that already scale their kernels (timm's ``ScaledStdConv2d``).
     """
 
     init: Literal["xavier", "keep"] = "xavier"
@@ -230,7 +230,7 @@ class ScaledStandardization:
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; raise :class:`UsageError` if it has no convolution, or one that cannot be standardized."""
-        if not any(isinstance(layer, _ConvNd) and layer.weight[0].numel() > 1 for layer in module.modules()):
+        if not any(isinstance(layer, _ConvNd) and count_fan_in(layer) > 1 for layer in module.modules()):
             raise UsageError(
                 "scaled weight standardization needs convolutions with a fan-in above 1, but the model has none: "
                 "use another method, or FedWon without WSConv"
@@ -244,9 +244,11 @@ class ScaledStandardization:
         kind = nn.Conv2d if kind is FastConv2d else kind
         if kind not in STANDARDIZED:
             raise UsageError(
-                f"layer {name!r} is a {type(layer).__name__}: scaled weight standardization supports Conv1d, Conv2d "
-                "and Conv3d; use one of them, or FedWon without WSConv"
+                f"layer {name!r} is a {type(layer).__name__}: scaled weight standardization supports "
+                f"{', '.join(each.__name__ for each in STANDARDIZED)}; use one of them, or FedWon without WSConv"
             )
+        if is_scaled(layer):
+            return None
         if not runs_as_torch(layer):
             raise UsageError(
                 f"layer {name!r} is a {type(layer).__name__}, whose forward differs from torch's {kind.__name__}: it "
@@ -255,4 +257,4 @@ class ScaledStandardization:
                 "normalization)"
             )
         require_understood(name, layer, "scaled weight standardization")
-        return STANDARDIZED[kind].of(layer, self.init, self.gain) if layer.weight[0].numel() > 1 else None
+        return STANDARDIZED[kind].of(layer, self.init, self.gain) if count_fan_in(layer) > 1 else None
