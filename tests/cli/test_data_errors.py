@@ -15,9 +15,9 @@ from fedshift.diagnosis.quality import check_data, examine, find_errors
 from fedshift.utils.errors import UsageError
 from tests.conftest import ARRAYS
 
-SPELLED = "Classes whose names differ only in blanks and capitals: 'One' and 'one'."
+SPELLED = "Classes have names that differ only in spaces and case: 'One' and 'one'."
 LOST = "Client 'north': 1 image in a format that is not read, left out (.webp)."
-LINE = f"2 errors in the data: {LOST} {SPELLED} `fedshift data check` says how to correct them; "
+LINE = f"2 errors in the data: {LOST} {SPELLED} `fedshift data check` shows how to correct them; "
 WORDS = ("--rounds", 1, "--batches", 1, "--batch-size", 4)
 
 
@@ -53,7 +53,7 @@ def test_every_command_that_trains_begins_with_one_line(cli, photos, tmp_path, u
         done = cli(command, "--data", photos, *WORDS, *more, "--out", out)
         assert done.code == 0, done.err
         assert [line for line in done.out.splitlines() if "in the data" in line] == [
-            f"note: {LINE}--on-data-error refuse does not start with any"
+            f"note: {LINE}--on-data-error refuse stops a run that has any"
         ]
         notices = json.loads((tmp_path / run / "notices.json").read_text())["notices"]
         assert notices[0].startswith(LINE)
@@ -66,7 +66,7 @@ def test_one_switch_refuses_them_before_anything_is_written_or_ignores_them(
     more = ("--over", "lr=0.1") if command == "sweep" else ()
     refused = cli(command, "--data", photos, *WORDS, *more, "--on-data-error", "refuse", "--out", "out")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert f"2 errors in the data: {LOST} {SPELLED} Correct them (`fedshift data check` says how), or" in refused.err
+    assert f"2 errors in the data: {LOST} {SPELLED} Correct them (`fedshift data check` shows how), or" in refused.err
     assert not (tmp_path / "out").exists()
     if command == "run":
         done = cli(command, "--data", photos, *WORDS, "--on-data-error", "ignore", "--out", "out")
@@ -119,13 +119,13 @@ def test_the_python_interface_goes_by_the_same_switch(tmp_path, capsys):
     data, small = leaking(), {"rounds": 1, "batches": 1, "batch_size": 8}
     said = f"2 errors in the data: {' '.join(find_errors(data))} `fedshift data check`"
     result = compare("fedavg", data=data, **small, progress=True)
-    assert f"note: {said} says how to correct them" in capsys.readouterr().out
-    assert f"note: {said} says how to correct them" in str(result)
+    assert f"note: {said} shows how to correct them" in capsys.readouterr().out
+    assert f"note: {said} shows how to correct them" in str(result)
     assert said in result._repr_html_().replace("&#39;", "'")
     with pytest.raises(UsageError) as refused:
         compare("fedavg", data=data, **small, on_data_error="refuse", out=tmp_path / "refused")
     assert str(refused.value).startswith(said[: said.index("`")])
-    assert str(refused.value).endswith("or go on (on_data_error='warn')")
+    assert str(refused.value).endswith("or continue anyway (on_data_error='warn')")
     assert not (tmp_path / "refused").exists()
     assert "in the data" not in str(compare("fedavg", data=data, **small, on_data_error="ignore"))
     with pytest.raises(UsageError, match="unknown value of on_data_error 'refused': did you mean 'refuse'"):

@@ -187,10 +187,10 @@ def printed(found, **options):
 
 def test_the_text_names_the_client_and_gives_the_command():
     text = printed(diagnose(vectors("concept shift", 8), permutations=99), data="'my sites'")
-    assert "Concept shift, strong: among similar inputs, a label of c0 is" in text
+    assert "Concept shift, strong: among similar inputs, a label given by c0 is" in text
     assert "Feature shift is not found" in text
     assert "fedshift sweep --data 'my sites' --methods fedavg,ditto" in text
-    assert "within classes predicted from inputs" in text
+    assert "within classes predicted from the inputs" in text
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_copies_of_samples_are_noted():
     twice = {c.name: (c.train.x[list(range(30)) * 2], c.train.y[list(range(30)) * 2], *[c.test.x, c.test.y])
              for c in data.clients}  # fmt: skip
     assert any(
-        "60 of 120 samples occur more than once" in note for note in diagnose(federation(twice), permutations=99).notes
+        "60 of 120 samples are copies of another" in note for note in diagnose(federation(twice), permutations=99).notes
     )
     assert not diagnose(data, permutations=99).notes
 

@@ -294,7 +294,7 @@ def test_features_that_are_not_scaled_are_found(vectors):
     assert list(kinds) == ["units"]
     assert "columns 6 (1 of 40)" in kinds["units"].text
     wide, narrow = (vectors[name][X][:, 6].std() for name in ("bob", "ann"))
-    assert f"bob has {wide:.3g} where ann has {narrow:.3g}" in kinds["units"].text
+    assert f"bob has {wide:.3g} and ann has {narrow:.3g}" in kinds["units"].text
     assert found({name: [part[:25] for part in parts] for name, parts in vectors.items()}).keys() == {"small-test"}
 
 
@@ -466,7 +466,7 @@ def test_masks_without_foreground_are_noted_and_pixels_counted():
     assert [part.per_class for part in quality.splits] == [(5 * 64 - 8 - 4 * 4, 4 * 4), (60, 4)]
     (note,) = quality.findings
     assert (note.kind, note.severity, note.samples) == ("empty-mask", "note", 1)
-    assert note.text == "Masks of nothing but background: ann (train) 1 of 5."
+    assert note.text == "Masks of background only: ann (train) 1 of 5."
     assert str(note.examples[0][0]) == "ann train row 4"
 
 
@@ -486,7 +486,7 @@ def test_groups_on_two_sides_are_found_at_one_client_and_across_clients(arrays):
 
     across = found(replace(data, clients=tuple(give_groups(each, "") for each in data.clients)))["groups"]
     assert (across.severity, across.samples, across.clients) == ("error", 2, ("bob",))
-    assert across.text == "Groups with test samples also have samples for train, at any client: 1 of 29 of bob."
+    assert across.text == "Groups with test samples also have train samples, at any client: 1 of 29 of bob."
     within = found(replace(data, clients=tuple(give_groups(each, "test", -100) for each in data.clients)))["groups"]
     assert within.text.endswith("30 of 30 of ann, 28 of 29 of bob.")
     pooled = iid(clients=2, test="same")(replace(data, clients=tuple(give_groups(each, "") for each in data.clients)))
@@ -496,4 +496,4 @@ def test_groups_on_two_sides_are_found_at_one_client_and_across_clients(arrays):
 def test_a_column_that_seems_to_name_groups_is_found(vectors):
     columns = (Column(name="Patient_ID", categories=None), *(Column(name=f"f{n}", categories=None) for n in range(39)))
     kinds = found(replace(federation(vectors), columns=columns))
-    assert kinds["group-column"].text == "Columns that seem to name groups are features: 'Patient_ID'."
+    assert kinds["group-column"].text == "Columns that seem to identify groups are features: 'Patient_ID'."

@@ -164,7 +164,7 @@ def test_advice_is_compared_with_training_alone_which_is_advised_where_nothing_i
     assert found.best.method == "single"
     said = " ".join(describe_search(found, "--data made"))
     assert (
-        "no better than training alone at clients that had no part in choosing it, and training alone is simp" in said
+        "no better than local training at clients whose data did not choose it, and local training is simpler" in said
     )
     better = made([rows | {("fedbabu", 0.1): [0.80, 0.79, 0.81, 0.80]}], rungs=plan_rungs(3, 9, 3), work=found.work)
     said = " ".join(describe_search(better, "--data made"))
@@ -185,7 +185,7 @@ def test_methods_that_are_always_tried_are_the_last_to_go_and_what_goes_is_said(
     assert set(plans[0].reasons) == {"fedavg", "single", "fedbn", "gn"}
     assert set(plans[1].reasons) - set(plans[0].reasons) <= set(plans[0].dropped)
     said = " ".join(describe_search(plans[0]))
-    assert "Left out, since the budget does not allow them: " in said
+    assert "Not tried, because the budget does not allow them: " in said
     for name in plans[0].dropped:
         assert name in said
     with pytest.raises(UsageError, match=r"fedavg and single and fedbn and gn at one learning rate"):
@@ -207,7 +207,7 @@ def test_a_search_measures_validation_data_alone_and_ends_with_its_budget(cli, s
     ended = searching.continue_search(experiment, search, tmp_path / "late", jobs=1)
     assert (ended.overtime, ended.results) == (True, ())
     said = " ".join(describe_search(ended))
-    assert "the budget of 1e-09 minutes is used: 0 of 2 rungs have ended; then 4 candidates were to train for 1" in said
+    assert "the budget of 1e-09 minutes is used up: 0 of 2 rungs have ended; the next one trains 4 candidates" in said
 
 
 def test_diverged_candidates_and_unmeasured_clients_are_left_out_and_said():
@@ -224,7 +224,7 @@ def test_diverged_candidates_and_unmeasured_clients_are_left_out_and_said():
     assert [row[2].text for row in format_search(found).rows] == ["9", "9", "diverged"]
     with pytest.raises(FedshiftError, match="fedavg diverged at every learning rate"):
         made([rows | {("fedavg", 0.1): [None] * 4}], rungs=plan_rungs(4, 9, 3)).find_baseline(0)
-    with pytest.raises(FedshiftError, match="no client has a validation accuracy under every candidate after 9"):
+    with pytest.raises(FedshiftError, match="no client has a validation accuracy for every candidate after 9"):
         made([rows | {("fedbn", 0.1): [None, None, 0.9, None]}], rungs=plan_rungs(4, 9, 3)).rank(0)
 
 
@@ -303,10 +303,10 @@ def test_stopped_by_ctrl_c_a_search_goes_on_where_it_was(
 
     monkeypatch.setattr(command, "show_progress", listening)
     first = cli(*told, "--out", "stopped", "--jobs", 1)
-    assert (first.code, "PARTIAL: it was stopped: 0 of 2 rungs have ended" in first.out) == (130, True)
+    assert (first.code, "PARTIAL: the search was stopped: 0 of 2 rungs have ended" in first.out) == (130, True)
     assert "continue with: fedshift advise --resume stopped" in first.out
     second = cli("advise", "--resume", "stopped", "--jobs", 1)
-    assert (second.code, "PARTIAL: it was stopped: 1 of 2 rungs have ended" in second.out) == (130, True)
+    assert (second.code, "PARTIAL: the search was stopped: 1 of 2 rungs have ended" in second.out) == (130, True)
     assert cli("advise", "--resume", "stopped", "--jobs", 1).code == 0
     assert len(heard) == 4 + 2 * len(read_search(tmp_path / "whole").members(1))
     assert read_search(tmp_path / "stopped") == read_search(tmp_path / "whole")

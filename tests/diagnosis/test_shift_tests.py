@@ -332,12 +332,12 @@ def test_advice_on_masks_speaks_of_shares_of_classes_and_says_from_where_its_num
     masks = advise(found, clients=5, images=True, task="segmentation")
     reasons = " ".join(each.reason for each in masks.methods)
     assert "drift toward a client's own shares of classes" in reasons
-    assert any("from classification" in caution for caution in masks.cautions)
+    assert any("papers report classification" in caution for caution in masks.cautions)
     classes = advise(found, clients=5, images=True)
     assert "fedrod" in names(classes)
     assert "fedrod" not in names(masks)  # it counts one class a sample
     assert "own classes" in " ".join(each.reason for each in classes.methods)
-    assert not any("from classification" in caution for caution in classes.cautions)
+    assert not any("papers report classification" in caution for caution in classes.cautions)
 
 
 def test_vectors_get_no_fedwon_which_needs_convolutions():

@@ -1,9 +1,10 @@
 """Diagnosis of a federation: its shifts, their strength, p-values, and the methods that the evidence favors.
 
-Four tests, each valid in the presence of the other shifts: labels over clients, sizes, features within a class, and
-labels of similar inputs; other tasks have other targets (``targets``) and omit the last test. P-values are corrected
-for their number (Holm 1979), so that without any shift, one is reported in at most 5 of 100 federations. Only one small
-network is trained, on the pooled samples.
+Four tests, each valid in the presence of the other shifts, compare the clients' labels, their sizes, their features
+within a class, and their labels of similar inputs. Tasks other than classification use other tests of targets
+(``targets``) and omit the last one. P-values are corrected for the number of tests (Holm 1979), so that a federation
+without any shift is reported to have one with probability 0.05 at most. Only one small network is trained, on the
+pooled samples.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ from .shift_tests import LEVEL, SIZES, Evidence, Ints, ShiftFinding, assess, lab
 from .targets import group_targets, read_targets, remove_targets, target_skew
 
 MOST_CLIENTS, MOST_SAMPLES = 20, 6_000
-"""Maximum clients, and samples of all clients, in the tests of features and concepts; larger data are subsampled."""
+"""Maximum number of clients, and of their samples in total, in the tests of features and concepts.
+
+Larger data are subsampled.
+"""
 
 GROUPED = {
-    "multilabel": "group of like labels",
-    "segmentation": "group of like masks",
+    "multilabel": "group of similar label sets",
+    "segmentation": "group of similar masks",
     "regression": "tenth of the targets",
 }
-"""Groups of samples within which features are compared, by task."""
+"""What a group of samples within which features are compared is called, by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Divergence of the clients' statistics in one BatchNorm layer, the first layer first."""
+    """Divergence of the clients' statistics in one BatchNorm layer."""
 
     name: str
     evidence: Evidence
@@ -51,10 +55,10 @@ class Diagnosis:
     """Shifts found in a federation, with the evidence.
 
     ``sizes``: training samples of each client. ``tested``: clients on which features and concepts were tested, in the
-    order of ``pairs`` (AUC of one against another, None on the diagonal) and of their evidence.
-    ``single_class``: whether some client has only one class; ``validation``: whether there are validation data;
-    ``notes``: remarks on how to read the numbers. ``task``: the built-in task that the federation's task is or derives
-    from.
+    order of ``pairs`` (AUC of one client against another, None on the diagonal) and of the evidence. ``layers``: in
+    the order of the network. ``single_class``: whether some client has only one class. ``validation``: whether any
+    client has validation data. ``notes``: remarks on how to read the numbers. ``task``: the federation's task, or the
+    built-in task that it derives from.
     """
 
     federation: str
@@ -71,7 +75,7 @@ class Diagnosis:
     task: str = "classification"
 
     def __getitem__(self, kind: str) -> ShiftFinding:
-        """Return the finding on one kind of shift."""
+        """Return the finding for one kind of shift."""
         return {finding.kind: finding for finding in self.findings}[kind]  # type: ignore[index]
 
     @property
@@ -93,13 +97,22 @@ def diagnose(
     limit: int = 1000,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Diagnose the training data of ``data``, of any task.
+    """Test the training data of ``data``, of any task, for shifts between clients, and recommend methods.
 
-    ``features``: inputs of the tests, principal components of pixels (or columns), or of the channel statistics of a
-    small network trained briefly on all clients. ``limit``: samples drawn from each client for the tests of features
-    and concepts; labels and sizes use all. ``progress`` is called with the name of each test. The result is a function
-    of data and ``seed``. Raises :class:`UsageError` for a single client, and for samples that
-    :meth:`~fedshift.data.federation.Federation.check` refuses.
+    Args:
+        data: Federation with at least two clients.
+        seed: Seed of every random draw; the result depends only on the data and the arguments.
+        permutations: Permutations in each test, at least 99.
+        features: Inputs of the tests of features and concepts: principal components of the pixels (or columns), or of
+            the channel statistics of a small network trained briefly on the pooled samples.
+        limit: Maximum number of samples drawn from each client for the tests of features and concepts; the tests of
+            labels and sizes use all samples.
+        progress: Called with the name of each test before it starts.
+
+    Raises:
+        UsageError: There is only one client, an argument is out of range, or
+            :meth:`~fedshift.data.federation.Federation.check` refuses the data.
+
     """
     _check(data, permutations, features, limit)
     steps = iter(range(1, 7))
@@ -113,8 +126,8 @@ def diagnose(
     kind = kind if kind in ("classification", "multilabel", "segmentation") else "regression"
     members, rows = _draw_samples(data, seed, limit)
     x = gather_samples([member.train for member in members], rows)
-    targets = torch.cat([member.train.y[torch.from_numpy(own)] for member, own in zip(members, rows, strict=True)])
-    client = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+    targets = torch.cat([member.train.y[torch.from_numpy(drawn)] for member, drawn in zip(members, rows, strict=True)])
+    client = np.repeat(np.arange(len(rows)), [len(drawn) for drawn in rows])
     evidence: dict[Any, Evidence] = {}
     single_class, numbers = False, np.empty(0)
     if kind == "classification":
@@ -199,18 +212,20 @@ def _check(data: Federation, permutations: int, features: str, limit: int) -> No
     data.check(allow_single_class=True)
     if len(data.clients) < 2:
         raise UsageError(
-            f"federation {data.name!r} has one client, {data.names[0]!r}: shifts need two or more to compare"
+            f"federation {data.name!r} has only one client, {data.names[0]!r}: a diagnosis compares two or more clients"
         )
     if features not in ("pixels", "network"):
         raise unknown_name("kind of features", features, ("pixels", "network"))
     if permutations < 99:
-        raise UsageError(f"permutations={permutations}: below 99 no p-value of four can be small; 999 is usual")
+        raise UsageError(
+            f"permutations={permutations}: must be at least 99, or no corrected p-value can be small; 999 is usual"
+        )
     if limit < 1:
-        raise UsageError(f"limit={limit} samples a client: must be at least 1; 1000 is usual")
+        raise UsageError(f"limit={limit} samples per client: must be at least 1; 1000 is usual")
 
 
 def _draw_samples(data: Federation, seed: int, limit: int) -> tuple[list[ClientData], list[Ints]]:
-    """Draw the clients to test and the rows of their training samples, in order."""
+    """Draw the clients to test and the rows of their training samples; both keep their order."""
     members = list(data.clients)
     if len(members) > MOST_CLIENTS:
         drawn = stream(seed, "diagnose/clients").choice(len(members), MOST_CLIENTS, replace=False)
@@ -228,11 +243,12 @@ def _list_notes(data: Federation, x: np.ndarray, y: Ints, client: Ints, disagree
     repeated = len(x) - len(np.unique(np.column_stack([x, y, client]), axis=0))
     if repeated > len(x) // 100:
         yield (
-            f"{repeated} of {len(x)} samples occur more than once at their client. The tests assume independent "
-            "samples: copies, or many pictures of one patient, make chance look like a shift of features or concepts."
+            f"{repeated} of {len(x)} samples are copies of another sample of the same client. The tests assume "
+            "independent samples: with copies, or many pictures of one patient, chance can pass for a shift of "
+            "features or concepts."
         )
     if disagree:
         yield (
-            "Because labels of similar inputs differ, features were compared within classes predicted from inputs, "
-            "not within labels."
+            "Because clients label similar inputs differently, features were compared within classes predicted from "
+            "the inputs instead of within labels."
         )

@@ -1,6 +1,6 @@
-"""Plan of a search within a budget: the time of each method, rungs, and what fits.
+"""Plan of a search within a budget: the seconds that each method takes on this machine, and the rungs that fit.
 
-The time of a method is that of one round, its evaluation and the preparation of a trial on this machine.
+The seconds of a method are those of one round, one evaluation and the preparation of a trial.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from ..experiments.trial import Trial
 from ..utils.errors import Ref, UsageError
 
 SHARE = 3
-"""One of so many candidates goes on to the next rung, for so many times the rounds."""
+"""Factor between rungs: one candidate in three advances, and trains for three times as many rounds."""
 FINALISTS = 8
-"""Most candidates of which none is dropped before the last round."""
+"""Number of candidates up to which none is dropped before the last round."""
 PER_METHOD = 2
-"""Most learning rates of a method that go on to another rung."""
+"""Maximum number of learning rates of a method that advance to another rung."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """So many candidates, each trained for ``rounds`` rounds in all."""
+    """A number of candidates, each trained for ``rounds`` rounds in total."""
 
     candidates: int
     rounds: int
 
 
 def plan_rungs(candidates: int, rounds: int, methods: int) -> tuple[Rung, ...]:
-    """Return the rungs for so many candidates of so many methods, the last of which trains for ``rounds`` rounds."""
+    """Return the rungs for these numbers of candidates and methods; the last rung trains for ``rounds`` rounds."""
     sizes = [candidates]
     while sizes[-1] > FINALISTS:
         kept = -(-sizes[-1] // SHARE)
         if len(sizes) == 1 and methods < candidates:
             kept = max(kept, methods)
         sizes.append(kept)
-    found: dict[int, int] = {}
+    size_of: dict[int, int] = {}
     for place, size in enumerate(sizes):
-        found.setdefault(-(-rounds // SHARE ** (len(sizes) - 1 - place)), size)
-    return tuple(Rung(candidates=size, rounds=number) for number, size in found.items())
+        size_of.setdefault(-(-rounds // SHARE ** (len(sizes) - 1 - place)), size)
+    return tuple(Rung(candidates=size, rounds=number) for number, size in size_of.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of a method for a round, and for an evaluation."""
+    """Seconds that a method takes for a round, and for an evaluation."""
 
     round: float
     evaluation: float
 
 
 def predict_seconds(rungs: Sequence[Rung], costs: Sequence[Cost], rates: int, held: int = 1) -> float:
-    """Return the seconds of ``rungs`` at most, for methods with ``costs`` at so many learning rates each.
+    """Return an upper bound on the seconds of ``rungs``, for methods with ``costs`` at ``rates`` learning rates each.
 
-    ``held``: methods that go on beside the others.
+    ``held``: methods that advance in addition to the best candidates.
     """
     total, done = 0.0, 0
     for rung in rungs:
@@ -83,11 +83,11 @@ def fit_budget(
     spent: float = 0.0,
     held: int = 1,
 ) -> tuple[list[str], list[float], int]:
-    """Return methods, learning rates and rounds that take at most ``seconds``, of which ``spent`` are used already.
+    """Return methods, learning rates and rounds that take at most ``seconds``, of which ``spent`` are already used.
 
-    Rounds are reduced first, but not below those of three rungs; then the outermost learning rates are left out, then
-    the last methods except the first ``keep``, and then rounds further. Raises :class:`UsageError` where these methods
-    take longer at one rate.
+    The number of rounds is reduced first, but not below that of three rungs; then the outermost learning rates are
+    dropped, then the last methods except the first ``keep``, and then further rounds. Raises :class:`UsageError` if
+    even one round of these methods at one rate takes longer.
     """
     methods, left = list(costs), sorted(rates)
     options = [(methods, left)]
@@ -108,23 +108,23 @@ def fit_budget(
                     return methods, left, number
     raise UsageError(
         f"budget={seconds / 60:g} minutes: one round of {' and '.join(methods)} at one learning rate takes about "
-        f"{needed / 60:.2g} minutes here, with the diagnosis: give at least that, fewer {{}}, or a smaller {{}}",
+        f"{needed / 60:.2g} minutes here, including the diagnosis: give at least that, fewer {{}}, or a smaller {{}}",
         Ref("samples"),
         Ref("model"),
     )
 
 
 def measure_cost(experiment: Experiment, method: Method, most: float = math.inf) -> tuple[Cost, str]:
-    """Return the seconds of a round and of an evaluation under one seed, and the work beyond FedAvg's in words.
+    """Return the seconds of a round and an evaluation under one seed, and a description of the work beyond FedAvg's.
 
-    A round and an evaluation are timed. Where a round is predicted to take more than ``most`` seconds, it is predicted
-    from a step. Raises :class:`UsageError` where the method does not fit, also where it cannot be continued for more
-    rounds.
+    One round and one evaluation are timed. If the round is predicted to take more than ``most`` seconds, it is not run,
+    and both are extrapolated from a single step. Raises :class:`UsageError` if the method does not suit the data or the
+    model, or cannot be continued for more rounds.
     """
     if method.freeze and isinstance(method.freeze.after, float):
         raise UsageError(
-            f"{method.label} freezes after a share of all rounds, and a search trains for more and more: give a number "
-            "of rounds, fixbn(switch=10)"
+            f"{method.label} freezes after a share of all rounds, and a search extends the number of rounds: give a "
+            "number of rounds, such as fixbn(switch=10)"
         )
     began, settings = time.monotonic(), experiment.settings
     with closing(Trial(method, experiment.model, experiment.data, settings, experiment.seeds[0])) as trial:
@@ -153,17 +153,17 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
 
 
 def count_passes(plan: Plan) -> int:
-    """Return how many passes of a round over a client's data train parameters that rules keep, apart from the model."""
+    """Count the epochs of a round that train parameters kept by rules instead of the model."""
     return sum(phase.epochs for _, phase in (*plan.before, *plan.after))
 
 
 def _describe_work(plan: Plan) -> str:
-    """Return the work of a method beyond the local work of FedAvg's rounds, in words; empty if there is none."""
+    """Describe the work of a method beyond FedAvg's local training; empty if there is none."""
     parts = []
     if plan.method.finetune:
         rounds = f"{plan.method.finetune} further round{'s' * (plan.method.finetune > 1)}"
-        parts.append(f"each client fine-tunes its model by {rounds} of local work whenever the model is used")
+        parts.append(f"each client fine-tunes its model for {rounds} of local training before each use")
     if passes := count_passes(plan):
-        count = f"{passes} further pass{'es' * (passes > 1)}"
-        parts.append(f"each client makes {count} over its data in each round for parameters that it keeps")
+        count = f"{passes} further epoch{'s' * (passes > 1)}"
+        parts.append(f"each client trains for {count} in each round on parameters that it keeps")
     return ", and ".join(parts)

@@ -8,18 +8,19 @@ share of the other clients' neighbors in the same ball. Both are in the same reg
   2002, "Adjusting the Outputs of a Classifier to New a Priori Probabilities", equation 4).
 * Feature shift that a local normalization would undo: if there is evidence of feature shift, each client's inputs are
   brought to the pooled mean and total variance, over classes as predicted from inputs, in equal shares.
-* Inputs that do not overlap: a client that a classifier nearly always tells from the others, or whose samples have few
-  others around them, is not judged, because there a difference in labels cannot be told from one in appearance.
+* Inputs that do not overlap: a client is not judged if a classifier nearly always distinguishes it from the others, or
+  if its samples have few samples of others around them, because a difference in labels could then be a difference in
+  appearance.
 * Appearance that moves samples of one class to the region of another, as a negative does with bright and dark scenes. A
-  classifier whose area under the curve is A has found clients' inputs to differ in at most a share 2 A - 1 of samples:
-  the curve of the best classifier is concave, so twice the area between it and the diagonal is at least the greatest
-  distance of the two, which is their total variation. If all of these were among other labels, others' agreement would
+  classifier whose area under the curve is A shows that clients' inputs differ in at most a share 2 A - 1 of samples:
+  the curve of the best classifier is concave, so twice the area between it and the diagonal is at least their greatest
+  distance, which is the total variation. If all of these samples lay among other labels, the others' agreement would
   fall by that share of the client's agreement with itself. Only the part of the gap beyond that counts. Matching
-  neighbors by propensity does not replace this: inverted photographs that a classifier takes for upright ones disagree
+  neighbors by propensity cannot replace this: inverted photographs that a classifier takes for upright ones disagree
   with their neighbors just as much.
 
-The null redraws every label from those of the neighbors of all clients together, weighted as above: a local
-bootstrap (Paparoditis and Politis 2000).
+The null redraws every label from the labels of its neighbors at all clients, weighted as above: a local bootstrap
+(Paparoditis and Politis 2000).
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from scipy import sparse
 from .shift_tests import Evidence, Floats, Ints
 
 SEPARABLE = 0.9
-"""AUC against the others from which a client's inputs count as not overlapping theirs."""
+"""A client whose AUC against the others is at least this counts as not overlapping with them."""
 
 NEIGHBORS = 10
-"""A client's own neighbors that define the ball, with at least half as many others expected in it."""
+"""Neighbors from the sample's own client that define the ball; at least half as many others are expected in it."""
 
 FEWEST, SHARE, STRATUM = 20, 0.1, 8
-"""Samples, and share of a client's samples, that need others around them; samples of a class needed to align by it."""
+"""Minimum number, and share, of a client's samples with others around them; minimum samples of a class to align by."""
 
-_DENSITY = 0.25  # others in the ball, as a multiple of what clients with equal inputs would have there
-_TOGETHER = 512  # rows of the distance matrix at a time
+_DENSITY = 0.25  # minimum number of others in the ball, as a multiple of that expected for clients with equal inputs
+_TOGETHER = 512  # rows of the distance matrix computed at a time
 
 
 def predict_by_neighbors(x: Floats, y: Ints, neighbors: int = 15) -> Ints:
-    """Predict the class of each sample, ``[N]``, by vote of its nearest ``neighbors`` of any client but itself."""
+    """Predict the class of each sample, ``[N]``, by a vote of the ``neighbors`` nearest other samples of any client."""
     votes = np.zeros((len(x), int(y.max()) + 1), dtype=int)
     for rows, distance in _distances(x, np.arange(len(x))):
         nearest = np.argpartition(distance, min(neighbors, len(x) - 1) - 1, axis=1)[:, :neighbors]
@@ -67,9 +68,10 @@ def concept_shift(
 ) -> Evidence:
     """Test whether labels ``y`` ``[N]`` of similar inputs ``x`` ``[N, D]`` differ by client (``client`` ``[N]``).
 
-    ``strata``: classes as :func:`predict_by_neighbors`; ``separation``: AUC of each client's inputs against the others'
-    within these. The statistic is the largest gap of a client beyond what its inputs explain, in probability; clients
-    that cannot be judged have None.
+    ``strata``: classes from :func:`predict_by_neighbors`; ``separation``: AUC of each client's inputs against the
+    others' within these; ``align``: whether to remove a feature shift that a local normalization would undo. The
+    statistic is the largest gap of a client beyond what its inputs explain, in probability; clients that cannot be
+    judged have None.
     """
     clients = len(separation)
     alike = [
@@ -87,12 +89,12 @@ def concept_shift(
     own, others, expected = _find_neighborhoods(_align(x, strata, client) if align else x, client)
 
     def shares(labels: Ints) -> tuple[Floats, Floats]:
-        """Count labels of own and of others' neighbors, the latter weighted to the client's class shares, [N, K]."""
+        """Count the labels of both kinds of neighbors, others' weighted to the client's class shares, each [N, K]."""
         hot = np.eye(prior_CK.shape[1])[labels]
         return own @ hot, (others @ (hot / prior_CK[client])) * prior_CK[client]
 
     def gap(labels: Ints, mine: Floats, theirs: Floats) -> Floats:
-        """Return the share of own neighbors with a sample's label minus that of the others, [N]."""
+        """Return the share of the client's neighbors that have a sample's label minus the share of others', [N]."""
         rows = np.arange(len(labels))
         total_mine, total_theirs = (np.maximum(part.sum(axis=1), 1e-9) for part in (mine, theirs))
         difference: Floats = mine[rows, labels] / total_mine - theirs[rows, labels] / total_theirs
@@ -122,12 +124,12 @@ def concept_shift(
 
 
 def bound_variation(auc: float | None) -> float:
-    """Return the largest total variation of inputs that this ``auc`` allows, as a share of samples."""
+    """Return the largest total variation between inputs that ``auc`` allows, as a share of samples."""
     return max(0.0, 2 * (auc or 0.5) - 1)
 
 
 def _align(x: Floats, strata: Ints, client: Ints) -> Floats:
-    """Bring each client's inputs to the pooled mean and variance over the strata that it has, in pooled shares."""
+    """Bring each client's inputs to the pooled mean and variance over its strata, weighted by their pooled shares."""
     share_S = np.bincount(strata) / len(strata)
     result = x.copy()
     for c in np.unique(client):
@@ -141,7 +143,7 @@ def _align(x: Floats, strata: Ints, client: Ints) -> Floats:
 
 
 def _mixture_moments(x: Floats, strata: Ints, share_S: Floats, seen: Ints) -> tuple[Floats, float]:
-    """Return mean ``[D]`` and total variance of a mixture of the strata ``seen`` in shares ``share_S``."""
+    """Return the mean ``[D]`` and total variance of a mixture of the strata ``seen`` in shares ``share_S``."""
     weights = share_S[seen] / share_S[seen].sum()
     mean: Floats = weights @ np.stack([x[strata == s].mean(axis=0) for s in seen])
     variances = [((x[strata == s] - mean) ** 2).sum(axis=1).mean() for s in seen]
@@ -149,7 +151,7 @@ def _mixture_moments(x: Floats, strata: Ints, share_S: Floats, seen: Ints) -> tu
 
 
 def _find_neighborhoods(x: Floats, client: Ints) -> tuple[sparse.csr_array, sparse.csr_array, Floats]:
-    """Find own and other samples in the ball around each sample, ``[N, N]``, and the number of others expected."""
+    """Find the client's and others' samples in the ball around each sample, ``[N, N]``, and the expected others."""
     size_C = np.bincount(client)
     inside: tuple[list[Ints], list[Ints]] = ([], [])
     expected = np.empty(len(x))
@@ -172,7 +174,7 @@ def _find_neighborhoods(x: Floats, client: Ints) -> tuple[sparse.csr_array, spar
 
 
 def _distances(x: Floats, rows: Ints) -> Iterator[tuple[Ints, Floats]]:
-    """Yield squared distances from some ``rows`` at a time to all samples; infinite from a sample to itself."""
+    """Yield ``rows`` in batches with their squared distances to all samples; infinite from a sample to itself."""
     norms = (x**2).sum(axis=1)
     for start in range(0, len(rows), _TOGETHER):
         some = rows[start : start + _TOGETHER]

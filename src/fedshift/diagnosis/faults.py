@@ -1,11 +1,11 @@
-"""Faults in data that training would hide, each with its numbers and its fix: one function finds those of one kind.
+"""Faults in data that training would hide, each with its numbers and its fix; each function finds one kind.
 
-The interval of an accuracy is E. B. Wilson's (1927), "Probable inference, the law of succession, and statistical
-inference", JASA 22(158): around 50 % of n samples it extends z / (2 sqrt(n + z^2)) to each side, z = 1.96 for 95 %.
+The interval of an accuracy is Wilson's (E. B. Wilson 1927, "Probable inference, the law of succession, and statistical
+inference", JASA 22(158)): around 50 % of n samples it extends z / (2 sqrt(n + z^2)) to each side, z = 1.96 for 95 %.
 
 A copy of a test sample in training data is an error (Kaufman et al. 2012, "Leakage in data mining", ACM TKDD 6(4)).
-Samples are equal where all their bytes are. Blank images, which are equal without being copies, are left out, and a
-test or validation set that several clients share as a whole counts once.
+Samples are equal if all their bytes are. Blank images, which are equal without being copies, are ignored, and a test or
+validation set that several clients share in full counts once.
 """
 
 from __future__ import annotations
@@ -35,89 +35,95 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 EXAMPLES = 3
-"""Examples that a finding shows."""
+"""Number of examples that a finding shows."""
 FEW = 30
-"""Samples below which an accuracy or a standard deviation is too uncertain."""
-LARGE, APART = 1e4, 100.0
-"""A feature counts as not scaled with values beyond the first, or standard deviations this many times apart."""
+"""Minimum number of samples for an accuracy or a standard deviation to be certain enough."""
+LARGE, RATIO = 1e4, 100.0
+"""A feature counts as unscaled with values beyond the first, or with standard deviations that differ by the second."""
 
 GROUP_COLUMN = re.compile(r"(patient|subject|person|case|lesion|participant)([ _-]?(id|number|name))?", re.IGNORECASE)
-"""Name of a column that seems to name groups."""
+"""Names of columns that seem to identify groups."""
 
 _Z = 1.959964
-_DOUBT = " Samples of so few numbers can be equal by chance: check whether they are the same one."
+_DOUBT = " Samples of so few numbers can be equal by chance: check whether they are copies."
 
 FAULTS: Mapping[str, tuple[Severity, str]] = {
-    "left-out": ("error", "Convert them to PNG, mend or remove them: what is left out is missing in every number."),
+    "left-out": ("error", "Convert them to PNG, repair or remove them: no result includes files that are skipped."),
     "empty": ("error", "Give every client samples in each split, or leave the client out."),
     "label-range": ("error", "Correct them, or give the number of classes (--classes)."),
     "not-finite": ("error", "Fill them in from the client's own training data, or remove them."),
     "blank": ("warning", "Check whether their files are broken, and remove them if so."),
     "shapes": ("error", "Give all clients the same features, or images with the same number of channels."),
     "types": ("error", "Give all splits of all clients in one type and one scale."),
-    "ranges": ("warning", "Check whether all are scaled alike: a black of 0 in some may be a black of -1 in others."),
+    "ranges": ("warning", "Check whether all use the same scale: black may be 0 in some and -1 in others."),
     "leakage": (
         "error",
         "Remove them from the training data, or split by the source of samples (person, device, document) before "
-        "making variants of them: without that, test accuracy is too high.",
+        "making variants of them: otherwise test accuracy is too high.",
     ),
     "leakage-validation": (
         "warning",
-        "Remove them from the training data: otherwise validation favors what was memorized.",
+        "Remove them from the training data: otherwise validation rewards memorizing.",
     ),
     "groups": (
         "error",
-        "Move all samples of a group (patient, lesion, series) to one side, or remove those for training: results on "
-        "test data are too good where the model knows the patient.",
+        "Move all samples of a group (patient, lesion, series) to one side, or remove its training samples: results on "
+        "test data are too good if the model was trained on the same patients.",
     ),
     "groups-validation": (
         "warning",
         "Move all samples of a group to one side: otherwise validation favors known groups.",
     ),
-    "group-column": ("warning", "Name it (--groups COLUMN), so that its rows stay on one side and are no feature."),
+    "group-column": (
+        "warning",
+        "Name it (--groups COLUMN), so that each group stays on one side and the column is not a feature.",
+    ),
     "conflict": ("error", "Correct the labels, or remove these samples."),
-    "repeats": ("warning", "Keep one of each, unless they are meant to weigh more."),
+    "repeats": ("warning", "Keep one of each, unless they are meant to have more weight."),
     "shared": ("warning", "Give each sample to one client, unless clients are meant to overlap."),
-    "common-set": ("note", "No action is needed if one set is meant to measure several clients; it is not a copy."),
-    "constant": ("warning", "Leave them out: they carry no information."),
+    "common-set": (
+        "note",
+        "No action is needed if several clients are meant to be measured on one set; it does not count as a copy.",
+    ),
+    "constant": ("warning", "Remove them: they carry no information."),
     "constant-at-client": (
         "warning",
-        "Check whether this client measures them at all; if not, leave them out or treat them as missing.",
+        "Check whether this client measures them; if not, remove them or treat them as missing.",
     ),
     "large": (
         "warning",
-        "Scale each feature by the client's own training data, to mean 0 and standard deviation 1.",
+        "Scale each feature to mean 0 and standard deviation 1 on the client's own training data.",
     ),
     "units": ("warning", "Check whether they use the same unit, and scale by the client's own training data."),
-    "targets": ("error", "Correct the targets, or leave the samples out."),
-    "empty-mask": ("note", "No action is needed if there is nothing to be seen; otherwise correct the masks."),
+    "targets": ("error", "Correct the targets, or remove the samples."),
+    "empty-mask": ("note", "No action is needed if there is nothing to segment; otherwise correct the masks."),
     "class-names": ("error", "Spell labels the same way everywhere: different spellings are different classes."),
     "absent-class": ("note", "Give the number of classes if there are fewer (--classes)."),
     "unlearned-class": ("warning", "Add samples of these classes to training data, or remove them from the test data."),
-    "untrained-class": ("warning", "Split each client's samples class by class, unless this is how they arise."),
+    "untrained-class": ("warning", "Split each client's samples within each class, unless this is how they arise."),
     "single-class": (
         "warning",
         "Training refuses such clients: leave them out, or allow them (--allow-single-class).",
     ),
     "missing-class": (
         "note",
-        "No action is needed: classes differ by client. A personal model learns little of the classes it lacks.",
+        "No action is needed: clients may have different classes. A personal model learns little about missing ones.",
     ),
     "small-test": (
         "warning",
-        "Hold back more samples for testing, or read these clients' accuracies together, not one by one.",
+        "Reserve more samples for testing, or read these clients' accuracies together, not one by one.",
     ),
 }
 """Kinds of fault with their usual severity and their fix.
 
-With an ``error``, training fails or its numbers mislead; a ``warning`` skews them; a ``note`` is a difference between
-clients.
+An ``error`` makes training fail or its results misleading, a ``warning`` distorts the results, and a ``note`` is only a
+difference between clients.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLocation:
-    """Client, split and ``row`` (counted from 0) of a sample, its label if it has one, and likewise its ``file``."""
+    """Client, split and ``row`` (counted from 0) of a sample, with its label and its file where it has them."""
 
     client: str
     split: str
@@ -134,10 +140,11 @@ class SampleLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityFinding:
-    """One fault: ``text`` says in a sentence what is wrong and where, ``fix`` what to do.
+    """One fault: ``text`` is a sentence on what is wrong and where, and ``fix`` on what to do about it.
 
-    ``kind`` is a key of :data:`FAULTS`; ``clients`` are all affected; ``samples`` is the number of affected samples (0
-    if the fault is not about samples); ``examples`` are a few locations, those of equal samples together.
+    ``kind`` is a key of :data:`FAULTS`; ``clients`` are all affected clients; ``samples`` is the number of affected
+    samples (0 if the fault does not concern samples); ``examples`` are the locations of a few samples, with equal
+    samples in one tuple.
     """
 
     kind: str
@@ -152,7 +159,7 @@ class QualityFinding:
 def _make_finding(
     kind: str, text: str, clients: Iterable[SplitSurvey | str] = (), *, severity: Severity | None = None, **more: Any
 ) -> QualityFinding:
-    """Return a finding with the severity and the fix of its kind; ``clients`` may be splits, and repeat."""
+    """Return a finding with the severity and the fix of its kind; ``clients`` may be splits and contain duplicates."""
     usual, fix = FAULTS[kind]
     names = (each if isinstance(each, str) else each.client for each in clients)
     fields = {"fix": fix, "severity": severity or usual, "clients": tuple(dict.fromkeys(names)), **more}
@@ -162,7 +169,7 @@ def _make_finding(
 def _list_places(
     kind: str, what: str, places: Mapping[Any, str], separator: str = ", ", **more: Any
 ) -> Iterator[QualityFinding]:
-    """Yield the finding that lists these splits or clients, each with its text, if there are any."""
+    """Yield a finding that lists these splits or clients with their texts; nothing if there are none."""
     if places:
         yield _make_finding(kind, f"{what}: {join_some(places.values(), separator)}.", places, **more)
 
@@ -170,7 +177,7 @@ def _list_places(
 def _list_rows(
     kind: str, what: str, rows: Mapping[SplitSurvey, Sequence[int] | NDArray[np.int64]]
 ) -> Iterator[QualityFinding]:
-    """Yield the finding that lists these rows of these splits, if any; the first row of each is an example."""
+    """Yield a finding that counts these rows of each split, the first row as an example; nothing without rows."""
     rows = {part: some for part, some in rows.items() if len(some)}
     examples = tuple((_locate_sample(part, int(some[0])),) for part, some in rows.items())
     shares = {part: part.share(len(some)) for part, some in rows.items()}
@@ -215,7 +222,7 @@ def judge_labels(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[Q
 
 
 def judge_values(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
-    """Find samples with values that are not numbers, and images that show nothing."""
+    """Find samples with NaN or infinite values, and images of a single color."""
     broken = {part: part.broken for part in surveys}
     faulty = [part for part in surveys if len(part.shape) == 1 and part.broken_features.any()]
     where = ""
@@ -226,21 +233,24 @@ def judge_values(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterat
 
 
 def judge_form(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find samples of several shapes."""
+    """Find differences in the shape of samples."""
     shapes: defaultdict[str, list[str]] = defaultdict(list)
     for part in surveys:
         shapes[" x ".join(map(str, part.shape))].append(part.client)
     if len(shapes) > 1:
         text = f"Samples differ in shape: {_describe_groups(shapes)}."
         if all(len(part.shape) == 3 for part in surveys) and len({part.shape[0] for part in surveys} - {1}) < 2:
-            fix = "No action is needed: images are resized (--image-size sets the size), gray ones become color images."
+            fix = (
+                "No action is needed: images are resized (--image-size sets the size), and gray images become color "
+                "images."
+            )
             yield _make_finding("shapes", text, surveys, severity="note", fix=fix)
         else:
             yield _make_finding("shapes", text, surveys)
 
 
 def judge_scales(data: Federation) -> Iterator[QualityFinding]:
-    """Find samples whose numbers reach a network at different scales, or seem to."""
+    """Find samples whose values reach the network at different scales, or seem to."""
     splits = {where: split for where, split in data.named_splits().items() if len(split)}
     try:
         check_scales(splits, data.sample_shape)
@@ -262,13 +272,13 @@ def _describe_groups(groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def _comparable_splits(surveys: Sequence[SplitSurvey], samples: int) -> list[SplitSurvey]:
-    """Return training splits with at least ``samples`` samples without NaN; none if numbers of features differ."""
+    """Return the training splits with at least ``samples`` finite samples; none if they differ in their features."""
     parts = [part for part in surveys if part.split == "train" and len(part.labels) - len(part.broken) >= samples]
     return parts if len({len(part.low) for part in parts}) == 1 else []
 
 
 def judge_constant(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
-    """Find features that have one value in training data."""
+    """Find features that are constant in the training data."""
     parts = _comparable_splits(surveys, 2)
     if not parts:
         return
@@ -303,33 +313,33 @@ def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterato
         return
     std_KF = np.stack([part.std for part in parts])
     least_KF = np.where(std_KF > 0, std_KF, np.inf)
-    apart_F = std_KF.max(axis=0) / least_KF.min(axis=0)
-    if apart_F.max() > APART:
-        most = int(apart_F.argmax())
+    ratio_F = std_KF.max(axis=0) / least_KF.min(axis=0)
+    if ratio_F.max() > RATIO:
+        most = int(ratio_F.argmax())
         wide, narrow = parts[int(std_KF[:, most].argmax())], parts[int(least_KF[:, most].argmin())]
         yield _make_finding(
             "units",
-            f"Standard deviations are more than {APART:g} times apart in "
-            f"{_format_features(apart_F > APART, wide, names)}: "
-            f"{wide.client} has {wide.std[most]:.3g} where {narrow.client} has {narrow.std[most]:.3g} "
+            f"Standard deviations differ by more than a factor of {RATIO:g} in "
+            f"{_format_features(ratio_F > RATIO, wide, names)}: "
+            f"{wide.client} has {wide.std[most]:.3g} and {narrow.client} has {narrow.std[most]:.3g} "
             f"({names[most] if names else f'number {most}'}).",
             [wide, narrow],
         )
 
 
 def judge_names(data: Federation) -> Iterator[QualityFinding]:
-    """Find classes whose names differ only in blanks and capitals."""
+    """Find classes whose names differ only in white space at the ends and in case."""
     alike: dict[str, list[str]] = {}
     for name in data.class_names:
         alike.setdefault(name.strip().casefold(), []).append(name)
     twice = [" and ".join(map(repr, names)) for names in alike.values() if len(names) > 1]
     if twice:
-        text = f"Classes whose names differ only in blanks and capitals: {join_some(twice, '; ')}."
+        text = f"Classes have names that differ only in spaces and case: {join_some(twice, '; ')}."
         yield _make_finding("class-names", text)
 
 
 def judge_groups(data: Federation) -> Iterator[QualityFinding]:
-    """Find groups with samples on two sides of a split, of one client or of several, and columns that name groups."""
+    """Find groups with samples in two splits, of one client or several, and columns that seem to identify groups."""
     held = {
         (client.name, split): samples.group.cpu().numpy()
         for client in data.clients
@@ -341,20 +351,20 @@ def judge_groups(data: Federation) -> Iterator[QualityFinding]:
         earlier = [split for split in sides if split in splits]
         known = np.unique(np.concatenate([np.empty(0, np.int64), *(g for (_, of), g in held.items() if of in earlier)]))
         shares, samples = {}, 0
-        for client, own_N in ((client, own_N) for (client, of), own_N in held.items() if of == side):
-            cut_N = np.isin(own_N, known) & (own_N >= 0)
+        for client, group_N in ((client, group_N) for (client, of), group_N in held.items() if of == side):
+            cut_N = np.isin(group_N, known) & (group_N >= 0)
             if cut_N.any():
-                cut, groups = len(np.unique(own_N[cut_N])), len(np.unique(own_N))
+                cut, groups = len(np.unique(group_N[cut_N])), len(np.unique(group_N))
                 shares[client], samples = f"{cut:,} of {groups:,} of {client}", samples + int(cut_N.sum())
-        what = f"Groups with {side} samples also have samples for {' or '.join(earlier)}, at any client"
+        what = f"Groups with {side} samples also have {' or '.join(earlier)} samples, at any client"
         yield from _list_places("groups" if side == "test" else "groups-validation", what, shares, samples=samples)
     named = [repr(column.name) for column in data.columns if GROUP_COLUMN.fullmatch(column.name.strip())]
     if named and not held:
-        yield _make_finding("group-column", f"Columns that seem to name groups are features: {join_some(named)}.")
+        yield _make_finding("group-column", f"Columns that seem to identify groups are features: {join_some(named)}.")
 
 
 def judge_classes(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find classes that are missing everywhere, or at a client."""
+    """Find classes that all clients lack, or some."""
     held = {part: part.counts(data.classes) > 0 for part in surveys if len(part.labels)}
     trained = {part.client: has_C for part, has_C in held.items() if part.split == "train"}
     tested = {part: has_C for part, has_C in held.items() if part.split == "test"}
@@ -365,21 +375,21 @@ def judge_classes(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[
     if absent_C.any():
         text = f"No client has a sample of these classes: {_name_classes(data, absent_C)}."
         yield _make_finding("absent-class", text)
-    own = {part: has_C for part, has_C in tested.items() if sets[part.content] == 1}
+    unshared = {part: has_C for part, has_C in tested.items() if sets[part.content] == 1}
     for kind, what, classes in (
         (
             "unlearned-class",
-            "Test data hold classes on which no client trains",
+            "Test data contain classes on which no client trains",
             {part.client: has_C & ~trained_C for part, has_C in tested.items()},
         ),
         (
             "untrained-class",
-            "A client's own test data hold classes that its training data lack",
-            {part.client: has_C & trained_C & ~trained.get(part.client, none_C) for part, has_C in own.items()},
+            "A client's own test data contain classes that its training data lack",
+            {part.client: has_C & trained_C & ~trained.get(part.client, none_C) for part, has_C in unshared.items()},
         ),
         (
             "single-class",
-            "Training data hold a single class",
+            "Training data contain a single class",
             {client: has_C for client, has_C in trained.items() if has_C.sum() == 1 < data.classes},
         ),
         (
@@ -393,7 +403,7 @@ def judge_classes(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[
 
 
 def _name_classes(data: Federation, chosen_C: Bools) -> str:
-    """Format as ``cat, dog``, or as a number for many classes."""
+    """Format as ``cat, dog``, or as a count if there are many classes."""
     which = np.flatnonzero(chosen_C)
     if len(which) > 4:
         return f"{len(which)} of {data.classes} classes"
@@ -401,7 +411,7 @@ def _name_classes(data: Federation, chosen_C: Bools) -> str:
 
 
 def judge_targets(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find targets that the task refuses, in the first split of each client that has some, and empty masks."""
+    """Find targets that the task refuses, in the first such split of each client, and empty masks."""
     for client in data.clients:
         for name, split in client.splits.items():
             try:
@@ -412,11 +422,11 @@ def judge_targets(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[
     if isinstance(data.task, Segmentation):
         targets = (split.y for client in data.clients for split in client.splits.values())
         empty = {part: find_empty_masks(y).numpy() for part, y in zip(surveys, targets, strict=True)}
-        yield from _list_rows("empty-mask", "Masks of nothing but background", empty)
+        yield from _list_rows("empty-mask", "Masks of background only", empty)
 
 
 def judge_test_sizes(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find test data so small that an accuracy is too uncertain."""
+    """Find test sets that are too small for a reliable accuracy."""
     small = {
         part: f"{part.client} {count} (50 % ± {100 * _Z / (2 * math.sqrt(count + _Z**2)):.0f})"
         for part in surveys if part.split == "test" and 0 < (count := len(part.labels)) < FEW
@@ -426,10 +436,10 @@ def judge_test_sizes(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]
 
 
 def find_duplicates(parts: Sequence[SplitSurvey]) -> pd.DataFrame:
-    """Return the samples that occur more than once among ``parts``, without blank images.
+    """Return the samples that occur more than once in ``parts``, without blank images.
 
-    Columns: ``part``, the number of the split; ``split``, its name; ``row``, ``label``, and ``group``, the number of
-    the group of equal samples. Groups are in the order of their first members, members in the order of splits and rows.
+    Columns: ``part``, the number of the split; ``split``, its name; ``row``; ``label``; and ``group``, the number of
+    the group of equal samples. Groups are ordered by their first member, members by split and row.
     """
     samples = pd.concat(
         pd.DataFrame(
@@ -445,11 +455,11 @@ def find_duplicates(parts: Sequence[SplitSurvey]) -> pd.DataFrame:
 
 
 def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find equal samples where they mislead; numbers to predict may differ for equal samples."""
+    """Find equal samples that distort results; numeric targets of equal samples may differ."""
     holders: defaultdict[tuple[str, int | bytes], list[SplitSurvey]] = defaultdict(list)
     for number, part in enumerate(surveys):
-        own = part.split == "train" or not len(part.labels)
-        holders[part.split, number if own else part.content].append(part)
+        separate = part.split == "train" or not len(part.labels)
+        holders[part.split, number if separate else part.content].append(part)
     parts = [held[0] for held in holders.values()]
     copies = find_duplicates(parts).reset_index()
     part_of, row_of = copies["part"].to_numpy(), copies["row"].to_numpy()
@@ -467,7 +477,7 @@ def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterat
         ("leakage-validation", "Validation samples are also in training data", alike, validating, trained),
         ("conflict", "Equal samples have different labels", alike, copies, differ("label", alike)),
         ("repeats", "Samples repeat an earlier one of the same split", in_part, copies, differ("row", in_part)),
-        ("shared", "Several clients hold the same samples", in_split, copies, differ("part", in_split)),
+        ("shared", "Several clients have the same samples", in_split, copies, differ("part", in_split)),
     ):
         if kind == "conflict" and isinstance(data.task, Regression | Survival):
             continue

@@ -1,9 +1,10 @@
-"""Feature shift: a classifier that sees only samples of one class can tell which client they come from.
+"""Feature shift: a classifier can predict which client a sample comes from among samples of one class.
 
 The classifier two-sample test of Lopez-Paz and Oquab 2017 (arXiv:1610.06545), here for many clients at once and within
 strata (classes), so that label skew gives no signal. The classifier is ridge regression onto client codes in two folds.
-As a matrix product it can be trained again for every permutation. Permuting only held-out scores would be invalid: the
-scores of one fold come from the labels of the other, the two agree by chance, and false alarms would double.
+Since it is a matrix product, it can be trained again for every permutation. Permuting only held-out scores would be
+invalid: the scores of one fold come from the labels of the other, the two agree by chance, and false alarms would
+double.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from scipy.stats import rankdata
 from .shift_tests import TOGETHER, Evidence, Floats, Ints, group_rows, permutation_p_value
 
 FEWEST = 8
-"""Samples of a stratum that a client needs to be compared in it; a stratum counts if two clients have as many."""
+"""Minimum number of a client's samples in a stratum to compare it there; two clients need as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoSample:
     """Result of the two-sample test: ``evidence`` with the AUC of each client against all others, and ``pairs``.
 
-    ``pairs[i][j]`` is the AUC of client i against j: the probability that the classifier ranks a held-out sample of the
-    client above one of the other client in the same stratum, 0.5 if it cannot tell them apart and 1 if it always can;
-    None if they have no stratum in common.
+    ``pairs[i][j]`` is the AUC of client i against j: the probability that the classifier ranks a held-out sample of
+    client i above one of client j in the same stratum. It is 0.5 if the classifier cannot distinguish the clients, 1 if
+    it always can, and None if they have no stratum in common.
     """
 
     evidence: Evidence
@@ -44,12 +45,12 @@ def feature_shift(
     permutations: int,
     stratum: str = "class",
 ) -> TwoSample:
-    """Test whether samples ``x`` ``[N, D]`` of one stratum differ by client; ``strata``, ``client``: ``[N]`` from 0.
+    """Test whether samples ``x`` ``[N, D]`` of one stratum differ by client.
 
-    ``stratum``: name of a stratum in messages.
+    ``strata`` and ``client``: ``[N]``, from 0; ``stratum``: what a stratum is called in messages.
 
-    The statistic is the largest AUC of a client against all others. The p-value is that of the mean lead, in held-out
-    score, of a client's samples over the others', under permutations of clients within strata.
+    The statistic is the largest AUC of a client against all others. The p-value is that of the mean difference in
+    held-out score between a client's samples and the others', under permutations of clients within strata.
     """
     kept = _find_comparable(strata, client, clients)
     if not kept.any():
@@ -78,7 +79,7 @@ def feature_shift(
 
 
 def _find_comparable(strata: Ints, client: Ints, clients: int) -> NDArray[np.bool_]:
-    """Mask the samples whose client has at least :data:`FEWEST` of their stratum, and another client too."""
+    """Return a mask of the samples in whose stratum their client and another one have :data:`FEWEST` samples each."""
     counts_SC = np.zeros((int(strata.max()) + 1, clients), dtype=int)
     np.add.at(counts_SC, (strata, client), 1)
     enough_SC = counts_SC >= FEWEST
@@ -112,7 +113,7 @@ class _Ridge:
         return inverse
 
     def score_other_fold(self, codes: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return scores ``[N, C]`` of every sample by the weights of the other fold."""
+        """Return the scores ``[N, C]`` of every sample under the weights of the other fold."""
         scores = np.empty_like(codes)
         for train, test, solver, strata in self.folds:
             shared = solver @ (self.x[train].T @ codes[train])
@@ -124,7 +125,7 @@ class _Ridge:
 
 
 def _encode_clients(client: Ints, clients: int, cells: Sequence[Ints]) -> NDArray[np.float32]:
-    """Return a column per client, on the same scale whatever the client's size, with mean 0 in each cell."""
+    """Return one column per client, with mean 0 in each cell, on a scale independent of the client's size."""
     size_C = np.bincount(client, minlength=clients)
     codes: NDArray[np.float32] = np.eye(clients, dtype=np.float32)[client]
     codes *= (len(client) / np.maximum(size_C, 1)).astype(np.float32)
@@ -134,7 +135,7 @@ def _encode_clients(client: Ints, clients: int, cells: Sequence[Ints]) -> NDArra
 
 
 def _split_in_halves(keys: Ints, rng: np.random.Generator) -> Ints:
-    """Assign each sample to fold 0 or 1, of about equal size within each key."""
+    """Assign each sample to fold 0 or 1; both have about equal size within each key."""
     fold = np.empty_like(keys)
     for rows in group_rows(keys):
         fold[rng.permutation(rows)] = (np.arange(len(rows)) + rng.integers(2)) % 2
@@ -149,7 +150,7 @@ def _shuffle(client: Ints, cells: Sequence[Ints], rng: np.random.Generator) -> I
 
 
 def _auc(score: NDArray[np.floating], own: NDArray[np.bool_], cells: Sequence[Ints]) -> float | None:
-    """Return Mann and Whitney's U over the number of pairs in cells, weighted by the harmonic mean of both sizes."""
+    """Return Mann and Whitney's U per pair, averaged over cells with the harmonic mean of both sizes as weight."""
     total = weight = 0.0
     for rows in cells:
         mine = own[rows]

@@ -19,7 +19,7 @@ from ..utils.random_streams import key_bits, stream, torch_stream
 from .shift_tests import Floats, Ints, Moments
 
 PIXELS, COMPONENTS = 32, 50
-"""Largest height and width, to which larger images are shrunk; number of principal components."""
+"""Maximum height and width of images, larger ones are reduced; number of principal components."""
 
 STEPS, BATCH = 60, 64
 """Training of the small network: number of batches, and samples in each."""
@@ -28,9 +28,11 @@ STEPS, BATCH = 60, 64
 def gather_samples(splits: Sequence[Samples], rows: Sequence[Ints]) -> Tensor:
     """Gather the samples at ``rows`` of each split as float32 ``[N, C, H, W]``, pixels from 0 to 1, or ``[N, D]``."""
     parts = []
-    pieces = ((split, own[piece]) for split, own in zip(splits, rows, strict=True) for piece in split.pieces(len(own)))
-    for split, own in pieces:
-        x = split.copy_rows(torch.from_numpy(own))
+    pieces = (
+        (split, some[piece]) for split, some in zip(splits, rows, strict=True) for piece in split.pieces(len(some))
+    )
+    for split, some in pieces:
+        x = split.copy_rows(torch.from_numpy(some))
         x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
         if x.ndim == 4 and max(x.shape[2:]) > PIXELS:
             height, width = (min(size, PIXELS) for size in x.shape[2:])
@@ -40,13 +42,13 @@ def gather_samples(splits: Sequence[Samples], rows: Sequence[Ints]) -> Tensor:
 
 
 def to_vectors(x: Tensor) -> Floats:
-    """Return samples as centered vectors ``[N, D]``: pixels keep their scale, columns of a table get unit variance."""
+    """Return samples as centered vectors ``[N, D]``; pixels keep their scale, columns of a table get unit variance."""
     vectors = x.flatten(1).double().numpy()
     return vectors - vectors.mean(axis=0) if x.ndim == 4 else _standardize(vectors)
 
 
 def appearance_features(x: Tensor) -> Floats:
-    """Return mean, contrast and mean step between neighboring pixels of each channel; nothing for vectors."""
+    """Return each channel's mean, contrast and mean difference of neighboring pixels; no columns for vectors."""
     if x.ndim != 4:
         return np.empty((len(x), 0))
     steps = [x.diff(dim=dim).abs().mean(dim=(2, 3)) for dim in (2, 3) if x.shape[dim] > 1]
@@ -54,7 +56,7 @@ def appearance_features(x: Tensor) -> Floats:
 
 
 def principal_components(vectors: NDArray[np.floating], seed: int) -> Floats:
-    """Return scores of the first :data:`COMPONENTS` principal components, ``[N, at most 50]``."""
+    """Return the scores of the first :data:`COMPONENTS` principal components, ``[N, at most 50]``."""
     centered = vectors - vectors.mean(axis=0)
     kept = min(COMPONENTS, *centered.shape)
     state = key_bits(seed, "diagnose/components") % 2**32
@@ -64,15 +66,15 @@ def principal_components(vectors: NDArray[np.floating], seed: int) -> Floats:
 
 
 def classifier_features(scores: Floats, extra: Floats | None = None) -> Floats:
-    """Return the classifier's inputs: components, their squares (which show contrast and noise), and ``extra``."""
+    """Return the classifier's inputs: components, their squares (which reflect contrast and noise), and ``extra``."""
     return _standardize(np.concatenate([scores, scores**2, *([] if extra is None else [extra])], axis=1))
 
 
 def warm_up(x: Tensor, y: Tensor, classes: int, seed: int) -> list[Moments]:
     """Record the inputs of each BatchNorm layer of a small network after :data:`STEPS` steps on the pooled samples.
 
-    ``small-cnn`` for images, ``abide-mlp`` for vectors. Training ignores clients, so permuting them needs no new
-    training.
+    The network is ``small-cnn`` for images and ``abide-mlp`` for vectors. Training ignores clients, so that permuting
+    them needs no new training.
     """
     images = x.ndim == 4 and min(x.shape[2:]) >= 4
     x = (x - x.mean()) / x.std().clamp_min(1e-6) if images else torch.from_numpy(_standardize(to_vectors(x))).float()

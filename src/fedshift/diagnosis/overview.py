@@ -1,4 +1,4 @@
-"""Overview of a federation's data, for the terminal and as pictures: sizes, findings of the check, images, classes."""
+"""Overview of a federation's data on the terminal and in figures: sizes, findings of the check, images, classes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .quality import Quality
 from .survey import survey_splits
 
 SHOWN = 20
-"""Maximum number of clients that tables and sheets show one by one."""
+"""Maximum number of clients in tables and sheets of images."""
 _STYLE: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def describe(data: Federation) -> Table:
-    """Tabulate samples of each client's splits, its training targets, and the sample shape, with totals."""
+    """Tabulate the size of each client's splits, its training targets and the sample shape, with totals."""
     splits = [name for name in ("train", "validation", "test") if any(name in c.splits for c in data.clients)]
     table = Table(box=None, title=Text(f"{data.name}: {len(data.clients):,} clients"), title_justify="left")
     table.add_column("client", overflow="fold")
@@ -39,8 +39,8 @@ def describe(data: Federation) -> Table:
         table.add_column(title, justify="right")
     table.add_column("sample")
     facts = [data.task.describe(client.train.y) for client in data.clients[:SHOWN]]
-    told = list(dict.fromkeys(name for each in facts for name in each))
-    for name in told:
+    columns = list(dict.fromkeys(name for each in facts for name in each))
+    for name in columns:
         table.add_column(name)
     has_CK = _count_classes(data) > 0
     for client, has_K, each in zip(data.clients, has_CK, facts, strict=False):
@@ -48,7 +48,7 @@ def describe(data: Federation) -> Table:
         shape = " x ".join(map(str, client.train.shape))
         table.add_row(
             Text(client.name), *sizes, str(has_K.sum() or data.classes),
-            f"{shape} {str(client.train.dtype).removeprefix('torch.')}", *(each.get(name, "") for name in told),
+            f"{shape} {str(client.train.dtype).removeprefix('torch.')}", *(each.get(name, "") for name in columns),
         )  # fmt: skip
     if len(data.clients) > SHOWN:
         table.add_row(Text(f"and {len(data.clients) - SHOWN:,} more", style="dim"))
@@ -65,15 +65,15 @@ def render_quality(quality: Quality) -> Iterator[RenderableType]:
         yield Padding(_render_finding(finding), (0, 0, 1, 0))
     samples, clients = sum(part.samples for part in quality.splits), len({part.client for part in quality.splits})
     counts = [(len(quality.of(severity)), severity) for severity in _STYLE]
-    said = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for count, severity in counts if count) or "nothing"
-    yield Text(f"Found {said} in {samples:,} samples of {clients:,} client{'s' * (clients != 1)}.", style="bold")
+    total = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for count, severity in counts if count) or "nothing"
+    yield Text(f"Found {total} in {samples:,} samples of {clients:,} client{'s' * (clients != 1)}.", style="bold")
 
 
 def _count_classes(data: Federation) -> NDArray[np.int64]:
-    """Count each client's training samples (in masks: pixels) of each class, without labels out of range.
+    """Count each client's training samples (in masks: pixels) of each class, ignoring labels out of range.
 
     Returns:
-        int64 ``[clients, classes]``; zeros if targets are numbers.
+        int64 ``[clients, classes]``; zeros for numeric targets.
 
     """
     targets = (client.train.y for client in data.clients)
@@ -101,9 +101,9 @@ def draw_overview(data: Federation, directory: Path) -> list[Path]:
 def make_overview(data: Federation) -> dict[str, Figure]:
     """Return figures of the training data by name.
 
-    ``samples``: for images, a sheet with some images of each client, and the outlines of their masks; for vectors
-    ``features``, the features in which clients differ most. ``classes``: the number of samples of each class at each
-    client, or the share of pixels.
+    ``samples`` (for images): a sheet with some images of each client and the outlines of their masks. ``features`` (for
+    vectors): the features in which clients differ most. ``classes``: the number of each client's samples, or pixels, of
+    each class.
     """
     classes = list(data.class_names) or [str(number) for number in range(data.classes)]
     counts = pd.DataFrame(_count_classes(data), index=list(data.names), columns=classes)
@@ -128,7 +128,7 @@ def make_overview(data: Federation) -> dict[str, Figure]:
 
 
 def _draw_sheet(data: Federation, classes: list[str]) -> Figure:
-    """Draw a fixed random choice of the first clients' training images; with one class each, equally many per class."""
+    """Draw a fixed random choice of the first clients' training images, balanced over classes if samples have one."""
     shown = data.clients[:SHOWN]
     rows = max(1, min(3, 2 * COLUMNS // len(shown)))
     stratified = data.task.strata(shown[0].train.y) is not None

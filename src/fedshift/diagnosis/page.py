@@ -1,4 +1,4 @@
-"""Page of a diagnosis in one self-contained file: tests, share of each client, advice, and pictures of the data."""
+"""Page of a diagnosis in one self-contained file: tests, values of each client, advice, and pictures of the data."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DESCRIPTIONS = {
 def write_page(
     diagnosis: Diagnosis, data: Federation, path: Path, command: str | None = None, remarks: Sequence[str] = ()
 ) -> Path:
-    """Write the page of ``diagnosis`` atomically, the same bytes for the same input; return its path.
+    """Write the page of ``diagnosis`` atomically and return its path; equal inputs give equal bytes.
 
     Args:
         diagnosis: Result of :func:`~fedshift.diagnosis.diagnose`.
         data: The diagnosed federation, for the pictures.
         path: File to write.
         command: Argument of ``--data`` in the suggested command, quoted; None: the federation's name.
-        remarks: Sentences that a reader should know first.
+        remarks: Sentences to show first.
 
     """
     findings, *evidence = tabulate_diagnosis(diagnosis).items()

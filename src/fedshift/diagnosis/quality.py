@@ -1,4 +1,4 @@
-"""Quality check of a federation's data: all faults that training would hide, before anything is trained."""
+"""Quality check of a federation's data before training: all faults that training would hide."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Quality:
 def examine(data: Federation) -> Quality:
     """Read every sample of ``data`` once and report all faults.
 
-    The faults that :meth:`Federation.check` refuses one at a time are found too, so that they are reported together.
+    This includes the faults that :meth:`Federation.check` raises one at a time, so that they are reported together.
     """
     surveys, names = survey_splits(data), name_features(data)
     classified = isinstance(data.task, Classification)
@@ -104,10 +104,10 @@ def examine(data: Federation) -> Quality:
 
 
 def find_errors(data: Federation) -> tuple[str, ...]:
-    """Return the errors of :func:`examine` that would not stop a run from starting, in one sentence each.
+    """Return the errors of :func:`examine` that do not keep a run from starting, one sentence each.
 
-    Samples are read once more, without statistics, and not again for the same data on this machine; lazy samples are
-    not read. :meth:`Federation.check` refuses the other errors.
+    :meth:`Federation.check` raises the other errors. Samples are read once, without statistics, and the result is
+    cached on this machine for the same data; lazy samples are not read.
     """
 
     def find_copies() -> dict[str, list[str]]:
@@ -120,19 +120,22 @@ def find_errors(data: Federation) -> tuple[str, ...]:
 
 
 def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | None) -> tuple[str, ...]:
-    """Return at most one line about the errors of ``data``, for the start of a run.
+    """Check ``data`` for errors at the start of a run, and return the warnings to show.
 
-    Raises :class:`UsageError` if ``choice`` is to refuse them. None warns; ``ignore`` skips the check and returns what
-    was skipped when the data were read.
+    ``choice``: ``refuse`` raises :class:`UsageError` if there are errors, ``warn`` or None returns a line about them,
+    and ``ignore`` skips the check and returns only the faults that were noticed when the data were read.
     """
     if choice == "ignore":
         return data.faults
     errors = find_errors(data)
     if not errors:
         return ()
-    said = f"{len(errors)} error{'s' * (len(errors) > 1)} in the data: {' '.join(errors)}"
+    message = f"{len(errors)} error{'s' * (len(errors) > 1)} in the data: {' '.join(errors)}"
     if choice == "refuse":
         raise UsageError(
-            f"{said} Correct them (`fedshift data check` says how), or go on ({{}})", Ref(on_data_error="warn")
+            f"{message} Correct them (`fedshift data check` shows how), or continue anyway ({{}})",
+            Ref(on_data_error="warn"),
         )
-    return (f"{said} `fedshift data check` says how to correct them; --on-data-error refuse does not start with any",)
+    return (
+        f"{message} `fedshift data check` shows how to correct them; --on-data-error refuse stops a run that has any",
+    )

@@ -1,4 +1,4 @@
-"""Text of a diagnosis: tables, sentences that interpret the numbers, methods, and a command to try."""
+"""Text of a diagnosis: tables, sentences that interpret the numbers, recommended methods, and a command to try."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MEASURES = {
     "target skew": "Kolmogorov-Smirnov distance of a client",
     "feature shift": "AUC of a client against the others",
     "quantity skew": "Gini of training samples",
-    "concept shift": "labels of neighbors, own - others - looks",
+    "concept shift": "labels of neighbors, own - others - appearance",
 }
 LABELS = {
-    "multilabel": ("divergence of one label, bits", "labels, bits", "one of its labels tells"),
-    "segmentation": ("divergence of shares of pixels, bits", "classes, bits", "the classes of its pixels tell"),
+    "multilabel": ("divergence of one label, bits", "labels, bits", "one of a sample's labels carries"),
+    "segmentation": ("divergence of shares of pixels, bits", "classes, bits", "the classes of an image's pixels carry"),
     "regression": (MEASURES["target skew"], "targets, KS", ""),
 }
-"""Measure of label skew, its column by client, and the beginning of its sentence, by task."""
+"""Measure of label skew, its column in the table of clients, and the start of its sentence, by task."""
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 """Learning rates in the suggested command."""
 PAIRS = "Pairs, AUC"
@@ -36,7 +36,7 @@ SHOWN = 10
 
 
 def render_diagnosis(diagnosis: Diagnosis, data: str | None = None) -> Iterator[RenderableType]:
-    """Yield tables, interpretation, recommended methods and a command; ``data``: the argument of ``--data``, quoted."""
+    """Yield tables, interpretation, recommended methods and a command; ``data``: argument of ``--data``, quoted."""
     yield from (_render_table(title, table) for title, table in tabulate_diagnosis(diagnosis).items())
     yield Text("Interpretation", style="bold")
     for sentence in interpret(diagnosis):
@@ -63,8 +63,8 @@ def comparison_command(diagnosis: Diagnosis, data: str | None = None) -> str:
 def interpret(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the findings as sentences."""
     if not diagnosis.named:
-        whole = all(finding.evidence.p is not None for finding in diagnosis.findings)
-        why = ": the clients' data cannot be told from random parts of one data set" if whole else ""
+        tested = all(finding.evidence.p is not None for finding in diagnosis.findings)
+        why = ": the clients' data cannot be distinguished from random parts of one data set" if tested else ""
         yield f"No shift is named{why}."
     for finding in diagnosis.findings:
         yield _describe_finding(finding, diagnosis)
@@ -79,8 +79,8 @@ def _describe_finding(finding: ShiftFinding, diagnosis: Diagnosis) -> str:
     kind = finding.kind.capitalize()
     if found.statistic is None or finding.corrected is None:
         hint = "" if finding.kind != "concept shift" else (
-            f": where a classifier tells clients apart (AUC of {SEPARABLE} or more), a difference in labels cannot be "
-            "told from one in appearance, so this is no evidence that concepts agree"
+            f": where a classifier distinguishes clients (AUC of {SEPARABLE} or more), a difference in labels could "
+            "also be one in appearance, so this does not show that concepts agree"
         )  # fmt: skip
         if diagnosis.task != "classification" and finding.kind == "concept shift":
             return f"Concept shift does not apply: {found.untestable_because}."
@@ -96,16 +96,16 @@ def _describe_finding(finding: ShiftFinding, diagnosis: Diagnosis) -> str:
         )  # fmt: skip
     strongest = _name_strongest(finding, diagnosis)
     what = {
-        "label skew": f"{LABELS.get(diagnosis.task, ('', '', 'a label tells'))[2]} {found.statistic:.2f} bits about "
+        "label skew": f"{LABELS.get(diagnosis.task, ('', '', 'a label carries'))[2]} {found.statistic:.2f} bits about "
         f"the client (by chance {found.chance:.3f}), {strongest} differs most",
-        "target skew": f"the targets of {strongest} differ most: the shares of targets up to some number differ by "
-        f"{100 * found.statistic:.0f} points from those of the others (by chance {100 * (found.chance or 0):.0f})",
-        "feature shift": f"{_name_group(diagnosis)}, a sample of {strongest} is told from one of another client in "
-        f"{100 * found.statistic:.0f} of 100 cases (by chance 50)",
+        "target skew": f"the targets of {strongest} differ most: the share of targets below some value differs by "
+        f"{100 * found.statistic:.0f} points from the others' (by chance {100 * (found.chance or 0):.0f})",
+        "feature shift": f"{_name_group(diagnosis)}, a classifier distinguishes a sample of {strongest} from one of "
+        f"another client in {100 * found.statistic:.0f} of 100 cases (by chance 50)",
         "quantity skew": f"Gini {found.statistic:.2f}, from {min(diagnosis.sizes):,} to {max(diagnosis.sizes):,} "
         "training samples",
-        "concept shift": f"among similar inputs, a label of {strongest} is {100 * found.statistic:.0f} points less "
-        "frequent at other clients than at its own, beyond what appearance may explain",
+        "concept shift": f"among similar inputs, a label given by {strongest} is {100 * found.statistic:.0f} points "
+        "less frequent at other clients, beyond what appearance may explain",
     }[finding.kind]
     return f"{kind}, {finding.strength}: {what}, {chance}."
 
@@ -117,7 +117,7 @@ def _name_strongest(finding: ShiftFinding, diagnosis: Diagnosis) -> str:
 
 
 def _name_group(diagnosis: Diagnosis) -> str:
-    return "within a class" if diagnosis.task == "classification" else "among samples with like targets"
+    return "within a class" if diagnosis.task == "classification" else "among samples with similar targets"
 
 
 def _name_closest(diagnosis: Diagnosis) -> Iterator[str]:
@@ -127,9 +127,9 @@ def _name_closest(diagnosis: Diagnosis) -> Iterator[str]:
         if (auc := diagnosis.pairs[i][j]) is not None
     ]
     if len(known) > 1:
-        (low, *alike), (high, *apart) = min(known), max(known)
-        nearest, farthest = " and ".join(alike), " and ".join(apart)
-        yield f"Nearest to each other are {nearest} (AUC {low:.2f}), farthest apart {farthest} (AUC {high:.2f})."
+        (low, *closest), (high, *farthest) = min(known), max(known)
+        similar, different = " and ".join(closest), " and ".join(farthest)
+        yield f"Most similar are {similar} (AUC {low:.2f}), most different {different} (AUC {high:.2f})."
 
 
 def _describe_layers(diagnosis: Diagnosis) -> Iterator[str]:
@@ -142,11 +142,11 @@ def _describe_layers(diagnosis: Diagnosis) -> Iterator[str]:
     elif last >= 2 * first:
         yield "BatchNorm's statistics differ most in the last layer: content differs more than appearance."
     else:
-        yield "BatchNorm's statistics differ in early and late layers alike."
+        yield "BatchNorm's statistics differ about equally in early and late layers."
 
 
 def tabulate_diagnosis(diagnosis: Diagnosis) -> dict[str, TextTable]:
-    """Return the tables of findings, clients, pairs of clients (if few) and layers, by title, in this order."""
+    """Return the tables of findings, clients, pairs of clients (if few) and layers, in this order, by title."""
     header = ("shift", "measured as", "value", "by chance", "p", "p corrected", "verdict")
     tests = [
         (

@@ -1,12 +1,13 @@
 """Search for a method on validation data: successive halving over methods and learning rates, within a budget.
 
-All candidates train for a few rounds, the best third of them for three times as many, and so on; one that goes on
-continues from its checkpoint (Jamieson and Talwalkar 2016, arXiv:1502.07943, who halve; Li et al. 2018,
-arXiv:1603.06560, keep a third). Three changes: after the first rung every method goes on at its best learning rate,
-since the order of methods is not seen so early; at most :data:`PER_METHOD` rates of a method go on, since methods are
-to be chosen; and the baseline stays to the end, since gains are over it. Test data choose nothing.
+All candidates train for a few rounds, the best third of them for three times as many, and so on; a candidate that
+advances continues from its checkpoint (Jamieson and Talwalkar 2016, arXiv:1502.07943, who halve; Li et al. 2018,
+arXiv:1603.06560, keep a third). There are three changes. After the first rung every method advances at its best
+learning rate, since it is too early to rank methods. At most :data:`PER_METHOD` rates of a method advance, since the
+search is to choose a method. The baseline stays to the end, since gains are measured against it. Test data are not
+used.
 
-A search is a function of data, settings and its plan. The plan alone depends on the clock: how many candidates and
+A search is a function of data, settings and its plan. Only the plan depends on the clock: how many candidates and
 rounds fit into the budget follows from steps timed on this machine, which are cached.
 """
 
@@ -49,58 +50,67 @@ from .budget import PER_METHOD, Cost, Rung, fit_budget, measure_cost, plan_rungs
 from .rendering import interpret
 
 MOST_METHODS = 12
-"""Most methods that a diagnosis makes candidates: FedAvg, eight advised ones and three in any case."""
+"""Maximum number of candidate methods from a diagnosis: FedAvg, eight recommended ones and three that always run."""
 SMALL_BATCH = 4
-"""Batch size up to which methods without BatchNorm come first."""
-BASELINE, ALONE = "fedavg", "single"
-"""Methods that stay to the end, since the advised one is compared with them."""
+"""Batch size up to which methods without BatchNorm are tried first."""
+BASELINE, LOCAL = "fedavg", "single"
+"""Methods that stay to the end for comparison with the advised one: the baseline, and local training."""
 CONFIRMING = 5
-"""Seeds of the comparison that is to confirm the advice."""
+"""Number of seeds in the comparison that confirms the advice."""
 LARGE_PART = 0.05
-"""A round that is predicted to take this part of the budget is not timed, but predicted from a step."""
+"""Share of the budget from which a round is too long to be timed, and is predicted from a step."""
 FILE, RUN = "search.json", "search"
-"""File with the plan and the results of a search in its directory, and the run directory of its trials there."""
+"""In the directory of a search: the file with its plan and results, and the run directory of its trials."""
 RATES, ADAMW_RATES = (0.003, 0.01, 0.03, 0.1, 0.3), (0.0001, 0.0003, 0.001, 0.003, 0.01)
 """Learning rates to try with SGD and with AdamW."""
 TIMES_DEFAULT = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Multiples of the default learning rate to try with another optimizer of torch."""
 VALIDATION = 0.2
-"""Fraction of training samples that is held out where there are no validation data."""
+"""Fraction of the training samples that is held out if there are no validation data."""
 GENERAL = {
-    "single": "each client by itself: whether federating pays at all",
-    "fedbn": "the smallest change where looks differ, should the diagnosis have missed it",
-    "gn": "one model without statistics of batches, should the diagnosis have missed a shift",
+    "single": "each client trains by itself: shows whether federating pays",
+    "fedbn": "the smallest change against a feature shift, in case the diagnosis missed it",
+    "gn": "one model without statistics of batches, in case the diagnosis missed a shift",
 }
-"""Methods that are tried whatever the diagnosis says."""
-FEW = "batches of {} samples, of which BatchNorm's statistics are noisy (FedWon, tables 2 and 20)"
+"""Methods that are always tried, with the reasons."""
+FEW = "BatchNorm's statistics are noisy in batches of {} samples (FedWon, tables 2 and 20)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A method at a learning rate (None: its own); ``name`` is what both together are called in tables."""
+    """A method at a learning rate (None: the one that it sets); ``name`` stands for both in tables."""
 
     name: str
     method: str
     rate: float | None
 
     def is_of(self, method: str) -> bool:
-        """Return whether this is ``method``, in some spelling of it."""
+        """Return whether this is ``method``, in any spelling."""
         return self.method == method or is_plain(self.method, method)
 
 
 Values = dict[str, dict[str, float | None]]
-"""Validation metric of each client, mean over seeds, by candidate; None where it is undefined or training diverged."""
+"""Validation metric by candidate and client, mean over seeds; None where it is undefined or training diverged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """Plan of a search, and the results of the rungs that were run.
 
-    ``reasons``: for trying each method. ``refused``: methods that do not fit, and why. ``findings`` and ``cautions``:
-    of the diagnosis. ``seconds``: predicted for everything, diagnosis and timing included. ``asked``: rounds that were
-    asked for, of which the budget may allow fewer. ``dropped``: methods and rates that the budget does not allow.
-    ``work``: work of a method beyond FedAvg's, in words; ``costs``: seconds of a round with its evaluation. ``spent``:
-    seconds used so far. ``overtime``: the budget was used before all rungs were run.
+    Attributes:
+        reasons: Reason for trying each method.
+        refused: Methods that do not suit the data or the model, with the reason.
+        findings, cautions: Sentences from the diagnosis.
+        seconds: Predicted total time, including diagnosis and timing.
+        asked: Requested number of rounds; the budget may allow fewer.
+        budget: Minutes for everything.
+        results: Values of each rung that was run.
+        dropped: Methods and learning rates that the budget does not allow.
+        work: Description of the work of a method beyond FedAvg's.
+        costs: Seconds that a method takes for a round and its evaluation.
+        spent: Seconds used so far.
+        overtime: Whether the budget was used up before all rungs were run.
+
     """
 
     federation: str
@@ -135,16 +145,19 @@ class Search:
 
     @property
     def sign(self) -> int:
-        """1 where a higher value of the metric is better, else -1."""
+        """1 if a higher value of the metric is better, else -1."""
         return -1 if self.metric in LOWER_IS_BETTER else 1
 
     def table(self, rung: int) -> pd.DataFrame:
-        """Return the values of a rung that was run: clients that all candidates have x candidates that have some."""
+        """Return the values of a rung that was run, clients x candidates.
+
+        Candidates without any value are omitted, then clients without a value for some candidate.
+        """
         values = pd.DataFrame(self.results[rung], dtype=float).dropna(axis=1, how="all")
         table = values.dropna()
         if not len(table):
             raise FedshiftError(
-                f"no client has a validation {self.metric} under every candidate after {self.rungs[rung].rounds} "
+                f"no client has a validation {self.metric} for every candidate after {self.rungs[rung].rounds} "
                 "rounds: give smaller {}, more {}, or {}",
                 Ref("rates"),
                 Ref("rounds"),
@@ -153,7 +166,7 @@ class Search:
         return table
 
     def rank(self, rung: int) -> list[Candidate]:
-        """Return the candidates of a rung that did not diverge, the best first, of equal ones the earlier."""
+        """Return the candidates of a rung that did not diverge, the best first; equal ones keep their order."""
         macro = self.table(rung).mean()
         known = [each for each in self.candidates if each.name in macro]
         return sorted(known, key=lambda each: -self.sign * macro[each.name])
@@ -161,7 +174,7 @@ class Search:
     def members(self, rung: int) -> tuple[Candidate, ...]:
         """Return the candidates of a rung, in the order of all candidates.
 
-        Raises :class:`FedshiftError` where the baseline diverged at every learning rate.
+        Raises :class:`FedshiftError` if the baseline diverged at every learning rate.
         """
         if rung == 0:
             return self.candidates
@@ -178,12 +191,12 @@ class Search:
         return tuple(each for each in self.candidates if each in (*kept, *self._list_references(rung - 1)))
 
     def _list_references(self, rung: int) -> list[Candidate]:
-        """Return the baseline and training alone at their best learning rates in a rung."""
-        alone = self.find(ALONE, rung)
-        return [self.find_baseline(rung), *([alone] if alone else [])]
+        """Return the baseline and local training at their best learning rates in a rung."""
+        local = self.find(LOCAL, rung)
+        return [self.find_baseline(rung), *([local] if local else [])]
 
     def find(self, method: str, rung: int = -1) -> Candidate | None:
-        """Return ``method`` at its best learning rate in a rung; None where it is not among its candidates."""
+        """Return ``method`` at its best learning rate in a rung; None if the rung has no such candidate."""
         return next((each for each in self.rank(rung) if each.is_of(method)), None)
 
     def find_baseline(self, rung: int) -> Candidate:
@@ -197,22 +210,23 @@ class Search:
 
     @cached_property
     def best(self) -> Candidate:
-        """The candidate that is best on validation data in the last rung.
+        """The advised candidate: the best on validation data in the last rung, unless a simpler one does as well.
 
-        Where that choice, made without a client, loses to the baseline at this client on average, it is the baseline;
-        where what is then advised gains nothing over training alone there, it is training alone, which is simpler.
+        If the expected gain over the baseline is negative, the baseline is advised, or local training if the baseline
+        loses to it. If the best candidate's expected gain over local training is not positive, local training is
+        advised.
         """
-        alone = self.find(ALONE)
+        local = self.find(LOCAL)
         if self.expected.mean < 0:
             base = self.find_baseline(-1)
-            return alone if alone and self.gain(base, -1, alone).mean < 0 else base
-        gained = self.expected_over(ALONE)
-        return alone if alone and gained and not gained.mean > 0 else self.rank(-1)[0]
+            return local if local and self.gain(base, -1, local).mean < 0 else base
+        gained = self.expected_over(LOCAL)
+        return local if local and gained and not gained.mean > 0 else self.rank(-1)[0]
 
     def gain(self, candidate: Candidate, rung: int, over: Candidate | None = None) -> PairedDifference:
         """Return how much better ``candidate`` is in a rung than ``over``, paired over clients.
 
-        ``over``: None: the baseline at its best learning rate.
+        ``over``: a candidate; None: the baseline at its best learning rate.
         """
         table = self.table(rung)
         ours, theirs = (self.sign * table[each.name] for each in (candidate, over or self.find_baseline(rung)))
@@ -220,15 +234,14 @@ class Search:
 
     @cached_property
     def expected(self) -> PairedDifference:
-        """The expected gain over the baseline: at each client that of the candidate that is best at the others.
+        """The expected gain over the baseline: at each client, the gain of the candidate that is best at the others.
 
-        The best value of several is too high by chance; here no client's data both choose and measure.
+        The best of several values is too high by chance; here no client's data both choose and measure.
         """
-        found = self.expected_over(self.baseline)
-        return found if found else paired_difference([], [])
+        return self.expected_over(self.baseline) or paired_difference([], [])
 
     def expected_over(self, method: str) -> PairedDifference | None:
-        """Return the gain like :attr:`expected` over ``method``; None where the last rung has not measured it."""
+        """Return the gain over ``method`` as in :attr:`expected`; None if the last rung did not measure ``method``."""
         table = self.sign * self.table(-1)
         base = [each.name for each in self.candidates if each.is_of(method) and each.name in table]
         if not base:
@@ -242,16 +255,16 @@ class Search:
 
 
 def parse_rates(rates: str | Sequence[float], optimizer: Optimizer) -> tuple[float, ...]:
-    """Return learning rates given as numbers or as a text with commas; ``auto``: those for ``optimizer``."""
+    """Parse learning rates from numbers or a comma-separated text; ``auto``: the usual ones for ``optimizer``."""
     if rates == AUTO:
         return _choose_rates(optimizer)
     try:
-        found = tuple(float(rate) for rate in (rates.split(",") if isinstance(rates, str) else rates))
+        parsed = tuple(float(rate) for rate in (rates.split(",") if isinstance(rates, str) else rates))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"rates={rates!r}: give numbers with commas between, such as 0.01,0.03,0.1") from error
-    if not found or len(set(found)) < len(found) or not all(0 < rate < math.inf for rate in found):
-        raise UsageError(f"rates={rates!r}: give numbers greater than 0, each once, such as 0.01,0.03,0.1")
-    return found
+        raise UsageError(f"rates={rates!r}: give numbers separated by commas, such as 0.01,0.03,0.1") from error
+    if not parsed or len(set(parsed)) < len(parsed) or not all(0 < rate < math.inf for rate in parsed):
+        raise UsageError(f"rates={rates!r}: give different numbers greater than 0, such as 0.01,0.03,0.1")
+    return parsed
 
 
 def _choose_rates(optimizer: Optimizer) -> tuple[float, ...]:
@@ -264,18 +277,19 @@ def _choose_rates(optimizer: Optimizer) -> tuple[float, ...]:
 
 
 def hold_out(make: Callable[[dict[str, Any]], Experiment]) -> Experiment:
-    """Return the experiment that ``make`` makes of further settings, with validation data held out if it has none.
+    """Return an experiment that measures only validation data, held out from the training data where there are none.
 
-    It measures validation data alone: a search shows no test data, and none can choose.
+    Test data are not measured, so they cannot influence the search. ``make`` creates the experiment with additional
+    settings.
     """
 
     def prepare(settings: dict[str, Any]) -> Experiment:
-        found = make(settings)
-        return replace(found, settings=replace(found.settings, splits=("validation",)))
+        made = make(settings)
+        return replace(made, settings=replace(made.settings, splits=("validation",)))
 
-    made = prepare({})
-    trained = [client for client in made.data.clients if client.name not in made.settings.newcomers]
-    return made if all(client.validation for client in trained) else prepare({"validation": VALIDATION})
+    experiment = prepare({})
+    trained = [client for client in experiment.data.clients if client.name not in experiment.settings.newcomers]
+    return experiment if all(client.validation for client in trained) else prepare({"validation": VALIDATION})
 
 
 def begin_search(
@@ -285,22 +299,24 @@ def begin_search(
     budget: float,
     progress: Progress | None = None,
 ) -> Search:
-    """Diagnose the clients of ``experiment`` that train, choose candidates, and plan rungs for ``budget`` minutes.
+    """Diagnose the training clients of ``experiment``, choose candidates, and plan rungs for ``budget`` minutes.
 
     Args:
-        experiment: data, model, settings and seeds; its methods are ignored.
-        methods: methods to try, the first of which is the baseline unless FedAvg is among them; None: by the diagnosis.
-        rates: learning rates to try of methods that set none.
-        budget: minutes of everything: diagnosis, timing, training and evaluation.
-        progress: callback for progress.
+        experiment: Data, model, settings and seeds; its methods are ignored.
+        methods: Methods to try; the baseline is FedAvg if it is among them, else the first. None: those that the
+            diagnosis recommends.
+        rates: Learning rates to try for methods that do not set their own.
+        budget: Minutes for diagnosis, timing, training and evaluation together.
+        progress: Callback for progress.
 
     Raises:
-        UsageError: there is no second client or no method that fits, or the budget is too small for any.
+        UsageError: There is only one client, fewer than two methods suit the data and the model, or the budget is too
+            small.
 
     """
     began, data, settings = time.monotonic(), experiment.data, experiment.settings
     if settings.patience is not None:
-        raise UsageError("{} ends trials, and so does a search, by its own rule: leave it out", Ref("patience"))
+        raise UsageError("{} ends trials early, which a search does by its own rule: omit it", Ref("patience"))
     members = data.select_clients(name for name in data.names if name not in settings.newcomers)
     if methods is None:
         found = diagnose(members, progress=progress)
@@ -308,7 +324,7 @@ def begin_search(
         methods, named = METHODS.parse_all(",".join(reasons)), False
     else:
         methods = list({each.name: each for each in methods}.values())
-        reasons, named = {method.label: "as asked for" for method in methods}, True
+        reasons, named = {method.label: "as requested" for method in methods}, True
     known = {each.label: each for each in methods}
     if named:
         found = diagnose(members, progress=progress)
@@ -329,15 +345,15 @@ def begin_search(
     baseline = find_baseline(costs)
     if len(costs) < 2:
         raise UsageError(
-            f"methods: {', '.join(costs) or 'none'} fits the data and the model, and a search needs two: name more "
-            f"({{}}). {'; '.join(refused.values())}",
+            f"a search needs two methods that fit the data and the model, but only {', '.join(costs) or 'none'} does: "
+            f"name more ({{}}). {'; '.join(refused.values())}",
             Ref("methods"),
         )
-    costs = {baseline: costs.pop(baseline), **costs}  # the last to be left out
+    costs = {baseline: costs.pop(baseline), **costs}  # the baseline is dropped last
     keep = 2 if named else max(2, sum(name in costs for name in always))
     several = len(experiment.seeds)
     scaled = {name: Cost(round=several * c.round, evaluation=several * c.evaluation) for name, c in costs.items()}
-    held, spent = 1 + any(is_plain(name, ALONE) for name in costs), time.monotonic() - began
+    held, spent = 1 + any(is_plain(name, LOCAL) for name in costs), time.monotonic() - began
     chosen, left, rounds = fit_budget(scaled, rates, settings.rounds, 60 * budget, keep=keep, spent=spent, held=held)
     candidates = [each for name in chosen for each in tune(known[name], left)]
     rungs = plan_rungs(len(candidates), rounds, len(chosen))
@@ -364,7 +380,10 @@ def begin_search(
 
 
 def list_candidates(found: Diagnosis, batch_size: int | None) -> dict[str, str]:
-    """Return methods to try by a diagnosis and the batch size, the best supported first, each with its reason."""
+    """Return the methods to try after a diagnosis with their reasons, those with the strongest support first.
+
+    ``batch_size``: of training; small batches favor methods without BatchNorm.
+    """
     baseline, *advised = found.advice.methods
     few = batch_size is not None and batch_size <= SMALL_BATCH
     reasons = {baseline.method: baseline.reason} | (
@@ -376,7 +395,7 @@ def list_candidates(found: Diagnosis, batch_size: int | None) -> dict[str, str]:
 
 
 def tune(method: Method, rates: Sequence[float]) -> Iterator[Candidate]:
-    """Yield ``method`` at each learning rate, or as it is where it sets its own."""
+    """Yield ``method`` at each learning rate, or once if it sets its own."""
     if "lr" in method.optimizer:
         yield Candidate(name=method.label, method=method.label, rate=None)
         return
@@ -394,10 +413,10 @@ def continue_search(
     stop: Event | None = None,
     jobs: Jobs = "auto",
 ) -> Search:
-    """Run the rungs of ``search`` that have not been run in ``directory``, until ``stop`` is set; return its results.
+    """Run the remaining rungs of ``search`` in ``directory`` until ``stop`` is set, and return it with their results.
 
-    ``methods``: those that :func:`begin_search` was given. Results are written after each rung. What is left of the
-    budget ends the search after the rounds in progress; a search that continues has the whole budget again.
+    ``methods``: the argument of :func:`begin_search`. Results are written after each rung. When the budget is used up,
+    the search ends after the rounds in progress; a search that is resumed has the full budget again.
     """
     stop, began, before = stop or Event(), time.monotonic(), search.spent
     left = 60 * search.budget - (0.0 if search.overtime or search.results else before)
@@ -426,7 +445,7 @@ def _run_rungs(
     experiment: Experiment, search: Search, directory: Path, methods: Sequence[Method] | None,
     run: Callable[..., bool],
 ) -> Search:  # fmt: skip
-    """Run the rungs that are left, each by ``run``, given its experiment, its directory and whether it continues."""
+    """Run the remaining rungs; ``run`` takes an experiment, a directory and whether to resume."""
     known = {each.label: each for each in methods} if methods is not None else {}
     save_search(search, directory)
     while not search.ended:
@@ -443,7 +462,7 @@ def _run_rungs(
         try:
             finished = run(part, path, resume=(path / "config.toml").exists())
         except Diverged:
-            finished = True  # the others have ended, and it is not measured
+            finished = True  # the other trials have ended; the diverged one has no measurement
         if not finished:
             break
         search = replace(search, results=(*search.results, read_values(part, path, rounds, search.asked)))
@@ -455,7 +474,7 @@ def _make_method(candidate: Candidate, known: Mapping[str, Method]) -> Method:
     if candidate.method in known:
         method = known[candidate.method]
     else:
-        with trust_only((), FILE):  # one of the catalog: a file may come from someone else
+        with trust_only((), FILE):  # only methods of the catalog: a file may come from someone else
             method = METHODS.parse(candidate.method)
     return method if candidate.rate is None else tuned(method, lr=candidate.rate)
 
@@ -463,10 +482,10 @@ def _make_method(candidate: Candidate, known: Mapping[str, Method]) -> Method:
 def read_values(experiment: Experiment, path: Path, rounds: int, asked: int) -> Values:
     """Return the validation metric of each client after ``rounds`` rounds of the run in ``path``, mean over seeds.
 
-    After fewer rounds than ``asked``, models are compared with BatchNorm statistics estimated anew, where the running
-    ones lag (:mod:`fedshift.evaluation.statistics_lag`), since they would not after more rounds.
+    After fewer rounds than ``asked``, models are compared with re-estimated BatchNorm statistics where the running ones
+    lag (:mod:`fedshift.evaluation.statistics_lag`), since they would have caught up after more rounds.
     """
-    found: Values = {}
+    metrics: Values = {}
     trained = [c.name for c in experiment.data.clients if c.name not in experiment.settings.newcomers]
     for method in experiment.methods:
         values = pd.DataFrame(index=trained, columns=list(experiment.seeds), dtype=float)
@@ -485,8 +504,8 @@ def read_values(experiment: Experiment, path: Path, rounds: int, asked: int) -> 
                 measured = compute_metric(kept, experiment.settings.metric)
                 values[seed] = pd.Series(measured.to_numpy(dtype=float), index=kept["client"]).reindex(trained)
         mean = values.mean(axis=1, skipna=False)
-        found[method.label] = {str(name): None if math.isnan(value) else float(value) for name, value in mean.items()}
-    return found
+        metrics[method.label] = {str(name): None if math.isnan(value) else float(value) for name, value in mean.items()}
+    return metrics
 
 
 def save_search(search: Search, directory: Path) -> None:
@@ -496,10 +515,10 @@ def save_search(search: Search, directory: Path) -> None:
 
 
 def read_search(directory: Path) -> Search:
-    """Return the search in ``directory``; raise :class:`FedshiftError` where there is none, or it is damaged."""
-    kept = read_checked(directory / FILE, Sentence("search anew in another directory ({})", Ref("out")))
-    lists: dict[str, Any] = {name: tuple(value) for name, value in kept.items() if isinstance(value, list)}
+    """Read the search in ``directory``; raise :class:`FedshiftError` if there is none, or its file is damaged."""
+    fields = read_checked(directory / FILE, Sentence("start a new search in another directory ({})", Ref("out")))
+    lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     candidates, rungs = (
-        tuple(kind(**each) for each in kept[name]) for name, kind in (("candidates", Candidate), ("rungs", Rung))
+        tuple(kind(**each) for each in fields[name]) for name, kind in (("candidates", Candidate), ("rungs", Rung))
     )
-    return Search(**{**kept, **lists, "candidates": candidates, "rungs": rungs})
+    return Search(**{**fields, **lists, "candidates": candidates, "rungs": rungs})

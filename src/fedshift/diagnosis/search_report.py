@@ -17,11 +17,11 @@ from ..report.formatting import write_table as write_report_table
 from ..report.html import render_template
 from ..report.publication import print_parts
 from ..results.schema import METRICS, metric_unit
-from .search import ALONE, CONFIRMING, Candidate, Search
+from .search import CONFIRMING, LOCAL, Candidate, Search
 
 NOTE = (
-    "Gain: over {baseline} at its best learning rate after the same rounds. Intervals: 95 %, Student's, of the mean "
-    "over clients, each once with its mean over seeds; they cover which clients there are, not the choice among "
+    "Gain: over {baseline} at its best learning rate after the same number of rounds. Intervals: 95 %, Student's t, of "
+    "the mean over clients, each with its mean over seeds; they cover the sampling of clients, not the choice among "
     "candidates."
 )
 
@@ -29,7 +29,8 @@ NOTE = (
 def tabulate_search(search: Search) -> pd.DataFrame:
     """Return one row per method, best first, with its best learning rate in the last rung that it reached.
 
-    Columns: learning rate, rounds, the macro validation metric, gain over the baseline and its interval, as fractions.
+    Columns: learning rate, rounds, the macro validation metric, and the gain over the baseline with its interval, as
+    fractions.
     """
     rows: dict[str, dict[str, float]] = {}
     for rung in reversed(range(len(search.results))):
@@ -53,7 +54,7 @@ def tabulate_search(search: Search) -> pd.DataFrame:
 
 
 def format_search(search: Search) -> TextTable:
-    """Return :func:`tabulate_search` as text, the advised method in bold."""
+    """Format :func:`tabulate_search` as text, with the advised method in bold."""
     unit, rows = difference_unit(search.metric), []
     for method, row in tabulate_search(search).iterrows():
         cells = [
@@ -70,66 +71,69 @@ def format_search(search: Search) -> TextTable:
 
 
 def describe_search(search: Search, flags: str | None = None) -> Iterator[str]:
-    """Yield sentences: the findings, the methods tried, the advice with reasons, and a command comparing the finalists.
+    """Yield the advice with its reasons, what was omitted, cautions, the plan, and a command that confirms the advice.
 
-    ``flags``: command-line flags with the settings of all methods; None: no command is given.
+    ``flags``: command-line flags with the settings of all methods; None: omit the command.
     """
     if not search.ended:
         yield _describe_rest(search)
     if search.results:
         yield from _describe_best(search)
     for method, why in search.refused.items():
-        yield f"Left out: {method}, since {why}."
+        yield f"Not tried: {method}, because {why}."
     if search.dropped:
-        yield f"Left out, since the budget does not allow them: {', '.join(search.dropped)}."
+        yield f"Not tried, because the budget does not allow them: {', '.join(search.dropped)}."
     yield from search.cautions
     yield describe_plan(search)
     if search.results and flags is not None:
-        compared = [each for each in (search.find_baseline(-1), search.find(ALONE), search.best) if each is not None]
+        compared = [each for each in (search.find_baseline(-1), search.find(LOCAL), search.best) if each is not None]
         names = list(dict.fromkeys(each.name for each in compared))
         methods = {each.method for each in compared}
         known = [search.costs[method] for method in methods if method in search.costs]
         minutes = sum(known) * search.asked * CONFIRMING / 60
-        took = f", in about {minutes:.2g} minutes" if len(known) == len(methods) else ""
-        yield f"To confirm it on test data, with seeds that chose nothing{took}, which are not part of the budget:"
+        took = f" This takes about {minutes:.2g} minutes beyond the budget." if len(known) == len(methods) else ""
+        yield f"Confirm the advice on test data, with seeds that the search has not used.{took}"
         yield f"fedshift compare {flags} --methods {quote(','.join(names))} --rounds {search.asked}"
 
 
 def _describe_rest(search: Search) -> str:
-    """Return what a search that has not ended did not do."""
+    """Describe the remaining work of a search that has not ended."""
     done, rung = len(search.results), search.rungs[len(search.results)]
-    why = f"the budget of {search.budget:g} minutes is used" if search.overtime else "it was stopped"
-    undone = f"{rung.candidates} candidates were to train for {rung.rounds} rounds"
-    basis = "" if done else ", and nothing can be advised yet"
-    return f"PARTIAL: {why}: {done} of {len(search.rungs)} rungs have ended; then {undone}{basis}. --resume goes on."
+    why = f"the budget of {search.budget:g} minutes is used up" if search.overtime else "the search was stopped"
+    undone = f"{rung.candidates} candidates for {rung.rounds} rounds"
+    basis = "" if done else ", and there is no advice yet"
+    return (
+        f"PARTIAL: {why}: {done} of {len(search.rungs)} rungs have ended; the next one trains {undone}{basis}. "
+        "--resume continues."
+    )
 
 
 def _describe_best(search: Search) -> Iterator[str]:
     best, base, unit = search.best, search.find_baseline(-1), difference_unit(search.metric)
     macro = search.table(-1).mean()
     value, other = (unit.format(macro[each.name]) for each in (best, base))
-    said = f"Advised: {_name(best)}, the best on validation data after {search.last.rounds} rounds"
-    alone = search.find(ALONE)
-    if alone and best == alone and best.name != search.rank(-1)[0].name:
+    advice = f"Advised: {_name(best)}, the best on validation data after {search.last.rounds} rounds"
+    local = search.find(LOCAL)
+    if local and best == local and best.name != search.rank(-1)[0].name:
         first = search.rank(-1)[0]
         yield (
             f"Advised: {_name(best)}, which trains each client by itself. {_name(first)} is better on validation data "
-            f"({METRICS[search.metric]} {unit.format(macro[first.name])}; {value}), but no better than training "
-            "alone at clients that had no part in choosing it, and training alone is simpler."
+            f"({METRICS[search.metric]} {unit.format(macro[first.name])}; {value}), but no better than local training "
+            "at clients whose data did not choose it, and local training is simpler."
         )
     elif best.name != search.rank(-1)[0].name:
         first = search.rank(-1)[0]
         yield (
             f"Advised: {_name(best)}. {_name(first)} is better on validation data ({METRICS[search.metric]} "
-            f"{unit.format(macro[first.name])}; {other}), but what is best at some clients loses at the others."
+            f"{unit.format(macro[first.name])}; {other}), but the best candidate at some clients loses at the others."
         )
     elif best.method == search.baseline:
-        yield f"{said} ({METRICS[search.metric]} {value}); no other method of the last rung does better."
+        yield f"{advice} ({METRICS[search.metric]} {value}); no other method of the last rung does better."
     else:
-        yield f"{said} ({METRICS[search.metric]} {value}; {_name(base)} {other})."
+        yield f"{advice} ({METRICS[search.metric]} {value}; {_name(base)} {other})."
     yield _describe_gain(search, search.expected, unit)
-    if alone and best != alone:
-        yield _describe_alone(search, alone, unit)
+    if local and best != local:
+        yield _compare_with_local(search, local, unit)
     yield f"Why {best.method}: {search.reasons[best.method]}."
     if best.method in search.work:
         yield f"Beyond FedAvg's work, {search.work[best.method]}."
@@ -142,22 +146,22 @@ def _describe_best(search: Search) -> Iterator[str]:
         yield f"{best.rate:g} is the {end} learning rate that was tried: a {beyond} one may be better (--rates)."
 
 
-def _describe_alone(search: Search, alone: Candidate, unit: Unit) -> str:
-    """Return how the advised method compares with training alone, paired over clients."""
-    gain = search.gain(search.best, -1, alone)
-    said = f"Over training alone ({_name(alone)}): {unit.format_signed(gain.mean)} {unit.name}"
+def _compare_with_local(search: Search, local: Candidate, unit: Unit) -> str:
+    """Compare the advised method with local training, paired over clients."""
+    gain = search.gain(search.best, -1, local)
+    text = f"Gain over local training ({_name(local)}): {unit.format_signed(gain.mean)} {unit.name}"
     if math.isnan(gain.low):
-        return f"{said}; no interval can be given for {gain.pairs} clients."
-    said += f", 95 % interval {unit.format_interval(gain.low, gain.high)}, paired over clients."
+        return f"{text}; no interval can be given for {gain.pairs} clients."
+    text += f", 95 % interval {unit.format_interval(gain.low, gain.high)}, paired over clients."
     if gain.low <= 0:
-        said += " The interval contains 0: it is not shown to be better than training alone, which needs no federation."
-    return said
+        text += " The interval contains 0: local training, which needs no federation, may do as well."
+    return text
 
 
 def _describe_gain(search: Search, gain: PairedDifference, unit: Unit) -> str:
     clients = len(search.table(-1))
     if clients < 2:
-        return f"One client is measured under every candidate: no gain over {search.baseline} can be expected from it."
+        return f"Only one client has values for every candidate: it cannot show a gain over {search.baseline}."
     how = "measured at each client for the candidate that is best at the others"
     mean = f"Expected gain over {search.baseline}: {unit.format_signed(gain.mean)} {unit.name}"
     if math.isnan(gain.low):
@@ -168,21 +172,21 @@ def _describe_gain(search: Search, gain: PairedDifference, unit: Unit) -> str:
         )
         return f"{mean} ({how}); {few}."
     interval = unit.format_interval(gain.low, gain.high)
-    said = f"{mean}, 95 % interval {interval} over {clients} clients ({how})."
+    text = f"{mean}, 95 % interval {interval} over {clients} clients ({how})."
     if gain.low <= 0 and search.best.method != search.baseline:
-        said += f" The interval contains 0: {search.baseline}, which is simpler, may do as well."
-    return said
+        text += f" The interval contains 0: {search.baseline}, which is simpler, may do as well."
+    return text
 
 
 def describe_plan(search: Search) -> str:
-    """Return a description of the plan, and of the parts of it that depend on timing."""
+    """Describe the plan, and the parts of it that depend on timing."""
     rungs = ", ".join(f"{rung.candidates} for {rung.rounds}" for rung in search.rungs)
-    fewer = "" if search.rungs[-1].rounds == search.asked else f" (of {search.asked} asked for)"
+    fewer = "" if search.rungs[-1].rounds == search.asked else f" (of {search.asked} requested)"
     return (
         f"Searched: {len(search.candidates)} candidates in rungs, {rungs} rounds{fewer}, predicted to take "
         f"{search.seconds / 60:.1f} of {search.budget:g} minutes, diagnosis and timing included; "
-        f"{search.spent / 60:.1f} are used. Only validation data are measured; after fewer rounds than asked for, with "
-        "BatchNorm statistics estimated anew. How many candidates and rounds fit depends on the speed of this machine; "
+        f"{search.spent / 60:.1f} are used. Only validation data are measured; after fewer rounds than requested, with "
+        "re-estimated BatchNorm statistics. How many candidates and rounds fit depends on the speed of this machine; "
         "with the same number of both, results are the same."
     )
 
@@ -192,7 +196,7 @@ def _name(candidate: Candidate) -> str:
 
 
 def write_search(search: Search, directory: Path) -> None:
-    """Write the table of ``search`` into ``directory``/tables, in every format."""
+    """Write the table of ``search`` to ``directory``/tables in every format, if a rung has ended."""
     if search.results:
         caption = f"Validation {METRICS[search.metric]} of the methods that were tried"
         write_report_table(directory / "tables", "advice", format_search(search), tabulate_search(search), caption)
@@ -208,7 +212,7 @@ def list_parts(search: Search, flags: str | None = None) -> Iterator[str | TextT
 
 
 class MethodAdvice:
-    """The method that a search in ``directory`` advises, for notebooks; ``print`` gives the command line's output.
+    """The method that a search in ``directory`` advises, for notebooks; ``print`` shows what the command line shows.
 
     Attributes:
         search: Plan and results of all rungs.
@@ -221,7 +225,7 @@ class MethodAdvice:
 
     @property
     def method(self) -> str:
-        """The advised method with its learning rate, in the form of ``methods`` of :func:`fedshift.compare`."""
+        """The advised method with its learning rate, as ``methods`` of :func:`fedshift.compare` takes it."""
         return self.search.best.name
 
     @property

@@ -1,4 +1,4 @@
-"""Kinds of shift and their tests: the result of a test, when a shift is named, and tests of labels, sizes and layers.
+"""Kinds of shift and their tests: results, the rule for naming a shift, and the tests of labels, sizes and layers.
 
 Kairouz et al. 2021 (arXiv:1912.04977, section 3.1) distinguish label skew (P(y) differs), feature shift (P(x|y)),
 concept shift (P(y|x)) and quantity skew. The tests of features and of concepts are in ``feature_shift`` and
@@ -26,7 +26,7 @@ Kind = Literal["label skew", "target skew", "feature shift", "quantity skew", "c
 Strength = Literal["negligible", "weak", "moderate", "strong"]
 
 LEVEL = 0.05
-"""Probability of naming any shift where there is none, over all four together (Holm 1979)."""
+"""Probability of naming any of the shifts when there is none (Holm 1979)."""
 
 SIZES: Mapping[Kind, tuple[float, float, float]] = {
     "label skew": (0.01, 0.1, 0.3),
@@ -35,11 +35,11 @@ SIZES: Mapping[Kind, tuple[float, float, float]] = {
     "quantity skew": (0.1, 0.25, 0.5),
     "concept shift": (0.05, 0.15, 0.3),
 }
-"""Thresholds of a weak, moderate and strong effect; a smaller one is never named, however many samples prove it.
+"""Thresholds of a weak, moderate and strong effect; a smaller one is never named, however significant it is.
 
-Bits above chance for labels (ten classes divided by a Dirichlet of 5 and of 1 give about 0.1 and 0.35); distance of
-distribution functions above chance for numbers, and AUC for features, both at Cohen's (1988) small, medium and large d
-of 0.2, 0.5 and 0.8; Gini; probability for concepts.
+Labels: bits above chance (ten classes divided by a Dirichlet of 5 and of 1 give about 0.1 and 0.35). Numeric targets:
+distance of distribution functions above chance; features: AUC; both at Cohen's (1988) small, medium and large d of 0.2,
+0.5 and 0.8. Quantity: Gini coefficient. Concepts: probability.
 """
 
 
@@ -47,8 +47,8 @@ of 0.2, 0.5 and 0.8; Gini; probability for concepts.
 class Evidence:
     """Result of one test: the statistic, its mean under the null, the p-value, and the statistic of each client.
 
-    ``p`` is one-sided, (1 + draws at least as large) / (1 + draws), and so never 0 (Phipson and Smyth 2010). If nothing
-    can be tested, ``statistic`` and ``p`` are None and ``untestable_because`` gives the reason.
+    ``p`` is one-sided, (1 + draws at least as large) / (1 + draws), and so never 0 (Phipson and Smyth 2010). If the
+    test is impossible, ``statistic`` and ``p`` are None and ``untestable_because`` gives the reason.
     """
 
     statistic: float | None = None
@@ -61,14 +61,14 @@ class Evidence:
     def from_permutations(
         cls, statistic: float, null_P: NDArray[np.floating], clients: Sequence[float | None]
     ) -> Evidence:
-        """Return the evidence of ``statistic`` against its values under permutations ``[P]``."""
+        """Return the evidence from ``statistic`` and its values ``[P]`` under permutations."""
         p = permutation_p_value(statistic, null_P)
         return cls(statistic=statistic, chance=float(null_P.mean()), p=p, clients=tuple(clients))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftFinding:
-    """Finding on one kind of shift: named if its corrected p is at most 0.05 and its effect at least weak."""
+    """Finding for one kind of shift: it is named if the corrected p is at most 0.05 and the effect at least weak."""
 
     kind: Kind
     evidence: Evidence
@@ -78,19 +78,19 @@ class ShiftFinding:
 
 
 def assess(evidence: Mapping[Kind, Evidence]) -> tuple[ShiftFinding, ...]:
-    """Return findings in the order of ``evidence``, with p-values corrected for the number of tests."""
+    """Return the findings in the order of ``evidence``, with p-values corrected for the number of tests."""
     corrected = holm_correction([math.nan if each.p is None else each.p for each in evidence.values()])
-    found = []
+    findings = []
     for (kind, each), value in zip(evidence.items(), corrected, strict=True):
         p = None if math.isnan(value) else value
         strength = classify_strength(kind, each)
         named = p is not None and p <= LEVEL and strength != "negligible"
-        found.append(ShiftFinding(kind=kind, evidence=each, corrected=p, strength=strength, named=named))
-    return tuple(found)
+        findings.append(ShiftFinding(kind=kind, evidence=each, corrected=p, strength=strength, named=named))
+    return tuple(findings)
 
 
 def classify_strength(kind: Kind, evidence: Evidence) -> Strength:
-    """Name the size of the effect; see :data:`SIZES`."""
+    """Classify the size of the effect by the thresholds of :data:`SIZES`."""
     effect = evidence.statistic or 0.0
     if kind in ("label skew", "target skew"):
         effect -= evidence.chance or 0.0
@@ -99,7 +99,7 @@ def classify_strength(kind: Kind, evidence: Evidence) -> Strength:
 
 
 def permutation_p_value(observed: float, null: NDArray[np.floating]) -> float:
-    """Return the p-value of ``observed`` among draws ``null`` ``[P]``; sums that differ by rounding count as equal."""
+    """Return the p-value of ``observed`` among draws ``null`` ``[P]``; differences by rounding count as equality."""
     return float((1 + (null >= observed - 1e-9 * abs(observed)).sum()) / (1 + len(null)))
 
 
@@ -107,8 +107,8 @@ def label_skew(counts: ArrayLike, rng: np.random.Generator, permutations: int) -
     """Test for label skew with the Jensen-Shannon divergence of label distributions, in bits, weighted by client size.
 
     ``counts``: samples of each client and class, ``[clients, classes]``. The statistic is the mean divergence of a
-    client's shares from the pooled shares, and the mutual information of client and label. The null permutes labels
-    over clients at fixed sizes, that is, draws tables with the same margins.
+    client's shares from the pooled shares, which equals the mutual information of client and label. The null permutes
+    labels over clients of fixed size, that is, it draws tables with the same margins.
     """
     table_CK = np.asarray(counts, dtype=np.int64)
     table_CK = table_CK[:, table_CK.sum(axis=0) > 0]
@@ -143,15 +143,15 @@ def gini(sizes: ArrayLike) -> Floats:
 def quantity_skew(sizes: Sequence[int], rng: np.random.Generator, permutations: int) -> Evidence:
     """Test for quantity skew with the Gini coefficient of the clients' sizes.
 
-    The null assigns every sample to a random client. ``clients`` of the evidence are sizes over the mean size.
+    The null assigns every sample to a random client. ``Evidence.clients`` are the sizes divided by the mean size.
     """
     null_P = gini(rng.multinomial(sum(sizes), np.full(len(sizes), 1 / len(sizes)), size=permutations))
     return Evidence.from_permutations(float(gini(sizes)), null_P, [size * len(sizes) / sum(sizes) for size in sizes])
 
 
 TOGETHER = 64
-"""Permutations in one matrix product."""
-_EPSILON = 1e-5  # BatchNorm adds it to a variance
+"""Number of permutations in one matrix product."""
+_EPSILON = 1e-5  # what BatchNorm adds to a variance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +168,8 @@ def layer_shift(
 ) -> Evidence:
     """Measure the symmetric Kullback-Leibler divergence between a client's Gaussian and the pooled one, in nats.
 
-    It is the mean of both directions, over channels and clients. The null permutes clients within strata, so ``chance``
-    includes the effect of label skew alone.
+    The symmetric divergence is the mean of both directions; the statistic is its mean over channels and clients. The
+    null permutes clients within strata, so ``chance`` includes the effect of label skew.
     """
     both_ND = np.concatenate([moments.mean, moments.square], axis=1).astype(np.float64)
     pooled_D = both_ND.mean(axis=0)
@@ -200,7 +200,7 @@ def group_rows(keys: Ints) -> list[Ints]:
 
 
 def _jeffreys(moments: Floats, pooled: Floats) -> Floats:
-    """Return the mean of KL(a|b) and KL(b|a) of Gaussians, given by mean and mean square as halves of the last axis."""
+    """Return the mean of KL(a|b) and KL(b|a) of Gaussians; the last axis holds the means, then the mean squares."""
     (m, q), (m0, q0) = np.split(moments, 2, axis=-1), np.split(pooled, 2, axis=-1)
     v, v0 = (np.maximum(square - mean**2, 0) + _EPSILON for mean, square in ((m, q), (m0, q0)))
     result: Floats = (v / v0 + v0 / v + (m - m0) ** 2 * (1 / v + 1 / v0) - 2) / 4

@@ -1,8 +1,8 @@
 """Survey of a federation: statistics and digests of every sample, from one pass in chunks.
 
-A sample is identified by the BLAKE2b digest of its bytes (RFC 7693), 128 bits: among a million different samples two
-share one with probability below 1e-26. Means and variances of chunks are combined as by Chan, Golub and LeVeque (1979),
-"Updating formulae and a pairwise algorithm for computing sample variances", equation 2.1.
+A sample is identified by the BLAKE2b digest of its bytes (RFC 7693), 128 bits: the probability that two of a million
+different samples share a digest is below 1e-26. Means and variances of chunks are combined by equation 2.1 of Chan,
+Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class SplitSurvey:
     """Contents of one split of one client; a feature is a column of vectors or a channel of images.
 
     Attributes:
-        labels: labels of the samples, ``[N]``; for targets other than classes, numbers that identify equal targets.
+        labels: labels of the samples, ``[N]``; for targets other than classes, numbers that are equal for equal
+            targets.
         labeled: whether targets are classes of samples.
         digests: digests of the samples, uint64 ``[N, 2]``.
         broken: rows with NaN or infinite values, which the statistics exclude.
         broken_features: features with NaN or infinite values, ``[F]``.
-        blank: rows of images whose channels hold one value each.
-        low, high, mean, std: of each feature, ``[F]``; infinite or NaN if no sample is left; ``std`` is the
-            population's.
+        blank: rows of images in which each channel is constant.
+        low, high, mean, std: of each feature, ``[F]``; infinite or NaN if all rows are broken; ``std`` divides by N.
         content: digest that is equal for two splits with the same samples and labels in the same order.
         files: files of the samples; empty if they have none.
 
@@ -66,21 +66,21 @@ class SplitSurvey:
         return f"{self.client} ({self.split})"
 
     def share(self, samples: int) -> str:
-        """Format ``samples`` as a share of this split."""
+        """Format a number of ``samples`` as a share of this split."""
         return f"{self.where} {samples:,} of {len(self.labels):,}"
 
     def counts(self, classes: int) -> Ints:
-        """Count the samples of each class, ``[classes]``, without labels out of range."""
+        """Count the samples of each class, ``[classes]``, ignoring labels out of range."""
         return np.bincount(self.labels[(self.labels >= 0) & (self.labels < classes)], minlength=classes)
 
 
 def survey_splits(data: Federation, *, statistics: bool = True) -> tuple[SplitSurvey, ...]:
-    """Survey every split of every client, in their order; samples that splits share in memory are read once.
+    """Survey every split of every client, in order; samples that splits share in memory are read once.
 
-    Without ``statistics``, mean and standard deviation are NaN.
+    Without ``statistics``, means and standard deviations are NaN.
     """
     read: dict[Hashable, SplitSurvey] = {}
-    found = []
+    surveys = []
     for client in data.clients:
         for name, split in client.splits.items():
             address = split.address
@@ -88,12 +88,12 @@ def survey_splits(data: Federation, *, statistics: bool = True) -> tuple[SplitSu
                 read[address] = _survey_split(split, statistics)
             rows = split.rows.tolist() if client.files and split.rows is not None else ()
             files = tuple(client.files[row] for row in rows)
-            found.append(replace(read[address], client=client.name, split=name, files=files))
-    return tuple(found)
+            surveys.append(replace(read[address], client=client.name, split=name, files=files))
+    return tuple(surveys)
 
 
 def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
-    """Survey ``split``, without naming it; ``statistics`` as in :func:`survey_splits`."""
+    """Survey ``split``, leaving the names empty; ``statistics`` as in :func:`survey_splits`."""
     features = split.shape[0]
     low, high = np.full(features, np.inf), np.full(features, -np.inf)
     mean, squares, count = np.zeros(features), np.zeros(features), 0
@@ -122,7 +122,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         squares += np.einsum("nfp,nfp->f", x_nFP, x_nFP) + shift**2 * count * more / (count + more)
         mean, count = mean + shift * more / (count + more), count + more
     y, known = split.y.cpu().numpy(), np.concatenate(digests)
-    # the class, or for masks and numbers the first bytes of a digest
+    # The class, or the first bytes of a digest for masks and numbers.
     labels = y.astype(np.int64) if y.ndim == 1 else digest_each(np.ascontiguousarray(y))[:, 0].view(np.int64)
     return SplitSurvey(
         client="",

@@ -1,17 +1,16 @@
-"""Targets of every task in a diagnosis: how they differ by client, and groups of samples whose targets are alike.
+"""Targets of every task in a diagnosis: how they differ by client, and groups of samples with similar targets.
 
-Classes are counted, and ``label_skew`` tests the counts. For other tasks the samples are permuted over clients. The
-measures are:
+For classes, ``label_skew`` tests the counts. For other tasks the samples are permuted over clients. The measures are:
 
 * for several labels, the divergence of each label's share of samples, in bits, for the label that differs most;
 * for masks, the divergence of the classes' shares of pixels, in bits; images are permuted, since pixels of one image
   are not independent samples;
 * for numbers, the largest Kolmogorov-Smirnov distance between a client's targets and the others'.
 
-Features are compared within groups of similar targets: a combination of labels (if most occur often), a tenth of the
-numbers, or a tenth of the images by the shares of their classes (several are reduced to their first principal
-component). Targets vary within a group too, so the part of the inputs that is linear in them (for up to three, also in
-their products) is removed.
+Features are compared within groups of similar targets: samples with the same combination of labels (if most
+combinations are frequent), a tenth of the samples by their numbers, or a tenth of the images by the shares of their
+classes. Several numbers or shares are first reduced to their first principal component. Targets also vary within a
+group, so the part of the inputs that is linear in the targets (and in their products, for up to three) is removed.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torch import Tensor
 from .shift_tests import Evidence, Floats, Ints, compute_divergence, group_rows
 
 GROUPS, FEWEST = 10, 40
-"""Maximum number of groups of similar numbers, and minimum average number of samples in each."""
+"""Maximum number of groups of similar targets, and minimum mean number of samples in each."""
 MULTIPLIED = 3
-"""Maximum number of targets whose products are removed from features."""
+"""Maximum number of targets whose products are removed from features too."""
 
 
 def target_skew(
@@ -45,7 +44,7 @@ def target_skew(
 
 
 def read_targets(kind: str, y: Tensor, classes: int) -> Floats:
-    """Return the tested form of targets: labels or numbers ``[N, outputs]``, for masks the pixels of each class."""
+    """Return targets in the form to test: labels or numbers ``[N, outputs]``, or the pixels of each class in masks."""
     if kind != "segmentation":
         return y.reshape(len(y), -1).double().numpy()
     masks_NP = y.flatten(1).numpy().astype(np.int64)
@@ -77,7 +76,7 @@ def remove_targets(kind: str, features: Floats, y: Floats, groups: Ints) -> Floa
 
 
 def _distance(y_NT: Floats, clients: int) -> Callable[[Ints], Floats]:
-    """Return the distance of each client's distribution function from that of the others, ``[T, clients]``."""
+    """Return a function that measures each client's distance from the others' distribution, ``[T, clients]``."""
     order_TN = y_NT.T.argsort(axis=1, kind="stable")
     sorted_TN = np.take_along_axis(y_NT.T, order_TN, axis=1)
     last_TN = np.concatenate([sorted_TN[:, 1:] > sorted_TN[:, :-1], np.ones((len(sorted_TN), 1), bool)], axis=1)
@@ -86,33 +85,33 @@ def _distance(y_NT: Floats, clients: int) -> Callable[[Ints], Floats]:
     def measure(client: Ints) -> Floats:
         size_C = np.bincount(client, minlength=clients)
         rest_C = len(client) - size_C
-        found = []
+        distances = []
         for order, place in zip(order_TN, places, strict=True):
             below_NC = np.equal(client[order][:, None], np.arange(clients)).cumsum(axis=0)[place]
             others_NC = place[:, None] + 1 - below_NC
-            found.append(np.abs(below_NC / np.maximum(size_C, 1) - others_NC / np.maximum(rest_C, 1)).max(axis=0))
-        return np.stack(found)
+            distances.append(np.abs(below_NC / np.maximum(size_C, 1) - others_NC / np.maximum(rest_C, 1)).max(axis=0))
+        return np.stack(distances)
 
     return measure
 
 
 def _bits(kind: str, y: Floats, clients: int) -> Callable[[Ints], Floats]:
-    """Return the divergence of each client's shares from the pooled ones: of each label, or of the classes."""
+    """Return a function that measures the divergence of each client's shares of labels or classes from the pooled."""
 
     def measure(client: Ints) -> Floats:
         member_CN = np.equal(client, np.arange(clients)[:, None]).astype(float)
-        found_CK = member_CN @ y
+        count_CK = member_CN @ y
         if kind == "segmentation":
-            return compute_divergence(found_CK[None])
+            return compute_divergence(count_CK[None])
         return compute_divergence(
-            np.stack([found_CK, member_CN.sum(axis=1)[:, None] - found_CK], axis=-1).swapaxes(0, 1)
+            np.stack([count_CK, member_CN.sum(axis=1)[:, None] - count_CK], axis=-1).swapaxes(0, 1)
         )
 
     return measure
 
 
 def _scale(kind: str, y: Floats) -> Floats:
-    """Return numbers with unit variance, or for masks the classes' shares of pixels."""
+    """Return numbers scaled to unit variance, or the classes' shares of pixels for masks."""
     if kind == "segmentation":
         scaled: Floats = y / np.maximum(y.sum(axis=1, keepdims=True), 1)
     else:
