@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "fedshift"
-PACKAGES = ("core", "engines", "nn", "aggregation", "methods", "export", "analysis", "report")
+PACKAGES = ("core", "engines", "nn", "aggregation", "methods", "export", "analysis", "report", "diagnosis")
 MOST = 2.0
 """Marker phrases per thousand words."""
 END = r"(?=[.,;:)]|$)"

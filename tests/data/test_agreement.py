@@ -114,10 +114,10 @@ def test_sites_of_two_scales_are_named(ours, theirs):
     with pytest.raises(FedshiftError, match=f"'north', train data: {ours}, but 'south', test data: {theirs}"):
         ClientRegistry(clients=(one, other)).to_federation(None)
     assert ClientRegistry(clients=(one, site("south", values={"train": ours}))).to_federation(None).classes == 2
-    with pytest.raises(FedshiftError, match="site 'north' says that its samples hold"):
+    with pytest.raises(FedshiftError, match="site 'north' reports an unknown kind of values"):
         site("north", values={"train": "everything"})
     pixels = site("north", dtype="uint8", values={"train": KINDS[0]})
-    with pytest.raises(FedshiftError, match="pixels of 'north' are scaled by half, those of 'south' by unit"):
+    with pytest.raises(FedshiftError, match="pixels of 'north' are scaled by half, pixels of 'south' by unit"):
         ClientRegistry(clients=(pixels, replace(pixels, name="south", scale="unit"))).to_federation(None)
 
 
@@ -160,7 +160,7 @@ def test_a_client_that_joins_is_held_to_the_meaning_of_its_column(tmp_path):
     with pytest.raises(UsageError, match="holds True or False, but numbers other than 0 and 1 in 'two'"):
         load_site(write_tables(tmp_path / "one", {"a": Y > 0}), spec, run.schema)
     sites = {name: load_source(str(tmp_path / name), spec).columns for name in ("one", "two")}
-    with pytest.raises(FedshiftError, match=r"'flag' holds True and False at 'one', but numbers .* at 'two'"):
+    with pytest.raises(FedshiftError, match=r"'flag' contains True and False at 'one', but numbers .* at 'two'"):
         merge_columns(sites)
 
 

@@ -34,14 +34,14 @@ ROUNDS = 245
 """Rounds of an experiment, each of an upload and measurements; with ten descriptions before it, 500 answers."""
 DESCRIPTIONS = 10
 KINDS = (
-    "what Flower cannot read", "a message that is not fedshift's", "does not say what it did",
-    "does not say what it measured", "it answers ", "it sent no (shared|memory)",
-    "it sent a record", "is not read", "takes .* bytes", "NaN or infinity", "is not in NumPy's format",
+    "Flower cannot read its answer", "a message that is not fedshift's", "report of training is malformed",
+    "report of measurements is malformed", "it answered ", "it sent no (shared|memory)",
+    "it sent an unexpected record", "is not read", "takes .* bytes", "NaN or infinity", "is not in NumPy's format",
     "is declared as", "cannot be read", "lacks entry", "which does not belong there", "has shape", "has type",
-    "times as long", "samples in .* steps", "counts do not fit", "it measured ", "has .* bytes, and the method",
-    "calls itself", "in a way that is not understood", "says that it has",
-    "does not hold its key", "that its samples are", "axes", "class, column or category", "measured one model twice",
-    "task ", "where its ledger stands",
+    "times as long", "samples in .* steps", "counts are impossible", "it measured ", "has .* bytes, and the method",
+    "the name of a site", "description is malformed", "' reports ",
+    "does not have its key", "axes", "class, column or category", "measured one model twice",
+    "task ", "the head of its ledger",
 )  # fmt: skip
 """Reasons of refusals, as patterns."""
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -51,7 +51,7 @@ EVIL = (
 )  # fmt: skip
 COMPLAINT = re.compile(
     r"(?:round \d+: )?photo (?:is left out|is not measured|is not admitted): (?P<why>.*)"
-    r"|photo \(node number 2\) (?:does not take part:|says that it is) (?P<outside>.*)"
+    r"|photo \(node number 2\) (?:does not take part:|claims to be) (?P<outside>.*)"
 )
 """A refusal with the site's name, which for a node that has not yet described itself is that of its key."""
 
@@ -170,7 +170,7 @@ def run(folder, seed, outcome, *, rounds, kinds=("train", "evaluate")):
     outcome.refused.update(map(shorten, complaints))
     if "describe" in kinds:
         outcome.used["descriptions"] += any(text.startswith("photo is connected") for text in heard.notices)
-    outcome.went_back += sum("going back to the one before" in text for text in heard.notices)
+    outcome.went_back += sum("going back to the previous model" in text for text in heard.notices)
     outcome.notices += heard.notices
 
 

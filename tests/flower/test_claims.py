@@ -40,7 +40,7 @@ def test_a_site_that_claims_many_samples_does_not_decide_alone(max_share, share,
     assert found.unique().tolist() == pytest.approx([1000 * share])
     (named,) = [text for text in heard.notices if "claims" in text]
     assert named.startswith("photo claims 400000 training samples, 99.9880% of all; the others' median is 24.")
-    assert named.endswith("Ask the site whether that is so")
+    assert named.endswith("Ask the site whether that is correct")
     assert ("--max-share" in named) == (max_share < 1)
 
 
@@ -62,10 +62,10 @@ def test_claims_that_are_usual_are_not_named():
     assert not [*judge_claims({"a": 1, "b": 90}, 0.5)]
     (bounded,) = judge_claims({"a": 10, "b": 10, "c": 80}, 0.5)
     assert bounded == (
-        "c claims 80 training samples, 80.0000% of all; the others' median is 10. Where samples are weights, it counts "
-        "as 20 (--max-share)"
+        "c claims 80 training samples, 80.0000% of all; the others' median is 10. In averages weighted by samples, it "
+        "counts as 20 (--max-share)"
     )
     (implausible,) = judge_claims({"a": 1, "b": 101}, 0.5)
     assert implausible == (
-        "b claims 101 training samples, 99.0196% of all; the others' median is 1. Ask the site whether that is so"
+        "b claims 101 training samples, 99.0196% of all; the others' median is 1. Ask the site whether that is correct"
     )

@@ -120,8 +120,10 @@ def test_only_those_whom_the_settings_name_take_part(tmp_path, machine):
     heard = Heard()
     assert coordinator(spec, grid, tmp_path / "served", heard, clients=3).run()
     same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
-    left_out = [f"{name} takes no part: the settings name pen, photo, print (domains)" for name in ("faded", "worn")]
-    assert sorted(said for said in heard.notices if "takes no part" in said) == left_out
+    left_out = [
+        f"{name} does not take part: the settings name pen, photo, print (domains)" for name in ("faded", "worn")
+    ]
+    assert sorted(said for said in heard.notices if "does not take part" in said) == left_out
     assert {node for node, question in grid.asked if question.kind == "train"} == {1, 2, 3}
 
 
@@ -144,7 +146,7 @@ def test_a_finished_experiment_waits_for_no_site(tmp_path, machine, monkeypatch)
     asked, heard = len(grid.asked), Heard()
     grid.away = {1, 2, 3}
     assert coordinator(spec, grid, tmp_path / "served", heard, wait=1e9).run()
-    assert "all rounds are done: no site is waited for" in heard.notices
+    assert "all rounds are done: not waiting for sites" in heard.notices
     assert (len(grid.asked), heard.rounds) == (asked, [])
     assert {**read_facts(tmp_path / "served")["trained"], "commands": 0} == {**outcome, "commands": 0}
     with pytest.raises(FedshiftError, match="3 sites must be connected"):
@@ -239,9 +241,9 @@ def test_labels_of_a_site_mean_what_they_mean_at_all():
 @pytest.mark.parametrize(
     ("changes", "classes", "why"),
     [
-        ({"shape": (1, 8, 8)}, None, r"'a' are uint8 of shape \(3, 8, 8\), those of 'b' uint8 of shape \(1, 8, 8\)"),
+        ({"shape": (1, 8, 8)}, None, r"'a' are uint8 of shape \(3, 8, 8\), samples of 'b' uint8 of shape \(1, 8, 8\)"),
         ({"dtype": "float32"}, None, "'a' are uint8 .* 'b' float32"),
-        ({"class_names": ()}, None, "of 'a' and 'b' only one has classes with names"),
+        ({"class_names": ()}, None, "only one of 'a' and 'b' has classes with names"),
         ({"class_names": ("cat", "eel")}, 2, "classes=2, but the sites have 3"),
     ],
 )

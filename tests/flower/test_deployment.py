@@ -17,7 +17,7 @@ KILLED = {
     "SuperNode": ("photo", "main() flower-supernode", "it is started again"),
     "message": ("photo", "main() flower-superexec", "it is started again"),  # its copy which waits for the answer
     "executor": ("photo", "main() flower-superexec", "work on a message ended"),
-    "SuperLink": ("coordinator", "main() flower-superlink", "they are started again"),
+    "SuperLink": ("coordinator", "main() flower-superlink", "and are restarted"),
 }
 """Whose child is killed, what its command names, and what is said then."""
 LOOPBACK = {"127.0.0.1", "::1", "localhost", "0.0.0.0"}  # the last one: where the SuperLink listens
@@ -196,7 +196,7 @@ def test_a_site_that_is_gone_holds_nobody_up_and_takes_part_again_when_it_is_bac
         three.held("photo", sites["photo"])
         sites["photo"].kill()
         three.release("photo")
-        coordinator.says("round 2: photo is left out: it is gone")
+        coordinator.says("round 2: photo is left out: it has left")
         three.held("pen", sites["pen"])
         sites["photo"] = three.join("photo")
         coordinator.says("photo is connected", times=2)
@@ -205,7 +205,7 @@ def test_a_site_that_is_gone_holds_nobody_up_and_takes_part_again_when_it_is_bac
         assert [site.ends() for site in sites.values()] == [0, 0, 0]
         assert "photo has left (2 connected)" in coordinator.said
         alert = json.loads(heard.read_text().partition("}")[0] + "}")
-        assert (alert["event"], alert["text"]) == ("left_out", "round 2: photo is left out: it is gone")
+        assert (alert["event"], alert["text"]) == ("left_out", "round 2: photo is left out: it has left")
         others = ["pen", "print"]
         assert three.rounds == [["pen", "photo"], others, others, others, ["pen", "photo", "print"]]
     assert [file.name for file in sorted(tmp_path.glob("photo/*/*/state-*"))] == [

@@ -162,7 +162,7 @@ def long_facts(question, answer):
 
 UPLOADS = {
     "too much": (changed(**{WEIGHT: lambda x: torch.zeros(10**6)}), r"its upload has 4\d+ bytes, and .* at most \d+"),
-    "a record more": (beside, "it sent a record 'more', which nobody asked for"),
+    "a record more": (beside, "it sent an unexpected record 'more'"),
     "numbers more": (numbers_beside, "it has records that nobody asked for"),
     "settings more": (settings_beside, "it has records that nobody asked for"),
     "long facts": (long_facts, "its facts are no text of at most 16777216 letters"),
@@ -177,14 +177,14 @@ UPLOADS = {
     "huge weight": (claimed(weight=1e30), r"it says 1e\+30 samples in 1 steps, where its 24 make 24 in 1"),
     "weight NaN": (
         claimed(weight=float("nan")),
-        "it does not say what it did .'weight': Input should be a finite number",
+        "its report of training is malformed .'weight': Input should be a finite number",
     ),
-    "no samples": (claimed(weight=0), "it says 0 samples in 1 steps"),
-    "huge steps": (claimed(steps=10**9), "it says 24 samples in 1000000000 steps"),
-    "steps in words": (claimed(steps="many"), "it does not say what it did"),
+    "no samples": (claimed(weight=0), "it reports 0 samples in 1 steps"),
+    "huge steps": (claimed(steps=10**9), "it reports 24 samples in 1000000000 steps"),
+    "steps in words": (claimed(steps="many"), "its report of training is malformed"),
     "loss": (
         claimed(loss_sum=float("inf")),
-        "it does not say what it did .'loss_sum': Input should be a finite number",
+        "its report of training is malformed .'loss_sum': Input should be a finite number",
     ),
     "another's": (claimed(name="pen"), "it answers 'trained' as 'pen' for round 2, where"),
     "of another round": (claimed(round=3), "it answers 'trained' as 'photo' for round 3, where"),
@@ -235,7 +235,9 @@ def test_an_update_many_times_as_long_as_the_others_is_left_out_by_name(fault, s
     found = served(poison, method=method)
     assert found.took_part == [ALL, OTHERS, ALL]
     (complaint,) = found.complaints
-    assert re.match("round 2: photo is left out: its update is .* times as long as the others'; at most 10", complaint)
+    assert re.match(
+        "round 2: photo is left out: its update is .* times as long as the others', and the limit is 10", complaint
+    )
     assert found.heard.alerts == [("left_out", complaint)]
     (place,) = (found.folder / "served" / "trials").iterdir()
     assert load_checkpoint(place / "checkpoint.safetensors")[1]["sizes"]["longest"].keys() == set(ALL)
@@ -256,7 +258,7 @@ def test_from_a_model_on_which_sites_diverge_the_way_back_is_without_the_suspect
     assert found.took_part == [ALL, ALL, OTHERS, ALL]  # the second round twice
     (told,) = [text for text in found.heard.notices if "going back" in text]
     assert re.match(
-        "too few sites can go on from the model of round 2: .* repeating the round without photo, whose update", told
+        "too few sites can continue from the model of round 2: .* repeating the round without photo, whose update", told
     )
     assert ("diverged", told) in found.heard.alerts
     same(found, without)
@@ -350,7 +352,7 @@ def test_a_site_that_dies_in_mid_round_holds_nobody_up_and_is_asked_again_when_i
 
     found = served(lambda *_: grids[0].away.add(PHOTO), after=back)
     assert found.took_part == [ALL, OTHERS, ALL]
-    assert found.complaints == ["round 2: photo is left out: it is gone"]
+    assert found.complaints == ["round 2: photo is left out: it has left"]
     assert "photo has left (2 connected)" in found.heard.notices
     assert clock.seconds < 2.0
     same(found, without)
@@ -361,16 +363,16 @@ def test_a_site_that_is_gone_is_not_asked(served, clock):
     assert found.took_part == [ALL, OTHERS, OTHERS]
     asked = [question for node, question in found.grid.asked if node == PHOTO and question.kind != "describe"]
     assert [question.facts["round"] for question in asked] == [0]
-    assert "round 3: photo is not measured: it is away, and has no row of this round" in found.heard.notices
-    assert found.heard.alerts == [("left_out", "photo is away: rounds go on without it")]
+    assert "round 3: photo is not measured, because it is away" in found.heard.notices
+    assert found.heard.alerts == [("left_out", "photo is away: rounds continue without it")]
     assert clock.seconds < 2.0
 
 
 def test_without_a_quorum_the_round_fails_the_model_stays_and_resume_goes_on(served, clock, tmp_path):
     found = served(changed(**{WEIGHT: lambda x: x * torch.nan}), clients=3)
     assert found.failure == (
-        "round 2: of 3 clients that were asked, 2 sent an upload that can be used; 3 must (--min-clients). The model "
-        "is that of round 1: continue with --resume"
+        "round 2: only 2 of 3 clients sent a usable upload, and 3 must (--min-clients). The model of round 1 is kept: "
+        "continue with --resume"
     )
     tensors, facts = load_checkpoint(next(tmp_path.glob("served/trials/*/checkpoint.safetensors")))
     assert facts["round"] == 1
@@ -400,7 +402,7 @@ def test_a_site_that_lost_its_state_is_left_out_by_name_and_does_not_begin_anew(
     why = "client 'photo' has lost its state after round 1 " if lost == "all" else "the state of client 'photo' in "
     assert [complaint.split(": ")[:2] for complaint in found.complaints] == [
         ["round 2", "photo is left out"], ["round 3", "photo is left out"], ["round 3", "photo is not measured"],
-        ["round 3", "photo is not measured with statistics estimated anew"],
+        ["round 3", "photo is not measured with re-estimated statistics"],
     ]  # fmt: skip
     assert all(why in complaint for complaint in found.complaints)
     kept = [path.name for path in tmp_path.glob("photo/*/*/state-*")]
@@ -408,12 +410,12 @@ def test_a_site_that_lost_its_state_is_left_out_by_name_and_does_not_begin_anew(
 
 
 MEASURED = {
-    "another size": ({"samples": 7}, "its counts do not fit its"),
+    "another size": ({"samples": 7}, "its counts are impossible for its"),
     "too many hits": ({"hits": [1] * 11}, ".*'0.hits': List should have at most 10 items"),
     "NaN": ({"loss_sum": float("nan")}, ".*'0.loss_sum': Input should be a finite number"),
     "another model": ({"model": "best"}, ".*'0.model': Input should be 'personal' or 'global'"),
-    "words": ({"support": "many"}, "it does not say what it measured"),
-    "no such part": ({"split": "train 2"}, "it measured .* which was not asked"),
+    "words": ({"support": "many"}, "its report of measurements is malformed"),
+    "no such part": ({"split": "train 2"}, "it measured .* which was not requested"),
 }
 
 
@@ -439,4 +441,4 @@ def test_a_site_that_says_nonsense_of_itself_does_not_take_part(served, clock):
     assert found.failure is None
     assert found.took_part == [OTHERS] * 3
     (complaint,) = found.complaints
-    assert complaint.startswith("a node (number 2) does not take part: site 'photo' says that it has {} samples")
+    assert complaint.startswith("a node (number 2) does not take part: site 'photo' reports {} samples")

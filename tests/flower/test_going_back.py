@@ -102,7 +102,7 @@ def test_a_coordinator_restored_from_an_older_copy_repeats_the_rounds_since(meth
     assert f"ledgers went back from {back['had']} entries to {back['has']}: it was restored from an older copy" in out
     (line,) = [line for line in said if "the coordinator's record" in line]
     assert line.startswith(f"the coordinator's record of ledgers had {back['had']} entries, and has {back['has']} now")
-    told = [line for line in heard.notices if "its directory was restored from an older copy" in line]
+    told = [line for line in heard.notices if "directory was restored from an older copy" in line]
     assert len(told) == 3
     record = served / "machines" / "ledgers.jsonl"
     found = compare_anchors(list(read_ledger(tmp_path / "photo")), record, tmp_path / "photo")
@@ -119,7 +119,7 @@ def test_a_record_that_is_said_to_have_gone_back_is_written_down_once(tmp_path):
     assert len(said) == 1
     assert [entry.content["event"] for entry in read_chain(tmp_path / "ledgers.jsonl")].count("went_back") == 1
     for nonsense in (7, {}, {"had": 2, "has": 9}, {"had": True, "has": 0}, {"had": 2**63, "has": 0}):
-        with pytest.raises(RefusedMessage, match="it does not say how far this record went back"):
+        with pytest.raises(RefusedMessage, match="it does not report how many entries this record has lost"):
             anchors.note("north", head, nonsense)
 
 
@@ -144,10 +144,10 @@ def test_what_is_damaged_is_named_and_the_run_goes_on_from_the_round_before(what
     elif what == "a state":
         (damaged,) = tmp_path.glob("photo/*/fedbn-seed0/state-3.safetensors")
         flip(damaged)
-        with pytest.raises(FedshiftError, match="round 4: of 3 clients that were asked, 2 sent an upload"):
+        with pytest.raises(FedshiftError, match="round 4: only 2 of 3 clients sent a usable upload"):
             coordinator(spec, grid, served, heard).run()
         assert any(f"in {damaged} cannot be read: " in line and "--from-round 2)" in line for line in heard.notices)
-        with pytest.raises(UsageError, match=r"keeps the models after rounds 1, 2, 3, and not after round 0: name one"):
+        with pytest.raises(UsageError, match=r"has no model of round 0, only of rounds 1, 2, 3: name one"):
             go_back(served, 0)
         go_back(served, 2)
     else:
@@ -157,7 +157,7 @@ def test_what_is_damaged_is_named_and_the_run_goes_on_from_the_round_before(what
     assert [done.round for done in heard.rounds] == [3, 4]
     assert any(str(damaged) in line for line in heard.notices)
     if what != "a state":
-        assert any("The run goes on from the model after round 2" in line for line in heard.notices)
+        assert any("The run continues from the previous checkpoint, after round 2" in line for line in heard.notices)
     same_as_in_process(spec, served, tmp_path, tmp_path / "reference")
 
 
@@ -166,7 +166,7 @@ def test_where_no_checkpoint_is_whole_nothing_is_changed(tmp_path, machine):
     assert coordinator(spec, SiteGrid(sites_of(spec, tmp_path, code=frozenset({NETWORK}))), served, Heard()).run()
     folder = served / "trials" / "fedbn-seed0"
     shutil.rmtree(folder / "history")
-    with pytest.raises(UsageError, match="keeps the models after rounds none, and not after round 1"):
+    with pytest.raises(UsageError, match="has no model of round 1, only of rounds none"):
         go_back(served, 1)
     flip(folder / "checkpoint.safetensors")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -201,7 +201,7 @@ def test_a_copy_that_is_six_rounds_old_goes_on_with_the_same_bits(method, tmp_pa
         assert [site.ends() for site in sites] == [0, 0]
         assert two.rounds == [two.names] * 9
     same_as_in_process(spec, two.served, tmp_path, tmp_path / "reference")
-    assert "its directory was restored from an older copy" in coordinator.said
+    assert "directory was restored from an older copy" in coordinator.said
     record = two.served / "machines" / "ledgers.jsonl"
     done = cli("ledger", tmp_path / "photo", "--key", tmp_path / "tls" / "nodes" / "photo.pub", "--anchors", record)
     assert done.code == 0, done.err

@@ -64,7 +64,7 @@ ANSWERS = {
     "no JSON": (text(lambda said: "{"), "a message that is not fedshift's"),
     "JSON of another kind": (text(lambda said: "[1]"), "a message that is not fedshift's"),
     "no facts": (lambda _, answer: RecordDict(), "a message that is not fedshift's"),
-    "another content": (lambda *_: ValueError("Unexpected format for object head."), "what Flower cannot read"),
+    "another content": (lambda *_: ValueError("Unexpected format for object head."), "Flower cannot read its answer"),
     "a terminal's codes": (claimed(kind="refused", why="\x1b[2Jgone\n\rhere"), "photo is left out: gone  here"),
 }  # fmt: skip
 
@@ -174,5 +174,5 @@ def test_counts_of_predictions_are_possible_and_pass_the_schema(name):
         row = {"client": "a", "split": "test", "model": "personal", "moment": "loaded", **counts}
         read = reader.read(json.loads(json.dumps([row])), "a", {"test": 50}, "loaded")
         assert read == [row]
-        with pytest.raises(RefusedMessage, match="its counts do not fit its 49 samples"):
+        with pytest.raises(RefusedMessage, match="its counts are impossible for its 49 samples"):
             reader.read([row], "a", {"test": 49}, "loaded")

@@ -240,10 +240,10 @@ def test_a_ledger_that_lost_lines_is_told_to_the_coordinator(tmp_path):
     again = Anchors(tmp_path / "ledgers.jsonl", "e", None, said.append)
     again.note("north", {"number": 2, "digest": digests[2]})
     (line,) = said
-    assert line.startswith("the ledger of north had 3 entries, and has 2 now: it was rewritten, or restored")
+    assert line.startswith("the ledger of north had 3 entries and now has 2: it was rewritten, or restored")
     for nonsense in (None, [], {}, {"number": True, "digest": digests[1]}, {"number": 4, "digest": "g" * 64},
                      {"number": 10**30, "digest": digests[1]}, {"number": -1, "digest": digests[1]}):  # fmt: skip
-        with pytest.raises(RefusedMessage, match="it does not say where its ledger stands"):
+        with pytest.raises(RefusedMessage, match="it does not report the head of its ledger"):
             again.note("north", nonsense)
 
 

@@ -165,7 +165,7 @@ def test_with_too_few_sites_the_coordinator_stops_and_goes_on_when_one_is_back(t
         two.held("photo", sites["photo"])
         sites["photo"].kill()
         assert coordinator.ends() == 1
-        assert "round 2: of 2 clients that were asked, 1 sent an upload that can be used; 2 must (--min-clients)" in (
+        assert "round 2: only 1 of 2 clients sent a usable upload, and 2 must (--min-clients)" in (
             coordinator.said.replace("\n", " ")
         )
         two.release("photo")

@@ -131,7 +131,7 @@ def test_a_name_belongs_to_a_key(grid, heard):
     assert [node for node, kind in grid.sent if kind == "train"] == [1, 2]
     assert nodes.online == {"ann", "bob"}
     for node, name in (("cid (node number 3)", "ann"), ("a node (number 4)", "dan")):
-        assert f"{node} says that it is {name!r}, but does not hold its key: refused" in heard
+        assert f"{node} claims to be {name!r}, but does not have its key: refused" in heard
     keys["dan"] = b"key of dan"
     grid.join(4, "dan", at="2026-01-02", key=b"key of dan")
     nodes.refresh()
@@ -149,9 +149,9 @@ def test_a_key_that_is_revoked_or_replaced_is_refused_at_once_also_in_mid_round(
 
     grid.pull_messages = lambda numbers: []  # answers are on their way
     clock.then.append(revoke)
-    assert asked(nodes, "ann", "bob", enough=1) == {"ann": "it is gone", "bob": "trained"}
+    assert asked(nodes, "ann", "bob", enough=1) == {"ann": "it has left", "bob": "trained"}
     assert "the key of ann was revoked or replaced: refused (1 connected)" in heard
-    assert asked(nodes, "ann", "bob", enough=1) == {"ann": "it is gone", "bob": "trained"}
+    assert asked(nodes, "ann", "bob", enough=1) == {"ann": "it has left", "bob": "trained"}
     assert grid.sent.count((1, "train")) == 1
     keys["ann"] = b"the next key of ann"
     grid.join(5, "ann", key=b"the next key of ann")
@@ -188,7 +188,7 @@ def test_who_comes_back_as_another_is_refused(nodes, grid, heard, changes):
     nodes.refresh()
     assert nodes.online == {"bob"}
     assert heard[-2:] == [
-        "ann is back with other data or in another role than it began with: refused",
+        "ann has reconnected with other data or in another role than before: refused",
         "ann has left (1 connected)",
     ]
 
@@ -201,14 +201,14 @@ def test_who_comes_back_with_another_version_goes_on_if_it_is_a_patch(nodes, gri
     grid.join(1, "ann", at="2026-01-02", version=version)
     nodes.refresh()
     assert ("ann" in nodes.online) is back
-    said = "ann goes on with fedshift 0.1.99, after 0.1.3" if back else f"ann runs fedshift {version}, and this coord"
+    said = "ann now runs fedshift 0.1.99 instead of 0.1.3" if back else f"ann runs fedshift {version} and this coord"
     assert any(line.startswith(said) for line in heard)
 
 
 def test_one_that_leaves_is_not_asked_and_not_waited_for(nodes, grid, heard, clock):
     nodes.refresh()
     del grid.here[1]
-    assert asked(nodes, "ann", "bob", enough=1) == {"bob": "trained", "ann": "it is gone"}
+    assert asked(nodes, "ann", "bob", enough=1) == {"bob": "trained", "ann": "it has left"}
     assert "ann has left (1 connected)" in heard
     assert (1, "train") not in grid.sent
     assert clock.seconds == 0.0
@@ -257,7 +257,7 @@ def test_who_does_not_answer_is_waited_for_until_the_deadline(nodes, grid, clock
     assert asked(nodes, "ann", "bob", enough=1) == {"bob": "trained", "ann": "it did not answer in time"}
     assert clock.seconds == 10.0
     del grid.here[2]
-    assert asked(nodes, "bob", enough=1) == {"bob": "it is gone"}
+    assert asked(nodes, "bob", enough=1) == {"bob": "it has left"}
     assert clock.seconds == 20.0
     assert asked(nodes, "ann", seconds=0.0) == {"ann": "it did not answer in time"}
     assert clock.seconds == 20.0

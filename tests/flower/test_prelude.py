@@ -122,5 +122,5 @@ def test_too_few_answers_end_it_before_any_training(served):
     def tamper(node, question, answer):
         return None if question.kind == "introduce" and node == PHOTO else answer
 
-    with pytest.raises(FedshiftError, match="before round 1: of 3 clients that were asked, 2 sent an upload"):
+    with pytest.raises(FedshiftError, match="before round 1: only 2 of 3 clients sent a usable upload"):
         served(tamper, seconds=0.5)

@@ -10,28 +10,31 @@ SOUND = {
     "samples": {"train": 24, "test": 9}, "labels": [24, *[0] * 9],
 }  # fmt: skip
 AGE, WARD = {"name": "age", "categories": None}, {"name": "ward", "categories": ["A"]}
-COLUMNS = "site 'photo' says that it has {} columns: its samples of shape"
+COLUMNS = "site 'photo' reports {} columns: they do not match its samples of shape"
 SELF = {
-    "nothing": ({"samples": {}}, "site 'photo' says that it has {} samples"),
-    "no samples": ({"samples": {"train": 0}}, "site 'photo' says that it has {'train': 0} samples"),
-    "no test": ({"samples": {"train": 24}}, "site 'photo' says that it has {'train': 24} samples"),
+    "nothing": ({"samples": {}}, "site 'photo' reports {} samples"),
+    "no samples": ({"samples": {"train": 0}}, "site 'photo' reports {'train': 0} samples"),
+    "no test": ({"samples": {"train": 24}}, "site 'photo' reports {'train': 24} samples"),
     "training samples of one that validates": (
         {"validates": True, "labels": None},
-        "site 'photo' says that it has {'train': 24, 'test': 9} samples: it needs some to train on",
+        "site 'photo' reports {'train': 24, 'test': 9} samples: it needs training samples",
     ),
     "labels of one that validates": (
         {"validates": True, "samples": {"test": 9}},
-        "site 'photo' says that it has {'test': 9} samples: it needs some to train on",
+        "site 'photo' reports {'test': 9} samples: it needs training samples",
     ),
-    "another part": ({"samples": {"train": 24, "test": 9, "x": 1}}, "site 'photo' says that it has {'train': 24, 'te"),
-    "more than memory": ({"samples": {"train": 10**12, "test": 1}}, "site 'photo' says that it has"),
-    "another type": ({"dtype": "uint9"}, "site 'photo' says that its samples are uint9"),
-    "no type": ({"dtype": "load"}, "site 'photo' says that its samples are load"),
-    "a huge shape": ({"shape": [2**20, 2**20]}, r"site 'photo' .* samples are uint8 of shape \(1048576, 1048576\)"),
-    "a negative shape": ({"shape": [3, -28, 28]}, "site 'photo' says that its samples are"),
-    "many classes": ({"classes": 10**12}, "site 'photo' says that it has 1000000000000 classes"),
-    "too few labels": ({"labels": [1] * 10}, "site 'photo' says that it has 10 classes: its labels do not fit"),
-    "labels below zero": ({"labels": [-1, *[0] * 8, 25]}, "site 'photo' says that it has 10 classes: its labels"),
+    "another part": ({"samples": {"train": 24, "test": 9, "x": 1}}, "site 'photo' reports {'train': 24, 'te"),
+    "more than memory": ({"samples": {"train": 10**12, "test": 1}}, "site 'photo' reports"),
+    "another type": ({"dtype": "uint9"}, "site 'photo' reports samples of type uint9"),
+    "no type": ({"dtype": "load"}, "site 'photo' reports samples of type load"),
+    "a huge shape": (
+        {"shape": [2**20, 2**20]},
+        r"site 'photo' .* of type uint8 and shape \(1048576, 1048576\)",
+    ),
+    "a negative shape": ({"shape": [3, -28, 28]}, "site 'photo' reports samples of type"),
+    "many classes": ({"classes": 10**12}, "site 'photo' reports 1000000000000 classes"),
+    "too few labels": ({"labels": [1] * 10}, "site 'photo' reports 10 classes, which do not match its labels"),
+    "labels below zero": ({"labels": [-1, *[0] * 8, 25]}, "site 'photo' reports 10 classes, which do not"),
     "columns of another width": ({"columns": [AGE, {**WARD, "categories": ["A", "B"]}]}, COLUMNS.format(2)),
     "a column twice": ({"columns": [AGE] * 3, "shape": [3]}, COLUMNS.format(3)),
     "categories twice": ({"columns": [{**WARD, "categories": ["A", "A"]}], "shape": [2]}, COLUMNS.format(1)),
@@ -39,10 +42,10 @@ SELF = {
         {"columns": [{**WARD, "categories": sorted(map(str, range(51)))}], "shape": [51]},
         COLUMNS.format(1),
     ),
-    "columns in words": ({"columns": ["age"]}, "a site describes itself in a way that is not understood"),
-    "more names than classes": ({"class_names": ["a"] * 11}, "site 'photo' says that it has 10 classes: its labels"),
-    "words": ({"shape": "wide"}, "a site describes itself in a way that is not understood"),
-    "no name": ({"name": ""}, "a site calls itself ''"),
+    "columns in words": ({"columns": ["age"]}, "a site's description is malformed"),
+    "more names than classes": ({"class_names": ["a"] * 11}, "site 'photo' reports 10 classes, which do not"),
+    "words": ({"shape": "wide"}, "a site's description is malformed"),
+    "no name": ({"name": ""}, "the name of a site, '', is empty"),
 }
 
 
@@ -65,14 +68,14 @@ def test_what_cannot_be_is_refused(fault):
 def test_a_site_with_far_more_classes_than_samples_is_named():
     few = SiteDescription.of(SOUND | {"labels": None})
     many = SiteDescription.of(SOUND | {"name": "absurd", "classes": 10**6, "labels": None})
-    with pytest.raises(FedshiftError, match=r"'absurd' has 1000000 classes, and all sites together 66 samples"):
+    with pytest.raises(FedshiftError, match=r"'absurd' has 1000000 classes, but all sites together have 66 samples"):
         ClientRegistry(clients=(few, many)).to_federation(None)
     allowed = SiteDescription.of(SOUND | {"name": "many", "classes": 1000, "labels": None})
     assert ClientRegistry(clients=(few, allowed)).to_federation(None).classes == 1000
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(FedshiftError, match=r"a site describes itself in a way that is not understood .*'classes'"):
+    with pytest.raises(FedshiftError, match=r"a site's description is malformed .*'classes'"):
         SiteDescription.of({name: value for name, value in SOUND.items() if name != "classes"})
 
 

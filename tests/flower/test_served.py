@@ -35,7 +35,7 @@ def test_the_server_model_of_a_run_across_machines_is_that_of_one_process(cli, t
     [
         ("fedbn", {}, (), "fedbn has no global model, and clients' are not stored where the run was coordinated"),
         ("fedavg", {}, ("--client", "pen"), "clients' models are not stored where the run was coordinated"),
-        ("fedavg", {"normalize": "client"}, (), "are scaled by what only their sites know"),
+        ("fedavg", {"normalize": "client"}, (), "are scaled by values that only their sites know"),
     ],
 )
 def test_a_model_that_only_a_site_has_is_written_there(cli, tmp_path, machine, method, changes, words, why):

@@ -122,7 +122,10 @@ def test_text_that_names_single_rows_never_leaves_the_site(tmp_path, machine):
     with pytest.raises(FedshiftError, match="after 0 seconds there are 0"):
         coordinator(tables(tmp_path), grid, tmp_path / "served", heard, wait=0.0).run()
     assert heard.notices[1:] == ["a node (number 1) does not take part: its data cannot be used: its own log says why"]
-    assert "column 'patient' holds text, 16 different ones in 30 rows, and the list of them would leave" in said[0]
+    assert (
+        "column 'patient' contains text with 16 different values in 30 rows, and the list of values would leave"
+        in said[0]
+    )
 
 
 def test_a_cell_that_an_error_shows_is_shown_to_the_site_alone(tmp_path, machine):
@@ -148,7 +151,7 @@ def test_sites_whose_columns_differ_are_refused_before_training(tmp_path, machin
     write(tmp_path / "all", "north")
     write(tmp_path / "all", "rome", order=("age", "ward", "dose"), weight=(50, 60))
     grid = SiteGrid(hospitals(tmp_path / "all", tmp_path))
-    with pytest.raises(FedshiftError, match="'north' has no column 'weight', which 'rome' has"):
+    with pytest.raises(FedshiftError, match="'north' has no column 'weight', but 'rome' does"):
         coordinator(tables(tmp_path), grid, tmp_path / "served", Heard()).run()
     assert {question.kind for _, question in grid.asked} == {"describe"}
 
@@ -194,16 +197,16 @@ def test_the_order_of_columns_is_the_first_site_s_and_categories_are_those_of_al
 @pytest.mark.parametrize(
     ("columns", "why"),
     [
-        ((Column(name="age"),), "'b' has no column 'ward', which 'a' has"),
-        ((Column(name="age"), Column(name="Ward", categories=("A",))), "'b' has no column 'ward', which 'a' has"),
-        ((Column(name="age"), Column(name="ward")), r"'ward' holds text at 'a', but numbers \(or nothing\) at 'b'"),
+        ((Column(name="age"),), "'b' has no column 'ward', but 'a' does"),
+        ((Column(name="age"), Column(name="Ward", categories=("A",))), "'b' has no column 'ward', but 'a' does"),
+        ((Column(name="age"), Column(name="ward")), r"'ward' contains text at 'a', but numbers \(or nothing\) at 'b'"),
         (
             (Column(name="age", categories=("old",)), Column(name="ward", categories=("A",))),
-            "'age' holds text at 'b', but numbers .* at 'a'",
+            "'age' contains text at 'b', but numbers .* at 'a'",
         ),
         (
             (Column(name="age"), Column(name="ward", categories=tuple(sorted(map(str, range(49)))))),
-            "'ward' holds text with 51 different values at all sites together, more than 50",
+            "'ward' contains text with 51 different values at all sites together, more than 50",
         ),
     ],
 )
@@ -214,13 +217,13 @@ def test_columns_that_do_not_go_together_are_named_with_both_sites(columns, why)
 
 def test_a_table_does_not_go_with_other_data():
     array = SiteDescription(**(vars(described("b")) | {"columns": (), "class_names": ()}))
-    with pytest.raises(FedshiftError, match="of 'a' and 'b' only one has a table"):
+    with pytest.raises(FedshiftError, match="only one of 'a' and 'b' has a table"):
         ClientRegistry().add_clients([described("a"), array]).to_federation(None)
 
 
 def test_labels_that_no_table_has_are_refused():
     odd = SiteDescription(**(vars(described("b")) | {"class_names": ("01", "2")}))
-    with pytest.raises(FedshiftError, match="site 'b' has a class '01', which is not how labels are written"):
+    with pytest.raises(FedshiftError, match="site 'b' has a class '01', which is not a valid spelling of a label"):
         ClientRegistry().add_clients([described("a"), odd]).to_federation(None)
 
 

@@ -25,7 +25,7 @@ def test_a_run_has_the_settings_that_serve_submitted():
 
 
 def test_a_run_with_other_settings_is_refused_before_they_are_read():
-    with pytest.raises(FedshiftError, match="other settings than those of `fedshift serve`"):
+    with pytest.raises(FedshiftError, match="refused a run that `fedshift serve` did not submit"):
         read_submission("no settings at all", json.dumps(asdict(RunSpec())))
 
 

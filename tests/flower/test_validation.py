@@ -120,7 +120,7 @@ def test_it_may_come_late_is_known_again_and_keeps_its_role(tmp_path, machine):
     assert load_served(tmp_path / "served").settings.newcomers == (HELD,)  # so that its models can be restored
     grid.sites[9] = Site("digits", HELD, tmp_path / HELD)
     heard = serve(spec, grid, tmp_path / "served")
-    assert "worn is back with other data or in another role than it began with: refused" in heard.notices
+    assert "worn has reconnected with other data or in another role than before: refused" in heard.notices
 
 
 @pytest.mark.sampled(2)

@@ -164,7 +164,7 @@ def test_a_table_that_was_cut_short_has_no_verdict_where_it_is_shown(tmp_path, c
     text, tex = ((tmp_path / "results" / "fedbn" / f"table12.{kind}").read_text() for kind in ("md", "tex"))
     for shown in (" ".join(capsys.readouterr().out.split()), text, tex):
         assert "5 seeds, 0.1 of the rounds): too short to judge; " in shown
-        assert "order of methods says nothing below 0.25 of the rounds." in shown
+        assert "order of methods is not meaningful below 0.25 of the rounds." in shown
         assert not any(word in shown for word in ("paper's order", "Significant", "neither", "difference"))
 
 

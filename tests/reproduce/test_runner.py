@@ -255,8 +255,8 @@ def test_an_order_says_nothing_where_rounds_were_cut_to_less_than_a_quarter():
     assert (judged.verdict, judged.order, judged.claims) == ("same order of methods", (1, 1), (1, 0))
     assert (short.verdict, short.order, short.claims) == ("too short to judge", (0, 0), (0, 0))
     assert short.summary == (
-        "Verdict (3 seeds, 0.25 of the rounds): too short to judge; an order of methods says nothing below 0.25 of the "
-        "rounds."
+        "Verdict (3 seeds, 0.25 of the rounds): too short to judge; the order of methods is not meaningful below "
+        "0.25 of the rounds."
     )
     assert len(compare_values(short).rows) == 2  # the numbers stand there all the same
 

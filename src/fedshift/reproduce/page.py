@@ -1,4 +1,4 @@
-"""The page of reproduced tables and figures, each beside the paper's with its verdict, in one self-contained file."""
+"""The page of reproduced tables and figures next to the papers', with verdicts, in one self-contained file."""
 
 from __future__ import annotations
 

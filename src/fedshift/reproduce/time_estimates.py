@@ -351,7 +351,7 @@ class TimeBudget:
         return sorted(tables, key=lambda table: costs[table.key])
 
     def fit_scale(self, table: Table, options: ReproductionOptions, directory: Path, parts: int) -> ReproductionOptions:
-        """Return ``options`` with the scale at which ``table`` takes at most 1 / ``parts`` of the remaining time."""
+        """Return ``options`` scaled so that ``table`` takes at most 1 / ``parts`` of the remaining time."""
         if self._seconds is None:
             return options
         share = max(0.0, self._began + self._seconds - time.monotonic()) / parts

@@ -179,7 +179,7 @@ class ReproducedBlock:
         (close, judged), (same, pairs), (below, deltas) = self.within, self.order, self.concordant
         at_zero, intervals = self.consistent
         said = [self.verdict]
-        said += [f"an order of methods says nothing below {SHORTEST:g} of the rounds"] if self.is_short else []
+        said += [f"the order of methods is not meaningful below {SHORTEST:g} of the rounds"] if self.is_short else []
         said += [f"{same} of {pairs} pairs of methods in the paper's order"] if pairs else []
         said += [f"{close} of {judged} cells within the paper's spread"] if judged else []
         said += [f"{at_zero} of {intervals} intervals of the difference contain 0"] if intervals else []
@@ -262,8 +262,8 @@ def compare_values(reproduced: ReproducedBlock) -> TextTable:
 class ComparedCell:
     """Text of a cell in a paper's table: ``paper`` as printed, ``ours``, and the ``difference``, ours minus theirs.
 
-    ``ours`` and ``difference`` are empty if nothing was run. ``interval`` is that of the difference, empty if there is
-    none (:meth:`ReproducedBlock.interval`). ``spread`` is "within" or "outside" the paper's spread; it
+    ``ours`` and ``difference`` are empty if nothing was run. ``interval`` belongs to the difference and is empty if
+    there is none (:meth:`ReproducedBlock.interval`). ``spread`` is "within" or "outside" the paper's spread; it
     is empty if the paper prints none or numbers cannot be compared. ``sign`` is "above" or "below" if numbers can be
     compared and differ.
     """
@@ -285,7 +285,7 @@ class ValueGrid:
 
 
 def arrange_values(reproduced: ReproducedBlock) -> ValueGrid:
-    """Return all rows and columns of the paper's table, with our value beside the paper's in each cell."""
+    """Return all rows and columns of the paper's table, with our value and the paper's in each cell."""
     rows = []
     for row, (keys, printed) in enumerate(reproduced.block.rows):
         named = {key: _name_client(value, reproduced) if key == "client" else value for key, value in keys.items()}

@@ -1,9 +1,9 @@
-"""Alerts of a coordinator: a command on its machine, or an address on its network, hears what needs somebody's eyes.
+"""Alerts of a coordinator about events that need attention, to a command on its machine or an address on its network.
 
-Each is one JSON object, on the command's standard input or as the body of a POST: ``event`` (one of :data:`EVENTS`),
-``text``, ``run`` (the run directory), ``time`` (UTC) and ``dropped``, how many were not sent since the last one because
-they were more than :data:`MOST` in :data:`SPAN` seconds. They are sent by a thread of their own: whatever happens to
-one, the experiment goes on. Each is recorded in ``alerts.jsonl`` with what became of it.
+An alert is a JSON object on the command's standard input or in the body of a POST: ``event`` (one of :data:`EVENTS`),
+``text``, ``run`` (the run directory), ``time`` (UTC) and ``dropped``, the number of alerts since the last one that were
+not sent because they exceeded :data:`MOST` in :data:`SPAN` seconds. A separate thread sends them, so that a failure
+does not affect the experiment. ``alerts.jsonl`` records each alert and whether it was sent.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ...utils.errors import UsageError
 from ...utils.printable import to_printable
 
 EVENTS = ("left_out", "diverged", "stalled", "failed")
-"""A site is away, or its upload was not used; training diverged; a round is late; the experiment ended too soon."""
+"""A site is away or its upload was not used; training diverged; no round has ended for long; the experiment failed."""
 FILE = "alerts.jsonl"
 MOST, SPAN = 20, 3600.0
-"""Most alerts in a span of seconds."""
+"""Maximum number of alerts within this span of seconds."""
 SECONDS = 20.0
-"""Time limit for a command, and for an answer to a POST."""
+"""Time limit for the command, and for the answer to a POST."""
 PARTING = 25.0
-"""Seconds to wait at the end for the last alerts."""
+"""Seconds to wait for the last alerts at the end."""
 
 
 def parse_target(target: str) -> str | list[str]:
-    """Return the address, or the words of the command, in ``--alert``; raise :class:`UsageError` if it is neither."""
+    """Parse ``--alert`` into an address, or the words of a command; raise :class:`UsageError` if it is neither."""
     if target.startswith(("http://", "https://")):
         if not urlsplit(target).hostname:
-            raise UsageError(f"--alert {target}: no host is named: write http://HOST:PORT/PATH")
+            raise UsageError(f"--alert {target}: there is no host in it: write http://HOST:PORT/PATH")
         return target
     try:
         words = shlex.split(target)
@@ -53,9 +53,9 @@ def parse_target(target: str) -> str | list[str]:
 
 
 class Alerts:
-    """Context manager that sends alerts to ``target`` (None: nowhere) about the run in ``directory``.
+    """Context manager that sends alerts about the run in ``directory`` to ``target`` (None: nowhere).
 
-    ``log``: the folder in which they are recorded.
+    ``log``: the folder for their record.
     """
 
     def __init__(self, target: str | None, directory: Path, log: Path) -> None:
@@ -74,7 +74,7 @@ class Alerts:
         self._thread.join(PARTING)
 
     def send(self, event: str, text: str) -> None:
-        """Send an alert, unless there were too many of late; return at once."""
+        """Queue an alert and return at once; it is dropped if there were too many recently."""
         if self._target is None:
             return
         now = time.monotonic()
@@ -88,20 +88,20 @@ class Alerts:
         self._dropped = 0
 
     def take_failures(self) -> list[str]:
-        """Return why alerts could not be sent since the last call."""
-        found = []
+        """Return the messages about alerts that could not be sent since the last call."""
+        failures = []
         while True:
             try:
-                found.append(self._failed.get_nowait())
+                failures.append(self._failed.get_nowait())
             except Empty:
-                return found
+                return failures
 
     def _work(self) -> None:
         while (alert := self._waiting.get()) is not None:
             try:
                 self._deliver(json.dumps(alert))
                 failed = ""
-            except Exception as error:  # whatever a command or a server does, the experiment goes on
+            except Exception as error:  # no failure of a command or a server may stop the experiment
                 failed = to_printable(f"{type(error).__name__}: {error}")
                 self._failed.put(f"the alert {alert['event']!r} could not be sent ({failed})")
             try:
@@ -123,7 +123,7 @@ class Alerts:
 
 
 class StallWatch:
-    """Tells once when no round has ended for ``seconds``."""
+    """Detects, once per stall, that no round has ended for ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._until = seconds, float("inf")
@@ -133,7 +133,7 @@ class StallWatch:
         self._until = time.monotonic() + self._seconds
 
     def is_due(self) -> bool:
-        """Return whether a stall is to be announced now."""
+        """Return whether to report a stall now."""
         due = time.monotonic() > self._until
         self._until = float("inf") if due else self._until
         return due

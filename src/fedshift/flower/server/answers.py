@@ -1,7 +1,7 @@
-"""Strict schemas for sites' answers. A site with a valid key may still send anything.
+"""Strict schemas for the sites' answers, since even a site with a valid key may send anything.
 
-The JSON of an answer must match a schema exactly, and its counts must be possible for the site's number of samples. Any
-other error refuses only that answer, and the message names its site.
+The JSON of an answer must match a schema exactly, and its counts must be possible for the site's number of samples.
+Otherwise only that answer is refused, with a message that names the site.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_COUNT = 2**62
 """Largest integer that an answer may contain."""
 PLACE = ("client", "split", "model", "moment")
 """Columns that identify what a row measures; the others are counts."""
-MOST_TOLD = 3
+MOST_SHOWN = 3
 """Maximum number of an answer's faults to list in a message."""
 Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -35,7 +35,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class TrainedAnswer(BaseModel):
     """Facts sent with an upload: the round's samples and steps, summed training loss, and measurements if requested.
 
-    ``upload``: digest by which the client knows later which of its states this upload was made with.
+    ``upload``: digest by which the client later identifies its state at this upload.
     """
 
     model_config = STRICT
@@ -58,19 +58,19 @@ class EvaluatedAnswer(BaseModel):
 
 
 def read_trained(facts: Mapping[str, Any]) -> TrainedAnswer:
-    """Return a site's report of its training; raise :class:`RefusedMessage` if it does not match the schema."""
-    with refusing("it does not say what it did"):
+    """Parse a site's report of its training; raise :class:`RefusedMessage` if it does not match the schema."""
+    with refusing("its report of training is malformed"):
         return TrainedAnswer.model_validate(dict(facts))
 
 
 def read_evaluated(facts: Mapping[str, Any]) -> EvaluatedAnswer:
-    """Return a site's report of its measurements; raise :class:`RefusedMessage` if it does not match the schema."""
-    with refusing("it does not say what it measured"):
+    """Parse a site's report of its measurements; raise :class:`RefusedMessage` if it does not match the schema."""
+    with refusing("its report of measurements is malformed"):
         return EvaluatedAnswer.model_validate(dict(facts))
 
 
 class RowReader:
-    """Reads measurements of ``task`` with ``outputs`` classes, labels or targets."""
+    """Parses measurements of ``task`` with ``outputs`` classes, labels or targets."""
 
     def __init__(self, task: Task, outputs: int) -> None:
         self.task = task
@@ -92,9 +92,9 @@ class RowReader:
         """Return the measurements of site ``name`` at ``moment``.
 
         Args:
-            rows: rows as they arrived.
+            rows: rows of the answer.
             name: the client's name.
-            sizes: number of samples in each split that the site was asked to measure.
+            sizes: number of samples in each split that the site had to measure.
             moment: ``loaded``, ``trained`` or ``reestimated``.
 
         Raises:
@@ -102,7 +102,7 @@ class RowReader:
                 has counts that are impossible for that number of samples; or a split has no row.
 
         """
-        with refusing("it does not say what it measured"):
+        with refusing("its report of measurements is malformed"):
             read = self._adapter.validate_python(rows)
             places = [(row["split"], row["model"]) for row in read]
             if len(set(places)) < len(places):
@@ -110,13 +110,13 @@ class RowReader:
             for row in read:
                 place = {key: row[key] for key in PLACE}
                 if (row["client"], row["moment"]) != (name, moment) or row["split"] not in sizes:
-                    raise RefusedMessage(f"it measured {place}, which was not asked")
+                    raise RefusedMessage(f"it measured {place}, which was not requested")
                 if moment != "loaded" and row["model"] != "personal":
-                    raise RefusedMessage(f"it measured the {row['model']} model where {moment} ones are its clients'")
+                    raise RefusedMessage(f"it measured the {row['model']} model, but {moment} models are personal")
                 size = sizes[row["split"]]
                 counts = {key: value for key, value in row.items() if key not in PLACE}
                 if row["samples"] != size or not self.task.is_possible(counts):
-                    raise RefusedMessage(f"its counts do not fit its {size} samples: {counts}")
+                    raise RefusedMessage(f"its counts are impossible for its {size} samples: {counts}")
             if missing := sizes.keys() - {split for split, _ in places}:
                 raise RefusedMessage(f"it measured nothing on its {min(missing)} samples")
         return read
@@ -124,21 +124,21 @@ class RowReader:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn any exception while an answer is read into a :class:`RefusedMessage` that begins with ``what``."""
+    """Turn any exception while an answer is parsed into a :class:`RefusedMessage` that begins with ``what``."""
     try:
         yield
     except FedshiftError:
         raise
     except ValidationError as error:
-        told = error.errors(include_url=False, include_context=False, include_input=False)
-        why = "; ".join(f"{'.'.join(map(str, each['loc']))!r}: {each['msg']}" for each in told[:MOST_TOLD])
-        raise RefusedMessage(f"{what} ({why}{'; ...' if len(told) > MOST_TOLD else ''})") from error
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        why = "; ".join(f"{'.'.join(map(str, each['loc']))!r}: {each['msg']}" for each in faults[:MOST_SHOWN])
+        raise RefusedMessage(f"{what} ({why}{'; ...' if len(faults) > MOST_SHOWN else ''})") from error
     except Exception as error:
         raise RefusedMessage(f"{what} ({type(error).__name__}: {error})") from error
 
 
 def _type_like(value: Any) -> Any:
-    """Return the type of a count like ``value``; None is the area under a curve, which may be undefined."""
+    """Return the type for counts such as ``value``; None stands for an area under a curve, which may be undefined."""
     if isinstance(value, list):
         return Annotated[list[_type_like(value[0])], Field(min_length=len(value), max_length=len(value))]  # type: ignore[misc]
     if value is None:

@@ -1,7 +1,7 @@
-"""Numbers of training samples that sites claim: a claim is a weight in every average, and nobody else can check it.
+"""Numbers of training samples that sites claim: they are weights in every average, and nobody else can check them.
 
-The coordinator bounds the weight (``serve --max-share``, :mod:`fedshift.core.shares`) and names a claim that is bounded
-or out of all proportion to the others'.
+The coordinator bounds the weights (``serve --max-share``, :mod:`fedshift.core.shares`) and reports claims that are
+bounded or out of all proportion to the others.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from statistics import median_high
 from ...core.shares import bound_shares
 
 MAX_SHARE = 0.5
-"""Greatest weight of one site among three or more: none decides alone."""
+"""Maximum weight of one site among three or more, so that no site has a majority."""
 IMPLAUSIBLE = 100.0
-"""Ratio of a number of samples to the others' from which on it is named."""
+"""Ratio of a number of samples to the others' median above which it is reported."""
 
 
 def judge_claims(samples: Mapping[str, int], max_share: float) -> Iterator[str]:
     """Yield a line of text for each site whose number of training samples is bounded or implausible.
 
-    ``samples``: claimed numbers of training samples by site that trains.
+    ``samples``: claimed number of training samples of each site that trains.
     """
     total, counted = sum(samples.values()), bound_shares(list(map(float, samples.values())), max_share)
     for (name, claimed), counts in zip(samples.items(), counted, strict=True):
@@ -32,5 +32,5 @@ def judge_claims(samples: Mapping[str, int], max_share: float) -> Iterator[str]:
         if implausible or bounded:
             text = f"{name} claims {claimed} training samples, {claimed / total:.4%} of all; the others' median is "
             text += str(usual)
-            text += f". Where samples are weights, it counts as {counts:.6g} (--max-share)" if bounded else ""
-            yield f"{text}. Ask the site whether that is so" if implausible else text
+            text += f". In averages weighted by samples, it counts as {counts:.6g} (--max-share)" if bounded else ""
+            yield f"{text}. Ask the site whether that is correct" if implausible else text

@@ -53,7 +53,7 @@ from .remote_engine import RemoteEngine
 COORDINATOR = "FEDSHIFT_COORDINATOR"
 """Environment variable with the path of the socket on which ``fedshift serve`` listens."""
 PARTING = 5.0
-"""Seconds in which a site may still connect to an experiment that is finished, to be told so."""
+"""Seconds for which a finished experiment waits for sites, to inform them of its end."""
 PRIVATE: dict[str, Any] = {"data": "", "root": None, "domains": None, "split": None, "newcomers": None, "log": None}
 """Settings that concern only the coordinator, with the values that sites see instead."""
 
@@ -83,13 +83,13 @@ def read_submission(settings: str, expected: str) -> RunSpec | CompareSpec:
     Anyone who can reach a SuperLink can submit a run, and settings may name any function on this machine.
     """
     if settings != expected:
-        raise FedshiftError("a run with other settings than those of `fedshift serve` was submitted: refused")
-    given = json.loads(settings)
-    return RunSpec(**given) if "method" in given else CompareSpec(**given)
+        raise FedshiftError("refused a run that `fedshift serve` did not submit: its settings differ")
+    fields = json.loads(settings)
+    return RunSpec(**fields) if "method" in fields else CompareSpec(**fields)
 
 
 class ProgressReport(Callback):
-    """Forwards a callback's events over ``connection``, and exits when the process at the other end does."""
+    """Forwards a callback's events over ``connection``, and exits when the process at the other end exits."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection, self.stop, self.changed = connection, threading.Event(), threading.Event()
@@ -126,9 +126,9 @@ class Coordinator:
 
     ``order`` has these keys: ``directory`` (run directory), ``clients`` (minimum number of clients in a round),
     ``seconds`` (maximum duration of a round), ``wait`` (seconds to wait for the first clients to connect),
-    ``update_bound`` (largest ratio of a client's update length to the others'; 0: no limit), ``max_share`` (greatest
-    weight of one among three clients or more), ``home`` (the SuperLink's folder), and ``keys`` (directory with the
-    coordinator's keys and the nodes' public keys; None: questions are not signed, nor nodes identified by keys).
+    ``update_bound`` (maximum ratio of a client's update length to the others'; 0: no limit), ``max_share`` (maximum
+    weight of one client among three or more), ``home`` (the SuperLink's folder), and ``keys`` (directory with the
+    coordinator's keys and the nodes' public keys; None: questions are unsigned, and keys do not identify nodes).
     ``run`` is Flower's run number.
     """
 
@@ -169,7 +169,7 @@ class Coordinator:
             alert=report.alert, **secured,
         )  # fmt: skip
         whose = f", with the key {fingerprint(signer.key.public_key())}" if signer else ""
-        report.on_notice(f"experiment {experiment}{whose}: sites may allow these alone (join --policy)")
+        report.on_notice(f"experiment {experiment}{whose}: sites can restrict their policy to it (join --policy)")
 
     def run(self) -> bool:
         """Run until finished or stopped; return whether the experiment finished."""
@@ -178,7 +178,7 @@ class Coordinator:
         clients = min(self.min_clients, len(members or self.order) or self.min_clients)
         done = self._is_trained()
         if done:
-            self.report.on_notice("all rounds are done: no site is waited for")
+            self.report.on_notice("all rounds are done: not waiting for sites")
         try:
             if not done:
                 self.nodes.wait(clients, self.wait, members or frozenset(self.order) or None)
@@ -195,7 +195,7 @@ class Coordinator:
                         break
                 except SpoiledModel as error:
                     self._take_back(error)
-            if done:  # sites that come soon are told, too
+            if done:  # also inform sites that connect soon
                 with suppress(FedshiftError):
                     self.nodes.wait(len(members), PARTING, members)
         except StopRequested:
@@ -207,30 +207,30 @@ class Coordinator:
         return True
 
     def _repair(self) -> None:
-        """Put whole checkpoints in the place of damaged ones, and say so."""
+        """Replace damaged checkpoints by intact ones, with a notice."""
         if not self.population.clients or not holds_summary(self.directory):
             return
         settings = self.population.make_settings(self.spec)
         for history in list_histories(self.directory):
-            if said := history.repair(settings):
-                self.report.on_notice(said)
+            if notice := history.repair(settings):
+                self.report.on_notice(notice)
 
     def _is_trained(self) -> bool:
-        """Return whether nothing is left that sites would be needed for."""
+        """Return whether no work that needs sites is left."""
         return bool(self.population.clients) and self._make_experiment(self._to_federation()).is_trained(self.directory)
 
     def _to_federation(self) -> RemoteFederation:
         return self.population.to_federation(self.spec.classes, self.spec.task)
 
     def _take_back(self, spoiled: SpoiledModel) -> None:
-        """Repeat the round that spoiled the model, without the client whose update stood out.
+        """Repeat the round that spoiled the model, without the client whose update was by far the longest.
 
-        Raises ``spoiled`` if the round was already repeated, or the model before it was not kept.
+        Raises ``spoiled`` if the round was already repeated, or the checkpoint before it is missing.
         """
         if not TrialHistory(spoiled.folder).take_back(spoiled.round, spoiled.suspect):
             raise spoiled
         self.nodes.say(
-            f"too few sites can go on from the model of round {spoiled.round}: going back to the one before, and "
+            f"too few sites can continue from the model of round {spoiled.round}: going back to the previous model and "
             f"repeating the round without {spoiled.suspect}, whose update was {spoiled.ratio:.3g} times as long as "
             "the others'",
             "diverged",
@@ -240,15 +240,15 @@ class Coordinator:
         methods, settings = make_methods(self.spec), self.population.make_settings(self.spec)
         for method in methods:
             if method.pooled:
-                raise UsageError(f"{method.label} needs all data in one place: leave it out across machines")
+                raise UsageError(f"{method.label} needs all data in one place: omit it across machines")
         names = [method.name for method in methods]
         members = [client for client in data.clients if client.name not in settings.newcomers]
-        asked = {client.name: client.labels for client in self.population.clients}
-        counted = all(asked[client.name] for client in members)  # sites count labels only if asked to
+        labels = {client.name: client.labels for client in self.population.clients}
+        counted = all(labels[client.name] for client in members)  # sites count labels only on request
         if settings.loss and settings.loss.uses_counts and not counted:
             raise UsageError(
-                f"loss {settings.loss}: weights come from numbers of samples by class, which sites count for "
-                f"classification only, not for {data.task}: give the weights as numbers"
+                f"loss {settings.loss}: its weights come from the number of samples of each class, which sites count "
+                f"only for classification, not for {data.task}: give the weights as numbers"
             )
         description = {
             "experiment": self.population.experiment, "spec": self.sent, "classes": data.classes,
@@ -277,23 +277,23 @@ class Coordinator:
     def _admit_waiting(self) -> RemoteFederation:
         """Admit connected clients whose data are compatible with the others'; return all admitted clients."""
         grown, waiting = self.population, self._find_new()
-        if not grown.clients:  # clients that train come first, so that the others do not change what is trained
+        if not grown.clients:  # training clients first, so that the others do not change what is trained
             grown = grown.add_clients([new for new in waiting if not new.validates], self.order)
             waiting = [new for new in waiting if new.validates]
         data = grown.to_federation(self.spec.classes, self.spec.task)
         for new in waiting:
             try:
                 wider = grown.add_clients([new], self.order)
-                found = wider.to_federation(self.spec.classes, self.spec.task)
-                if found.columns != data.columns:
-                    raise FedshiftError(f"{new.name!r} has {_extra_categories(found, data)}, which the others lack")
-                if found.fingerprint != data.fingerprint:
+                joined = wider.to_federation(self.spec.classes, self.spec.task)
+                if joined.columns != data.columns:
+                    raise FedshiftError(f"{new.name!r} has {_extra_categories(joined, data)}, which the others lack")
+                if joined.fingerprint != data.fingerprint:
                     raise FedshiftError(f"{new.name!r} has classes that the others lack")
             except FedshiftError as error:
                 self.refused.add(new.name)
                 self.report.on_notice(f"{new.name} is not admitted: {error}")
             else:
-                grown, data = wider, found
+                grown, data = wider, joined
         self.population = grown
         grown.write(self.path)
         claimed = {client.name: client.samples["train"] for client in grown.training}
@@ -310,23 +310,23 @@ class Coordinator:
     def _admit_newcomer(self) -> None:
         """Schedule new clients for admission after the current round, except those that the settings exclude.
 
-        Versions that clients which are back have now are written down.
+        Also record the current versions of clients that have reconnected.
         """
         if (updated := self.population.update_versions(self.nodes.known)) != self.population:
             self.population = updated
             updated.write(self.path)
         for name in sorted(self.nodes.online - self.refused - set(self.order) if self.order else ()):
             self.refused.add(name)
-            self.report.on_notice(f"{name} takes no part: the settings name {', '.join(self.order)} (domains)")
+            self.report.on_notice(f"{name} does not take part: the settings name {', '.join(self.order)} (domains)")
         if self.population.clients and self._find_new():
             self.report.changed.set()
 
 
-def _extra_categories(found: RemoteFederation, data: RemoteFederation) -> str:
-    """Return the categories in ``found`` that are missing from ``data``, which has the same columns."""
+def _extra_categories(joined: RemoteFederation, data: RemoteFederation) -> str:
+    """List the categories in ``joined`` that are missing from ``data``, which has the same columns."""
     return ", ".join(
         f"{value!r} in column {wide.name!r}"
-        for wide, column in zip(found.columns, data.columns, strict=True)
+        for wide, column in zip(joined.columns, data.columns, strict=True)
         for value in wide.categories or ()
         if value not in (column.categories or ())
     )

@@ -1,8 +1,8 @@
-"""The last checkpoints of a trial, and how to go back to one after a round that spoiled the model.
+"""The last checkpoints of a trial, and the return to one of them after a round that spoiled the model.
 
 An update within the bound of :mod:`.outliers` can still spoil a model. If sites then diverge or send updates beyond the
-bound, and too few are left, the coordinator goes back to the model before that round and repeats the round without the
-client that had the longest update.
+bound, and too few usable updates remain, the coordinator goes back to the model before that round and repeats the round
+without the client that had the longest update.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ...utils.files import write_atomically
 KEPT = 3
 """Number of checkpoints to keep for each trial."""
 SUSPICIOUS = 2.0
-"""Smallest ratio of an update's length to the others' for which its client is suspected."""
+"""Minimum ratio of an update's length to the others' for its client to be suspected."""
 HISTORY, LEFT_OUT = "history", "left-out.json"
 
 
 class SpoiledModel(Diverged):
-    """Too few sites can continue from the model of a round in which one update stood out."""
+    """Too few sites can continue from the model of a round in which one update was much longer than the others."""
 
     def __init__(self, text: str, folder: Path, round: int, suspect: str, ratio: float) -> None:
         super().__init__(text)
@@ -71,7 +71,7 @@ class TrialHistory:
     def take_back(self, round: int, suspect: str) -> bool:
         """Go back to the model before ``round``, which will be repeated without ``suspect``.
 
-        Returns False if the round was already taken back, or the model before it was not kept.
+        Returns False if the round was already repeated, or the checkpoint before it is missing.
         """
         left_out, before = dict(self.read_left_out()), self.folder / HISTORY / f"{round - 1}-{CHECKPOINT}"
         if round in left_out or not before.exists():
@@ -81,20 +81,20 @@ class TrialHistory:
         return True
 
     def go_back(self, round: int) -> None:
-        """Go back to the model after ``round``; raise :class:`UsageError` if it is not kept."""
+        """Go back to the model after ``round``; raise :class:`UsageError` if its checkpoint is missing."""
         kept = [number for number in self.list_rounds() if self._reads(number)]
         if round not in kept:
             raise UsageError(
-                f"{self.folder} keeps the models after rounds {', '.join(map(str, kept)) or 'none'}, and not after "
-                f"round {round}: name one of these (--from-round), or restore an older copy of the run"
+                f"{self.folder} has no model of round {round}, only of rounds {', '.join(map(str, kept)) or 'none'}: "
+                "name one of these (--from-round), or restore an older copy of the run"
             )
         self._put_back(round)
 
     def repair(self, settings: Settings) -> str:
-        """Put the last whole checkpoint in the place of one that is damaged, or newer than the records beside it.
+        """Replace a checkpoint that is damaged, or newer than the other records, by the last intact one.
 
-        A copy that was made while a round ended may hold files of before and after. The damaged file stays beside it.
-        Returns what was done, in words; nothing if the checkpoint is whole, or no other one is.
+        A run that was copied at the end of a round may contain files from before and after it. The damaged file is kept
+        under another name. Returns a description of the repair; empty if the checkpoint is intact or none is.
         """
         path = self.folder / CHECKPOINT
         try:
@@ -112,13 +112,13 @@ class TrialHistory:
             self._put_back(round)
             with suppress(FedshiftError):
                 find_best(self.folder, round, settings)
-                return f"{damaged}. The run goes on from the model after round {round}, which was kept beside it"
+                return f"{damaged}. The run continues from the previous checkpoint, after round {round}"
         if aside.exists():
             aside.replace(path)
         return ""
 
     def list_rounds(self) -> list[int]:
-        """Return the rounds after which a checkpoint is kept."""
+        """Return the rounds whose checkpoints are kept."""
         return sorted(int(path.name.partition("-")[0]) for path in (self.folder / HISTORY).glob(f"*-{CHECKPOINT}"))
 
     def _reads(self, round: int) -> bool:
@@ -136,25 +136,25 @@ class TrialHistory:
 
 
 def list_histories(directory: Path) -> list[TrialHistory]:
-    """Return the histories of the trials of the run in ``directory`` that have begun, in the order of the run."""
+    """Return the histories of the trials that have begun in the run ``directory``, in the order of the run."""
     facts = read_facts(directory)
     folders = [trial_folder(directory, method, seed) for seed in facts["seeds"] for method in facts["methods"]]
     return [TrialHistory(folder) for folder in folders if folder.exists()]
 
 
 def go_back(directory: Path, round: int) -> None:
-    """Go back to the model after ``round`` in the trial that began last of the run in ``directory``.
+    """Go back to the model after ``round`` in the latest trial of the run ``directory``.
 
-    Raises :class:`UsageError` if that model is not kept.
+    Raises :class:`UsageError` if its checkpoint is missing.
     """
     begun = list_histories(directory)
     if not begun:
-        raise UsageError(f"{directory} has no round yet to go back to: leave out --from-round {round}")
+        raise UsageError(f"{directory} has no round yet to go back to: omit --from-round {round}")
     begun[-1].go_back(round)
 
 
 class HistoryKeeper(Callback):
-    """Keeps the last checkpoints of the trials in a run ``directory``."""
+    """Callback that keeps the last checkpoints of the trials in a run ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

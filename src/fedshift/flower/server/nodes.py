@@ -1,9 +1,9 @@
 """The connected sites, and questions to them over a Flower grid; every wait has a timeout.
 
 A node introduces itself by its client's name; with TLS, that name is bound to the key that the coordinator has for it.
-If that key is removed or replaced meanwhile, nothing is asked of the node any more, and nothing that it says is used.
-A node that restarts introduces itself again and is asked its unanswered questions again. A node that has left is not
-asked, and the coordinator does not wait for it if enough others answer.
+If that key is removed or replaced meanwhile, the node gets no more questions, and its answers are ignored. A node that
+restarts introduces itself again and gets its unanswered questions again. A node that has left gets none, and the
+coordinator does not wait for it if enough others answer.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Say = Callable[[str], None]
 POLL = 0.25
 """Seconds between two polls for answers."""
 MOST_PULLS, PATIENCE = 64, 0.5
-"""Maximum number of answers to fetch at a time, and seconds to wait for them before processing those that arrived."""
+"""Maximum number of answers to fetch at a time, and seconds to wait before processing those that have arrived."""
 KINDS = {"describe": "query", "end": "query", "introduce": "query", "train": "train", "evaluate": "evaluate"}
 """Flower's message types."""
 FAILED = (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.INVALID_FAB)
-"""Errors that a connected node reports; other errors mean that the message or its answer was lost."""
+"""Errors that a connected node reports; all others mean that the message or its answer was lost."""
 
 
 class StopRequested(FedshiftError):
@@ -53,16 +53,16 @@ class Nodes:
 
     Args:
         grid: a Flower grid.
-        hello: the question that asks a new node to describe itself.
-        say: called with a line of text when a node comes or goes.
+        hello: the question that asks a new node for its description.
+        say: called with a line of text when a node connects or leaves.
         known: earlier descriptions of clients.
         keys: returns the public key of each client's node; None: any node may claim any name.
         changed: called when a client has connected.
         signed: signs a question.
-        stop: ends waiting, once set.
-        allow: called before each question with the largest number of bytes that the entries of an answer may take.
-        anchors: the record of where sites' ledgers stand; None: their heads are not kept.
-        alert: called with the event (:mod:`.alerts`) and the line, if somebody should know at once.
+        stop: ends waiting when set.
+        allow: called before each question with the maximum number of bytes for the entries of an answer.
+        anchors: the record of the heads of the sites' ledgers; None: heads are not recorded.
+        alert: called with the event (:mod:`.alerts`) and the line of text, if it needs attention at once.
 
     """
 
@@ -84,7 +84,7 @@ class Nodes:
         self._pool, self._pulling = ThreadPoolExecutor(MOST_PULLS), dict[str, Future[list[Message]]]()
 
     def say(self, text: str, event: str = "") -> None:
-        """Say a line about a site, without control characters; ``event``: that of an alert, if it is one."""
+        """Report a line of text without control characters, also as an alert if there is an ``event``."""
         clean = to_printable(text)
         self._say(clean)
         if event:
@@ -96,7 +96,7 @@ class Nodes:
         return frozenset(self._online)
 
     def refresh(self) -> None:
-        """Greet new nodes, read their descriptions of themselves, and forget nodes that have left."""
+        """Greet new nodes, read their descriptions, and forget nodes that have left or whose key is invalid."""
         listed = self._list_nodes()
         for address in listed:
             if address not in self._greeted:
@@ -114,34 +114,34 @@ class Nodes:
             self.say(f"the key of {name} was revoked or replaced: refused ({len(self._online)} connected)")
 
     def wait(self, number: int, seconds: float, among: frozenset[str] | None = None) -> None:
-        """Wait until ``number`` clients that train (from ``among``, if given) are connected.
+        """Wait until ``number`` training clients (of ``among``, unless None) are connected.
 
-        Raises :class:`FedshiftError` after ``seconds``, naming the clients that are connected, or
+        Raises :class:`FedshiftError` with the names of the connected clients after ``seconds``, or
         :class:`StopRequested`.
         """
         until = time.monotonic() + seconds
         while True:
             self.refresh()
-            there = frozenset(name for name in self.online if not self.known[name].validates)
-            there = there if among is None else there & among
-            if len(there) >= number:
+            present = frozenset(name for name in self.online if not self.known[name].validates)
+            present = present if among is None else present & among
+            if len(present) >= number:
                 return
             if self.stop.is_set():
-                raise StopRequested(f"stopped while {number} sites were waited for")
+                raise StopRequested(f"stopped while waiting for {number} sites")
             if time.monotonic() > until:
-                names = ", ".join(sorted(there)) or "none"
+                names = ", ".join(sorted(present)) or "none"
                 idle = sorted(name for name in self.online if self.known[name].validates)
                 more = f" (not counting {', '.join(idle)}, which validate only)" if idle else ""
                 raise FedshiftError(
                     f"{number} sites must be connected (--min-clients), but after {seconds:g} seconds there are "
-                    f"{len(there)}: {names}{more}. Start the others, and continue with --resume"
+                    f"{len(present)}: {names}{more}. Start the others, and continue with --resume"
                 )
             time.sleep(POLL)
 
     def ask(
         self, asked: Mapping[str, Exchange], enough: int, seconds: float
     ) -> Iterator[tuple[str, Exchange | FedshiftError]]:
-        """Ask clients; yield each client with its answer, or with the reason for its absence, as answers arrive.
+        """Send each client its question; yield clients with their answers, or the error instead, as they arrive.
 
         Ends when all have answered, after ``seconds``, or when ``enough`` clients have answered and all others have
         left.
@@ -174,13 +174,12 @@ class Nodes:
         for _, number in sent.values():
             self._pulling.pop(number, None)  # ignore late answers
         for name in sorted(missing):
-            there = "did not answer in time" if name in self._online else "is gone"
-            yield name, FedshiftError(f"it {there}")
+            yield name, FedshiftError("it did not answer in time" if name in self._online else "it has left")
 
     def _pull(self, numbers: Iterable[str]) -> Iterator[tuple[str, Message | FedshiftError]]:
-        """Yield the answers that have arrived, each with its message's id, or the reason why it cannot be read.
+        """Yield the answers that have arrived, or the errors in reading them, with the ids of their messages.
 
-        Each answer is fetched in its own thread, so that one that Flower cannot read, or whose upload stalls halfway,
+        Each answer is fetched in its own thread, so that an answer that Flower cannot read, or whose upload stalls,
         does not block the others.
         """
         wanted = list(numbers)
@@ -191,10 +190,10 @@ class Nodes:
         for number in [number for number in wanted if self._pulling[number].done()]:
             try:
                 replies = self._pulling.pop(number).result()
-            except (HTTPError, OSError):  # the SuperLink is gone
+            except (HTTPError, OSError):  # the SuperLink has ended
                 raise
             except Exception as error:
-                yield number, FedshiftError(f"it sent what Flower cannot read ({type(error).__name__}: {error})")
+                yield number, FedshiftError(f"Flower cannot read its answer ({type(error).__name__}: {error})")
             else:
                 yield from ((number, reply) for reply in replies)
 
@@ -210,16 +209,16 @@ class Nodes:
             return
         name, before = described.name, self.known.get(described.name)
         if not self._holds_key(name, address):
-            self.say(f"{self._call(address)} says that it is {name!r}, but does not hold its key: refused")
+            self.say(f"{self._call(address)} claims to be {name!r}, but does not have its key: refused")
             return
         if not is_own_series(described.version):
             self.say(
-                f"{name} runs fedshift {described.version}, and this coordinator {__version__}: refused, since they "
-                f"may compute other numbers; install fedshift {find_series(__version__)} there"
+                f"{name} runs fedshift {described.version} and this coordinator {__version__}: refused, since their "
+                f"results may differ; install fedshift {find_series(__version__)} there"
             )
             return
         if before and replace(before, version=described.version) != described:
-            self.say(f"{name} is back with other data or in another role than it began with: refused")
+            self.say(f"{name} has reconnected with other data or in another role than before: refused")
             return
         if name in self._online and self._online[name].activated > address.activated:
             return
@@ -227,7 +226,7 @@ class Nodes:
             self.say(f"{self._call(address)} does not take part: {answer}")
             return
         if before and before.version != described.version:
-            self.say(f"{name} goes on with fedshift {described.version}, after {before.version}")
+            self.say(f"{name} now runs fedshift {described.version} instead of {before.version}")
         self.known[name], self._online[name] = described, address
         train, test = described.samples.get("train"), described.samples["test"]
         does = f"validates only, on {test} test samples" if described.validates else f"{train} training samples"
@@ -235,11 +234,11 @@ class Nodes:
         self.changed()
 
     def _holds_key(self, name: str, address: _Address) -> bool:
-        """Return whether a node holds the key that the coordinator has for client ``name``, if it has keys."""
+        """Return whether a node has the key that the coordinator knows for client ``name``, or keys are not used."""
         return self.keys is None or self.keys().get(name) == self._keys.get(address.node, b"")
 
     def _anchor(self, name: str, answer: Exchange | FedshiftError) -> Exchange | FedshiftError:
-        """Return an answer without its ledger's head, once that is written down; an error if it has none."""
+        """Record the ledger's head in an answer and return the answer without it, or the error if it is invalid."""
         if isinstance(answer, FedshiftError):
             return answer
         facts = dict(answer.facts)
@@ -252,7 +251,7 @@ class Nodes:
         return replace(answer, facts=facts)
 
     def _call(self, address: _Address) -> str:
-        """Return a node's name according to its key, not its own claim; return its number if its key is unknown."""
+        """Return a node's name according to its key, not its claim, or its number if the key is unknown."""
         held, known = self._keys.get(address.node, b""), self.keys() if self.keys else {}
         owner = next((name for name, key in known.items() if key == held), None)
         return f"a node (number {address.node})" if owner is None else f"{owner} (node number {address.node})"
@@ -260,12 +259,12 @@ class Nodes:
     def _list_nodes(self) -> set[_Address]:
         if not hasattr(self.grid, "get_nodes"):  # another implementation of the interface
             return {_Address(node, "") for node in self.grid.get_node_ids()}
-        found = list(self.grid.get_nodes())
-        self._keys |= {node.node_id: node.public_key for node in found}
-        return {_Address(node.node_id, node.last_activated_at) for node in found}
+        nodes = list(self.grid.get_nodes())
+        self._keys |= {node.node_id: node.public_key for node in nodes}
+        return {_Address(node.node_id, node.last_activated_at) for node in nodes}
 
     def _push(self, address: _Address, exchange: Exchange, seconds: float) -> str:
-        """Send to a node; return the message's id, or "" if the SuperLink did not accept it."""
+        """Send a question to a node; return the message's id, or "" if the SuperLink did not accept it."""
         exchange = replace(exchange, facts={**exchange.facts, VERSION: __version__})
         if self.anchors:
             exchange = replace(exchange, facts={**exchange.facts, HEAD: self.anchors.head.facts()})
@@ -290,5 +289,5 @@ def _read_reply(reply: Message | FedshiftError) -> Exchange | FedshiftError:
     except MalformedMessage as error:
         return FedshiftError(f"it sent {to_printable(str(error))}")
     except Exception as error:
-        return FedshiftError(f"it sent what cannot be read ({type(error).__name__})")
+        return FedshiftError(f"its answer cannot be read ({type(error).__name__})")
     return answer

@@ -1,7 +1,7 @@
-"""Outliers: uploads that are much farther from the broadcast than those of the other sites.
+"""Outliers: uploads that are much farther from the broadcast model than the other sites' uploads.
 
 One such upload, even if finite, makes the mean useless and every later round diverge. The bound excludes faulty uploads
-and crude attacks with any aggregation; robust aggregations (``krum``, ``median``) address subtle attacks.
+and crude attacks under any aggregation; robust aggregations (``krum``, ``median``) address subtle attacks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ...core.kernel import broadcast
 from ...core.states import ServerState, Update
 
 BOUND = 10.0
-"""Largest ratio of an update's length to the others'."""
+"""Maximum ratio of an update's length to the others'."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSize:
-    """Euclidean lengths of a client's changes in a round (``shared``) and of its rules' uploads (``memory``)."""
+    """Euclidean lengths of a client's change in a round (``shared``) and of its rules' uploads (``memory``)."""
 
     shared: float
     memory: float
@@ -49,23 +49,23 @@ class UpdateSize:
         )
 
     def compare(self, others: Collection[UpdateSize]) -> float:
-        """Return the ratio of its length to the median of ``others``, per round or per step, whichever is smaller.
+        """Return the ratio of the length to the median of ``others``, per round or per step, whichever is smaller.
 
         Clients of different sizes take different numbers of steps. More steps go farther, but not in proportion.
-        The median of two others is the longer one, so that one tiny update does not make an honest one stand out.
+        The median of two others is the longer one, so that one tiny update does not make an honest one an outlier.
         """
         ratios = [0.0]
         for name in ("shared", "memory"):
-            own, lengths = getattr(self, name), [(getattr(other, name), other.steps) for other in others]
-            each = median_high([length for length, _ in lengths])
-            by_step = median_high([length / steps for length, steps in lengths])
-            if each > 0 and by_step > 0:
-                ratios.append(min(own / each, own / self.steps / by_step))
+            length, lengths = getattr(self, name), [(getattr(other, name), other.steps) for other in others]
+            usual = median_high([other for other, _ in lengths])
+            by_step = median_high([other / steps for other, steps in lengths])
+            if usual > 0 and by_step > 0:
+                ratios.append(min(length / usual, length / self.steps / by_step))
         return max(ratios)
 
 
 class UpdateSizes:
-    """The longest updates used so far, by client; ``bound``: largest ratio to the others' length, 0: no limit.
+    """The longest updates used so far, by client; ``bound``: maximum ratio to the others' length, 0: no limit.
 
     ``ratios`` holds the ratios of the last round's updates to the others'.
     """
@@ -79,22 +79,22 @@ class UpdateSizes:
         """Return the clients whose updates of this round are too long, with their ratios to the others'.
 
         Each update is compared with the others of this round or, if there are none, with the longest used before. If
-        fewer than ``enough`` would be left, outliers are used as well, shortest first, if they are within the bound of
-        the other clients' longest updates before: updates may get longer again, and two updates in a round do not show
-        which of them is wrong.
+        fewer than ``enough`` would remain, outliers are used as well, the shortest first, if they are within the bound
+        of the other clients' longest earlier updates: updates may become longer again, and two updates in a round do
+        not show which of them is wrong.
         """
-        found = {name: UpdateSize.of(broadcast(server, name), update) for name, update in updates.items()}
+        sizes = {name: UpdateSize.of(broadcast(server, name), update) for name, update in updates.items()}
         ratios = {}
-        for name, size in found.items():
-            others = [other for key, other in found.items() if key != name] or list(self.longest.values())
+        for name, size in sizes.items():
+            others = [other for key, other in sizes.items() if key != name] or list(self.longest.values())
             ratios[name] = size.compare(others) if others else 0.0
         outliers = {name: ratio for name, ratio in ratios.items() if self.bound and not ratio <= self.bound}
         for name in sorted(outliers, key=outliers.__getitem__):
             before = [longest for key, longest in self.longest.items() if key != name]
-            if len(found) - len(outliers) < enough and before and found[name].compare(before) <= self.bound:
+            if len(sizes) - len(outliers) < enough and before and sizes[name].compare(before) <= self.bound:
                 del outliers[name]
-        used = sorted(found.keys() - outliers.keys())
-        self.longest |= {name: found[name].join(self.longest.get(name, found[name])) for name in used}
+        used = sorted(sizes.keys() - outliers.keys())
+        self.longest |= {name: sizes[name].join(self.longest.get(name, sizes[name])) for name in used}
         self.ratios = {name: ratios[name] for name in used}
         return outliers
 

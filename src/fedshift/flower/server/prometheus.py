@@ -16,7 +16,7 @@ from ...utils.errors import UsageError
 
 TRIAL = ("method", "seed")
 HOSTS = ("127.0.0.1", "localhost")
-"""Names of this machine in a request. A web page whose name was pointed here (DNS rebinding) asks for its own."""
+"""Names of this machine in a request; a web page that reaches it by DNS rebinding sends the page's host instead."""
 
 
 class Prometheus(Callback):
@@ -25,14 +25,14 @@ class Prometheus(Callback):
     def __init__(self, end: datetime | None = None) -> None:
         self.registry = CollectorRegistry()
         self._planned = self._gauge("rounds_planned", "Rounds of each trial")
-        self._done = self._gauge("rounds_done", "Rounds of a trial that are done and saved", *TRIAL)
+        self._done = self._gauge("rounds_done", "Completed and saved rounds of a trial", *TRIAL)
         self._seconds = self._gauge("round_seconds", "Seconds that the last round took")
         self._ended = self._gauge("last_round_timestamp_seconds", "Unix time at which the last round ended")
         self._sites = self._gauge("sites", "Sites that took part in the last round")
         self._loss = self._gauge("training_loss", "Mean training loss of a site in its last round", "site")
         self._bytes = Counter(
             "fedshift_bytes",
-            "Bytes of models moved, from (up) and to (down) sites",
+            "Bytes of models transferred from (up) and to (down) sites",
             ["direction"],
             registry=self.registry,
         )
@@ -73,10 +73,9 @@ class Prometheus(Callback):
 
 @contextmanager
 def serve_metrics(port: int | None, end: datetime | None = None) -> Iterator[Callback]:
-    """Serve the metrics of a callback inside the block, at ``/metrics`` on loopback ``port``.
+    """Serve the metrics of the yielded callback at ``/metrics`` on loopback ``port``; None: serve nothing.
 
-    ``end``: when the coordinator's certificate ends, if it has one.
-    If ``port`` is None, nothing is served. Raises :class:`UsageError` if the port is not free.
+    ``end``: expiry of the coordinator's certificate, if it has one. Raises :class:`UsageError` if the port is in use.
     """
     if port is None:
         yield Callback()
@@ -98,7 +97,7 @@ def serve_metrics(port: int | None, end: datetime | None = None) -> Iterator[Cal
 
 
 def _refuse_other_hosts(app: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``app`` behind a check that a request names this machine, at whatever port a tunnel gave it."""
+    """Wrap ``app`` in a check that a request names this machine; any port is accepted, since a tunnel may change it."""
 
     def check(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if str(environ.get("HTTP_HOST", "")).partition(":")[0] in HOSTS:

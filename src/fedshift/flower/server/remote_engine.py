@@ -1,8 +1,8 @@
 """An engine whose clients are sites behind Flower's grid; experiments and trials run as they do in one process.
 
-The coordinator aggregates uploads, evaluates nothing itself and sees no samples. For each client it keeps only the
-number of steps done, the round whose client state is current (the *base*, see
-:class:`fedshift.flower.site.site.SiteState`) and the digest of its upload in that round.
+The coordinator aggregates uploads, does not evaluate models itself and sees no samples. For each client it keeps only
+the number of completed steps, the round of the current client state (the *base*, see
+:class:`fedshift.flower.site.site.SiteState`) and the digest of the client's upload in that round.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ HEADER = 1024
 class RemoteEngine(Engine):
     """Asks the sites behind ``nodes`` to train and evaluate; ``description`` identifies the trial.
 
-    A round needs at least ``min_clients`` uploads and takes at most ``seconds``. Uploads are held until all have
-    arrived, so that updates more than ``update_bound`` times as long as the others' can be excluded. No site has more
-    than ``max_share`` of the weights of three or more.
+    A round needs at least ``min_clients`` uploads and takes at most ``seconds``. Uploads wait until all have arrived,
+    so that updates more than ``update_bound`` times as long as the others' can be excluded. Among three or more sites,
+    none has more than ``max_share`` of the total weight.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class RemoteEngine(Engine):
 
     @override
     def find_available(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the connected clients, once there are enough of them; say once who is away."""
+        """Wait for enough clients and return those that are connected; report each absent client once."""
         self.nodes.wait(min(self.min_clients, len(names)), self.seconds, frozenset(names))
-        found = tuple(name for name in names if name in self.nodes.online)
-        away = frozenset(names) - set(found)
+        available = tuple(name for name in names if name in self.nodes.online)
+        away = frozenset(names) - set(available)
         for name in sorted(away - self._away):
-            self.nodes.say(f"{name} is away: rounds go on without it", "left_out")
+            self.nodes.say(f"{name} is away: rounds continue without it", "left_out")
         self._away = away
-        return found
+        return available
 
     @override
     def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
@@ -99,8 +99,8 @@ class RemoteEngine(Engine):
                 self.nodes.say(f"before round 1: {name} is left out: {error}", "left_out")
         if len(updates) < enough:
             raise FedshiftError(
-                f"before round 1: of {len(asked)} clients that were asked, {len(updates)} sent an upload that can be "
-                f"used; {enough} must (--min-clients). Nothing is trained yet: continue with --resume"
+                f"before round 1: only {len(updates)} of {len(asked)} clients sent a usable upload, and {enough} must "
+                "(--min-clients). There is no trained model yet: continue with --resume"
             )
         yield from updates.items()
 
@@ -126,15 +126,15 @@ class RemoteEngine(Engine):
         outliers = self._sizes.find_outliers(server, updates, enough)
         for name, ratio in outliers.items():
             self.nodes.say(
-                f"round {round}: {name} is left out: its update is {ratio:.3g} times as long as the others'; at "
-                f"most {self._sizes.bound:g} times is used (--update-bound)",
+                f"round {round}: {name} is left out: its update is {ratio:.3g} times as long as the others', and the "
+                f"limit is {self._sizes.bound:g} times (--update-bound)",
                 "left_out",
             )
             del results[name]
         if len(results) < enough:
             few = FedshiftError(
-                f"round {round}: of {len(clients)} clients that were asked, {len(results)} sent an upload that can be "
-                f"used; {enough} must (--min-clients). The model is that of round {round - 1}: continue with --resume"
+                f"round {round}: only {len(results)} of {len(clients)} clients sent a usable upload, and {enough} must "
+                f"(--min-clients). The model of round {round - 1} is kept: continue with --resume"
             )
             cause = diverged[0] if diverged else few
             raise self._suspect(server.round, before, cause) if diverged or outliers else few
@@ -144,23 +144,21 @@ class RemoteEngine(Engine):
 
     @override
     def evaluate(self, server: ServerState) -> list[Row]:
-        """Return rows of every connected client; a client that is disconnected or does not answer has none."""
+        """Return the rows of all connected clients; a client that is away or does not answer has none."""
         plan, data = self.plan, self.federation
         all_have = plan.has_global or self.settings.unseen != "skip"
         wanted, online = [name for name in data.names if all_have or name in self.bases], self.nodes.online
         names = [name for name in wanted if name in online]
         for name in wanted:
             if name not in online:
-                self.nodes.say(
-                    f"round {server.round}: {name} is not measured: it is away, and has no row of this round"
-                )
+                self.nodes.say(f"round {server.round}: {name} is not measured, because it is away")
         return self._measure(server, names, "loaded")
 
     @override
     def evaluate_reestimated(self, server: ServerState) -> list[Row]:
-        """Return rows of the connected clients that keep statistics, which they estimate on their own data.
+        """Return the rows of connected clients with their own statistics, re-estimated on their data.
 
-        Shared statistics are not measured, since estimates would have to leave the sites.
+        Shared statistics are not re-estimated, since the estimates would have to leave the sites.
         """
         keeps = self.plan.personalizes
         online = self.nodes.online if keeps else ()
@@ -174,10 +172,10 @@ class RemoteEngine(Engine):
         for name, answer in self._ask("evaluate", server, names, entries, enough, splits, moment):
             try:
                 facts, _ = _check_answer(name, answer, "evaluated", server.round)
-                if (found := read_evaluated(facts).rows) or moment == "loaded":
-                    rows[name] = self._read_rows(found, name, splits, moment)
+                if (answered := read_evaluated(facts).rows) or moment == "loaded":
+                    rows[name] = self._read_rows(answered, name, splits, moment)
             except FedshiftError as error:
-                what = "measured" if moment == "loaded" else "measured with statistics estimated anew"
+                what = "measured" if moment == "loaded" else "measured with re-estimated statistics"
                 self.nodes.say(f"round {server.round}: {name} is not {what}: {error}")
         return [row for name in data.names for row in rows.get(name, [])]
 
@@ -191,7 +189,10 @@ class RemoteEngine(Engine):
         self._sizes.restore(facts.get("sizes", {}))
 
     def _suspect(self, round: int, ratios: Mapping[str, float], cause: FedshiftError) -> FedshiftError:
-        """Return the error to raise if too few clients can continue after ``round``, whose updates had ``ratios``."""
+        """Return the error for too few usable updates after ``round``: ``cause``, or a spoiled model.
+
+        ``ratios``: of the lengths of the updates of ``round`` to the others'.
+        """
         suspect = max(ratios, key=ratios.__getitem__, default="")
         if not suspect or ratios[suspect] < SUSPICIOUS:
             return cause
@@ -206,11 +207,11 @@ class RemoteEngine(Engine):
         facts = {"trial": self.description, "round": server.round, "splits": splits, "moment": moment}
         questions = {}
         for name in names:
-            own = to_record(pick(broadcast(server, name).shared, entries)) if server.mixes else shared
+            entry = to_record(pick(broadcast(server, name).shared, entries)) if server.mixes else shared
             questions[name] = Exchange(
                 kind=kind,
                 facts={**facts, "base": self.bases.get(name, 0), UPLOAD: self.uploads.get(name, "")},
-                arrays={"shared": own, "memory": memory},
+                arrays={"shared": entry, "memory": memory},
             )
         self.nodes.allow(self._most_bytes if kind == "train" else 0)
         return self.nodes.ask(questions, enough, self.seconds)
@@ -223,31 +224,31 @@ class RemoteEngine(Engine):
         answer: Exchange | FedshiftError,
         splits: tuple[str, ...],
     ) -> tuple[ClientResult, str]:
-        """Return the upload of client ``name``, and its digest as the client told it.
+        """Return the upload of client ``name``, and the digest that the client reported for it.
 
-        Raises :class:`FedshiftError` with the reason if it cannot be used.
+        Raises :class:`FedshiftError` with the reason if the upload cannot be used.
         """
         facts, arrays = _check_answer(name, answer, "trained", server.round + 1)
-        said = read_trained(facts)
+        report = read_trained(facts)
         samples = len(self.data[name])
         bounds, steps = self.steps_of_round(name, ClientState(personal={}, steps=steps_before))
         used = sum(stop - start for start, stop in (bounds[step % len(bounds)] for step in steps))
-        if (said.weight, said.steps) != (used, len(steps)):
+        if (report.weight, report.steps) != (used, len(steps)):
             raise RefusedMessage(
-                f"it says {said.weight:g} samples in {said.steps} steps, where its {samples} make {used} in "
-                f"{len(steps)}"
+                f"it reports {report.weight:g} samples in {report.steps} steps, but a round over its {samples} has "
+                f"{used} in {len(steps)}"
             )
-        found = sum(len(array.data) for record in arrays.values() for array in record.values())
-        if found > self._most_bytes:
-            raise RefusedMessage(f"its upload has {found} bytes, and the method's takes at most {self._most_bytes}")
+        size = sum(len(array.data) for record in arrays.values() for array in record.values())
+        if size > self._most_bytes:
+            raise RefusedMessage(f"its upload has {size} bytes, and the method sends at most {self._most_bytes}")
         with refusing("its upload cannot be read"):
             shared, memory = self._to_device(arrays["shared"]), self._to_device(arrays["memory"])
-            update = check_update(self.plan, server, shared, memory, said.weight, said.steps, self._memory, used)
+            update = check_update(self.plan, server, shared, memory, report.weight, report.steps, self._memory, used)
         result = ClientResult(
-            client=ClientState(personal={}, steps=steps_before + said.steps), update=update, loss_sum=said.loss_sum,
-            rows=self._read_rows(said.rows, name, splits, "trained") if splits else None,
+            client=ClientState(personal={}, steps=steps_before + report.steps), update=update, loss_sum=report.loss_sum,
+            rows=self._read_rows(report.rows, name, splits, "trained") if splits else None,
         )  # fmt: skip
-        return result, said.upload
+        return result, report.upload
 
     def _read_rows(self, rows: list[dict[str, Any]], name: str, splits: tuple[str, ...], moment: str) -> list[Row]:
         parts = self.federation.client(name).splits
@@ -265,12 +266,15 @@ def _check_answer(
     """Return the facts and arrays of an answer; raise :class:`FedshiftError` if it does not match the question."""
     if isinstance(answer, FedshiftError):
         raise answer
-    said = answer.kind, answer.facts.get("name"), answer.facts.get("round")
-    if said != (kind, name, round):
-        raise RefusedMessage(f"it answers {said[0]!r} as {said[1]!r} for round {said[2]}, where {kind!r} was asked")
+    identity = answer.kind, answer.facts.get("name"), answer.facts.get("round")
+    if identity != (kind, name, round):
+        raise RefusedMessage(
+            f"it answered {identity[0]!r} as {identity[1]!r} for round {identity[2]} instead of {kind!r} as {name!r} "
+            f"for round {round}"
+        )
     wanted = {"trained": {"shared", "memory"}, "introduced": {"memory"}}.get(kind, set[str]())
     if missing := wanted - answer.arrays.keys():
         raise RefusedMessage(f"it sent no {' and no '.join(sorted(missing))} entries")
     if extra := answer.arrays.keys() - wanted:
-        raise RefusedMessage(f"it sent a record {min(extra)!r}, which nobody asked for")
+        raise RefusedMessage(f"it sent an unexpected record {min(extra)!r}")
     return answer.facts, answer.arrays

@@ -1,8 +1,8 @@
 """``fedshift serve``: the coordinator of an experiment across machines.
 
 It starts Flower's SuperLink, registers the nodes' keys, submits one fixed app (:mod:`.coordinator`) and shows its
-progress. A program that dies is restarted and continues from the last saved round. If this process dies, all programs
-exit, and ``--resume`` continues the run.
+progress. A program that exits is restarted and continues from the last saved round. If this process exits, all programs
+do, and ``--resume`` continues the run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .outliers import BOUND
 from .prometheus import serve_metrics
 
 SLOWER = 20.0
-"""On a slow machine, another Flower program may take this many times as long as the SuperLink took to start."""
+"""Patience with other Flower programs, as a multiple of the time that the SuperLink took to start."""
 TRIES = 3
 """Number of consecutive restarts without a completed round before giving up."""
 
@@ -60,9 +60,9 @@ class ListenOptions:
 
     ``tls``: directory made by `fedshift pki`; None: plain text, which leaves this machine only if ``forced``.
     ``clients``: minimum number of participants. ``seconds``: maximum duration of a round. ``wait``: seconds to wait for
-    the first clients to connect. ``update_bound``: largest ratio of a client's update length to the others'; 0: no
-    limit. ``max_share``: greatest weight of one among three clients or more. ``metrics``: loopback port for metrics;
-    None: no metrics. ``alert``: command or address that hears what needs attention; None: nobody does.
+    the first clients to connect. ``update_bound``: maximum ratio of a client's update length to the others'; 0: no
+    limit. ``max_share``: maximum weight of one client among three or more. ``metrics``: loopback port for metrics;
+    None: no metrics. ``alert``: command or address for alerts; None: no alerts.
     """
 
     host: str
@@ -84,7 +84,7 @@ class ListenOptions:
 
     @property
     def name(self) -> str:
-        """The host by which Flower's programs on this machine connect: one that the certificate is for."""
+        """The host to which Flower's programs on this machine connect, one that the certificate covers."""
         certificate = read_certificates(self.tls / "server.crt")[0] if self.tls else None
         if certificate is None or is_for(certificate, self.here):
             return self.here
@@ -99,14 +99,14 @@ class ListenOptions:
     def flags(self) -> str:
         """The equivalent command-line flags."""
         secured = f"--tls {shlex.quote(str(self.tls))}" if self.tls else "--insecure"
-        given = {
+        values = {
             "round-timeout": (self.seconds, ListenOptions.seconds),
             "wait": (self.wait, ListenOptions.wait),
             "update-bound": (self.update_bound, ListenOptions.update_bound),
             "max-share": (self.max_share, ListenOptions.max_share),
             "metrics": (self.metrics, ListenOptions.metrics),
         }
-        more = [f" --{name} {value:g}" for name, (value, default) in given.items() if value != default]
+        more = [f" --{name} {value:g}" for name, (value, default) in values.items() if value != default]
         if self.forced:
             more.append(" --force-insecure")
         if self.alert:
@@ -118,9 +118,9 @@ class ListenOptions:
         if self.tls:
             for name in ("ca.crt", "server.crt", "server.key"):
                 if not (self.tls / name).is_file():
-                    raise UsageError(f"--tls {self.tls}: no {name} there: make it with `fedshift pki init`")
+                    raise UsageError(f"--tls {self.tls}: contains no {name}: create it with `fedshift pki init`")
             if not any((self.tls / "nodes").glob("*.pub")):
-                raise UsageError(f"--tls {self.tls}: no key of a node there: make some with `fedshift pki add`")
+                raise UsageError(f"--tls {self.tls}: contains no node's key: create one with `fedshift pki add`")
             check_server(self.tls)
         elif self.host not in LOOPBACK and not self.forced:
             raise UsageError(
@@ -131,13 +131,13 @@ class ListenOptions:
             raise UsageError(f"min_clients={self.clients}: must be at least 1")
         if not (self.update_bound == 0 or self.update_bound > 1):
             raise UsageError(
-                f"update_bound={self.update_bound:g}: must be greater than 1 (times as long as the others' updates), "
-                "or 0 for none"
+                f"update_bound={self.update_bound:g}: must be greater than 1 (maximum ratio to the length of the "
+                "others' updates), or 0 for no limit"
             )
         if not 0 < self.max_share <= 1:
             raise UsageError(
-                f"max_share={self.max_share:g}: must be greater than 0, and at most 1 (no bound): the greatest weight "
-                "of one site among three or more"
+                f"max_share={self.max_share:g}: must be greater than 0 and at most 1 (no limit): the maximum weight of "
+                "one site among three or more"
             )
         if self.alert is not None:
             parse_target(self.alert)
@@ -161,8 +161,8 @@ def serve(
 ) -> int:
     """Run ``spec`` in ``directory`` with the sites that connect; return an exit code, as ``fedshift run`` does.
 
-    All files are made accessible only to their owner. ``from_round``: round to which the trial in progress goes back
-    first; None: it goes on where it was.
+    All files are accessible only to their owner. ``from_round``: round to which the trial in progress first goes back;
+    None: it continues where it stopped.
     """
     with owner_only():
         return _serve(spec, reach, place, directory, from_round)
@@ -237,7 +237,7 @@ class _Coordination:
 
     @property
     def near(self) -> str:
-        """The host at which programs on this machine reach the SuperLink, never through a proxy; with its address."""
+        """The host at which programs on this machine reach the SuperLink, without a proxy, and its address."""
         return self.reach.here if self.reach.name == self.reach.here else f"{self.reach.name}={self.reach.here}"
 
     def __enter__(self) -> _Coordination:
@@ -262,10 +262,10 @@ class _Coordination:
             tries, rounds = (0, self.rounds) if self.rounds > rounds else (tries + 1, rounds)
             if tries == TRIES:
                 raise FedshiftError(
-                    f"Flower's programs ended {tries} times without a round getting done ({lost.last_message()}): see "
+                    f"Flower's programs exited {tries} times without completing a round ({lost.last_message()}): see "
                     f"{self.logs}"
                 )
-            callback.on_notice(f"Flower's programs ended ({lost.last_message()}); they are started again")
+            callback.on_notice(f"Flower's programs exited ({lost.last_message()}) and are restarted")
 
     @contextmanager
     def _superlink(self) -> Iterator[Program]:
@@ -319,8 +319,8 @@ class _Coordination:
         if not guarded.exists():
             link.stop()
             raise FedshiftError(
-                "Flower's SuperLink opened its port without fedshift's guard, so that other machines could submit and "
-                "stop runs: it was stopped. Install a version of Flower that fedshift was tested with"
+                "Flower's SuperLink was stopped: it opened its port without fedshift's guard and would have let other "
+                "machines submit and stop runs. Install a version of Flower that fedshift supports"
             )
 
     def _submit(self) -> None:
@@ -334,13 +334,13 @@ class _Coordination:
     def _register(self) -> None:
         """Register new node keys, which may be added or replaced while the experiment runs.
 
-        Flower forgets none; the app asks nothing of nodes whose keys are not there any more (:mod:`.nodes`).
+        Flower cannot unregister keys; the app ignores nodes whose keys have been removed (:mod:`.nodes`).
         """
         if self.reach.tls:
             for path in sorted((self.reach.tls / "nodes").glob("*.pub")):
                 try:
                     key = path.read_bytes()
-                except FileNotFoundError:  # removed since
+                except FileNotFoundError:  # removed since the listing
                     continue
                 if key not in self._registered:
                     self._registered.add(key)
@@ -348,11 +348,11 @@ class _Coordination:
                     register(path, path.stem, home=self.home, log=log, near=self.near, seconds=self._patience)
 
     def _follow(self, link: Program, executor: Program, callback: Callback, stop: Event) -> bool | None:
-        """Forward the app's messages; return whether the experiment finished, or None if the app was lost."""
+        """Forward the app's messages; return whether the experiment finished, or None if the connection was lost."""
         connection = self._accept((link, executor), stop)
         if connection is None:
             return None
-        told, ends = False, EndNotice(self.reach.tls, callback.on_notice)
+        stopping, ends = False, EndNotice(self.reach.tls, callback.on_notice)
         with connection:
             keys = str(self.reach.tls.resolve()) if self.reach.tls else None
             order = {
@@ -379,14 +379,14 @@ class _Coordination:
                         self._register()
                     except FedshiftError as error:
                         callback.on_notice(str(error))
-                    if stop.is_set() and not told:
+                    if stop.is_set() and not stopping:
                         connection.send_bytes(b"stop")
-                        told = True
+                        stopping = True
             except (EOFError, OSError):
                 return None
 
     def _watch(self, callback: Callback) -> None:
-        """Send an alert if the round stalls, and say which alerts failed."""
+        """Send an alert if the round stalls, and report alerts that failed."""
         if self._stalls.is_due():
             self.alerts.send("stalled", f"no round has ended for {self.reach.seconds / 2:g} seconds")
         for text in self.alerts.take_failures():

@@ -1,4 +1,4 @@
-"""The experiment of a run across machines, reconstructed on the coordinator's machine: models, but no samples."""
+"""The experiment of a run across machines, restored on the coordinator's machine: models, but no samples."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .registry import ClientRegistry
 
 
 def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
-    """Return the experiment that `fedshift serve` left in ``directory``; its server's models can be restored.
+    """Load the experiment of `fedshift serve` in ``directory``, from which the server's models can be restored.
 
     Args:
         directory: Run directory.
         code: User functions (``package.module:function``) that its settings may name.
 
     Raises:
-        UsageError: Samples are scaled by values that only the sites know, so no model works without the sites.
+        UsageError: Samples are scaled by values that only the sites know, so that no model works without the sites.
         FedshiftError: Files of the run are damaged.
 
     """
@@ -35,7 +35,7 @@ def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
     registry = ClientRegistry.read(directory / MACHINES / POPULATION)
     scales = {client.scale for client in registry.clients}
     if len(scales) > 1 or not scales <= SCALES.keys():
-        raise UsageError(f"the samples of {directory} are scaled by what only their sites know: {AT_SITE}")
+        raise UsageError(f"the samples of {directory} are scaled by values that only their sites know: {AT_SITE}")
     spec = replace(spec, engine="sequential", workers=None, device="cpu", log=None)
     with trust_only(code, directory / FILE):
         data = registry.to_federation(spec.classes, spec.task).normalize(SCALES[scales.pop()])
