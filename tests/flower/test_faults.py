@@ -174,7 +174,7 @@ UPLOADS = {
     "dtype": (changed(**{WEIGHT: lambda x: x.half()}), r"type torch\.float16 in place of torch\.float32"),
     "lacking": (changed(**{WEIGHT: lambda x: None}), r"the upload lacks entry '1\.weight'"),
     "personal": (changed(**{"2.weight": lambda x: x}), r"has an entry '2\.weight', which does not belong there"),
-    "huge weight": (claimed(weight=1e30), r"it says 1e\+30 samples in 1 steps, where its 24 make 24 in 1"),
+    "huge weight": (claimed(weight=1e30), r"it reports 1e\+30 samples in 1 steps, but a round over its 24 has 24 in 1"),
     "weight NaN": (
         claimed(weight=float("nan")),
         "its report of training is malformed .'weight': Input should be a finite number",
@@ -186,10 +186,10 @@ UPLOADS = {
         claimed(loss_sum=float("inf")),
         "its report of training is malformed .'loss_sum': Input should be a finite number",
     ),
-    "another's": (claimed(name="pen"), "it answers 'trained' as 'pen' for round 2, where"),
-    "of another round": (claimed(round=3), "it answers 'trained' as 'photo' for round 3, where"),
+    "another's": (claimed(name="pen"), "it answered 'trained' as 'pen' for round 2 instead"),
+    "of another round": (claimed(round=3), "it answered 'trained' as 'photo' for round 3 instead"),
     "empty": (lambda _, answer: replace(answer, arrays={}), "it sent no memory and no shared entries"),
-    "something else": (lambda _, answer: replace(answer, kind="evaluated"), "it answers 'evaluated' as"),
+    "something else": (lambda _, answer: replace(answer, kind="evaluated"), "it answered 'evaluated' as"),
     "a crash": (lambda *_: ErrorCode.CLIENT_APP_RAISED_EXCEPTION, r"its app failed \(made to order\)"),
 }
 
@@ -336,7 +336,8 @@ def test_an_answer_that_comes_a_round_late_is_refused_as_one_said_again_would_be
     )
     assert found.took_part == [ALL, OTHERS, OTHERS]
     assert found.complaints[1] == (
-        "round 3: photo is left out: it answers 'trained' as 'photo' for round 2, where 'trained' was asked"
+        "round 3: photo is left out: it answered 'trained' as 'photo' for round 2 instead of 'trained' as 'photo' "
+        "for round 3"
     )
     assert not late
 

@@ -39,7 +39,7 @@ def test_each_message_is_there_with_what_was_told_and_what_left(served):
         "evaluate",
         "train",
         "evaluate",
-        "evaluate",  # with BatchNorm statistics estimated anew
+        "evaluate",  # with re-estimated BatchNorm statistics
         "end",
     ]
     assert [entry.content["round"] for entry in entries] == [None, 1, 1, 2, 2, 2, None]

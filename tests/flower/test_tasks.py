@@ -98,7 +98,7 @@ def describe(name, task, **changes):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"task": describe_task(Regression())}, r"targets of 'a' are for segmentation, those of 'b' for regression"),
+        ({"task": describe_task(Regression())}, r"targets of 'a' are for segmentation, targets of 'b' for regression"),
         ({"task": {"name": "os:system"}}, "task 'os:system' is not known here"),
         ({"task": {"name": "segmentation", "depth": 3}}, "task 'segmentation' has other fields here"),
         ({"classes": 3}, "'a' has 2 classes , and 'b' 3"),

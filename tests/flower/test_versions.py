@@ -46,7 +46,7 @@ def test_an_experiment_goes_on_under_patch_releases_of_both_sides(tmp_path, mach
     runs("sites", "0.1.1")
     heard = Heard()
     assert coordinator(spec, SiteGrid(sites()), served, heard).run()
-    assert "pen goes on with fedshift 0.1.1, after 0.1.0" in heard.notices
+    assert "pen now runs fedshift 0.1.1 instead of 0.1.0" in heard.notices
     found = describe_run(read_summary(served))
     assert found["versions"].startswith("fedshift 0.1.0 and 0.1.2, torch ")
     assert found["fedshift at the sites"] == "0.1.1 (pen, photo, print)"
