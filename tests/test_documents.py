@@ -106,7 +106,7 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
             across = "address as_json config data days host insecure key log min_clients names nodes path port"
             across += " resume validate_only anchors since"
             papers = "tls table seeds scale version clients samples dimension width heterogeneity seed steps layer"
-            leaking = "profile batch_sizes image_size images iterations lr"
+            leaking = "profile batch_sizes image_size images iterations lr files masks"
             assert set(bound.arguments) <= {
                 *known.split(),
                 *adapting.split(),

@@ -53,6 +53,7 @@ from .export import export
 from .features import features
 from .leak import leak
 from .leave_out import rebuild_without, run_without
+from .predict import predict
 from .reproduce import rebuild_papers, reproduce
 from .run import Profile, RunCode, find_kind, run_experiment
 from .sweep import rebuild_sweep, sweep
@@ -113,8 +114,8 @@ app = App(
     config=(_settings_from_file,),
 )
 for command in (
-    data, diagnose, advise, pki, serve, join, check, ledger, adapt, export, reproduce, theory, sweep, features, leak,
-    cross_site, watch,
+    data, diagnose, advise, pki, serve, join, check, ledger, adapt, export, predict, reproduce, theory, sweep, features,
+    leak, cross_site, watch,
 ):  # fmt: skip
     app.command(command)
 

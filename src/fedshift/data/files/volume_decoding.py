@@ -45,6 +45,9 @@ CLOSE = 0.01
 
 _HEADERS = {348: 1, 540: 2}
 """NIfTI version, by size of the header in bytes."""
+_MILLIMETERS = {1: 1000.0, 3: 0.001}
+"""Millimeters in NIfTI's units of length, meters and micrometers; a file without a unit is read in millimeters."""
+_UNIT_OF_LENGTH = 0b111
 _COMMENTS = 2**20
 """Maximum number of bytes to read between the header and the values."""
 _DEFLATED = "1.2.840.10008.1.2.1.99"
@@ -102,7 +105,10 @@ def decode_volume(file: Path, *, turn: bool = True) -> NDArray[np.float32]:
     ``turn``: reorient the array to the patient's axes; otherwise the file's last axis comes first.
     """
     with _explain(file):
-        return _scale(_decode(file, turn), by_channel=file.name.lower().endswith(NIFTI))
+        values = _decode(file, turn)
+        if not np.isfinite(values).all():
+            raise Unreadable("has voxels that are NaN or infinite")
+        return _scale(values, by_channel=file.name.lower().endswith(NIFTI))
 
 
 def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
@@ -200,6 +206,7 @@ def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]
     if (start + count) > length * (MOST_EXPANSION if packed else 1):
         raise Unreadable(f"is cut short: {length} bytes cannot hold {_times(shape)} values of {dtype}")
     affine = np.asarray(header.get_best_affine(), float)
+    affine[:3] *= _MILLIMETERS.get(int(header["xyzt_units"]) & _UNIT_OF_LENGTH, 1.0)
     turned = nibabel.orientations.io_orientation(affine) if np.isfinite(affine).all() else np.full((3, 2), np.nan)
     turned = turned if turn else np.array([[0.0, 1], [1, 1], [2, 1]])
     if not np.isfinite(turned).all():

@@ -1,0 +1,76 @@
+"""Predicted masks as files on the grid of their image: NIfTI for NIfTI and for stacks of slices, PNG for pictures.
+
+A NIfTI mask has the spatial shape of its image, and the geometry of its header unchanged: pixdim, units, qform and
+sform with their codes (https://nifti.nimh.nih.gov/nifti-1/documentation/nifti1fields). Text in the header, which may
+name a patient, is not copied. Frames of a DICOM file become a NIfTI file with codes 0: their position is unknown.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from .volume_decoding import NIFTI, read_volume_header
+
+_GEOMETRY = (
+    "dim_info", "pixdim", "xyzt_units", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x",
+    "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z",
+)  # fmt: skip
+_MILLIMETERS = 2
+
+
+def write_mask(directory: Path, stem: str, classes: NDArray[np.uint8], image: Path) -> Path:
+    """Write the mask of ``image`` to ``directory``, and return its path, ``stem`` with the suffix of its format.
+
+    Args:
+        directory: An existing directory.
+        stem: Name of the file without suffix.
+        classes: Class of each pixel or voxel, ``[D, H, W]`` or ``[H, W]``, on the axes of
+            :func:`~fedshift.data.files.volume_decoding.decode_mask`.
+        image: The image, which can be read.
+
+    """
+    if image.name.lower().endswith(NIFTI):
+        made = _to_nifti(classes, image)
+    elif classes.ndim == 3:
+        made = _stack(classes, read_volume_header(image).spacing)
+    else:
+        Image.fromarray(classes).save(directory / f"{stem}.png")
+        return directory / f"{stem}.png"
+    made.to_filename(directory / f"{stem}.nii.gz")
+    return directory / f"{stem}.nii.gz"
+
+
+def _to_nifti(classes: NDArray[np.uint8], image: Path) -> Any:
+    """Return a NIfTI image on the grid of ``image``."""
+    nibabel = import_module("nibabel")
+    given = nibabel.load(image)
+    shape = given.shape[:3]
+    places = (*shape, *(1,) * (3 - len(shape)))
+    turned = nibabel.orientations.io_orientation(given.header.get_best_affine())
+    order = np.argsort(turned[:, 0])[::-1]
+    straight = classes.reshape([places[axis] for axis in order]).transpose(2, 1, 0)
+    back = nibabel.orientations.ornt_transform(np.array([[0, 1], [1, 1], [2, 1]]), turned)
+    stored = nibabel.orientations.apply_orientation(straight, back).reshape(shape)
+    header = type(given.header)()
+    for name in _GEOMETRY:
+        header[name] = given.header[name]
+    header.set_data_dtype(np.uint8)
+    return type(given)(np.ascontiguousarray(stored), None, header)
+
+
+def _stack(classes: NDArray[np.uint8], spacing: tuple[float, ...]) -> Any:
+    """Return slices ``[D, H, W]`` as a NIfTI image without a position; ``spacing``: in millimeters, if known."""
+    nibabel = import_module("nibabel")
+    header = nibabel.Nifti1Header()
+    header.set_data_dtype(np.uint8)
+    header["dim"][:4] = (3, *classes.shape[::-1])
+    if spacing:
+        header["pixdim"][1:4] = spacing[::-1]
+        header["xyzt_units"] = _MILLIMETERS
+    return nibabel.Nifti1Image(np.ascontiguousarray(classes.transpose(2, 1, 0)), None, header)

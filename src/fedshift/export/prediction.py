@@ -1,0 +1,249 @@
+"""Predictions of an exported model for files: ``cases.csv``, and for segmentation a mask for each file.
+
+A file is read as in the run (:meth:`fedshift.data.preparation.Preparation.store`). Where the model resizes images, its
+scores are resized linearly to the file's own grid before the class with the highest score is chosen; otherwise a mask
+has the classes that the run counted. A file that cannot be read has a row with the reason; the others are predicted.
+
+With true masks, each row has for each class except the background: Dice (Dice 1945, doi:10.2307/1932409), the 95 %
+Hausdorff distance and the average symmetric surface distance as :mod:`fedshift.tasks.surfaces` defines them, in
+millimeters if the spacing of the file is known, else in pixels, in separate columns. A class in neither mask has
+empty cells; in only one of them, Dice is 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..data.files.image_decoding import SUFFIXES, Unreadable
+from ..data.files.mask_writing import write_mask
+from ..data.files.volume_decoding import (
+    VOLUMES,
+    VolumeHeader,
+    decode_mask,
+    find_difference,
+    find_stem,
+    read_volume_header,
+)
+from ..data.formats import explain_errors
+from ..data.resizing import resize_volume
+from ..tasks.segmentation import IGNORED
+from ..tasks.surfaces import count_surfaces
+from ..tasks.task import count_by_class
+from ..utils.csv_cells import escape_table
+from ..utils.errors import UsageError
+from ..utils.files import write_atomically
+from .loading import ExportedModel
+from .package import require_new
+
+TABLE = "cases.csv"
+WRITTEN = "predicted"
+"""Status of a file that was predicted; another status is the reason why a file was not."""
+Row = dict[str, Any]
+Progress = Callable[[str, int, int], None]
+
+
+class Predictions(NamedTuple):
+    """Rows that :func:`predict_files` wrote to ``table``; ``failed``: files without prediction, with the reasons."""
+
+    table: Path
+    rows: list[Row]
+    failed: list[str]
+
+
+def predict_files(
+    model: ExportedModel,
+    files: Sequence[Path],
+    out: Path,
+    *,
+    masks: Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> Predictions:
+    """Write the predictions for ``files`` to ``out``: ``cases.csv``, and for segmentation a mask for each file.
+
+    Args:
+        model: The model.
+        files: Images, directories of images, or for a model of tables, CSV files with its columns.
+        out: Directory to write, new or empty.
+        masks: Directory of true masks with the names of the images, for segmentation.
+        progress: Function of a word, the number of files done, and the number of all files.
+
+    Raises:
+        UsageError: There are no such files, the model cannot take files, two files have one name, or a mask is missing.
+
+    """
+    require_new(out)
+    if masks is not None and model.task != "segmentation":
+        raise UsageError(f"masks={masks}: {model.directory} is a model for {model.task}: leave the masks out")
+    if not (model.inputs.takes_files or model.inputs.columns):
+        raise UsageError(f"{model.directory} takes {model.inputs}, and no files: use fedshift.load in Python")
+    found = list_files(files, (".csv",) if model.inputs.columns else (*VOLUMES, *sorted(SUFFIXES)))
+    truths = _Truths(masks, found, len(model.classes)) if masks is not None else None
+    if model.task == "segmentation":
+        _require_distinct_names(found)
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for done, file in enumerate(found):
+        progress("predictions", done, len(found))
+        try:
+            rows += _predict_file(model, file, out, truths)
+        except (Unreadable, UsageError) as error:
+            rows.append({"file": str(file), "status": str(error).removeprefix(f"{file} ")})
+    columns = dict.fromkeys(name for row in rows for name in row)
+    table = pd.DataFrame(rows, columns=list(columns))
+    write_atomically(out / TABLE, escape_table(table).to_csv(index=False).encode())
+    failed = [f"{row['file']} {row['status']}" for row in rows if row["status"] != WRITTEN]
+    return Predictions(out / TABLE, rows, failed)
+
+
+def list_files(given: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
+    """Return ``given`` with each directory replaced by its files with one of ``suffixes``, in the order of their names.
+
+    Raises :class:`UsageError` for a path that does not exist, and a directory without such files.
+    """
+    found: list[Path] = []
+    for path in given:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist: give files, or directories of them")
+        own = [path]
+        if path.is_dir():
+            own = sorted(file for file in path.iterdir() if file.name.lower().endswith(tuple(suffixes)))
+        if not own:
+            raise UsageError(f"{path} has no files of {', '.join(suffixes)}: give files that the model takes")
+        found += own
+    if not found:
+        raise UsageError("no files: give files, or directories of them")
+    return found
+
+
+def _require_distinct_names(files: Iterable[Path]) -> None:
+    """Raise :class:`UsageError` if two files would have one mask."""
+    first: dict[str, Path] = {}
+    for file in files:
+        stem = find_stem(file.name)
+        if stem in first:
+            raise UsageError(
+                f"{first[stem]} and {file} have the same name without folder and suffix, and so would their masks: "
+                "rename one"
+            )
+        first[stem] = file
+
+
+class _Truths:
+    """True masks in ``directory``, one for each of ``images``; ``classes``: number of classes of the model."""
+
+    def __init__(self, directory: Path, images: Sequence[Path], classes: int) -> None:
+        if not directory.is_dir():
+            raise UsageError(f"masks={directory} is not a directory: give the directory of the true masks")
+        named = list_files([directory], (*VOLUMES, *sorted(SUFFIXES)))
+        _require_distinct_names(named)
+        masks = {find_stem(file.name): file for file in named}
+        lacking = [image for image in images if find_stem(image.name) not in masks]
+        if lacking:
+            raise UsageError(
+                f"{len(lacking)} of {len(images)} images have no mask of the same name in {directory}, the first is "
+                f"{lacking[0]}: add it, or take the image away"
+            )
+        self._classes, self._masks = classes, {image: masks[find_stem(image.name)] for image in images}
+        self._two_values = classes == 2 and self._hold_two_values()
+
+    def _hold_two_values(self) -> bool:
+        """Return whether readable masks have only the values 0 and 255, which then are the classes 0 and 1."""
+        held = set[int]()
+        for file in self._masks.values():
+            try:
+                held |= set(np.unique(decode_mask(file)).tolist())
+            except Unreadable:
+                continue
+        return held == {0, IGNORED}
+
+    def read(self, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
+        """Return the true mask of ``image``, whose header is ``header``; raise :class:`UsageError` if it is unfit."""
+        file = self._masks[image]
+        try:
+            differs = find_difference(header, read_volume_header(file))
+            classes = decode_mask(file)
+        except Unreadable as error:
+            raise UsageError(f"has mask {file}, which {error}: give a mask that can be read") from error
+        if differs:
+            raise UsageError(
+                f"has mask {file}, which {differs.replace('{image}', str(image))}: bring it to its image's grid"
+            )
+        classes = (classes > 0).astype(np.uint8) if self._two_values else classes
+        wrong = (classes >= self._classes) & (classes != IGNORED)
+        if wrong.any():
+            raise UsageError(
+                f"has mask {file}, which has the value {classes[wrong][0]}: give classes 0..{self._classes - 1}, or "
+                f"{IGNORED} where a pixel is ignored"
+            )
+        return classes
+
+
+def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths | None) -> Iterator[Row]:
+    """Yield the rows of one file, after writing its mask; raise :class:`Unreadable` or :class:`UsageError`."""
+    if model.inputs.columns:
+        with explain_errors(file, "CSV"):
+            table = pd.read_csv(file, dtype=str, keep_default_na=False).to_dict("records")
+        for number, answer in enumerate(model.predict(table) if table else []):
+            yield {"file": str(file), "row": number, "status": WRITTEN, **_name_answer(model, answer)}
+        return
+    if model.task != "segmentation":
+        yield {"file": str(file), "status": WRITTEN, **_name_answer(model, model.predict(file))}
+        return
+    header = read_volume_header(file)
+    scores = model(file)
+    predicted = resize_volume(scores.float(), header.shape).argmax(dim=0)
+    truth = truths.read(file, header) if truths else None
+    mask = write_mask(out, find_stem(file.name), predicted.to(torch.uint8).numpy(), file)
+    row: Row = {"file": str(file), "status": WRITTEN, "mask": mask.name}
+    row |= {f"milliliters {name}": volume for name, volume in _measure_volumes(model, predicted, header)}
+    if truth is not None:
+        row |= dict(_compare(model, predicted, torch.from_numpy(truth).long(), header.spacing))
+    yield row
+
+
+def _name_answer(model: ExportedModel, answer: Any) -> Row:
+    """Return the cells of a prediction: a class, labels, or a number for each target."""
+    if model.task == "multilabel":
+        return {name: int(name in answer) for name in model.classes}
+    if isinstance(answer, list):
+        return dict(zip(model.classes, answer, strict=True))
+    return {"prediction": answer.tolist() if isinstance(answer, Tensor) else answer}
+
+
+def _measure_volumes(model: ExportedModel, predicted: Tensor, header: VolumeHeader) -> Iterator[tuple[str, float]]:
+    """Yield the milliliters of each class except the background in a volume whose spacing is known."""
+    if predicted.ndim == 3 and len(header.spacing) == 3:
+        counts = torch.bincount(predicted.flatten(), minlength=len(model.classes)).tolist()
+        voxel = float(np.prod(header.spacing)) / 1000  # mm³ to ml
+        yield from ((name, count * voxel) for name, count in list(zip(model.classes, counts, strict=True))[1:])
+
+
+def _compare(
+    model: ExportedModel, predicted: Tensor, truth: Tensor, spacing: Sequence[float]
+) -> Iterator[tuple[str, float | None]]:
+    """Yield the Dice and the surface distances of each class except the background, by the name of their column."""
+    classes, known = len(model.classes), truth != IGNORED
+    counts: Mapping[str, Any] = count_by_class(predicted[known], truth[known], classes)
+    counts = {**counts, **count_surfaces(predicted[None], truth[None], known[None], classes, spacing)}
+    unit = "mm" if spacing else "pixels"
+    for number in range(1, classes):
+        name, there = model.classes[number], bool(counts["surfaces"][number])
+        total = counts["support"][number] + counts["predicted"][number]
+        yield f"dice {name}", 2 * counts["hits"][number] / total if there else None
+        yield f"hd95 {unit} {name}", counts["hausdorff"][number] if there else None
+        yield f"assd {unit} {name}", counts["distances"][number] / counts["elements"][number] if there else None
+
+
+def summarize(predictions: Predictions) -> str:
+    """Return a sentence on what was written."""
+    counts = Counter(row["status"] == WRITTEN for row in predictions.rows)
+    return f"{predictions.table}: {counts[True]} predicted, {counts[False]} refused"

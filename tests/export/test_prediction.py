@@ -1,0 +1,191 @@
+"""Files predicted by an exported model: masks on the grid of their images, and a row for every file."""
+
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+import fedshift
+from fedshift.data.columns import Column
+from fedshift.data.files.volume_decoding import decode_mask
+from fedshift.data.preparation import Decoding, Preparation
+from fedshift.export.loading import ExportedModel
+from fedshift.export.prediction import predict_files
+from fedshift.results.cases import read_cases
+from fedshift.utils.errors import UsageError
+
+nibabel = pytest.importorskip("nibabel")
+GEOMETRY = ("pixdim", "qform_code", "sform_code", "srow_x", "srow_y", "srow_z", "quatern_b", "qoffset_x", "xyzt_units")
+
+
+def make_model(inputs, task="segmentation", classes=("none", "bright"), program=None):
+    """Return a model for which pixels above the middle of the scale are bright."""
+    description = {
+        "classes": classes, "task": task, "input": inputs.to_json(), "model": {"client": None, "method": "fedavg"},
+    }  # fmt: skip
+    return ExportedModel(Path("model"), description, program or (lambda x: torch.stack((-x[:, 0], x[:, 0]), dim=1)))
+
+
+def volumes(*shape):
+    return make_model(Preparation(shape=(1, *shape), dtype="float32", decoding=Decoding(kind="volume")))
+
+
+def pictures(height, width, **options):
+    return make_model(
+        Preparation(shape=(3, height, width), dtype="uint8", decoding=Decoding(kind="byte")),
+        program=lambda x: torch.stack((127.5 - x[:, 0].float(), x[:, 0].float() - 127.5), dim=1), **options,
+    )  # fmt: skip
+
+
+def draw_volume(shape=(5, 4, 3), seed=0):
+    """Return a volume that is bright in some of its voxels, and where."""
+    bright = np.random.default_rng(seed).random(shape) < 0.4
+    return np.where(bright, 900, 100).astype(np.int16), bright.astype(np.uint8)
+
+
+def save(path, values, affine, units="mm", **codes):
+    made = nibabel.Nifti1Image(values, affine)
+    made.header.set_xyzt_units(units)
+    made.header["descrip"] = b"a patient's name"
+    for name, code in codes.items():
+        made.header[name] = code
+    path.parent.mkdir(exist_ok=True)
+    nibabel.save(made, path)
+
+
+def test_masks_have_the_voxels_and_the_header_of_their_image_in_all_48_orientations(tmp_path):
+    model, (values, bright) = volumes(3, 4, 5), draw_volume()
+    affine = np.diag([0.5, 2.0, 3.0, 1.0])
+    affine[:3, 3] = (-7.0, 11.0, 23.0)
+    straight = nibabel.Nifti1Image(values, affine)
+    for number, (axes, flips) in enumerate(product(permutations(range(3)), product((1, -1), repeat=3))):
+        turned = straight.as_reoriented(np.stack((axes, flips), axis=1))
+        save(
+            tmp_path / "images" / f"{number:02}.nii.gz",
+            np.asarray(turned.dataobj),
+            turned.affine,
+            qform_code=number % 4,
+        )
+    found = predict_files(model, [tmp_path / "images"], tmp_path / "out")
+    assert (len(found.rows), found.failed) == (48, [])
+    for image in (tmp_path / "images").iterdir():
+        given, made = nibabel.load(image), nibabel.load(tmp_path / "out" / image.name)
+        assert (made.shape, made.get_data_dtype()) == (given.shape, np.uint8)
+        assert np.array_equal(made.affine, given.affine)
+        assert all(np.array_equal(made.header[name], given.header[name]) for name in GEOMETRY)
+        assert not made.header["descrip"].item()
+        places = np.argwhere(np.asarray(made.dataobj)) @ made.affine[:3, :3].T + made.affine[:3, 3]
+        true = np.argwhere(bright) @ affine[:3, :3].T + affine[:3, 3]
+        assert {tuple(place) for place in places} == {tuple(place) for place in true}
+
+
+def test_the_table_compares_each_mask_with_the_true_one(tmp_path):
+    model, affine = volumes(3, 4, 5), np.diag([0.5, 2.0, 3.0, 1.0])
+    values, bright = draw_volume()
+    save(tmp_path / "images" / "a.nii", values, affine)
+    save(tmp_path / "images" / "b.nii", values, np.diag([0.0005, 0.002, 0.003, 1.0]), units="meter")
+    save(tmp_path / "images" / "c.nii", np.full_like(values, np.nan, np.float32), affine)
+    (tmp_path / "images" / "d.nii").write_bytes(b"no volume")
+    truth = bright.copy()
+    truth[0] = 0
+    for name, mask in {"a": truth, "b": bright, "c": truth, "d": truth}.items():
+        save(tmp_path / "masks" / f"{name}.nii.gz", mask * 255, affine)
+    found = predict_files(model, [tmp_path / "images"], tmp_path / "out", masks=tmp_path / "masks")
+    table = pd.read_csv(found.table, index_col=0)
+    table.index = [Path(file).name for file in table.index]
+    assert table.loc["a.nii", "milliliters bright"] == pytest.approx(bright.sum() * 0.003)
+    assert table.loc["b.nii", "milliliters bright"] == pytest.approx(bright.sum() * 0.003)
+    both = int((bright & truth).sum())
+    assert table.loc["a.nii", "dice bright"] == pytest.approx(2 * both / int(bright.sum() + truth.sum()))
+    assert table.loc["b.nii", ["dice bright", "hd95 mm bright", "assd mm bright"]].tolist() == [1, 0, 0]
+    assert table.loc["a.nii", "hd95 mm bright"] > 0
+    assert table.status.to_list() == [
+        "predicted", "predicted", "has voxels that are NaN or infinite: give an image that can be read",
+        "is no NIfTI file, or is cut short",
+    ]  # fmt: skip
+    assert {file.name for file in (tmp_path / "out").glob("*.nii.gz")} == {"a.nii.gz", "b.nii.gz"}
+
+
+def test_pictures_of_any_size_have_masks_of_theirs_with_distances_in_pixels(tmp_path):
+    pixels = np.zeros((8, 12), np.uint8)
+    pixels[2:6, 4:8] = 255
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "eye.png")
+    Image.fromarray(pixels // 255).save(tmp_path / "masks" / "eye.tif")
+    found = predict_files(pictures(16, 24), [tmp_path / "eye.png"], tmp_path / "out", masks=tmp_path / "masks")
+    (row,) = found.rows
+    assert np.array_equal(decode_mask(tmp_path / "out" / row["mask"]), pixels // 255)
+    assert (row["dice bright"], row["hd95 pixels bright"], row["assd pixels bright"]) == (1, 0, 0)
+    assert not {name for name in row if "milliliters" in name or "mm" in name}
+
+
+def test_rows_of_tables_and_images_with_a_class_have_their_predictions_in_the_table(tmp_path):
+    columns = Column(name="age"), Column(name="sex", categories=("f", "m"))
+    rows = make_model(
+        Preparation(shape=(3,), dtype="float32", columns=columns), "regression", ("dose", "days"),
+        lambda x: torch.stack((2 * x[:, 0], x[:, 2]), dim=1),
+    )  # fmt: skip
+    (tmp_path / "a.csv").write_text("sex,age\nf,30\nm,40.5\n")
+    (tmp_path / "b.csv").write_text("sex,age\nx,30\n")
+    table = pd.read_csv(predict_files(rows, [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "rows").table)
+    assert table[["row", "dose", "days"]].to_numpy()[:2].tolist() == [[0, 60, 0], [1, 81, 1]]
+    assert "column 'sex' holds one of f, m, not 'x'" in table.status[2]
+
+    for name, value in {"dark": 0, "light": 255}.items():
+        Image.fromarray(np.full((4, 4), value, np.uint8)).save(tmp_path / f"{name}.png")
+    one = pictures(4, 4, task="classification")
+    one._program = lambda x: torch.stack((127.5 - x.float().mean((1, 2, 3)), x.float().mean((1, 2, 3)) - 127.5), dim=1)
+    table = pd.read_csv(predict_files(one, [tmp_path / "dark.png", tmp_path / "light.png"], tmp_path / "classes").table)
+    assert table.prediction.to_list() == ["none", "bright"]
+
+
+def test_what_cannot_be_predicted_is_refused_before_anything_is_written(tmp_path):
+    model = pictures(4, 4)
+    for place in ("one", "two", "masks"):
+        (tmp_path / place).mkdir()
+    for name in ("one/eye.png", "two/eye.png"):
+        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / name)
+    one, two, masks, out = (tmp_path / name for name in ("one", "two", "masks", "out"))
+    classes = pictures(4, 4, task="classification")
+    for used, files, options, message in (
+        (model, [one, two], {}, "have the same name without folder and suffix"),
+        (model, [masks], {}, "masks has no files of .nii"),
+        (model, [one / "other.png"], {}, "other.png does not exist: give files"),
+        (model, [one], {"masks": masks}, "masks has no files of"),
+        (classes, [one], {"masks": two}, "is a model for classification: leave the masks out"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            predict_files(used, files, out, **options)
+        assert not out.exists()
+
+
+@pytest.mark.slow
+def test_the_command_predicts_what_the_run_counted(cli, tmp_path):
+    affine = np.diag([-0.5, 2.0, 3.0, 1.0])
+    for number in range(10):
+        values, bright = draw_volume((8, 8, 8), number)
+        for part in ("images", "masks"):
+            (tmp_path / "scans" / "a").mkdir(parents=True, exist_ok=True)
+            save(tmp_path / "scans" / "a" / part / f"{number}.nii.gz", values if part == "images" else bright, affine)
+    result = fedshift.compare(
+        data="scans", methods="fedavg", model="unet-small(width=2)", rounds=2, batch_size=2, lr=0.1, out="run"
+    )
+    test = result.experiment.data.client("a").test
+    result.export("model", client="a", onnx=False)
+    files = [tmp_path / "scans" / result.experiment.data.client("a").files[row] for row in test.rows.tolist()]
+    done = cli("predict", "model", *files, "--out", "out", "--masks", tmp_path / "scans" / "a" / "masks")
+    assert done.code == 0, done
+    records = read_cases(Path("run/trials/fedavg-seed0")).records["a", "personal"]
+    table = pd.read_csv("out/cases.csv")
+    hits, both = records["hits"][:, 1], records["support"][:, 1] + records["predicted"][:, 1]
+    assert table["dice 1"].to_list() == (2 * hits / both).tolist()
+    assert np.allclose(table["milliliters 1"], records["predicted"][:, 1] * 0.003)
+    (tmp_path / "scans" / "a" / "images" / "bad.nii").write_bytes(b"")
+    done = cli("predict", "model", tmp_path / "scans" / "a" / "images", "--out", "all")
+    assert done.code == 1
+    assert "bad.nii is no NIfTI file, or is cut short" in done.out
+    assert "10 predicted, 1 refused" in done.out
