@@ -141,18 +141,23 @@ _Trust = tuple[frozenset[str], str]
 _TRUSTED: ContextVar[_Trust | None] = ContextVar("trusted", default=None)
 
 
-def find_user_function(kind: str, name: str) -> Callable[..., Any]:
-    """Return the function ``package.module:function``; raise :class:`UsageError` about a ``kind`` if there is none."""
-    module_name, _, attribute = name.replace(":", ".").rpartition(".")
-    written = f"{module_name}:{attribute}"
+def require_trusted(kind: str, written: str) -> None:
+    """Raise :class:`UsageError` if expressions came from elsewhere and nobody allowed ``written``."""
     trusted, source = _TRUSTED.get() or (None, "")
-    harmless = written in EMBEDDED.values() or (module_name in OF_TORCH and attribute[:1].isupper())
-    if trusted is not None and not harmless and f"{module_name}.{attribute}" not in trusted:
+    if trusted is not None and written.replace(":", ".") not in trusted:
         told = f"{source}: " if source else ""
         raise UsageError(
             f"{told}{kind} {written!r} is a function of this machine that nobody allowed: allow it ({{}})",
             Ref(code=written),
         )
+
+
+def find_user_function(kind: str, name: str) -> Callable[..., Any]:
+    """Return the function ``package.module:function``; raise :class:`UsageError` about a ``kind`` if there is none."""
+    module_name, _, attribute = name.replace(":", ".").rpartition(".")
+    written = f"{module_name}:{attribute}"
+    if not (written in EMBEDDED.values() or (module_name in OF_TORCH and attribute[:1].isupper())):
+        require_trusted(kind, written)
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:

@@ -287,7 +287,8 @@ class Spec(DataSpec, TrialSpec):
     model: Annotated[Any, Expression("models:MODELS"), ESSENTIAL, Parameter(group=MODEL)] = "auto"
     """Network by name (see `fedshift list models`), optionally with arguments, unet(width=32), or your own function,
     package.module:function, called with the shape of a sample and the number of classes; if its network returns
-    several outputs, take_output(package.module:function, output='logits'). auto is unet-small for
+    several outputs, take_output(package.module:function, output='logits'). Or a network of an installed library, with
+    random weights: timm:resnet18, torchvision:resnet18, monai:SegResNet, smp:Unet, hf:resnet. auto is unet-small for
     masks, small-cnn for other images and abide-mlp for other samples. In Python also such a function."""
 
     weights: Annotated[Any, Parameter(group=MODEL)] = None

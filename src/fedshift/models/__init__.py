@@ -2,7 +2,8 @@
 
 Names resolve without a registry: ``digit-cnn-bn`` is ``fedshift.models.digits.digit_cnn_bn``; a factory of yours is
 ``my_package.module:function``. ``unet(width=32)`` sets an option of a factory, and
-``take_output(my_package.module:function, output='logits')`` one of several outputs.
+``take_output(my_package.module:function, output='logits')`` one of several outputs. ``timm:resnet18`` is a network of
+an installed library (:data:`fedshift.models._libraries.LIBRARIES`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import nn
 from typing_extensions import override
 
 from ..config.catalog import Catalog
-from ..config.expressions import list_catalog
+from ..config.expressions import list_catalog, require_trusted
 from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
+from ._libraries import LIBRARIES, LibraryModel
 
 __all__ = ["MODELS", "ModelFactory", "describe_factory", "make_network", "take_output"]
 
@@ -135,6 +137,8 @@ def _configure(factory: Callable[..., Any], _own: bool) -> Callable[..., ModelFa
     """Return the function that makes a factory with the arguments in an expression."""
     if factory is take_output:
         return factory
+    if isinstance(factory, LibraryModel):
+        return factory.configure
 
     def configure(**options: Any) -> ModelFactory:
         return partial(factory, **options) if options else factory
@@ -149,6 +153,8 @@ def _configure(factory: Callable[..., Any], _own: bool) -> Callable[..., ModelFa
 
 
 def _spell(model: ModelFactory) -> str | None:
+    if isinstance(model, LibraryModel):
+        return str(model)
     if isinstance(model, _OutputOf):
         inner = _spell(model.make)
         return inner and f"{take_output.__name__}({inner}, output={model.output!r})"
@@ -162,10 +168,14 @@ def _spell(model: ModelFactory) -> str | None:
 
 
 class _Models(Catalog[ModelFactory]):
-    """The networks of the package, and :func:`take_output`, which has a network as its argument."""
+    """The networks of the package and of libraries, and :func:`take_output`, which has a network as its argument."""
 
     @override
     def find(self, name: str) -> Callable[..., Any]:
+        library, _, network = name.replace(":", ".").partition(".")
+        if library in LIBRARIES and network and "." not in network:
+            require_trusted("model", f"{library}:{network}")
+            return LibraryModel(library, network)
         return take_output if name == take_output.__name__ else super().find(name)
 
 
