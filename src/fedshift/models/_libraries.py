@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -16,20 +17,22 @@ from ..utils.errors import Ref, UsageError
 
 
 def _timm(library: Any, name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, Any]) -> nn.Module:
-    return library.create_model(name, **{"in_chans": shape[0], "num_classes": classes} | options)  # type: ignore[no-any-return]
+    return library.create_model(name, in_chans=shape[0], num_classes=classes, **options)  # type: ignore[no-any-return]
 
 
 def _torchvision(library: Any, name: str, _: tuple[int, ...], classes: int, options: Mapping[str, Any]) -> nn.Module:
-    return library.get_model(name, **{"weights": None, "num_classes": classes} | options)  # type: ignore[no-any-return]
+    takes = signature(library.get_model_builder(name)).parameters
+    backbone = {"weights_backbone": None} if "weights_backbone" in takes else {}  # else it would be downloaded
+    return library.get_model(name, num_classes=classes, **backbone, **options)  # type: ignore[no-any-return]
 
 
 def _monai(library: Any, name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, Any]) -> nn.Module:
-    given = {"spatial_dims": len(shape) - 1, "in_channels": shape[0], "out_channels": classes}
+    given: dict[str, Any] = {"spatial_dims": len(shape) - 1, "in_channels": shape[0], "out_channels": classes}
     return getattr(library, name)(**given | options)  # type: ignore[no-any-return]
 
 
 def _smp(library: Any, name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, Any]) -> nn.Module:
-    given = {"encoder_weights": None, "in_channels": shape[0], "classes": classes}
+    given: dict[str, Any] = {"encoder_weights": None, "in_channels": shape[0], "classes": classes}
     return getattr(library, name)(**given | options)  # type: ignore[no-any-return]
 
 
@@ -39,7 +42,7 @@ def _take_logits(_module: nn.Module, _given: object, made: Any) -> Any:
 
 def _hf(library: Any, name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, Any]) -> nn.Module:
     images = len(shape) == 3
-    given = {"num_labels": classes} | ({"num_channels": shape[0]} if images else {}) | options
+    given: dict[str, Any] = {"num_labels": classes, **({"num_channels": shape[0]} if images else {}), **options}
     kind = library.AutoModelForImageClassification if images else library.AutoModelForSequenceClassification
     network: nn.Module = kind.from_config(library.AutoConfig.for_model(name, **given))
     network.register_forward_hook(_take_logits)
