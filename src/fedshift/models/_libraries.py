@@ -28,12 +28,12 @@ def _torchvision(library: Any, name: str, _: tuple[int, ...], classes: int, opti
 
 def _monai(library: Any, name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, Any]) -> nn.Module:
     given: dict[str, Any] = {"spatial_dims": len(shape) - 1, "in_channels": shape[0], "out_channels": classes}
-    return getattr(library, name)(**given | options)  # type: ignore[no-any-return]
+    return getattr(library, name)(**{**given, **options})  # type: ignore[no-any-return]
 
 
 def _smp(library: Any, name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, Any]) -> nn.Module:
     given: dict[str, Any] = {"encoder_weights": None, "in_channels": shape[0], "classes": classes}
-    return getattr(library, name)(**given | options)  # type: ignore[no-any-return]
+    return getattr(library, name)(**{**given, **options})  # type: ignore[no-any-return]
 
 
 def _take_logits(_module: nn.Module, _given: object, made: Any) -> Any:
