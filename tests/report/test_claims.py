@@ -16,6 +16,7 @@ from fedshift.report.claims import (
     Verdict,
     collect_claims,
     describe_leaders,
+    describe_needed_seeds,
     describe_ranking,
     find_leader,
     grid_variance,
@@ -246,3 +247,18 @@ def test_discordances_are_of_the_same_family(make_study):
     made = collect_claims(pooled)
     assert {each.comparisons for each in [*made.pairs.values(), *made.concordance.values()]} == {5}
     assert describe_ranking(pooled)[0].endswith("corrected for 5 comparisons).")
+
+
+def test_few_seeds_say_how_many_a_difference_needs(make_study):
+    """Differences of 5 and 15 points have a std of 7.07; three of 5, 5 and 6 points suffice, and one says nothing."""
+    fedavg, level = {"a": 50, "b": 240}, {"a": 60, "b": 240}
+    study = make_study({"fedavg": [fedavg, fedavg], "fedbn": [level, {"a": 80, "b": 240}]})
+    (sentence,) = describe_needed_seeds(study, collect_claims(study))
+    std = np.std([5, 15], ddof=1)
+    power = [stats.nct.sf(stats.t.ppf(0.975, n - 1), n - 1, np.sqrt(n) * 5 / std) for n in range(3, 40)]
+    needed = 3 + next(place for place, each in enumerate(power) if each >= 0.8)
+    assert sentence.startswith(f"To claim a difference of 5 points you need about {needed} seeds")
+    assert "varies by 7.07 points (std over 2 seeds)" in sentence
+    for gains in ([10, 10, 12], [10]):
+        study = make_study({"fedavg": [fedavg] * len(gains), "fedbn": [{"a": 50 + gain, "b": 240} for gain in gains]})
+        assert describe_needed_seeds(study, collect_claims(study)) == []

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 from fedshift.report import figures, make_figures, save_figures
-from fedshift.report.figures import make_panels, to_svg
-from fedshift.report.style import make_styles
+from fedshift.report.figures import make_panels, save_each, to_svg
+from fedshift.report.style import figure_settings, make_panel, make_styles
 from fedshift.report.tables import ONE_BY_ONE
 from tests.report.conftest import in_errors
 
@@ -34,6 +36,7 @@ def test_bars_show_the_table(drawn):
     axes = drawn["accuracy-bars"].axes[0]
     assert [bar.get_width() for bar in axes.containers[0]] == pytest.approx([52, 82, 67])
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "macro"]
+    assert axes.get_xlim() == pytest.approx((0, 1.05 * (83 + 3)))  # fedbn's mean and deviation at b
 
 
 def test_samples_show_every_clients_images(study, drawn):
@@ -61,9 +64,32 @@ def test_errors_are_drawn_as_they_are_on_an_axis_that_fits(study):
 
 
 def test_no_two_methods_look_alike(make_study):
-    study = make_study({f"method{number}": [] for number in range(28)})
-    for first, second in combinations(make_styles(study.methods).values(), 2):
+    study = make_study({f"method{number}": [] for number in range(48)})
+    styles = list(make_styles(study.methods).values())
+    for first, second in combinations(styles, 2):
         assert (first.color, first.dashes) != (second.color, second.dashes)
+    assert len({style.marker for style in styles[:12]}) == 12
+    for first, second in combinations(styles[:12], 2):
+        assert distance(first.color, second.color) > 17
+
+
+def distance(one, other):
+    """Return the distance of two colors in CIELAB (CIE 1976), the least for most people, deuteranopes and protanopes.
+
+    The matrices are those of Machado et al. 2009, doi:10.1109/TVCG.2009.113, for severity 1, in linear sRGB.
+    """
+    deutan = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    protan = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    to_xyz = [[0.412456, 0.357576, 0.180437], [0.212673, 0.715152, 0.072175], [0.019334, 0.119192, 0.950304]]
+
+    def to_lab(color, seen):
+        rgb = np.array(to_rgb(color))
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        xyz = np.array(to_xyz) @ np.clip(np.array(seen) @ linear, 0, 1) / (0.95047, 1, 1.08883)
+        x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+    return min(np.linalg.norm(to_lab(one, seen) - to_lab(other, seen)) for seen in (np.eye(3), deutan, protan))
 
 
 def test_a_method_keeps_its_look_when_others_have_no_data(make_study):
@@ -72,13 +98,27 @@ def test_a_method_keeps_its_look_when_others_have_no_data(make_study):
     assert line.get_color() == make_styles(study.methods)["fedbn"].color
 
 
+def test_a_pdf_has_no_title_unless_it_marks_a_partial_run(tmp_path, monkeypatch):
+    titles = {}
+    for title in ("Accuracy", "PARTIAL: Accuracy"):
+        with figure_settings():
+            figure, axes = make_panel(title, "x", "y")
+        shown = []
+        monkeypatch.setattr(
+            figure, "savefig", lambda *_, shown=shown, axes=axes, **__: shown.append(axes.get_title("left"))
+        )
+        save_each({"one": figure}, tmp_path)
+        titles[title] = shown[-1], axes.get_title("left")
+    assert titles == {"Accuracy": ("", "Accuracy"), "PARTIAL: Accuracy": ("PARTIAL: Accuracy", "PARTIAL: Accuracy")}
+
+
 @pytest.mark.slow
 def test_saved_twice_gives_the_same_bytes(study, tmp_path, monkeypatch):
     """Bars and images; the page, which is made twice too, has the other kinds."""
     monkeypatch.setattr(figures, "make_panels", lambda summary: [p for p in make_panels(summary) if "bars" in p.name])
     first, second = (save_figures(study, tmp_path / name) for name in ("one", "two"))
     names = ("accuracy-bars", "samples")
-    assert [path.name for path in first] == [f"{name}.{kind}" for name in names for kind in ("svg", "png")]
+    assert [path.name for path in first] == [f"{name}.{kind}" for name in names for kind in ("svg", "png", "pdf")]
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 

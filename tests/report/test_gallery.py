@@ -170,7 +170,11 @@ def test_many_clients_features_are_ascending_lines():
 def test_charts_of_every_size_are_saved_within_page_width(clients, classes, tmp_path):
     figure = class_chart(table(clients, classes), "Counts of a federation")
     assert figure.get_figwidth() < 8.5
-    assert [path.name for path in save_each({"classes": figure}, tmp_path)] == ["classes.svg", "classes.png"]
+    assert [path.name for path in save_each({"classes": figure}, tmp_path)] == [
+        "classes.svg",
+        "classes.png",
+        "classes.pdf",
+    ]
 
 
 def test_saved_twice_gives_the_same_bytes_and_text_stays_text(tmp_path):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtr, ndtri, stdtr, stdtrit
+from scipy.special import nctdtr, ndtr, ndtri, stdtr, stdtrit
 
 from ..utils.errors import UsageError
 from .sampling import SampleVariance
@@ -31,6 +31,8 @@ Floats = NDArray[np.float64]
 
 FEWEST = 3
 """Minimum number of pairs for a claim: with fewer, Student's t has one degree of freedom, or none."""
+MOST_PAIRS = 1000
+"""Largest number of pairs that :func:`count_needed_pairs` tries."""
 ROUNDING = 1e-9
 """Spread, relative to the values, that floating-point rounding causes between equal differences."""
 HALVINGS = 60
@@ -165,6 +167,26 @@ def paired_tests(ours: ArrayLike, theirs: ArrayLike, grid: ArrayLike = 0.0) -> t
         p = 2 * stdtr(pairs - 1, -np.abs(mean) / error)
     p = np.where(np.abs(mean) <= zero, 1.0, np.where(error > 0, p, math.nan))
     return mean, np.where(np.isnan(p), math.nan, error), p
+
+
+def count_needed_pairs(
+    std: float, difference: float, *, comparisons: int = 1, level: float = 0.95, power: float = 0.8
+) -> int | None:
+    """Return the number of pairs with which a paired t-test finds a true ``difference`` with probability ``power``.
+
+    The smallest n of at least :data:`FEWEST` for which noncentral t with n - 1 degrees of freedom and noncentrality
+    ``sqrt(n) * difference / std`` lies beyond the quantile ``1 - (1 - level) / (2 * comparisons)`` of Student's t (Owen
+    1965, "The Power of Student's t-test", J. Am. Stat. Assoc. 60(309)); the division is Holm's first step. None above
+    :data:`MOST_PAIRS`, and without a spread.
+    """
+    if not std > 0:
+        return None
+    for pairs in range(FEWEST, MOST_PAIRS + 1):
+        bound = stdtrit(pairs - 1, 1 - (1 - level) / (2 * comparisons))
+        shift = math.sqrt(pairs) * difference / std
+        if 1 - nctdtr(pairs - 1, shift, bound) + nctdtr(pairs - 1, shift, -bound) >= power:
+            return pairs
+    return None
 
 
 def correct_family(differences: Sequence[PairedDifference]) -> list[PairedDifference]:

@@ -23,8 +23,15 @@ import pandas as pd
 
 from ..analysis.sampling import SampleVariance
 from ..analysis.similarity import CONCORDANT
-from ..analysis.statistics import FEWEST, PairedDifference, correct_family, include_samples, paired_difference
-from ..results.schema import LOWER_IS_BETTER, RunSummary, find_baseline
+from ..analysis.statistics import (
+    FEWEST,
+    PairedDifference,
+    correct_family,
+    count_needed_pairs,
+    include_samples,
+    paired_difference,
+)
+from ..results.schema import LOWER_IS_BETTER, UNITS, RunSummary, find_baseline
 from ..utils.errors import unknown_name
 from ..utils.words import join_some
 from .concordance import compute_discordances
@@ -43,6 +50,8 @@ from .tables import accuracy_table, mask_incomparable, seed_table, select_report
 
 LEAST_ERROR = CONCORDANT / 1000
 """Smallest standard error of a discordance, in squared nats; below it, seeds agree as far as losses can show."""
+WORTH = 0.05
+"""Difference of a metric for which the number of seeds is said."""
 NAMED = 4
 """Maximum number of methods in the headline, and of neighbors with a sentence each."""
 
@@ -436,6 +445,28 @@ def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
         text_of_claim = "level" if level else verdict.value
         rows.append((row[0], TextCell(text=text_of_claim, best=verdict is Verdict.FRESH), *row[1:]))
     return make_table(("difference of", "may be claimed", *text.header[1:]), rows, note=text.note)
+
+
+def describe_needed_seeds(summary: RunSummary, claims: Claims) -> list[str]:
+    """Return a sentence on the seeds that a difference of :data:`WORTH` takes, if there are fewer of them, but two.
+
+    The spread is that of the paired differences to the baseline, pooled over the methods (root mean square).
+    """
+    gaps = [claims.between(method, claims.baseline) for method in claims.methods if method != claims.baseline]
+    gaps = [gap for gap in gaps if gap.pairs > 1]
+    if summary.metric in UNITS or not gaps:
+        return []
+    freedom = sum(gap.pairs - 1 for gap in gaps)
+    std = math.sqrt(sum((gap.pairs - 1) * gap.std**2 for gap in gaps) / freedom)
+    family, most = len(claims.pairs) + len(claims.concordance), max(gap.pairs for gap in gaps)
+    needed = count_needed_pairs(std, WORTH, comparisons=family, level=gaps[0].level)
+    if needed is None or needed <= most:
+        return []
+    number = f", corrected for {family} comparisons" if family > 1 else ""
+    return [
+        f"To claim a difference of {100 * WORTH:g} points you need about {needed} seeds: the difference to "
+        f"{claims.baseline} varies by {100 * std:.2f} points (std over {most} seeds), for a power of 80%{number}."
+    ]
 
 
 def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[str]:

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -42,6 +43,8 @@ from .tables import ONE_BY_ONE, QUANTILES, accuracy_table, find_reported_rounds,
 
 LOW = 0.05
 """Quantile over many clients that is plotted over rounds."""
+PARTIAL = "PARTIAL: "
+"""Beginning of the title of a figure that compares runs of which some have not ended."""
 _METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -67,21 +70,34 @@ def make_figures(summary: RunSummary) -> dict[str, Figure]:
 
 
 def save_figures(summary: RunSummary, directory: Path) -> list[Path]:
-    """Write every figure as SVG (the same bytes for the same records) and as PNG at 200 dpi; return the paths."""
+    """Write every figure as :func:`save_each` does, with the same bytes for the same records; return the paths."""
     return save_each(make_figures(summary), directory)
 
 
 def save_each(figures: Mapping[str, Figure], directory: Path) -> list[Path]:
-    """Write each figure under its name, as SVG and as PNG at 200 dpi; return the paths."""
+    """Write each figure under its name, as SVG, as PNG at 200 dpi, and as PDF for a paper; return the paths.
+
+    The PDF of a single panel has no title, since papers have captions, unless the title marks it as partial.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in figures.items():
-        vector, bitmap = directory / f"{name}.svg", directory / f"{name}.png"
+        vector, bitmap, printed = (directory / f"{name}.{kind}" for kind in ("svg", "png", "pdf"))
         vector.write_text(to_svg(figure, background="white", dpi=200), encoding="utf-8")
         with figure_settings():
             figure.savefig(bitmap, dpi=200, metadata={"Software": None})
-        paths += [vector, bitmap]
+            _save_pdf(figure, printed)
+        paths += [vector, bitmap, printed]
     return paths
+
+
+def _save_pdf(figure: Figure, path: Path) -> None:
+    titles = {axes: axes.get_title(loc="left") for axes in figure.axes if len(figure.axes) == 1}
+    for axes in (axes for axes, title in titles.items() if not title.startswith(PARTIAL)):
+        axes.set_title("", loc="left")
+    figure.savefig(path, dpi=200, metadata=dict.fromkeys(("CreationDate", "Creator", "Producer")))
+    for axes, title in titles.items():
+        axes.set_title(title, loc="left")
 
 
 def to_svg(figure: Figure, background: str = "none", dpi: float | Literal["figure"] = "figure") -> str:
@@ -106,7 +122,7 @@ def make_panels(summary: RunSummary, *, curves_only: bool = False) -> list[Figur
 def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel]:
     tested = metric_history(summary)
     trained = metric_history(summary, "loss", model=None, split="train", moment="trained")
-    many, mark = len(summary.clients) > ONE_BY_ONE, "PARTIAL: " if describe_partial(summary) else ""
+    many, mark = len(summary.clients) > ONE_BY_ONE, PARTIAL if describe_partial(summary) else ""
     clients = [] if many else list(summary.clients)[:PICTURED]
     label, metric = f"test {summary.metric_label}", name_files(summary)
     if len(tested):
@@ -290,8 +306,12 @@ def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
         ]
         axes.hlines(where, means - stds, means + stds, color=INK, linewidth=0.8)
     label_rows(axes, names, 14, 0.45)
-    if summary.metric not in UNITS:
-        axes.set_xlim(0, 100)
+    if summary.metric not in UNITS and points:
+        bars = table.iloc[rows]
+        ends_CM = bars.xs("mean", axis=1, level="statistic") + bars.xs("std", axis=1, level="statistic").fillna(0)
+        axes.set_xlim(
+            0, min(100, max(1, 1.05 * float(np.nanmax(ends_CM.to_numpy()))))
+        )  # from 0, as lengths are compared
     spread = "bar: mean, line: ± std over seeds" if len(summary.seeds) > 1 else "one seed"
     add_legend(figure, handles, spread)
     macro = table.xs("mean", axis=1, level="statistic").iloc[rows[-1]]

@@ -12,7 +12,7 @@ from ..results.schema import RunSummary
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
-from .claims import Claims, collect_claims, describe_baseline, describe_ranking, tabulate_claims
+from .claims import Claims, collect_claims, describe_baseline, describe_needed_seeds, describe_ranking, tabulate_claims
 from .clinical import list_clinical_tables
 from .figures import save_figures
 from .formatting import TextTable, fit_width, to_csv, to_terminal, write_table
@@ -68,6 +68,7 @@ def _list_results(
         (
             *describe_baseline(summary, claims),
             *describe_ranking(summary, claims),
+            *describe_needed_seeds(summary, claims),
             *describe_clients(summary),
             *list_shortfalls(summary),
         )

@@ -1,7 +1,9 @@
 """Style of figures: matplotlib's settings, the empty panel, its legend, and each method's color, marker and line style.
 
 Colors are Okabe and Ito's, "Color Universal Design" (2008), distinct under all common forms of color blindness; their
-yellow is omitted because it vanishes on white. Markers and line styles differ too, so that print needs no color.
+yellow is omitted because it vanishes on white. Five more follow, the farthest from all before them in CIELAB, also as
+deuteranopes and protanopes see them (Machado et al. 2009, doi:10.1109/TVCG.2009.113). Markers and line styles differ
+too, so that print needs no color.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from matplotlib.ticker import MaxNLocator
 
 INK, GRID, PAPER = "#1f2733", "#d9dee6", "#fefefe"  # pages replace them by their own colors
 BLUE = "#0072b2"
-_COLORS = (BLUE, "#d55e00", "#009e73", "#cc79a7", INK, "#e69f00", "#56b4e9")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
+_COLORS = (
+    BLUE, "#d55e00", "#009e73", "#cc79a7", INK, "#e69f00", "#56b4e9", "#6611ff", "#bb2233", "#5577ff",
+    "#aabb66", "#665566",
+)  # fmt: skip
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p")
 DASHES = ("-", "--", "-.", ":")
 _SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -54,6 +59,7 @@ _SETTINGS: dict[Any, Any] = {
     "lines.markersize": 4,
     "text.parse_math": False,
     "svg.fonttype": "none",
+    "pdf.fonttype": 42,
     "svg.hashsalt": "fedshift",
 }
 
@@ -75,13 +81,13 @@ class MethodStyle:
 
 
 def make_styles(names: Iterable[str]) -> dict[str, MethodStyle]:
-    """Return a style for each of ``names``, by its index; no two of the first 28 share color and line style."""
+    """Return a style for each of ``names``, by its index; no two of the first 48 share color and line style."""
     return {
         name: MethodStyle(
             number=number,
             color=_COLORS[number % len(_COLORS)],
             marker=MARKERS[number % len(MARKERS)],
-            dashes=DASHES[number % len(DASHES)],
+            dashes=DASHES[(number + number // len(_COLORS)) % len(DASHES)],
             hatch="" if number < len(_COLORS) else "//////",
         )
         for number, name in enumerate(names)

@@ -26,7 +26,7 @@ _GAP = 2  # pixels between maps
 
 
 def save_panels(found: RepresentationComparison, directory: Path) -> list[Path]:
-    """Write every picture as SVG and PNG at 200 dpi; return the paths."""
+    """Write every picture as SVG, PDF, and PNG at 200 dpi; return the paths."""
     return [path for panel in draw_panels(found) for path in save_each({panel.name: panel.figure}, directory)]
 
 
