@@ -198,7 +198,7 @@ FLOWER = (
           " or not self.task.is_possible(counts)", "",
           "tests/flower/test_hostile_answers.py"),
     Fault("site-says-its-own-weight", "flower/server/remote_engine.py", "RemoteEngine._check_update",
-          "(said.weight, said.steps) != (used, len(steps))", "said.steps != len(steps)",
+          "(report.weight, report.steps) != (used, len(steps))", "report.steps != len(steps)",
           "tests/flower/test_hostile_answers.py tests/flower/test_faults.py"),
     Fault("any-server-of-the-authority-asks", "flower/transport/signatures.py", "Verifier.__call__",
           "not is_for(chain[0], self._host)", "False", "tests/flower/test_certificates.py"),
