@@ -154,6 +154,21 @@ def test_links_and_pictures_lead_somewhere(document):
             assert (document.parent / path).exists(), path
 
 
+def list_anchors(document):
+    """Return the anchors of a page: its headings, as GitHub and the site spell them, and its own."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    titles = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    spelled = (re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.strip().lower())) for title in titles)
+    return {*spelled, *re.findall(r'<a id="([^"]+)"', text)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_into_pages_lead_to_headings(document):
+    for page, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", document.read_text()):
+        target = document.parent / page if page else document
+        assert target.suffix != ".md" or anchor in list_anchors(target), f"{page}#{anchor}"
+
+
 def test_versions_agree():
     assert f"version: {fedshift.__version__}" in (ROOT / "CITATION.cff").read_text()
     assert f"## {fedshift.__version__}" in (ROOT / "CHANGELOG.md").read_text()
