@@ -16,6 +16,8 @@ SMALLEST = {
     "vgg16-fedmmb": 32,
 }  # fmt: skip
 """Pixels each way that an image model needs; the others take samples of any shape."""
+SIGNALS = ("resnet-1d",)
+"""Models of signals [C, L] of any length."""
 DENSE = ("unet", "unet-small")
 """Models that score every pixel of an image, or voxel of a volume, of any size."""
 
@@ -47,6 +49,7 @@ def test_defaults_make_a_network_that_uses_every_parameter(name):
 def test_the_smallest_samples_other_channels_and_any_number_of_classes(name):
     for channels, classes in ((1, 1), (4, 7)):
         shape = (channels, SMALLEST.get(name, 1), SMALLEST.get(name, 1) + 5)
+        shape = shape[1:] if name in SIGNALS else shape
         scores = (classes, *shape[1:]) if name in DENSE else (classes,)
         assert MODELS[name](shape, classes).eval()(torch.zeros(2, *shape)).shape == (2, *scores)
 
@@ -59,7 +62,7 @@ def test_what_is_no_image_or_too_small_is_refused_with_what_is_allowed(name):
             MODELS[name](shape, 4)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in (*SMALLEST, *DENSE)])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in (*SMALLEST, *DENSE, *SIGNALS)])
 def test_vectors_may_have_any_shape_but_not_none(name):
     assert MODELS[name]((3, 4), 2).eval()(torch.zeros(5, 3, 4)).shape == (5, 2)
     for shape in ((), (0,)):

@@ -289,7 +289,8 @@ class Spec(DataSpec, TrialSpec):
     package.module:function, called with the shape of a sample and the number of classes; if its network returns
     several outputs, take_output(package.module:function, output='logits'). Or a network of an installed library, with
     random weights: timm:resnet18, torchvision:resnet18, monai:SegResNet, smp:Unet, hf:resnet. auto is unet-small for
-    masks, small-cnn for other images and abide-mlp for other samples. In Python also such a function."""
+    masks, small-cnn for other images, resnet-1d for signals [C, L] and abide-mlp for other samples. In Python also such
+    a function."""
 
     weights: Annotated[Any, Parameter(group=MODEL)] = None
     """File with the initial weights of every network, in place of random ones: a state dictionary, as .safetensors or

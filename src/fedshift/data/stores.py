@@ -370,8 +370,11 @@ def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
 
 
 def channels_first(x: Array, where: str) -> Array:
-    """Return a view of samples ``[N, ...]`` with channels in the second place; raise :class:`UsageError` if unclear."""
-    if x.ndim == 2:
+    """Return a view of samples ``[N, ...]`` with channels in the second place; raise :class:`UsageError` if unclear.
+
+    Floats ``[N, C, L]`` with L at least 2 C are signals and stay as they are; other samples of two axes are gray.
+    """
+    if x.ndim == 2 or (x.ndim == 3 and x.dtype.kind == "f" and x.shape[2] >= 2 * x.shape[1]):
         return x
     if x.ndim == 3:
         x = x[:, None]
@@ -380,7 +383,7 @@ def channels_first(x: Array, where: str) -> Array:
     elif x.ndim > 5 or (x.shape[1] not in (1, 3) and (x.shape[-1] in (1, 3) or x.shape[-1] < min(x.shape[1:-1]))):
         raise UsageError(
             f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] with 1 or 3 channels or "
-            "[N, C, H, W] with any, volumes [N, C, D, H, W], features [N, D]: bring channels to the second place "
-            "(numpy.moveaxis)"
+            "[N, C, H, W] with any, volumes [N, C, D, H, W], signals [N, C, L], features [N, D]: bring channels to the "
+            "second place (numpy.moveaxis)"
         )
     return x

@@ -45,7 +45,7 @@ def name_model(name: Any, shape: tuple[int, ...], task: Task = CLASSIFICATION) -
         return name
     if isinstance(task, Segmentation):
         return "unet-small"
-    return "small-cnn" if len(shape) == 3 else "abide-mlp"
+    return {2: "resnet-1d", 3: "small-cnn"}.get(len(shape), "abide-mlp")
 
 
 def make_optimizer(spec: Spec) -> Optimizer:

@@ -99,8 +99,8 @@ class BatchNormToGroupNorm:
 
     ``groups``: number of groups; None: the layer's attribute ``groups`` (the paper's tables), else the rule of appendix
     A.2: 32, or 8 below 32 channels. If it does not divide the channels, the next smaller divisor is used (24 for 144
-    channels, as in the paper). A BatchNorm1d gets at most one group per 8 features, since a group of one feature has no
-    variance.
+    channels, as in the paper). A BatchNorm1d without that attribute gets at most one group per 8 features, since a
+    group of one feature of a vector has no variance; the layers of ``resnet-1d``, which see signals, have it.
     """
 
     groups: int | None = None
@@ -123,7 +123,7 @@ class BatchNormToGroupNorm:
     def _convert(self, layer: _BatchNorm) -> nn.GroupNorm:
         channels = layer.num_features
         wanted = self.groups or getattr(layer, "groups", None) or (32 if channels >= 32 else 8)
-        if isinstance(layer, nn.BatchNorm1d):
+        if isinstance(layer, nn.BatchNorm1d) and not hasattr(layer, "groups"):
             wanted = min(wanted, max(1, channels // 8))
         groups = max(n for n in range(1, min(wanted, channels) + 1) if channels % n == 0)
         new = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)

@@ -74,7 +74,12 @@ class Segmentation(Task):
         if y.ndim == len(shape) + 1:  # a channel of one
             y = y[:, 0] if y.shape[1] == 1 else y[..., 0] if y.shape[-1] == 1 else y
         if y.ndim != len(shape):
-            raise UsageError(f"{where}: masks of shape {y.shape} for samples of shape {shape}: give a class a pixel")
+            gray = (
+                f"; gray images are [N, 1, H, W], floats [N, {shape[0]}, {shape[1]}] signals" if len(shape) == 2 else ""
+            )
+            raise UsageError(
+                f"{where}: masks of shape {y.shape} for samples of shape {shape}: give a class a pixel{gray}"
+            )
         masks = y.astype(np.uint8) if y.size and y.min() >= 0 and y.max() <= IGNORED else np.zeros(0)
         if not np.array_equal(masks, y):
             raise UsageError(
