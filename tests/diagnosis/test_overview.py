@@ -15,6 +15,8 @@ from fedshift.diagnosis import overview
 from fedshift.diagnosis.overview import SHOWN, describe, draw_overview, render_quality
 from fedshift.diagnosis.quality import examine
 
+FILES = {name: [f"{name}.{kind}" for kind in ("svg", "png", "pdf")] for name in ("samples", "features", "classes")}
+
 
 def printed(*parts):
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
@@ -79,7 +81,7 @@ def test_data_without_fault_are_said_to_have_none(tiny):
 
 def test_pictures_of_images_are_written_and_show_training_images_by_class(tiny, tmp_path, drawn, unchanged):
     paths = draw_overview(replace(tiny, class_names=("top", "mid", "low")), tmp_path / "new" / "show")
-    assert [path.name for path in paths] == ["samples.svg", "samples.png", "classes.svg", "classes.png"]
+    assert [path.name for path in paths] == [*FILES["samples"], *FILES["classes"]]
     assert all(path.stat().st_size > 1000 for path in paths)
     shown = drawn["samples"].findobj(AxesImage)
     assert len(shown) == 3 * 3 * 3
@@ -103,7 +105,7 @@ def test_pictures_of_vectors_show_the_columns_that_differ(tmp_path, drawn):
         x[:, 2] += 5 * place
         parts[name] = (x, np.arange(20) % 2, x[:4] + 1, np.arange(4) % 2)
     paths = draw_overview(federation(parts), tmp_path)
-    assert [path.name for path in paths] == ["features.svg", "features.png", "classes.svg", "classes.png"]
+    assert [path.name for path in paths] == [*FILES["features"], *FILES["classes"]]
     panel = drawn["features"].axes[0]
     assert panel.get_title(loc="left").startswith("column 2")
     assert panel.lines[0].get_xdata() == pytest.approx([parts[name][0][:, 2].mean() for name in ("a", "b")], rel=1e-5)
@@ -132,7 +134,7 @@ def test_masks_are_outlined_and_counted_by_pixels(tmp_path, drawn):
         assert f"0: {1 - share:.1%}, 1: {share:.1%}" in line
         assert line.split()[-1] == str(empty)
     paths = draw_overview(data, tmp_path)
-    assert [path.name for path in paths] == ["samples.svg", "samples.png", "classes.svg", "classes.png"]
+    assert [path.name for path in paths] == [*FILES["samples"], *FILES["classes"]]
     assert len(drawn["samples"].findobj(AxesImage)) == 2 * 24
     shaded = drawn["classes"].axes[0].findobj(AxesImage)[0].get_array()
     assert shaded[:, 1].tolist() == pytest.approx(shares)

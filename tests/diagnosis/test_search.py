@@ -344,7 +344,7 @@ def test_candidates_follow_the_diagnosis_the_batch_size_and_the_network(quick, t
 
 def test_patience_is_no_part_of_a_search(tiny):
     settings = {"data": tiny, "methods": "fedavg", "rounds": 2, "validation": 0.2, "patience": 2}
-    with pytest.raises(UsageError, match="patience ends trials, and so does a search, by its own rule: leave it out"):
+    with pytest.raises(UsageError, match="patience ends trials early, which a search does by its own rule: omit it"):
         searching.begin_search(make_python_experiment(settings), None, (0.1,), 1000.0)
 
 
