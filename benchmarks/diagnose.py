@@ -180,7 +180,7 @@ def main(seeds: int) -> None:
             counts = [sum(each in found for found in named) for each in KINDS]
             false = sum(bool(set(found) - {kind}) for found in named)
             print(f"| {make.__name__} | {kind} | " + " | ".join(map(str, counts)) + f" | {false} |", flush=True)
-    print("\n| data | AUC of appearance | federations | concept shift named: labels alike | labels of client 1 swapped |")
+    print("\n| data | AUC of appearance | federations | concept shift named: equal labels | of client 1 swapped |")
     print("|---|---|---:|---:|---:|")
     source = load_digits()
     judge_looks("digits", source.images[..., None] / 16, source.target, seeds)
