@@ -134,7 +134,7 @@ ENGINES = (
           "len(lanes[number].batches) if self.plan.paced else 0", "0",
           "tests/laws/test_engines.py"),
     Fault("keys-copied-in-each-step", "engines/stacked.py", "_Samples.take",
-          "self._keys_KS[:, at]", "self._keys_KS[:, at].cpu().to(self.device)",
+          "self._keys_SK[at]", "self._keys_SK[at].cpu().to(self.device)",
           "tests/engines/test_fake_gpu.py"),
     Fault("identity-weights-add-up-to-more", "engines/identity.py", "Identity.train", "/ sum(raw)", "/ max(raw)",
           "tests/engines/test_identity.py"),

@@ -122,6 +122,16 @@ def test_predictions_are_those_that_were_counted(compared, tiny):
     assert len(table)
 
 
+def test_a_prediction_that_depends_on_other_samples_is_refused(tiny):
+    def make(shape, classes):
+        norm = nn.BatchNorm2d(2, track_running_stats=False)
+        return nn.Sequential(nn.Conv2d(shape[0], 2, 3), norm, nn.Flatten(), nn.LazyLinear(classes))
+
+    result = fedshift.compare("fedavg", data=tiny, model=make, rounds=1)
+    with pytest.raises(UsageError, match="layer '1' normalizes by the batch"):
+        result.predict("fedavg", "ann", tiny.client("ann").test.copy_rows(slice(0, 1)).numpy())
+
+
 def test_tables_derive_from_the_records(compared):
     rows = compared.summary.rows
     last = rows[(rows["round"] == 2) & (rows["split"] == "test") & (rows["model"] == "personal")]

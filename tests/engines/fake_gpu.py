@@ -194,10 +194,17 @@ def register() -> None:
 
     def make_range(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         """Return the range; torch would make an empty tensor and resize it, which a wrapper cannot."""
+        made: Tensor = arange(*args, **kwargs)
         if device is None or torch.device(device).type != NAME:
-            return arange(*args, device=device, **kwargs)
-        count("kernels")
-        return FakeTensor(arange(*args, **kwargs))
+            return made if device is None else made.to(device)
+        before = COUNTS.copy(), LINES.copy()
+        made = made.to(device)
+        COUNTS.clear()
+        LINES.clear()
+        COUNTS.update(before[0])
+        LINES.update(before[1])
+        count("kernels")  # a device makes it without a copy
+        return made
 
     torch.tensor, torch.arange = make_tensor, make_range
 

@@ -54,6 +54,7 @@ def test_arrays_of_signals_are_kept_and_get_the_network_of_signals():
     data = federation(signals(kind=np.float32))
     assert (data.sample_shape, data.clients[0].train.dtype) == ((2, LENGTH), torch.float32)
     assert name_model("auto", data.sample_shape) == "resnet-1d"
+    assert any("are signals with 2 channels" in notice for notice in data.notices)
     pixels = np.zeros((4, 8, 16))
     for x in (pixels.astype(np.uint8), pixels.swapaxes(1, 2), pixels[..., :8], pixels[:, None]):
         assert len(federation({"a": (x, np.arange(4) % 2, x, np.arange(4) % 2)}).sample_shape) == 3

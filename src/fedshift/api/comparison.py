@@ -54,6 +54,7 @@ from ..experiments.python_settings import (
 from ..experiments.restoration import find_method, read_python_settings, restore_trial, select_trials
 from ..experiments.trial import Trial
 from ..export.loading import name_predictions
+from ..export.programs import require_samplewise
 from ..export.source import export_run
 from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
@@ -349,10 +350,12 @@ class Comparison:
             :meth:`fedshift.export.loading.ExportedModel.predict` returns them.
 
         Raises:
-            UsageError: there is no such method, client or seed, or the samples do not fit the model.
+            UsageError: there is no such method, client or seed, the samples do not fit the model, or the prediction for
+                a sample depends on others.
 
         """
         trial, state = self._restore(method, client, seed)
+        require_samplewise(trial.make_network())
         schema, task = trial.data.describe_client(trial.data.client(client)), trial.data.task
         x, single = schema.preparation.store(samples)
         inputs = (schema.preparation.scale(part, trial.plan.dtype) for part in torch.split(x, BATCH))

@@ -138,8 +138,8 @@ class TorchOptimizer(Optimizer):
     lasts from step to step is in the state: ``{"square_avg/conv.weight": tensor}``. Numbers are kept as tensors with
     their type in the name, ``"step:int/conv.weight"``.
 
-    ``settings``: those of its parameter group, without ``lr`` and ``weight_decay``. ``attributes``: those of its own
-    that a subclass sets, which no step may change. ``decays``: whether it has ``weight_decay``.
+    ``settings``: those of its parameter group, without ``lr`` and ``weight_decay``. ``attributes``: attributes that
+    a subclass sets, which no step may change. ``decays``: whether it has ``weight_decay``.
     """
 
     kind: type[torch.optim.Optimizer]

@@ -408,5 +408,7 @@ def _unsupported_sample_error(sample: Tensor, error: Exception, where: str) -> s
         advice = (
             "Normalization of one value has no variance: give larger images, or leave normalization out where one "
             "pixel is left"
+            if where
+            else "A layer normalizes by the batch in evaluation: give it running statistics (track_running_stats=True)"
         )
     return f"the model rejects a sample of shape {tuple(sample.shape[1:])}{where}: {describe_error(error)}. {advice}"

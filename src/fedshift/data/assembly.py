@@ -36,6 +36,8 @@ from .stores import LazyStore
 
 GROUPED = "files of one subject (sub-XX in names, or DICOM's PatientID) stay together, {} groups; --groups names others"
 """Notice of groups that nobody asked for."""
+SIGNALS = "samples of shape {} x {} are signals with {} channels; give gray images as [N, 1, H, W]"
+"""Notice of floats that are no images, although they have as many axes as gray ones."""
 
 
 def read_source(source: object, reading: ReadOptions) -> Federation:
@@ -238,11 +240,16 @@ def _require_both(scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[
 
 
 def _describe_stores(clients: tuple[ClientData, ...]) -> list[str]:
-    """Return notices about samples that are read on demand."""
+    """Return notices about samples that are read on demand, and those that might be meant otherwise."""
     splits = {f"client {c.name!r}, {split} data": part for c in clients for split, part in c.splits.items()}
     where = [name for name, split in splits.items() if not split.repeats]
     lazy = any(split.lazy for split in splits.values())
-    return [*([LAZY] if lazy else []), *([f"{join_some(where, shown=1)}: {UNREPEATABLE}"] if where else [])]
+    shape = next(iter(splits.values())).shape
+    return [
+        *([LAZY] if lazy else []),
+        *([f"{join_some(where, shown=1)}: {UNREPEATABLE}"] if where else []),
+        *([SIGNALS.format(*shape, shape[0])] if len(shape) == 2 and shape[0] > 1 else []),
+    ]
 
 
 def federation(

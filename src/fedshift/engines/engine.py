@@ -7,7 +7,7 @@ clients' training data and a seed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -219,14 +219,23 @@ class Engine(ABC):
         targets = data.targets() if self.plan.reads.targets else y[:0]
         return Seen(targets, x[:count], y[:count], self.step_keys(name, [step])[0])
 
-    def draw_keys(self, name: str, steps: Iterable[int]) -> list[int]:
-        """Return the key of the random draws of each of the client's ``steps``; zeros if steps draw nothing."""
-        draws = self.plan.draws
-        return [key_bits(self.seed, "dropout", name, step) >> 65 if draws else 0 for step in steps]
+    def draw_keys(self, steps: Mapping[str, Sequence[int]], device: torch.device) -> Tensor:
+        """Return the keys of the random draws of clients' ``steps``, int64 ``[K, S]`` on ``device``.
 
-    def step_keys(self, name: str, steps: Iterable[int]) -> Tensor:
-        """Return :meth:`draw_keys` as a tensor, int64 ``[S]``, on the device of the client's data."""
-        return torch.tensor(self.draw_keys(name, steps), dtype=torch.int64, device=self.data[name].y.device)
+        They are zeros if steps draw nothing, and after the last step of a client with fewer than others.
+        """
+        most = max(map(len, steps.values()))
+        if not self.plan.draws:
+            return torch.zeros(len(steps), most, dtype=torch.int64, device=device)
+        keys_KS = [
+            [*(key_bits(self.seed, "dropout", name, step) >> 65 for step in own), *[0] * (most - len(own))]
+            for name, own in steps.items()
+        ]
+        return torch.tensor(keys_KS, device=device)
+
+    def step_keys(self, name: str, steps: Sequence[int]) -> Tensor:
+        """Return :meth:`draw_keys` of one client, ``[S]``, on the device of its data."""
+        return self.draw_keys({name: steps}, self.data[name].y.device)[0]
 
 
 EngineFactory = Callable[[Plan, Data, int], Engine]

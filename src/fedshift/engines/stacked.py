@@ -216,14 +216,15 @@ class Stacked(Engine):
         exclude = self._shared | frozenset(held or {})
         stack = _make_writable(stack[0], exclude), stack[1], *map(_make_writable, stack[2:])
         steps = list(self._group_steps(lanes, turns))
-        indices = iter(move_together([members for *_, members in steps], samples.device))
+        fewer = [torch.tensor(members) for *_, members in steps if len(members) < len(lanes)]
+        indices = iter(move_together(fewer, samples.device))
         for at, planned, members in steps:
-            index = next(indices)
+            index = next(indices) if len(members) < len(lanes) else None
             with timed_section("data"):
-                x, y, keys = samples.take(members.tolist(), at, index)
+                x, y, keys = samples.take(members, at, index)
             now = replace(job, planned_steps=planned)
             now = now if job.separate_phase else replace(now, done=job.start + at)
-            if len(members) == len(lanes):
+            if index is None:
                 stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True, held=held)
                 continue
             rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
@@ -232,7 +233,7 @@ class Stacked(Engine):
             losses_KS[index, at] = loss.double()
         return stack, losses_KS
 
-    def _group_steps(self, lanes: Sequence[_Lane], turns: Sequence[Batches]) -> Iterator[tuple[int, int, Tensor]]:
+    def _group_steps(self, lanes: Sequence[_Lane], turns: Sequence[Batches]) -> Iterator[tuple[int, int, list[int]]]:
         """Yield each step, the number of planned steps if a rule reads it, and the lanes with batches of one size."""
         for at in range(max(map(len, turns))):
             together: dict[tuple[int, int], list[int]] = {}
@@ -241,7 +242,7 @@ class Stacked(Engine):
                     kind = turn[at][1].shape[0], len(lanes[number].batches) if self.plan.paced else 0
                     together.setdefault(kind, []).append(number)
             for (_, planned), members in together.items():
-                yield at, planned, torch.tensor(members)
+                yield at, planned, members
 
     def _finish_together(
         self, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack, loss_sums: Sequence[float]
@@ -301,22 +302,20 @@ class _Samples:
         together = engine.augment is None and all(size == sizes[0] for size in sizes) and are_alike(self._data)
         self._sizes = sizes[0] if together else None
         self._turns = turns if together else _move_turns(turns, self.device)
-        most, keyed = max(map(len, turns)), zip(names, turns, strict=True)
-        drawn = (engine.draw_keys(name, (step for step, _ in turn)) for name, turn in keyed)
-        keys_KS = [[*keys, *[0] * (most - len(keys))] for keys in drawn]
-        self._keys_KS = torch.tensor(keys_KS, dtype=torch.int64, device=self.device)
+        steps = {name: [step for step, _ in turn] for name, turn in zip(names, turns, strict=True)}
+        self._keys_SK = engine.draw_keys(steps, self.device).T.contiguous()
         self._held = range(0)
 
-    def take(self, members: Sequence[int], at: int, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, members: Sequence[int], at: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs ``[K, B, ...]``, labels ``[K, B]`` and keys ``[K]`` of step ``at`` of the lanes ``members``.
 
-        ``index``: the same lanes, on the device.
+        ``index``: the same lanes, on the device; None: all.
         """
-        engine, dtype, keys = self._engine, self._engine.plan.dtype, self._keys_KS[:, at]
+        engine, dtype, keys = self._engine, self._engine.plan.dtype, self._keys_SK[at]
         if self._sizes is None:
             taken = [engine.load_batch(self._names[number], *self._turns[number][at]) for number in members]
             x, y = map(torch.stack, zip(*taken, strict=True))
-            return x, y, keys[index]
+            return x, y, keys if index is None else keys[index]
         if all(self._sizes[at] == len(part) and not part.lazy for part in self._data):
             return *self._whole.take(self._names, self._data, dtype), keys
         if at not in self._held:

@@ -62,7 +62,7 @@ def require_samplewise(network: nn.Module) -> None:
         if isinstance(layer, _BatchNorm) and layer.running_mean is None:
             raise UsageError(
                 f"layer {name!r} normalizes by the batch (track_running_stats=False), so that the prediction for a "
-                "sample depends on other samples: it cannot be exported; train a network with running statistics"
+                "sample depends on others: it cannot be exported or applied; train a network with running statistics"
             )
 
 

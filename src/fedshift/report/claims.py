@@ -128,7 +128,7 @@ def collect_claims(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """What every difference of a report is made of: a metric at the reported rounds, and its variances.
+    """A metric at the reported rounds and its variances, from which every difference of a report is computed.
 
     ``values``, ``grid``, ``sampling``: by method, the metric and both variances of it ``[clients, seeds]``; ``same``:
     for each pair of methods and seed, whether both have reached the same round; ``owners``: for each client the first

@@ -1,11 +1,11 @@
-"""Who profits: the difference of each method to a reference, client by client, and what may be claimed about it.
+"""Compare each method with a reference at each client, and say which clients gain and which lose.
 
 References are ``single``, by which each client trains alone, and FedAvg. A difference, its interval and its p-value are
 those of the macro claims (:class:`~fedshift.report.claims.Measured`) on new samples, for one client: they cover seeds
 and test samples, or groups of these. All clients and methods with one reference are a family, corrected for its size
 (Holm). A client **gains** or **loses** where the corrected p-value is below 5 %, and is **undecided** otherwise: the
 interval contains 0, or there is none, with fewer than three seeds, ten samples, or five of a class or with an event.
-``benchmarks/coverage.py`` measures by simulation how often intervals and verdicts are wrong.
+``benchmarks/coverage_of_sites.py`` measures by simulation how often intervals and verdicts are wrong.
 
 Other training samples are not covered: all seeds share them.
 """
@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 class Effect(Enum):
-    """What may be claimed about a client."""
+    """The verdict on a client."""
 
     GAINS = "gains"
     LOSES = "loses"
@@ -69,7 +69,7 @@ class ClientDifference:
 
     @property
     def effect(self) -> Effect:
-        """What may be claimed."""
+        """The verdict, from the corrected p-value."""
         if not self.gap.is_significant:
             return Effect.UNDECIDED
         return Effect.GAINS if self.benefit > 0 else Effect.LOSES
