@@ -41,14 +41,18 @@ LEARNED = tuple(MAKERS)[:22:2]
 """Federations that were in view when the lists of methods were improved."""
 
 
-def advise(data: Federation, rounds: int, folder: Path) -> tuple[str, float]:
-    """Return the advised method and its mean accuracy over clients and seeds in percent; kept in ``folder``."""
+def advise(data: Federation, rounds: int, folder: Path, own: dict[str, Any]) -> tuple[str, float]:
+    """Return the advised method and its mean accuracy over clients and seeds in percent; kept in ``folder``.
+
+    ``own``: settings of the federation.
+    """
     kept, search = folder / "advised.json", folder / "search"
     if not kept.exists():
-        settings = {name: value for name, value in SETTINGS.items() if name != "methods"}
+        shared = SETTINGS | own
+        settings = {name: value for name, value in shared.items() if name != "methods"}
         begun = (search / "search.json").exists()
         advice = fedshift.advise(data, rounds=rounds, budget=BUDGET, out=search, resume=begun, jobs=1, **settings)
-        experiment = make_python_experiment({"data": data, "rounds": rounds, "evaluate_every": rounds, **SETTINGS})
+        experiment = make_python_experiment({"data": data, "rounds": rounds, "evaluate_every": rounds, **shared})
         found: list[float] = []
         for seed in range(SEEDS):
             trial = train(advice.method, experiment, seed)
@@ -98,13 +102,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--out", type=Path, default=Path("runs/advise"))
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="mobilenet_v2-b0353104.pth of torchvision")
     given = parser.parse_args()
     torch.set_num_threads(1)
     records, rounds = read_records(given.records), BUDGETS[0]
     tested = make_ranking(records, rounds).federations
     found, lost = dict[str, dict[str, Any]](), dict[str, pd.Series]()
-    for name, data in make_federations(tuple(tested.index)):
-        advised = advise(data, rounds, given.out / name)
+    for name, data, own in make_federations(tuple(tested.index), given.weights):
+        advised = advise(data, rounds, given.out / name, own)
         found[name], lost[name] = compare(advised, tested.loc[name], find_validated(records, name, rounds))
         print(f"{name}: {advised[0]}", flush=True)
     table, others = pd.DataFrame(found).T, pd.DataFrame(lost).T

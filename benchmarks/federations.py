@@ -1,9 +1,10 @@
-"""Twenty-two small federations on which the benchmarks of methods and of advice run.
+"""Small federations on which the benchmarks of methods and of advice run.
 
 The embedded digits as they are, with few samples, with fewer looks, and dealt out anew (by a Dirichlet distribution, by
 labels, by size, at random, mixed over clients); each client with another look (turned, inverted, dark); and, of the
 data under FEDSHIFT_DATA, MNIST, USPS, MNIST-M, SVHN and printed digits as five clients, Fashion-MNIST and CIFAR-10
-dealt out, skin lesions by center, and heart disease and autism by hospital. Where classes or looks are dealt out
+dealt out, skin lesions by center, heart disease and autism by hospital, Office-Caltech10 in few and in more pixels and
+with a pretrained network, and nuclei by microscope (segmentation). Where classes or looks are dealt out
 unequally, a client's test samples are dealt out like those that it trains on: what a client holds out for validation
 says nothing about data of others. Those that are not there are left out.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +109,17 @@ MAKERS: dict[str, Callable[[], Federation]] = {
     "skin-lesions": lambda: shrink(smaller(fedshift.load_data("fed-isic2019"), 2 * SAMPLES)),
     "abide": lambda: fedshift.load_data("abide"),
     "office-caltech10": lambda: smaller(fedshift.load_data(f"office-caltech10(size={SIZE})")),
+    "office-caltech10-64": lambda: smaller(fedshift.load_data("office-caltech10(size=64)")),
+    "office-caltech10-pretrained": lambda: smaller(fedshift.load_data("office-caltech10(size=64)")),
+    "nuclei": lambda: fedshift.load_data("nuclei"),
 }
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "office-caltech10-pretrained": {
+        "model": "mobilenet-v2", "normalize": "imagenet", "weights_skip_classifier": True, "engine": "sequential",
+    },
+    "nuclei": {"model": "unet-small", "engine": "sequential"},
+}  # fmt: skip
+"""Settings of federations whose network is not the default of their data."""
 
 HELD_APART = ("office-caltech10",)
 """Federations on which no method was run before the rules of the benchmark were fixed."""
@@ -118,10 +131,21 @@ ALIKE = ("digits-quantity", "digits-iid")
 """Federations whose clients do not differ, but for their sizes."""
 
 
-def make_federations(names: Collection[str] = tuple(MAKERS)) -> Iterator[tuple[str, Federation]]:
-    """Yield each federation of ``names`` whose data are there, with its name; print the others."""
+def make_federations(
+    names: Collection[str] = tuple(MAKERS), weights: Path | None = None
+) -> Iterator[tuple[str, Federation, dict[str, Any]]]:
+    """Yield each federation of ``names`` whose data are there, with its name and own settings; print the others.
+
+    ``weights``: torchvision's MobileNetV2 from ImageNet, without which no network is pretrained.
+    """
     for name in names:
+        settings = dict(OWN_SETTINGS.get(name, {}))
+        if "weights_skip_classifier" in settings:
+            if weights is None:
+                print(f"{name} is left out: it needs --weights", flush=True)
+                continue
+            settings["weights"] = str(weights)
         try:
-            yield name, MAKERS[name]()
+            yield name, MAKERS[name](), settings
         except FedshiftError as error:
             print(f"{name} is left out: {str(error).partition(':')[0]}", flush=True)

@@ -13,9 +13,9 @@ its models are measured on test data: as they are, and with statistics of BatchN
 was left out, under each policy that needs no labels.
 
 The file of each cell is kept in OUT, and is not computed again: after Ctrl-C, the same command goes on. Several
-commands with different federations can share OUT. With ``--pack FILE``, nothing is trained, and all cells become one
-Parquet file, from which ``benchmarks/ranking.py`` makes the tables and figures of ``docs/benchmark.md``. ``--quick``
-takes a minute or two: two federations, three methods, two budgets of one and two rounds.
+commands with different federations can share OUT. The federation with a pretrained network needs ``--weights``. With
+``--pack FILE``, nothing is trained, and all cells become one Parquet file, from which ``benchmarks/ranking.py`` makes
+the tables and figures of ``docs/benchmark.md``. ``--quick`` takes a minute or two: two federations, three methods, two budgets of one and two rounds.
 """
 
 from __future__ import annotations
@@ -212,12 +212,15 @@ def train(expression: str, experiment: Experiment, seed: int) -> Trial | None:
     return trial
 
 
-def measure(data: Federation, site: str, rounds: int, method: str, finalists: Sequence[Setting]) -> pd.DataFrame:
+def measure(
+    data: Federation, site: str, rounds: int, method: str, finalists: Sequence[Setting], **settings: Any
+) -> pd.DataFrame:
     """Return the records of a cell; ``site`` never trains (empty: all do).
 
-    ``finalists``: settings to try in place of a search, the best of a shorter budget.
+    ``finalists``: settings to try in place of a search, the best of a shorter budget. ``settings``: of the federation.
     """
-    given = {"data": data, "rounds": rounds, "evaluate_every": rounds, "newcomers": site or None, **SETTINGS}
+    given = {"data": data, "rounds": rounds, "evaluate_every": rounds, "newcomers": site or None}
+    given |= SETTINGS | settings
     experiment = make_python_experiment(given)
     trained = [client.name for client in experiment.data.clients if client.name != site]
     rows: list[dict[str, Any]] = []
@@ -303,6 +306,7 @@ def main() -> None:
     parser.add_argument("--methods", type=split, help="names with commas; default: all of the question")
     parser.add_argument("--budgets", type=lambda text: [*map(int, text.split(","))], default=[*BUDGETS])
     parser.add_argument("--leave-out", action="store_true", help="leave out each site in turn")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="mobilenet_v2-b0353104.pth of torchvision")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="write the records of OUT to this file")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
@@ -318,14 +322,15 @@ def main() -> None:
             parser.error(f"no {kind} {min(unknown)!r}; there are: {', '.join(known)}")
     torch.set_num_threads(1)
     began, trained = time.monotonic(), 0
-    for place, (name, data) in enumerate(make_federations(given.federations)):
+    for place, (name, data, settings) in enumerate(make_federations(given.federations, given.weights)):
         cells = [(site, method) for site in (data.names if given.leave_out else [""]) for method in methods]
         for number, (site, method) in enumerate(cells, 1):
             finalists: list[Setting] = []
             for rounds in given.budgets:
                 file = given.out / name / (to_file_name(site) or "all") / f"{method}-{rounds}.parquet"
                 if not file.exists():
-                    write_parquet(measure(data, site, rounds, method, finalists).assign(federation=name), file)
+                    cell = measure(data, site, rounds, method, finalists, **settings)
+                    write_parquet(cell.assign(federation=name), file)
                     trained += 1
                 finalists = choose_finalists(pd.read_parquet(file))
             here = f"{name}, {f'without {site}, ' * bool(site)}{method} ({number} of {len(cells)})"
