@@ -23,6 +23,7 @@ from fedshift.diagnosis import search as searching
 from fedshift.diagnosis.budget import Cost, fit_budget, plan_rungs, predict_seconds
 from fedshift.diagnosis.search import Candidate, Search, parse_rates, read_search
 from fedshift.diagnosis.search_report import describe_search, format_search, tabulate_search
+from fedshift.experiments import duration
 from fedshift.experiments.python_settings import make_python_experiment
 from fedshift.results.schema import read_rows
 from fedshift.results.trial_records import load_facts
@@ -34,7 +35,7 @@ CLIENTS = ("ann", "bob", "cid", "dan")
 @pytest.fixture
 def quick(monkeypatch):
     """A step of every method takes a millisecond, as a machine may measure it, and few permutations are drawn."""
-    monkeypatch.setattr(planning, "measure_seconds", lambda *_, **__: 0.001)
+    monkeypatch.setattr(duration, "measure_seconds", lambda *_, **__: 0.001)
     monkeypatch.setattr(searching, "diagnose", partial(diagnose, permutations=99))
 
 

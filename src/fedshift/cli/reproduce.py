@@ -19,6 +19,7 @@ from ..console.printing import Console
 from ..console.terminal import announce_cache, catch_interrupts, make_console, print_line, show_loading, show_progress
 from ..utils.errors import FedshiftError, UsageError, as_flag
 from ..utils.files import require_writable, write_atomically
+from ..utils.words import format_time
 from .run import find_kind, use_threads
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _print_list(way: ReproductionOptions, out: Path) -> int:
                 *(f"last: {said}" for said in read_verdicts(table, out)),
             ]
             try:
-                spent = _format_time(estimates.estimate(todo[key])) if todo[key] else "done" if specs[key] else ""
+                spent = format_time(estimates.estimate(todo[key])) if todo[key] else "done" if specs[key] else ""
             except UsageError as error:
                 spent = "?"
                 lines.append(f"cannot run: {error.render(as_flag)}")
@@ -170,12 +171,6 @@ def _list_needs(
     models = dict.fromkeys(spec.model for spec in asked)
     methods = dict.fromkeys(re.sub(r"\([^()]*\)|\+fedavg", "", spec.method) for spec in asked)
     return ["; ".join(dict.fromkeys(where)), f"{', '.join(models)}: {', '.join(methods)}"] if asked else []
-
-
-def _format_time(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _select_tables(way: ReproductionOptions, present: bool) -> list[Table]:

@@ -43,13 +43,14 @@ class _Progress(Callback):
         self.metric, self.split = "accuracy", "test"
         self.now = _TrialProgress(method="", seed=0, number=0)
         self.running: dict[tuple[str, int], _TrialProgress] = {}
-        self.engines: set[tuple[str, str]] = set()
+        self.engines: dict[tuple[str, str], None] = {}
+        self.alone = True
 
     @override
     def on_run_begin(
         self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
     ) -> None:
-        self.rounds, self.metric = rounds, metric
+        self.rounds, self.metric, self.alone = rounds, metric, len(methods) == 1
 
     @override
     def on_trial_begin(self, method: str, seed: int, done: int) -> None:
@@ -85,10 +86,12 @@ class _Progress(Callback):
 
     @override
     def on_engine(self, method: str, choice: EngineChoice) -> None:
-        if (method, choice.engine) not in self.engines:
-            self.engines.add((method, choice.engine))
+        usual = next(iter(self.engines), None)
+        if usual is None or (choice.engine != usual[1] and (method, choice.engine) not in self.engines):
+            who = f"{method} runs" if usual or self.alone else f"{method}, and each method not named below, runs"
             alone = " on one thread" if choice.threads == 1 else ""
-            self.on_notice(f"{method} runs on the {choice.engine} engine{alone} ({choice.reason})")
+            self.on_notice(f"{who} on the {choice.engine} engine{alone} ({choice.reason})")
+            self.engines[method, choice.engine] = None
 
     @override
     def on_notice(self, text: str) -> None:

@@ -9,12 +9,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core.method import Method
 from ..core.plan import Plan
-from ..engines.auto import measure_seconds
 from ..engines.engine import Diverged
+from ..experiments.duration import Cost, count_passes, predict_cost
 from ..experiments.experiment import Experiment
 from ..experiments.trial import Trial
 from ..utils.errors import Ref, UsageError
@@ -47,14 +47,6 @@ def plan_rungs(candidates: int, rounds: int, methods: int) -> tuple[Rung, ...]:
     for place, size in enumerate(sizes):
         size_of.setdefault(-(-rounds // SHARE ** (len(sizes) - 1 - place)), size)
     return tuple(Rung(candidates=size, rounds=number) for number, size in size_of.items())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Seconds that a method takes for a round, and for an evaluation."""
-
-    round: float
-    evaluation: float
 
 
 def predict_seconds(rungs: Sequence[Rung], costs: Sequence[Cost], rates: int, held: int = 1) -> float:
@@ -126,35 +118,18 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
             f"{method.label} freezes after a share of all rounds, and a search extends the number of rounds: give a "
             "number of rounds, such as fixbn(switch=10)"
         )
-    began, settings = time.monotonic(), experiment.settings
-    with closing(Trial(method, experiment.model, experiment.data, settings, experiment.seeds[0])) as trial:
-        prepared, plan = time.monotonic() - began, trial.plan
-        work, sizes = plan.work, [len(split) for split in trial.train.values()]
-        steps = sum(len(work.steps_of_round(0, len(work.batch_bounds(size, plan.smallest_batch)))) for size in sizes)
-        passes = sum(count_passes(plan) * len(work.batch_bounds(size, plan.smallest_batch)) for size in sizes) / steps
-        clients = len(settings.draw_participants(trial.seed, 1, trial.clients.names))
-        seconds = (1 + passes) * measure_seconds(
-            plan, trial.train, clients=clients, rounds=1, workers=settings.workers, augment=settings.augment
-        )
-        if seconds <= most:
-            begun = time.monotonic()
-            with suppress(Diverged):
-                done = trial.advance()
-                trial.measure_lag()
-                seconds = done.seconds
-            return Cost(round=seconds, evaluation=prepared + time.monotonic() - begun - seconds), _describe_work(plan)
-        samples = sum(map(len, trial.train.values()))
-    measured = sum(
-        len(part) for c in experiment.data.clients for name, part in c.splits.items() if name == "validation"
-    )
-    forward = seconds * len(sizes) / clients / samples / 3  # a step costs three forward passes
-    tuning = plan.method.finetune * seconds * len(sizes) / clients
-    return Cost(round=seconds, evaluation=prepared + forward * measured + tuning), _describe_work(plan)
-
-
-def count_passes(plan: Plan) -> int:
-    """Count the epochs of a round that train parameters kept by rules instead of the model."""
-    return sum(phase.epochs for _, phase in (*plan.before, *plan.after))
+    began = time.monotonic()
+    with closing(Trial(method, experiment.model, experiment.data, experiment.settings, experiment.seeds[0])) as trial:
+        prepared, work = time.monotonic() - began, _describe_work(trial.plan)
+        cost = predict_cost(trial)
+        if cost.round > most:
+            return replace(cost, evaluation=prepared + cost.evaluation), work
+        begun, seconds = time.monotonic(), cost.round
+        with suppress(Diverged):
+            done = trial.advance()
+            trial.measure_lag()
+            seconds = done.seconds
+        return Cost(round=seconds, evaluation=prepared + time.monotonic() - begun - seconds), work
 
 
 def _describe_work(plan: Plan) -> str:

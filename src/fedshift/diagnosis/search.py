@@ -35,6 +35,7 @@ from ..core.optimizer import AdamW, Optimizer, TorchOptimizer
 from ..data.files.read_options import Progress
 from ..engines.engine import Diverged
 from ..experiments.callbacks import Callback
+from ..experiments.duration import Cost
 from ..experiments.experiment import Experiment
 from ..experiments.jobs import Jobs
 from ..methods import METHODS
@@ -46,7 +47,7 @@ from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
 from ..utils.execution.workers import Workers
 from . import Diagnosis, diagnose
-from .budget import PER_METHOD, Cost, Rung, fit_budget, measure_cost, plan_rungs, predict_seconds
+from .budget import PER_METHOD, Rung, fit_budget, measure_cost, plan_rungs, predict_seconds
 from .rendering import interpret
 
 MOST_METHODS = 12
@@ -431,7 +432,7 @@ def continue_search(
     timer.start()
     try:
         with closing(Workers()) as workers:
-            run = partial(Experiment.run, callback=callback, stop=stop, jobs=jobs, workers=workers)
+            run = partial(Experiment.run, callback=callback, stop=stop, jobs=jobs, workers=workers, runs=0)
             search = _run_rungs(experiment, search, directory, methods, run)
     finally:
         timer.cancel()

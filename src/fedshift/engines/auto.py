@@ -81,7 +81,7 @@ def choose_engine(
 
     ``separate_uploads``: whether each client's model after local work is needed, not only the average.
     """
-    steps, batch = _count_steps(plan, data)
+    steps, batch = count_steps(plan, data)
     one, held = count_operations(plan, data), nbytes(pick(plan.initial, plan.trained))
     on_cpu = next(iter(data.values())).y.device.type == "cpu"
     total = one * batch * steps * clients * rounds if on_cpu else inf  # small work gains most on other devices
@@ -118,7 +118,7 @@ def measure_seconds(
 
 def estimate_seconds(plan: Plan, data: Data, *, clients: int, rounds: int) -> float:
     """Estimate the seconds that the rounds take without timing, from operations and a millisecond per step."""
-    steps, batch = _count_steps(plan, data)
+    steps, batch = count_steps(plan, data)
     return steps * clients * rounds * (1e-3 + count_operations(plan, data) * batch / LITTLE)
 
 
@@ -133,7 +133,7 @@ def _predict(
     separate_uploads: bool,
 ) -> dict[str, float]:
     """Return the seconds that ``rounds`` rounds take on each engine, from a timed step."""
-    steps, _ = _count_steps(plan, data)
+    steps, _ = count_steps(plan, data)
     on_cpu = next(iter(data.values())).y.device.type == "cpu"
     processes = min(workers or available_processors(), clients) if on_cpu else 1  # others share one device
     step_times = _calibrate(plan, data, clients, processes, augment, separate_uploads=separate_uploads)
@@ -149,7 +149,7 @@ def _fits_identity(plan: Plan, data: Data, *, separate_uploads: bool) -> bool:
     return not separate_uploads and Identity.refusal(plan, data) is None
 
 
-def _count_steps(plan: Plan, data: Data) -> tuple[int, int]:
+def count_steps(plan: Plan, data: Data) -> tuple[int, int]:
     """Return the number of steps in a round and of samples in a batch, for a client of mean size."""
     samples = ceil(sum(map(len, data.values())) / len(data))
     bounds = plan.work.batch_bounds(samples, plan.smallest_batch)
@@ -172,7 +172,7 @@ def _calibrate(
     split = next(iter(data.values()))
     machine = torch.__version__, find_newest_source(), torch.get_num_threads(), processes, str(split.y.device)
     shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
-    steps, batch = _count_steps(plan, data)
+    steps, batch = count_steps(plan, data)
     once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
     lanes = min(clients, MANY), count_lanes(plan, data, clients)
     sizes = steps, once, _are_equal(data), batch, separate_uploads, *lanes, split.shape
@@ -187,7 +187,7 @@ def _time_engines(
     plan: Plan, data: Data, clients: int, processes: int, augment: Augmentation | None, separate_uploads: bool
 ) -> dict[str, float]:
     split = max(data.values(), key=len)
-    steps, batch = _count_steps(plan, data)
+    steps, batch = count_steps(plan, data)
     index = torch.arange(batch, device=split.y.device) % len(split)
     x, y = split.inputs(index, plan.dtype), split.targets(index)
     key = torch.zeros((), dtype=torch.int64, device=split.y.device)

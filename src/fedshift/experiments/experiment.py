@@ -40,12 +40,13 @@ from .callbacks import Callback
 from .client_store import check_segments
 from .conductor import Conductor
 from .description import describe_training
+from .duration import describe_duration
 from .jobs import Jobs, choose_jobs
 from .loggers import RecordLog, require_packages
 from .session import Session
 from .settings import Settings, check_counts
 from .trial import Trial
-from .trial_run import TrialRun, find_best, is_trained
+from .trial_run import TrialRun, count_rounds_left, find_best
 
 SAMPLES = 8
 """Images of each client that a run keeps for its report."""
@@ -132,6 +133,7 @@ class Experiment:
         stop: Event | None = None,
         jobs: Jobs = 1,
         workers: Workers | None = None,
+        runs: int = 1,
     ) -> bool:
         """Run all trials in directory ``path``, with a checkpoint after each round.
 
@@ -143,6 +145,7 @@ class Experiment:
             jobs: maximum number of trials that run side by side, in worker processes; it does not affect results.
                 ``auto``: as many as leave no processor idle, if that saves time.
             workers: worker processes for trials and the pool engine, which stay open; by default the run has its own.
+            runs: number of such runs to come, this one included, whose whole time is predicted; 0: none.
 
         Returns:
             Whether the run reached its end.
@@ -155,10 +158,10 @@ class Experiment:
 
         """
         experiment = self.keep_labels(path) if resume else self
-        return experiment._run(path, resume, callback or Callback(), stop or Event(), jobs, workers)
+        return experiment._run(path, resume, callback or Callback(), stop or Event(), jobs, workers, runs)
 
     def _run(
-        self, path: Path, resume: bool, callback: Callback, stop: Event, jobs: Jobs, workers: Workers | None
+        self, path: Path, resume: bool, callback: Callback, stop: Event, jobs: Jobs, workers: Workers | None, runs: int
     ) -> bool:
         require_packages(self.log)
         if resume:
@@ -185,14 +188,15 @@ class Experiment:
                 session.say(notice)
             conductor = Conductor(session=session, log=log, rounds=settings.rounds)
             opened.enter_context(keep_freed_memory())
-            self._run_trials(conductor, path, trials, 1 if self.make_engine else jobs, workers)
+            remote = self.make_engine is not None
+            self._run_trials(conductor, path, trials, 1 if remote else jobs, workers, 0 if remote else runs)
             session.end(finished=conductor.finished and not conductor.diverged)
             if conductor.finished and conductor.diverged:
                 raise conductor.diverged[min(conductor.diverged)]
             return conductor.finished
 
     def _run_trials(
-        self, conductor: Conductor, path: Path, trials: dict[str, Trial], jobs: Jobs, workers: Workers
+        self, conductor: Conductor, path: Path, trials: dict[str, Trial], jobs: Jobs, workers: Workers, runs: int
     ) -> None:
         """Run all trials, first those side by side; ``trials``: those that were made already, by method."""
         callback, threads = conductor.session.callback, torch.get_num_threads()
@@ -201,6 +205,11 @@ class Experiment:
             for number, (seed, method) in enumerate(product(self.seeds, self.methods))
         ]
         choices, processes = choose_jobs(begun, trials, jobs)
+        if runs:
+            left = [(run.method, count_rounds_left(run.folder, self.settings.rounds)) for run in begun]
+            at_once = processes if len(choices) == len(begun) else 1
+            for text in describe_duration(trials, left, len(self.seeds), at_once=at_once, runs=runs):
+                callback.on_notice(text)
         if choices:
             try:
                 shared = workers.put(self)
@@ -244,7 +253,9 @@ class Experiment:
         """Return whether every trial in directory ``path`` has had its last round."""
         labels = [method.label for method in self.keep_labels(path).methods]
         return all(
-            is_trained(trial_folder(path, label, seed), self.settings.rounds) for label in labels for seed in self.seeds
+            not count_rounds_left(trial_folder(path, label, seed), self.settings.rounds)
+            for label in labels
+            for seed in self.seeds
         )
 
     def keep_labels(self, path: Path) -> Experiment:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ..engines.auto import EngineChoice, estimate_seconds
-from ..results.trial_records import CHECKPOINT, load_facts, read_stop
+from ..results.trial_records import CHECKPOINT, load_facts
 from ..utils.processors import available_memory, available_processors
 from ..utils.state import nbytes
 from .trial import BEGUN, Trial
-from .trial_run import TrialRun
+from .trial_run import TrialRun, count_rounds_left
 
 Jobs = int | Literal["auto"]
 """Maximum number of trials that run at a time; ``auto``: as many as leave no processor idle."""
@@ -43,15 +43,13 @@ def choose_jobs(
         return {}, 1
     pending, seconds = list[tuple[TrialRun, EngineChoice | None]](), 0.0
     for run in runs:
-        checkpoint = run.folder / CHECKPOINT
-        facts: dict[str, Any] = load_facts(checkpoint) if checkpoint.exists() else {"round": 0, "engine": None}
-        left = 0 if read_stop(run.folder, facts["round"]) else settings.rounds - facts["round"]
-        if left > 0:
-            engine = facts["engine"] if settings.engine == "auto" else None
+        if left := count_rounds_left(run.folder, settings.rounds):
+            checkpoint = run.folder / CHECKPOINT
+            engine = load_facts(checkpoint)["engine"] if settings.engine == "auto" and checkpoint.exists() else None
             kept = EngineChoice(engine=engine[0], threads=engine[1], reason=BEGUN) if engine else None
             pending.append((run, kept))
             trial = trials[run.method]
-            seconds += estimate_seconds(trial.plan, trial.train, clients=_count_participants(trial), rounds=left)
+            seconds += estimate_seconds(trial.plan, trial.train, clients=trial.participants, rounds=left)
     if len(pending) < 2 or (jobs == "auto" and seconds < WORTH):
         return {}, 1
     found = {run.number: kept or trials[run.method].engine_choice for run, kept in pending}
@@ -60,14 +58,10 @@ def choose_jobs(
         pooled = {n: choice for n, choice in found.items() if choice.engine == "pool" and settings.engine == "auto"}
         alone = {n: choice for n, choice in found.items() if choice.engine != "pool"}
         alone = {n: choice for n, choice in alone.items() if (choice.threads or threads) == 1}
-        clients = max(map(_count_participants, trials.values()))
+        clients = max(trial.participants for trial in trials.values())
         found = alone | (pooled if len(alone) + len(pooled) >= min(available_processors(), clients) else {})
     most = min(most, len(found))
     return (found, most) if most > 1 else ({}, 1)
-
-
-def _count_participants(trial: Trial) -> int:
-    return len(trial.settings.draw_participants(trial.seed, 1, trial.clients.names))
 
 
 def _count_fitting(trial: Trial) -> float:

@@ -70,9 +70,11 @@ def run_pending(
     :meth:`~fedshift.experiments.experiment.Experiment.run`.
     """
     threads = min(torch.get_num_threads(), available_processors())
+    parts = list(parts)
+    left = [part for part in parts if read_outcome(part.folder, part.settings) is None]
     with closing(Workers()) as workers:
         for number, part in enumerate(parts, 1):
-            if read_outcome(part.folder, part.settings) is not None:
+            if part not in left:
                 continue
             begin(number, part)
             experiment, diverged, finished = part.experiment(), {}, True
@@ -80,8 +82,9 @@ def run_pending(
             try:
                 resume = (part.folder / "config.toml").exists()
                 finished = experiment.run(
-                    part.folder, resume=resume, callback=callback, stop=stop, jobs=jobs, workers=workers
-                )
+                    part.folder, resume=resume, callback=callback, stop=stop, jobs=jobs, workers=workers,
+                    runs=len(left) if part is left[0] else 0,
+                )  # fmt: skip
             except Diverged as error:
                 diverged = {DIVERGED: str(error)}
             end(part, finished)

@@ -168,15 +168,20 @@ class Trial:
     def engine_choice(self) -> EngineChoice:
         """Engine that runs the trial, and the reason; with ``auto`` it is chosen at the first access."""
         if self.choice is None:
-            settings, clients = self.settings, len(self.settings.draw_participants(self.seed, 1, self.clients.names))
+            settings = self.settings
             self.choice = choose_engine(
-                self._inputs.plan, self._inputs.train, clients=clients, rounds=settings.rounds,
+                self.inputs.plan, self.inputs.train, clients=self.participants, rounds=settings.rounds,
                 workers=settings.workers, augment=settings.augment, separate_uploads="trained" in settings.moments,
             )  # fmt: skip
         return self.choice
 
     @property
-    def _inputs(self) -> Inputs:
+    def participants(self) -> int:
+        """Number of clients that take part in a round."""
+        return len(self.settings.draw_participants(self.seed, 1, self.clients.names))
+
+    @property
+    def inputs(self) -> Inputs:
         """What steps and evaluations run on now; features of a frozen backbone are extracted at the first access."""
         samples = Inputs(plan=self.plan, train=self.train, measured=self.measured)
         if self._used is None:
@@ -196,7 +201,7 @@ class Trial:
 
     def _renew_engine(self) -> None:
         """Make the engine anew where steps run on other inputs than it was made for."""
-        if self._engine and self.choice and not self._remote and self._engine.plan is not self._inputs.plan:
+        if self._engine and self.choice and not self._remote and self._engine.plan is not self.inputs.plan:
             self._engine.close()
             self._engine = self._make_engine(self.choice)
 
@@ -382,9 +387,9 @@ class Trial:
         """
         rows = self._engine.evaluate(self.server) if self._engine else None
         if rows is None:
-            used = self._inputs
+            used = self.inputs
             personal = lambda client: self.personal_state(self.measured.client(client.name))  # noqa: E731
-            rows = evaluate_clients(used.plan, self.server, used.measured, self._splits, personal)
+            rows = evaluate_clients(used.plan, self.server, used.measured, self.splits, personal)
         return self._without_newcomers(rows)
 
     def _without_newcomers(self, rows: list[Row]) -> list[Row]:
@@ -403,7 +408,7 @@ class Trial:
         if rows is None:
             clients, measured = self.measured.clients, (self.data.task, self.data.classes)
             own = self._trained_state
-            rows = evaluate_reestimated(plan, server, clients, self.train, self._splits, measured, own)
+            rows = evaluate_reestimated(plan, server, clients, self.train, self.splits, measured, own)
         part = remaining_part(plan, updates)
         rows = self._without_newcomers(rows)
         return {"round": server.round, "updates": updates, "remaining": part, "rows": rows}
@@ -412,7 +417,7 @@ class Trial:
         return self.personal_state(client) if self.clients.has_trained(client.name) else None
 
     @property
-    def _splits(self) -> tuple[str, ...]:
+    def splits(self) -> tuple[str, ...]:
         """Splits that are measured."""
         return tuple(split for split in measured_splits(self.data) if split in self.settings.splits)
 
@@ -422,11 +427,11 @@ class Trial:
 
     def _evaluate_trained(self, name: str, trained: ClientResult) -> list[Row]:
         """Return rows of the model of client ``name`` after its work; on all clients' data if they are pooled."""
-        plan = self._inputs.plan
+        plan = self.inputs.plan
         state = trained_state(plan, trained.client, trained.update, self.server)
         names = [n for n in self.data.names if n not in self.settings.newcomers] if plan.method.pooled else [name]
-        owners = map(self._inputs.measured.client, names)
-        return evaluate_trained(plan, state, owners, self._splits, self.data.task, self.data.classes)
+        owners = map(self.inputs.measured.client, names)
+        return evaluate_trained(plan, state, owners, self.splits, self.data.task, self.data.classes)
 
     def _downlink_bytes(self) -> int:
         return 0 if self.plan.method.pooled else downlink_bytes(self.plan, self.server)

@@ -70,7 +70,7 @@ def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> It
         yield f"{method.label}, seed {trial.seed}: clients that never took part {fate}: {which}"
     uncovered = list_uncovered(trial.plan, settings, trial.data, len(experiment.methods) * len(experiment.seeds))
     if mechanism := find_mechanism((method.aggregate,)):
-        drawn = len(settings.draw_participants(trial.seed, 1, trial.clients.names))
+        drawn = trial.participants
         share = 1.0 if isinstance(settings.participation, str) else drawn / len(trial.clients)  # turns are known
         yield f"{method.label}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
     if mechanism := find_mechanism((method.gradient,)):

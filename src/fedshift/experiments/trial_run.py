@@ -105,7 +105,7 @@ class TrialRun:
         # A trial has a checkpoint from the beginning, so that a removed one is noticed. This also completes an earlier
         # call that was killed before it kept this round as the best or removed unneeded files.
         trial.save(folder, *(() if begun else (CHECKPOINT,)), *((BEST,) if best == done > 0 else ()))
-        ended = is_trained(folder, trial.settings.rounds)
+        ended = not count_rounds_left(folder, trial.settings.rounds)
         chosen = trial.settings.engine == "auto" and not ended
         choice = trial.engine_choice if chosen else None
         notices = list_notices_before(experiment, trial)
@@ -240,11 +240,11 @@ def count_stale(scores: Iterable[Score], min_delta: float) -> int:
     return stale
 
 
-def is_trained(folder: Path, rounds: int) -> bool:
-    """Return whether the trial in ``folder`` has had its last round: it has done ``rounds``, or was stopped."""
+def count_rounds_left(folder: Path, rounds: int) -> int:
+    """Return how many of ``rounds`` are left to the trial in ``folder``: none if it was stopped."""
     file = folder / CHECKPOINT
     done = load_facts(file)["round"] if file.exists() else 0
-    return bool(done >= rounds or read_stop(folder, done))
+    return 0 if read_stop(folder, done) else max(0, rounds - done)
 
 
 def read_scores(folder: Path, done: int, settings: Settings) -> dict[int, Score]:

@@ -1,4 +1,4 @@
-"""Lists of names in sentences."""
+"""Lists of names and times in sentences."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ def join_some(items: Iterable[str], separator: str = ", ", shown: int = 5, rest:
 def join_choices(names: Sequence[str]) -> str:
     """Return ``names`` as choices, ``a, b or c``."""
     return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def format_time(seconds: float) -> str:
+    """Return a rough time as ``40 s``, ``12 min`` or ``1.4 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
