@@ -26,7 +26,7 @@ INDEX = (GUIDE / "README.md").read_text(encoding="utf-8")
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(GUIDE.glob("*.md")) if path.stem != "README"}
 DRAWN = tomllib.loads((ROOT / "examples" / "guide.toml").read_text(encoding="utf-8"))["methods"]
 DRAWN = {re.split(r"\W", text)[0]: text for text in DRAWN}
-ARXIV = re.compile(r"arXiv:\d{4}\.\d{5}")
+SOURCE = re.compile(r"arXiv:\d{4}\.\d{5}|openreview\.net/forum\?id=\w+")
 
 every_page = pytest.mark.parametrize("name", PAGES)
 
@@ -71,12 +71,12 @@ def test_a_page_says_the_real_defaults_and_where_they_come_from(name):
 
 @every_page
 def test_a_page_cites_what_its_module_cites(name):
-    sources = set(ARXIV.findall(inspect.getdoc(inspect.getmodule(METHODS[name]))))
-    cited = set(ARXIV.findall(PAGES[name]))
+    sources = set(SOURCE.findall(inspect.getdoc(inspect.getmodule(METHODS[name]))))
+    cited = set(SOURCE.findall(PAGES[name]))
     assert sources <= cited
     assert cited
     linked = re.findall(r"\[(arXiv:[\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)", PAGES[name])
-    assert linked
+    assert linked or re.search(r"\[(openreview\.net/forum\?id=\w+)\]\(https://\1\)", PAGES[name])
     assert all(shown == f"arXiv:{number}" for shown, number in linked)
 
 

@@ -87,6 +87,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.fedavgm import fedavgm as fedavgm
     from .methods.fedbabu import fedbabu as fedbabu
     from .methods.fedbn import fedbn as fedbn
+    from .methods.fedcac import fedcac as fedcac
     from .methods.feddg_elcfs import feddg_elcfs as feddg_elcfs
     from .methods.feddg_ga import feddg_ga as feddg_ga
     from .methods.feddyn import feddyn as feddyn
@@ -112,6 +113,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.geometric_median import geometric_median as geometric_median
     from .methods.gn import gn as gn
     from .methods.gperxan import gperxan as gperxan
+    from .methods.greg import greg as greg
     from .methods.harmofl import harmofl as harmofl
     from .methods.hbn import hbn as hbn
     from .methods.krum import krum as krum

@@ -23,7 +23,8 @@ ROBUST = ["krum", "multi_krum", "median", "trimmed_mean", "geometric_median"]
 FOR_DOMAINS = ["fedgma", "fedheal", "feddg_ga"]
 MIXES = ["fedap"]
 MIXES_HEADS = ["fedpac"]
-FOLDS = ["fednova", *ROBUST, "dp", *FOR_DOMAINS, *MIXES, *MIXES_HEADS]
+MIXES_WEIGHTS = ["fedcac"]
+FOLDS = ["fednova", *ROBUST, "dp", *FOR_DOMAINS, *MIXES, *MIXES_HEADS, *MIXES_WEIGHTS]
 STEPS = ["fedavgm", "fedadagrad", "fedadam", "fedyogi"]
 WITH_RULE = ["fedheal", "feddg_ga", "feddyn", *MIXES_HEADS]
 """Methods of FOLDS and STEPS that change local work, too."""
@@ -59,7 +60,7 @@ def both_ways(one, other):
 REFUSED = {
     "already replaces the aggregation": both_ways(FOLDS, FOLDS),
     "sends each client its own mix of uploads, but a server optimizer updates one global model": both_ways(
-        MIXES + MIXES_HEADS, STEPS
+        MIXES + MIXES_HEADS + MIXES_WEIGHTS, STEPS
     ),
     "FedPAC averages features of clients, of which these share none": both_ways(ALONE, MIXES_HEADS),
     "FedPAC mixes classifiers of clients": both_ways(["fedper", "partialfed_fix"], MIXES_HEADS),
@@ -125,6 +126,7 @@ REFUSED = {
             "fedrod",
             "fedsr",
             "fn",
+            "greg",
             *READS_UPLOADS,
             *PROTOTYPES,
             *(name for name in OWN_MODEL if name != "fedbabu"),
@@ -137,6 +139,10 @@ REFUSED = {
     },
     "dp_sgd combines the gradients of single samples, but through BatchNorm": both_ways(
         SAMPLES, METHODS.keys() - {*GROUPS, *NO_NORM, *SAMPLES}
+    ),
+    "GReg compares with statistics that clients share": both_ways(["greg"], [*KEEPS_NORM, *ALONE, *ASSEMBLED]),
+    "GReg compares statistics of BatchNorm, which the model does not have": both_ways(
+        ["greg"], NO_NORM + GROUPS + MEASURED
     ),
     "already fine-tunes models for use": {("fedbabu", "fedbabu")},
     "already combines the gradients of samples": {("dp_sgd", "dp_sgd")},

@@ -1,0 +1,109 @@
+"""FedCAC: each client keeps the weights that matter most to it, or shares them with clients to which the same matter.
+
+Wu, Liu, Niu, Zhu and Tang, ICCV 2023, arXiv:2309.11103; formulas from the authors' public code (FLAIR-Community/Fling).
+In each tensor, the fraction ``tau`` of the weights w with the largest |w (w - w_loaded)| are critical for a client. Two
+clients overlap by 1 - (number of weights that are critical for one of them alone) / (2 x the number that are critical
+for the first). In round r, a client collaborates with those that it overlaps by at least a + r / beta (b - a), with the
+mean a and the maximum b over all pairs. Its critical weights become the plain mean over itself and these clients, the
+others the mean over all. The threshold rises, so that after ``beta`` rounds it keeps its critical weights alone.
+
+Only parameters are mixed. That code leaves BatchNorm's statistics on clients, which is ``silobn+fedcac`` here. All of
+its clients take part in every round. A client that sits a round out is known here by its last critical weights, and
+loads the mean if no client of the round overlaps enough. Weights that did not move are not critical.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..core.aggregation import Aggregated, Aggregation, Received, average
+from ..core.method import Method, method
+from ..core.plan import Plan
+from ..core.requirements import Requirements
+from ..core.states import ServerState
+from ..utils.errors import UsageError
+from ..utils.state import State, add_prefix, entries_under
+
+ROUNDING = 64
+"""Changes below this multiple of a tensor's precision are rounding errors."""
+
+
+@dataclass(frozen=True)
+class CriticalMix(Aggregation):
+    """Mixes of critical weights, a fraction ``tau``, over ``beta`` rounds; it keeps which were critical last."""
+
+    tau: float
+    beta: int
+    names: tuple[str, ...] = field(default=(), repr=False)
+    """The parameters that are mixed."""
+    requires = Requirements(shared_entries="FedCAC compares changes of shared weights")
+    keeps = True
+    mixes = True
+
+    @override
+    def bind(self, plan: Plan) -> Self:
+        return replace(self, names=tuple(sorted(plan.trained & plan.loaded & plan.sent)))
+
+    @override
+    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        kept, present = dict(server.kept), [each.client for each in received]
+        for each in received:
+            loaded = server.shared | (server.mixes.mix(each.client) if server.mixes else {})
+            critical = {name: self._select(loaded[name], each.entries[name]) for name in self.names}
+            kept |= add_prefix(each.client, critical)
+        clients = sorted({name.rpartition("/")[0] for name in kept})
+        masks = {client: entries_under(client, kept) for client in clients}
+        weights_N = torch.tensor([each.weight for each in received], dtype=torch.float64)
+        mixes = {}
+        for client, partners in self._choose(masks, present, server.round + 1).items():
+            chosen_N = torch.tensor([other in partners for other in present], dtype=torch.float64)
+            if partners:
+                mixes[client] = _weigh(masks[client], weights_N, chosen_N / len(partners))
+        return Aggregated(entries=average(received), kept=kept, mixes=mixes)
+
+    def _select(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return which weights of a tensor are critical, bool in its shape."""
+        change = (after - before).double().cpu()
+        moved = change.abs() > ROUNDING * torch.finfo(after.dtype).eps * before.abs().max().cpu()
+        matters = (change * after.double().cpu()).abs() * moved
+        count = int(self.tau * matters.numel())
+        least = float(matters.flatten().topk(count).values[-1]) if count else torch.inf
+        return (matters >= least) & (matters > 0)
+
+    def _choose(self, masks: Mapping[str, State], present: Sequence[str], number: int) -> dict[str, set[str]]:
+        """Return, for every client, those of the round ``number`` with which it shares critical weights."""
+        flat = {client: torch.cat([mask.flatten() for mask in own.values()]) for client, own in masks.items()}
+        overlaps = {
+            (one, other): 1 - float((flat[one] ^ flat[other]).sum()) / max(2 * float(flat[one].sum()), 1.0)
+            for one in flat for other in present if one != other
+        }  # fmt: skip
+        mean, largest = sum(overlaps.values()) / max(len(overlaps), 1), max(overlaps.values(), default=0.0)
+        threshold = mean + number / self.beta * (largest - mean)
+        return {one: {other for other in present if one == other or overlaps[one, other] >= threshold} for one in flat}
+
+
+def _weigh(masks: State, mean_N: Tensor, chosen_N: Tensor) -> State:
+    """Return the weights of the uploads, float64 ``[N, *shape]``: ``chosen_N`` where a weight is critical."""
+    return {
+        name: torch.where(mask, chosen_N.reshape(-1, *[1] * mask.ndim), mean_N.reshape(-1, *[1] * mask.ndim))
+        for name, mask in masks.items()
+    }
+
+
+@method
+def fedcac(base: Method, *, tau: float = 0.5, beta: int = 100) -> Method:
+    """Send each client of ``base`` a mix in which its critical weights are shared with few clients.
+
+    Args:
+        base: FedAvg unless given.
+        tau: Fraction of critical weights in each tensor, in (0, 1].
+        beta: Rounds after which a client shares its critical weights with nobody.
+
+    """
+    if not 0 < tau <= 1 or beta < 1:
+        raise UsageError(f"tau={tau:g} and beta={beta}: give a fraction in (0, 1], and rounds of 1 or more")
+    return base.with_aggregation(CriticalMix(float(tau), beta))

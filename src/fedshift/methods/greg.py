@@ -1,0 +1,66 @@
+"""GReg: predictions with the statistics of a batch must agree with those under the federation's BatchNorm statistics.
+
+"Improving Batch Normalization in Federated Learning with Non-IID Features", openreview.net/forum?id=225qfh0CoD, by its
+abstract and its public reviews; neither its text nor code was at hand. Clients train with the statistics of batches,
+which differ where data look different, but the shared model is used with their average. Each batch therefore passes the
+network twice: as always, with predictions p, and with BatchNorm normalizing by the running statistics that the server
+sent, with predictions q. The loss includes lam (KL(p, q) + KL(q, p)) / 2, the mean over the batch. Gradients flow
+through both passes. The second has no dropout and changes no statistics.
+
+The reviews mention a moving average of the statistics on the server, whose rate is not known, and which is omitted.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+from typing_extensions import override
+
+from ..core.contexts import LossContext
+from ..core.declarations import Bound
+from ..core.method import Method, method
+from ..core.plan import Plan
+from ..core.requirements import Requirements
+from ..core.rule import Rule
+from ..core.selection import norm_statistics
+from ..utils.errors import UsageError
+from ..utils.state import pick
+
+
+@dataclass(frozen=True)
+class Consistency(Rule):
+    """The divergence of strength ``lam`` of predictions with loaded statistics; ``statistics``: their entries."""
+
+    lam: float
+    statistics: frozenset[str] = field(default=frozenset(), repr=False)
+    requires = Requirements(classes="GReg compares probabilities of classes")
+
+    @override
+    def bind(self, plan: Plan) -> Bound:
+        statistics = frozenset(each.name for each in plan.entries if norm_statistics(each))
+        if not statistics:
+            raise UsageError("GReg compares statistics of BatchNorm, which the model does not have: use another model")
+        if own := sorted(statistics - plan.loaded):
+            raise UsageError(
+                f"GReg compares with statistics that clients share, but another part keeps {own[0]!r} on clients: use "
+                "one of the two"
+            )
+        return Bound(replace(self, statistics=statistics))
+
+    @override
+    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+        log_p, log_q = (
+            outputs.log_softmax(dim=1)
+            for outputs in (step.outputs, step.run(pick(step.loaded, self.statistics), training=False).outputs)
+        )
+        return loss + self.lam * ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(dim=1).mean() / 2
+
+
+@method
+def greg(base: Method, *, lam: float = 1.0) -> Method:
+    """Bring predictions of ``base`` on batches close to those under the shared BatchNorm statistics.
+
+    ``lam``: strength of the divergence.
+    """
+    if not 0 <= lam < float("inf"):
+        raise UsageError(f"lam={lam:g}: give a finite strength, 0 (no divergence) or more")
+    return base.with_rule(Consistency(lam))
