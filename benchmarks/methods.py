@@ -15,7 +15,8 @@ was left out, under each policy that needs no labels.
 The file of each cell is kept in OUT, and is not computed again: after Ctrl-C, the same command goes on. Several
 commands with different federations can share OUT. The federation with a pretrained network needs ``--weights``. With
 ``--pack FILE``, nothing is trained, and all cells become one Parquet file, from which ``benchmarks/ranking.py`` makes
-the tables and figures of ``docs/benchmark.md``. ``--quick`` takes a minute or two: two federations, three methods, two budgets of one and two rounds.
+the tables and figures of ``docs/benchmark.md``. ``--quick`` takes a minute or two: two federations, three methods, two
+budgets of one and two rounds.
 """
 
 from __future__ import annotations
