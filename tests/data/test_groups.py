@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.data import Dataset, Subset
 
 from fedshift.config.spec import DataSpec
 from fedshift.data.groups import find_groups
@@ -158,3 +159,43 @@ def test_subjects_on_two_sides_are_an_error_of_the_data_and_not_of_reading(tmp_p
     assert fault.text.endswith("1 of 3 of site.")
     with pytest.raises(UsageError, match="group 'c' of client 'site' is on two sides, train and test"):
         load_source(str(tmp_path), DataSpec(groups="sub-{group}_*.png"))
+
+
+class OfStays(Dataset):
+    """Stays of one hospital as pairs, with the patient of each."""
+
+    def __init__(self, rows, **more):
+        self.rows, self.patient = rows, rows["patient"].tolist()
+        vars(self).update(more)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows.iloc[index]
+        return np.array([row["stay"]], np.float32), row["ill"]
+
+
+def test_one_torch_dataset_a_client_is_divided_by_its_attribute_or_its_files():
+    def count_patients(datasets, **given):
+        data = load_source(datasets, DataSpec(**given))
+        assert all(len(places) == 1 for places in list_places(data, "train", "test").values())
+        return [len(set(OWNER[list_stays(client.test)])) for client in data.clients]
+
+    north, south = (rows for _, rows in FRAME.groupby("site"))
+    own = {"north": OfStays(north), "south": OfStays(south)}
+    counts = zip(count_patients(own, groups="patient", test_fraction=0.4), (70, 50), strict=True)
+    assert all(0.35 < drawn / patients < 0.5 for drawn, patients in counts)
+    half = Subset(OfStays(north), range(0, len(north), 2))
+    assert count_patients({"north": half}, groups="patient")[0] >= 10
+    for form, groups in (("{0}_{1}.png", "{group}_*.png"), ("sub-{0}_{1}.png", None)):
+        files = [(f"/data/{row.ill}/" + form.format(row.patient, row.stay), row.ill) for row in north.itertuples()]
+        assert count_patients({"north": OfStays(north, samples=files, root="/data")}, groups=groups)[0] >= 10
+
+
+def test_groups_that_a_torch_dataset_lacks_are_refused():
+    north = FRAME[FRAME["site"] == "north"]
+    with pytest.raises(UsageError, match="OfStays has no attribute 'person'"):
+        load_source({"north": OfStays(north)}, DataSpec(groups="person"))
+    with pytest.raises(UsageError, match=r"patient of shape \(3,\) for \d+ items"):
+        load_source({"north": OfStays(north, patient=["a", "b", "c"])}, DataSpec(groups="patient"))

@@ -136,7 +136,7 @@ def test_trials_on_features_are_those_on_samples(text, network, engine, monkeypa
 def test_what_is_not_fixed_is_trained_on_samples(text, network, settings):
     trial = make(text, network, "float32", **settings)
     trial.advance()
-    assert trial._inputs.backbone is None
+    assert trial.inputs.backbone is None
 
 
 def test_features_are_extracted_once_for_all_trials_and_the_oldest_are_dropped(monkeypatch):
@@ -170,8 +170,8 @@ def test_features_are_extracted_once_for_all_trials_and_the_oldest_are_dropped(m
 def test_entries_that_the_server_moves_after_all_end_the_use_of_features():
     trial = make("fixbn(switch=0)", NETWORKS["named"])
     trial.advance()
-    assert trial._inputs.backbone
+    assert trial.inputs.backbone
     trial.server.shared["features.0.bias"] = trial.server.shared["features.0.bias"] + 1
     trial.advance()
-    assert trial._inputs.backbone is None
+    assert trial.inputs.backbone is None
     assert trial.engine.plan is trial.plan

@@ -258,8 +258,8 @@ class DataSpec:
 
     groups: Annotated[str | None, Parameter(group=FILES)] = None
     """Groups (patients) that are never divided between training, validation and test data or clients: a column of a
-    table, a pattern of files' names, '{group}_*.png', a .csv file with columns file and group, or the name of arrays
-    beside x and y (patient for patient_train and patient_test)."""
+    table, a pattern of files' names, '{group}_*.png', a .csv file with columns file and group, the name of arrays
+    beside x and y (patient for patient_train and patient_test), or an attribute of torch datasets."""
 
     missing: Annotated[Literal["impute", "refuse"], Parameter(group=FILES)] = "impute"
     """Treatment of missing values in a table: filled in from the client's own training part, or refused."""

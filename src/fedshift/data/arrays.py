@@ -6,6 +6,7 @@ installed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, Subset
 
 from ..utils.errors import Ref, UsageError
 from ..utils.user_code import describe_error
+from .groups import MARK, find_groups
 
 INPUTS, LABELS = ("image", "img", "x", "pixel_values", "features"), ("label", "labels", "y", "target", "fine_label")
 """Usual names of the input and label columns of a HuggingFace dataset."""
@@ -111,6 +113,43 @@ def _list_targets(data: Any) -> NDArray[Any] | None:
     if getattr(data, "target_transform", None) is not None or not hasattr(data, "targets"):
         return None
     return np.asarray(data.targets)
+
+
+def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.str_]:
+    """Return the group of each item of a torch dataset; empty if there are none.
+
+    Args:
+        data: a dataset, or a subset or :class:`LazyDataset` of one.
+        groups: attribute of the dataset with one value for each item; or, for datasets of files such as torchvision's
+            ``ImageFolder``, as :func:`~fedshift.data.groups.find_groups` takes it.
+        where: beginning of error messages.
+
+    Raises:
+        UsageError: the dataset has no such attribute and lists no files, or lengths differ.
+
+    """
+    if isinstance(data, LazyDataset):
+        return find_item_groups(data.dataset, groups, where)
+    if isinstance(data, Subset):
+        whole = find_item_groups(data.dataset, groups, where)
+        return whole[np.asarray(data.indices)] if len(whole) else whole
+    items = getattr(data, "samples", ())
+    files = [str(item[0]) for item in items if isinstance(item, tuple) and isinstance(item[0], str | os.PathLike)]
+    found = getattr(data, groups, None) if groups else None
+    if found is None and len(files) == len(data) and (groups is None or MARK in groups or groups.endswith(".csv")):
+        root = getattr(data, "root", "")
+        return find_groups(groups, [os.path.relpath(file, root) if root else file for file in files])
+    if groups is None:
+        return np.array([], np.str_)
+    if found is None:
+        raise UsageError(
+            f"{{}}: {where}: {type(data).__name__} has no attribute {groups!r}: give it one with the group of each item",
+            Ref(groups=groups),
+        )
+    values = np.asarray(found)
+    if values.shape != (len(data),):
+        raise UsageError(f"{where}: {groups} of shape {values.shape} for {len(data)} items: give each one group")
+    return values.astype(np.str_)
 
 
 def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[str, str]:

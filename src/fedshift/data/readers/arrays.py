@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from ...utils.errors import Ref, UsageError, unknown_name
 from ..agreement import refuse_other_class_names
-from ..arrays import LazyDataset, is_hub_dataset, list_class_names, read_part
+from ..arrays import LazyDataset, find_item_groups, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..samples import keep_or_map, read_targets, to_store
 from ..scan import UNGROUPED, Assign, Loaded, Part, Scan, choose_clients
@@ -67,9 +67,13 @@ def _take_groups(client: str, given: Any, reading: ReadOptions) -> tuple[Any, di
         return given, {}
     names = {f"{reading.groups}_{end}" for end in SUFFIXES.values()}
     if not isinstance(given, Mapping) or not names & set(given):
+        parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else [given]
+        if all(isinstance(part, Dataset | LazyDataset) for part in parts):
+            return given, {}
         raise UsageError(
             f"{{}}: client {client!r} has no array {reading.groups}_train: give a dictionary with x_train, y_train, "
-            f"{reading.groups}_train and so on, with the group of each sample",
+            f"{reading.groups}_train and so on, with the group of each sample, or torch datasets with an attribute "
+            f"{reading.groups}",
             Ref(groups=reading.groups),
         )
     rest = {name: array for name, array in given.items() if name not in names}
@@ -104,7 +108,10 @@ def _scan_part(
         x, y = read_part(given, where, reading.target)
     x = keep_or_map(x, where)
     targets = read_targets(x, y, where, reading.task)
-    group = check_groups(reading, groups, f"{reading.groups}_{SUFFIXES[split or 'train']}", targets, where)
+    if not groups and isinstance(given, Dataset | LazyDataset) and not is_hub_dataset(given):
+        group = find_item_groups(given, reading.groups, where)
+    else:
+        group = check_groups(reading, groups, f"{reading.groups}_{SUFFIXES[split or 'train']}", targets, where)
     return Part.whole(client, where, targets, split, x, group)
 
 
