@@ -104,12 +104,12 @@ def run(trial):
 def test_trials_on_features_are_those_on_samples(text, network, engine, monkeypatch):
     on_features = make(text, NETWORKS[network], engine=engine)
     shared, rows = run(on_features)
-    assert on_features._inputs.backbone
+    assert on_features.inputs.backbone
     on_features.close()
     monkeypatch.setattr(frozen, "find_backbone", lambda *_: None)
     plain = make(text, NETWORKS[network])
     expected, expected_rows = run(plain)
-    assert not plain._inputs.backbone
+    assert not plain.inputs.backbone
     assert shared.keys() == expected.keys()
     assert all(torch.allclose(shared[name], tensor, rtol=0, atol=1e-12) for name, tensor in expected.items())
     assert not any(

@@ -143,7 +143,7 @@ def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.st
         return np.array([], np.str_)
     if found is None:
         raise UsageError(
-            f"{{}}: {where}: {type(data).__name__} has no attribute {groups!r}: give it one with the group of each item",
+            f"{{}}: {where}: {type(data).__name__} has no attribute {groups!r}: give it the group of each item",
             Ref(groups=groups),
         )
     values = np.asarray(found)
