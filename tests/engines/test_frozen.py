@@ -163,7 +163,7 @@ def test_features_are_extracted_once_for_all_trials_and_the_oldest_are_dropped(m
     done = trial(4)
     kept = [each for split, x in frozen._KEPT.values() for each in (split.store, x)]
     assert sum(each.nbytes for each in kept) <= frozen.LIMIT
-    monkeypatch.setattr(frozen, "LIMIT", samples * 16 * 8 - 1)
+    monkeypatch.setattr(frozen, "SPLIT_LIMIT", 30 * 16 * 8 - 1)  # the features of a's training samples
     assert trial(5) == done + probed
 
 

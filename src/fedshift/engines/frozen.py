@@ -32,7 +32,12 @@ from ..utils.state import clone
 from .engine import Data
 
 LIMIT = 2**30
-"""Most bytes of features that a trial may need, and of features and their samples that later trials may use."""
+"""Most bytes of features and their samples that are kept for later trials."""
+SPLIT_LIMIT = 2**28
+"""Most bytes of the features of one client's split.
+
+A limit on all clients together would let a site, which knows only its own samples, decide otherwise than a simulation.
+"""
 CHUNK = 100
 """Samples in a forward pass of the backbone."""
 FITTING = ("skip", "average")
@@ -149,7 +154,7 @@ def find_backbone(plan: Plan, splits: Iterable[Samples], augment: Augmentation |
         found = Backbone(plan=plan, head=replace(plan, module=Head(plan.module, name, first)))
         if _is_sound(found, x):
             probe = found._run(x)
-            fits = sum(map(len, splits)) * probe[0].nbytes <= LIMIT
+            fits = max(map(len, splits)) * probe[0].nbytes <= SPLIT_LIMIT
             return replace(found, probe=probe) if fits else None
     return None
 
