@@ -18,6 +18,7 @@ from ..console.terminal import catch_interrupts, choose_directory, print_line, r
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.processors import available_processors
 from ..utils.profiling import OPERATIONS, Seconds, record_seconds
+from ..utils.words import format_time
 
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
@@ -153,6 +154,15 @@ def run_several(
     from ..results.run_directory import RunDirectory
 
     own = CALLBACKS.parse_all(callbacks)
+    pending = sum(read_outcome(part.folder, part.settings) is None for part in parts.values())
+    started: list[float] = []
+
+    def announce(number: int, part: QueuedRun) -> None:
+        begin(number, part)
+        started.append(time.monotonic())
+        if done := len(started) - 1:
+            left = (started[-1] - started[0]) / done * (pending - done)
+            print_line(shown, f"about {format_time(left)} left for all {len(parts)}")
 
     def end(part: QueuedRun, finished: bool) -> None:
         kept.write_settings(settings)
@@ -166,7 +176,7 @@ def run_several(
         print_line(console, f"{directory}: {title}")
         try:
             with catch_interrupts(console) as stop, show_progress(shown, own) as callback:
-                finished = run_pending(parts.values(), callback=callback, stop=stop, jobs=jobs, begin=begin, end=end)
+                finished = run_pending(parts.values(), callback=callback, stop=stop, jobs=jobs, begin=announce, end=end)
             kept.write_settings(settings)
         except KeyboardInterrupt:
             return report_stop(console, command, directory)

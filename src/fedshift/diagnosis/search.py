@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Event, Timer
 from typing import Any
@@ -46,6 +46,7 @@ from ..results.trial_records import read_lag, read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
 from ..utils.execution.workers import Workers
+from ..utils.words import format_time
 from . import Diagnosis, diagnose
 from .budget import PER_METHOD, Rung, fit_budget, measure_cost, plan_rungs, predict_seconds
 from .rendering import interpret
@@ -432,7 +433,14 @@ def continue_search(
     timer.start()
     try:
         with closing(Workers()) as workers:
-            run = partial(Experiment.run, callback=callback, stop=stop, jobs=jobs, workers=workers, runs=0)
+
+            def run(part: Experiment, path: Path, rung: str) -> bool:
+                left = search.seconds - before - time.monotonic() + began
+                if callback is not None and left > 0:
+                    callback.on_notice(f"{rung}; about {format_time(left)} left in all")
+                resume = (path / "config.toml").exists()
+                return part.run(path, resume=resume, callback=callback, stop=stop, jobs=jobs, workers=workers, runs=0)
+
             search = _run_rungs(experiment, search, directory, methods, run)
     finally:
         timer.cancel()
@@ -446,7 +454,7 @@ def _run_rungs(
     experiment: Experiment, search: Search, directory: Path, methods: Sequence[Method] | None,
     run: Callable[..., bool],
 ) -> Search:  # fmt: skip
-    """Run the remaining rungs; ``run`` takes an experiment, a directory and whether to resume."""
+    """Run the remaining rungs; ``run`` takes an experiment, a directory and what the rung is."""
     known = {each.label: each for each in methods} if methods is not None else {}
     save_search(search, directory)
     while not search.ended:
@@ -461,7 +469,8 @@ def _run_rungs(
         )
         path = directory / RUN
         try:
-            finished = run(part, path, resume=(path / "config.toml").exists())
+            rung = f"rung {number + 1} of {len(search.rungs)}: {len(members)} candidates, {rounds} rounds"
+            finished = run(part, path, rung)
         except Diverged:
             finished = True  # the other trials have ended; the diverged one has no measurement
         if not finished:
