@@ -122,6 +122,20 @@ def test_predictions_are_those_that_were_counted(compared, tiny):
     assert len(table)
 
 
+def test_the_model_of_the_server_predicts_where_all_clients_are_scaled_alike(compared, tiny):
+    samples = tiny.client("bob").test.copy_rows(slice(0, 5)).numpy()
+    alike = len({client.train.normalization for client in compared.experiment.data.clients}) == 1
+    assert alike
+    assert compared.predict("fedavg", None, samples) == compared.predict("fedavg", "bob", samples)
+    with pytest.raises(UsageError, match="fedbn has no global model: name a client"):
+        compared.predict("fedbn", None, samples)
+    rng = np.random.default_rng(0)
+    rows = {name: pd.DataFrame({"age": rng.normal(at, 1, 30), "ill": [0, 1] * 15}) for name, at in (("a", 0), ("b", 9))}
+    scaled = fedshift.compare("fedavg", data=rows, target="ill", rounds=1)
+    with pytest.raises(UsageError, match="name the client whose scaling these samples have, one of a, b"):
+        scaled.predict("fedavg", None, pd.DataFrame({"age": [3.0]}))
+
+
 def test_a_prediction_that_depends_on_other_samples_is_refused(tiny):
     def make(shape, classes):
         norm = nn.BatchNorm2d(2, track_running_stats=False)

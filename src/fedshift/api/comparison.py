@@ -335,12 +335,12 @@ class Comparison:
         network.load_state_dict(state, strict=False)  # the state contains a tied parameter once
         return network.eval()
 
-    def predict(self, method: str, client: str, samples: Any, seed: int | None = None) -> Any:
-        """Return the prediction of a client's model for one sample, or a list of predictions for several.
+    def predict(self, method: str, client: str | None, samples: Any, seed: int | None = None) -> Any:
+        """Return the prediction of a model for one sample, or a list of predictions for several.
 
         Args:
             method: method whose model to use.
-            client: client whose model and scaling to use.
+            client: client whose model and scaling to use; None: the server's model, with the scaling of all clients.
             samples: an image (file, PIL image or pixel array), a table row, an array, or several, as for a model that
                 :func:`fedshift.load` returns; they are prepared as in training.
             seed: seed; None: the first.
@@ -350,18 +350,24 @@ class Comparison:
             :meth:`fedshift.export.loading.ExportedModel.predict` returns them.
 
         Raises:
-            UsageError: there is no such method, client or seed, the samples do not fit the model, or the prediction for
-                a sample depends on others.
+            UsageError: there is no such method, client, model or seed, clients are scaled differently and none is
+                named, the samples do not fit the model, or the prediction for a sample depends on others.
 
         """
         trial, state = self._restore(method, client, seed)
         require_samplewise(trial.make_network())
-        schema, task = trial.data.describe_client(trial.data.client(client)), trial.data.task
+        data = trial.data
+        if client is None and len({each.train.normalization for each in data.clients}) > 1:
+            raise UsageError(
+                f"each client's samples are scaled by its own statistics: name the client whose scaling these samples "
+                f"have, one of {', '.join(data.names)}"
+            )
+        schema = data.schema if client is None else data.describe_client(data.client(client))
         x, single = schema.preparation.store(samples)
         inputs = (schema.preparation.scale(part, trial.plan.dtype) for part in torch.split(x, BATCH))
         with torch.no_grad():
             outputs = torch.cat([forward(trial.plan, state, part.to(trial.settings.device)).cpu() for part in inputs])
-        named = name_predictions(task.predict(task.decode(outputs)), find_kind(task), schema.names)
+        named = name_predictions(data.task.predict(data.task.decode(outputs)), find_kind(data.task), schema.names)
         return named[0] if single else named
 
     def _restore(self, method: str, client: str | None, seed: int | None) -> tuple[Trial, State]:
