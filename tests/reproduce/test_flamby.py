@@ -203,7 +203,7 @@ def test_training_alone_is_what_flamby_published_seed_by_seed(name, clients):
 
 @pytest.mark.slow
 def test_at_switzerland_initial_weights_move_the_mean_of_five_seeds_by_more_than_the_difference(clients):
-    """With 30 training patients and steps of about 0.001, they decide: 80.8 % over 100 seeds, with a deviation of 12.2."""
+    """With 30 training patients and steps of about 0.001, they decide: 80.8 %, with a deviation of 12.2."""
     found = np.array([train_alone(clients, "switzerland", seed) for seed in range(100)]) / 0.16
     assert found.mean() == pytest.approx(80.8, abs=1.0)
     assert found.std() == pytest.approx(12.2, abs=1.0)
