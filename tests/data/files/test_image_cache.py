@@ -69,7 +69,7 @@ def damaged(file: Path):
 
 
 def of_another_format(file: Path):
-    Image.new("L", (6, 4)).save(file, format="GIF")
+    Image.new("L", (6, 4)).save(file, format="TGA")
 
 
 def dangling(file: Path):

@@ -178,7 +178,10 @@ def tree(tmp_path: Path, read):
         (["a/test/cat/0.png", "a/val/cat/0.png"], "tree/a holds test, val but no train"),
         (["a/train/x/0.png", "a/val/x/0.png", "a/valid/x/0.png"], "holds train, val, valid, of which two are the same"),
         (["train/cat/0.png", "test/cat/1.png"], "tree holds test, train, but no folder of a client"),
-        (["a/cat/0.png", "b/"], "client 'b' has no image (.bmp, .jpeg, .jpg, .png, .tif, .tiff) in"),
+        (
+            ["a/cat/0.png", "b/"],
+            "client 'b' has no image (.bmp, .gif, .jpeg, .jpg, .pbm, .pgm, .png, .ppm, .tif, .tiff) in",
+        ),
         (["a/cat/0.png", "b/cat/"], "client 'b' has no image"),
         ([".hidden/cat/0.png"], "tree holds no folder"),
         (

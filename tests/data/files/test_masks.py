@@ -131,7 +131,7 @@ def test_an_image_and_a_mask_without_each_other_are_refused(read, root, kind, ot
     (root / "b" / kind / "w.png").unlink()
     assert refused(read) == (
         f"client 'b': 1 of 5 files in {other} have none of the same name in {kind}, the first is "
-        f"{root}/b/{other}/w.png: add it, or take the file away"
+        f"{root}/b/{other}/w.png: rename or add it, or take the file away"
     )
 
 
@@ -151,15 +151,15 @@ def test_two_values_of_which_one_is_no_class_are_refused(read, tmp_path):
         save(tmp_path / "two" / "c", stem, image, 128 * mask)
     said = refused(lambda: read(tmp_path / "two"))
     assert said.endswith(
-        "hold 0 and 128 alone: write 1 in place of 128 if these are two classes, or give the number of classes "
-        "(classes=129)"
+        "hold 0, 128 alone, the 128 first at client 'c': write 1, 2, ... for the classes after 0, or give the number "
+        "of classes (classes=129)"
     )
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda file: file.write_bytes(b"none"), "is no image in format PNG, JPEG, TIFF, BMP"),
+        (lambda file: file.write_bytes(b"none"), "is no image in format PNG, JPEG, TIFF, BMP, GIF, PPM"),
         (lambda file: Image.new("RGB", (WIDE, HIGH), (1, 2, 3)).save(file), "is a mask in color"),
         (lambda file: Image.fromarray(np.full((HIGH, WIDE), 300, np.uint16)).save(file), "values from 300 to 300"),
         (lambda file: Image.new("L", (WIDE, HIGH)).save(file, "JPEG"), "is a mask in JPEG, which alters class numbers"),
@@ -174,6 +174,81 @@ def test_a_mask_that_cannot_be_read_is_refused_or_left_out_with_its_image(read, 
     b = data.client("b")
     assert pairs(b.train) | pairs(b.test) == drawn("b", "", "uvwy")
     assert data.faults[0].startswith("client 'b': 1 of 10 files cannot be read, left out (b/masks/x.png: ")
+
+
+def test_clients_may_write_the_foreground_as_1_or_255(read, tmp_path):
+    for client, factor in (("ones", 1), ("white", 255)):
+        for stem in "pqrst":
+            image, mask = draw(client, "", stem, 2)
+            save(tmp_path / "both" / client, stem, image, factor * mask)
+    data = read(tmp_path / "both").check()
+    assert data.classes == 2
+    for client in data.clients:
+        assert pairs(client.train) | pairs(client.test) == drawn(client.name, "", "pqrst", 2)
+    assert data.notices == (
+        "masks hold 0 and 255, which are read as the classes 0 and 1, at 'white'; elsewhere they hold 0 and 1",
+    )
+    image, mask = draw("ones", "", "p", 2)
+    mask[0] = 255
+    save(tmp_path / "both" / "ones", "p", image, mask)
+    assert "masks of client 'white' hold 0 and 255, those of 'ones' 0, 1 and 255" in refused(
+        lambda: read(tmp_path / "both")
+    )
+
+
+def test_one_client_with_another_value_does_not_make_a_hundred_classes(read, tmp_path):
+    for client, factor in (("ones", 1), ("gray", 128)):
+        for stem in "pqrst":
+            image, mask = draw(client, "", stem, 2)
+            save(tmp_path / "both" / client, stem, image, factor * mask)
+    assert "hold 0, 1, 128, the 128 first at client 'gray'" in refused(lambda: read(tmp_path / "both"))
+
+
+def save_gif(file, mask, colors):
+    picture = Image.fromarray(mask, "P")
+    picture.putpalette([value for color in colors for value in (color,) * 3])
+    picture.save(file.with_suffix(".gif"))
+    file.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("colors", [(0, 255), (255, 0), (0, 1)])
+def test_masks_in_gif_are_gray_however_their_palette_is_ordered(read, tmp_path, colors):
+    for stem in "pqrst":
+        image, mask = draw("c", "", stem, 2)
+        save(tmp_path / "gif" / "c", stem, image, None, suffix=".ppm")
+        (tmp_path / "gif" / "c" / "masks").mkdir(exist_ok=True)
+        save_gif(tmp_path / "gif" / "c" / "masks" / stem, 1 - mask if colors[1] == 0 else mask, colors)
+    (client,) = read(tmp_path / "gif").check().clients
+    assert pairs(client.train) | pairs(client.test) == drawn("c", "", "pqrst", 2)
+
+
+def test_pixels_outside_of_the_field_of_view_are_ignored(read, root):
+    (root / "b" / "fov").mkdir()
+    for stem in "uvwxy":
+        field = np.full((HIGH, WIDE), 255, np.uint8)
+        field[:, 0] = 0
+        save_gif(root / "b" / "fov" / stem, (field > 0).astype(np.uint8), (0, 255))
+    data = read().check()
+    for split in data.client("b").splits.values():
+        assert (split.y[:, :, 0] == 255).all()
+        assert (split.y[:, :, 1:] < 3).all()
+    assert data.notices == ("pixels outside of the fields of view are ignored: 17% at 'b'",)
+    (root / "b" / "fov" / "u.gif").write_bytes(b"none")
+    assert "1 of 25 files cannot be read" in refused(read)
+    kept = read(on_unreadable="skip").client("b")
+    assert len(kept.train) + len(kept.test) == 4
+    (root / "b" / "fov" / "u.gif").unlink()
+    assert "1 of 5 files in images have none of the same name in fov" in refused(read)
+
+
+def test_masks_of_two_annotators_are_refused_with_their_names(read, root):
+    for annotator in ("1stHO", "2ndHO"):
+        (root / "b" / "masks" / f"w_{annotator}.png").write_bytes((root / "b" / "masks" / "w.png").read_bytes())
+    (root / "b" / "masks" / "w.png").unlink()
+    (root / "b" / "images" / "w.png").rename(root / "b" / "images" / "w_1st.png")
+    said = refused(read)
+    assert "1 of 5 files in images have none of the same name in masks" in said
+    assert "(closest: b/masks/w_1stHO.png" in said
 
 
 def test_a_folder_of_one_client_joins_others(read, root):
@@ -192,7 +267,7 @@ def test_other_folders_and_double_names_are_refused(read, root):
     (root / "b" / "images" / "u.tif").unlink()
     (root / "b" / "extra").mkdir()
     Image.fromarray(mask).save(root / "b" / "extra" / "u.png")
-    assert refused(read).startswith(f"{root}/b/extra/u.png is neither in images nor in masks")
+    assert refused(read).startswith(f"{root}/b/extra/u.png is in none of the folders images, masks, fov:")
 
 
 def test_a_class_called_masks_is_a_class(read, tmp_path):

@@ -2,11 +2,11 @@
 
 The EXIF orientation (JEITA CP-3451, tag 0x0112) is applied, transparent images are composited over white, and only the
 first of several frames is read. Images are resized to the given size without keeping their aspect ratio, as in FedBN
-(Li et al. 2021, arXiv:2102.07623, section 5.1), bilinear with antialiasing. Only Pillow's readers for PNG, JPEG, TIFF
-and BMP are allowed, whatever the file's name, so that no other program is ever started.
+(Li et al. 2021, arXiv:2102.07623, section 5.1), bilinear with antialiasing. Only Pillow's readers for the
+formats below are allowed, whatever the file's name, so that no other program is ever started.
 
-A mask contains one class number from 0 to 255 for each pixel: as gray, one bit, or palette indices. It is resized to
-the nearest pixel.
+A mask contains one class number from 0 to 255 for each pixel: as gray, one bit, or palette indices. In GIF, whose
+writers order the palette as they like, it is the gray value of the color. It is resized to the nearest pixel.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from PIL.TiffImagePlugin import TiffImageFile
 from ...utils.errors import UsageError
 from ...utils.files import NotRegular, open_regular
 
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".pbm", ".pgm", ".ppm"})
 
 Kind = Literal["byte", "integer", "real", "mask"]
 """Encoding of pixels: 8 bits (or 1), gray integers of up to 16 bits, gray floats in [0, 1], or class numbers."""
 
-_FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
+_FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF", "PPM")
 _GRAY = ("1", "L", "LA")
 _TURNED = range(5, 9)  # orientations that swap height and width
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
@@ -155,7 +155,8 @@ def _to_classes(image: Image.Image) -> Image.Image:
     """Return a mask's class numbers in mode L."""
     if image.format == "JPEG":
         raise Unreadable("is a mask in JPEG, which alters class numbers: save it as PNG")
-    values = np.asarray(image.convert("RGB") if image.mode in ("LA", "PA", "RGBA", "CMYK") else image)
+    colored = image.mode in ("LA", "PA", "RGBA", "CMYK") or (image.format == "GIF" and image.mode == "P")
+    values = np.asarray(image.convert("RGB") if colored else image)
     if values.ndim == 3:
         if (values != values[..., :1]).any():
             raise Unreadable(

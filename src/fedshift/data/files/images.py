@@ -26,7 +26,7 @@ LAYOUT = (
     "(with masks: the folders images and masks in place of classes)"
 )
 
-UNREAD = frozenset({".avif", ".dcm", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".pgm", ".ppm", ".tga", ".webp"})
+UNREAD = frozenset({".avif", ".dcm", ".heic", ".heif", ".jfif", ".jp2", ".tga", ".webp"})
 """Suffixes of image formats that cannot be read; skipping such files loses data."""
 
 CLASSES, MASKS, VOLUMES = KINDS = ("classes", "masks", "volumes")

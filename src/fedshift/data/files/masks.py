@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from .image_store import ImageFile
 from .read_options import ReadOptions
 from .volume_decoding import find_stem
 
-IMAGES, MASKS = "images", "masks"
+IMAGES, MASKS, FIELDS = "images", "masks", "fov"
+"""Folders of a client: images, their masks and, optionally, the fields of view, outside of which pixels are ignored."""
 TWO_VALUES = "masks hold 0 and 255, which are read as the classes 0 and 1"
 
 Pair = tuple[ImageFile, ImageFile]
@@ -27,31 +29,35 @@ def list_left_out(pairs: Mapping[str, tuple[Pair, ...]], broken: Collection[str]
 
 
 def list_empty(
-    name: str, pairs: tuple[Pair, ...], held: NDArray[np.bool_], unusable: Collection[str], classes: int | None
+    name: str, pairs: tuple[Pair, ...], held: NDArray[np.bool_], unusable: Collection[str], *, white: bool
 ) -> list[str]:
     """Return a notice about the client's masks that contain only background, if any.
 
-    Arguments are as in :func:`number_classes`, which returns ``classes``; ``unusable``: images that are skipped.
+    Arguments are as in :func:`number_classes`; ``white``: the client writes 1 as 255; ``unusable``: images that are
+    skipped.
     """
     empty = [
         mask.path
         for (image, mask), values in zip(pairs, held, strict=True)
-        if image.path not in unusable and not values[1:IGNORED].any() and (classes is not None or not values[IGNORED])
+        if image.path not in unusable and not values[1:IGNORED].any() and not (white and values[IGNORED])
     ]
     return [f"client {name!r}: {len(empty)} of {len(pairs)} masks are empty ({join_some(empty)})"] if empty else []
 
 
-def pair_files(path: Path, name: str, files: tuple[ImageFile, ...]) -> tuple[Pair, ...]:
+def pair_files(path: Path, name: str, files: tuple[ImageFile, ...], second: str = MASKS) -> tuple[Pair, ...]:
     """Return the client's images, each with its mask, in the order of the images.
+
+    ``second``: folder of the masks, or of the fields of view, of which there may be none.
 
     Raises :class:`UsageError` for files in other folders, images without a mask, and masks without an image.
     """
-    sides: dict[str, dict[tuple[str, str], ImageFile]] = {IMAGES: {}, MASKS: {}}
+    sides: dict[str, dict[tuple[str, str], ImageFile]] = {IMAGES: {}, MASKS: {}, FIELDS: {}}
     for file in files:
         side = sides.get(file.category.lower())
         if side is None:
             raise UsageError(
-                f"{path / file.path} is neither in {IMAGES} nor in {MASKS}: a client with masks has these two folders"
+                f"{path / file.path} is in none of the folders {', '.join(sides)}: a client with masks has the first "
+                "two and may have the third, its images' fields of view. Masks of a second annotator belong elsewhere"
             )
         key = file.part, find_stem(Path(file.path).name)
         if key in side:
@@ -60,14 +66,20 @@ def pair_files(path: Path, name: str, files: tuple[ImageFile, ...]) -> tuple[Pai
                 "image and its mask are found: rename one"
             )
         side[key] = file
-    for (one, ones), (other, others) in (tuple(sides.items()), tuple(sides.items())[::-1]):
-        alone = [file.path for key, file in ones.items() if key not in others]
+    if second == FIELDS and not sides[FIELDS]:
+        return ()
+    for one, other in ((IMAGES, second), (second, IMAGES)):
+        ones, others = sides[one], sides[other]
+        alone = [key for key in ones if key not in others]
         if alone:
+            part, stem = alone[0]
+            near = get_close_matches(stem, [each for of, each in others if of == part], n=2, cutoff=0.4)
+            hint = f" (closest: {' and '.join(others[part, each].path for each in near)})" if near else ""
             raise UsageError(
                 f"client {name!r}: {len(alone)} of {len(ones)} files in {one} have none of the same name in {other}, "
-                f"the first is {path / alone[0]}: add it, or take the file away"
+                f"the first is {path / ones[alone[0]].path}{hint}: rename or add it, or take the file away"
             )
-    return tuple((image, sides[MASKS][key]) for key, image in sides[IMAGES].items())
+    return tuple((image, sides[second][key]) for key, image in sides[IMAGES].items())
 
 
 def find_values(masks: NDArray[np.generic]) -> NDArray[np.bool_]:
@@ -77,24 +89,37 @@ def find_values(masks: NDArray[np.generic]) -> NDArray[np.bool_]:
 
 def number_classes(
     path: Path, pairs: Mapping[str, tuple[Pair, ...]], held: Mapping[str, NDArray[np.bool_]], reading: ReadOptions
-) -> int | None:
-    """Return the number of classes in masks with the values ``held``, or None if 0 and 255 are the only values.
+) -> tuple[int, frozenset[str]]:
+    """Return the number of classes in masks with the values ``held``, and the clients that write 1 as 255.
 
     Raises :class:`UsageError` for values outside of the requested classes, and if the number of classes is ambiguous.
     """
     asked = reading.classes or (reading.schema.classes if reading.schema else 0) or None
-    values = np.flatnonzero(np.any([own.any(axis=0) for own in held.values()], axis=0))
-    if set(values) == {0, IGNORED} and asked in (None, 2):
-        return None
-    top = max((int(value) for value in values if value != IGNORED), default=0)
-    if asked is None:
-        if len(values) == 2 and values[0] == 0 and top > 1:
+    found = {name: {int(value) for value in np.flatnonzero(own.any(axis=0))} for name, own in held.items()}
+    values = set[int]().union(*found.values())
+    white = frozenset(name for name, own in found.items() if IGNORED in own and own <= {0, IGNORED})
+    if white and asked in (None, 2):
+        others = set[int]().union(*(own for name, own in found.items() if name not in white))
+        if others <= {0, 1}:
+            return 2, white
+        if others <= {0, 1, IGNORED}:
+            mixed = next(name for name, own in found.items() if {1, IGNORED} <= own)
             raise UsageError(
-                f"the masks in {path} hold 0 and {top} alone: write 1 in place of {top} if these are two classes, or "
-                f"give the number of classes ({{}})",
+                f"masks of client {min(white)!r} hold 0 and {IGNORED}, those of {mixed!r} 0, 1 and {IGNORED}, where "
+                f"{IGNORED} is an ignored pixel: write 1 in place of {IGNORED} at {min(white)!r} if it is the class 1"
+            )
+    top = max(values - {IGNORED}, default=0)
+    if asked is None:
+        classes = sorted(values - {IGNORED})
+        if (len(values) == 2 and classes[0] == 0 and top > 1) or len(classes) < (top + 1) / 2:
+            alone = " alone" if len(values) == 2 else ""
+            name = next(name for name, own in found.items() if top in own)
+            raise UsageError(
+                f"the masks in {path} hold {join_some(map(str, classes))}{alone}, the {top} first at client {name!r}: "
+                f"write 1, 2, ... for the classes after 0, or give the number of classes ({{}})",
                 Ref(classes=top + 1),
             )
-        return max(top + 1, 2)
+        return max(top + 1, 2), frozenset()
     for name, own in held.items():
         wrong = np.flatnonzero(own[:, asked:IGNORED].any(axis=1))
         if len(wrong):
@@ -105,4 +130,17 @@ def number_classes(
                 f"client {name!r}: correct the masks, or give the number of classes ({{}})",
                 Ref("classes"),
             )
-    return asked
+    return asked, frozenset()
+
+
+def to_classes(masks: NDArray[np.uint8], *, white: bool, fields: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    """Return the class of each pixel of ``masks``; ``white``: 255 is the class 1; 0 in ``fields`` is ignored."""
+    classes = (masks > 0).astype(np.uint8) if white else masks
+    return classes if fields is None else np.where(fields > 0, classes, np.uint8(IGNORED))
+
+
+def describe_values(white: Collection[str], clients: Collection[str]) -> list[str]:
+    """Return a notice about clients whose masks write the class 1 as 255, ``white``, among all ``clients``."""
+    if len(white) == len(clients):
+        return [TWO_VALUES]
+    return [f"{TWO_VALUES}, at {join_some(map(repr, sorted(white)))}; elsewhere they hold 0 and 1"] if white else []

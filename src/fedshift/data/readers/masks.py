@@ -3,7 +3,8 @@
 With parts, ``DIR/<client>/train/images/``, ``DIR/<client>/train/masks/`` and so on. An image and its mask have the same
 name except for the suffix, and the same size. Images are read like those in class folders
 (:mod:`fedshift.data.readers.images`); masks are uint8 ``[N, H, W]``. A mask contains the class 0, 1, ... of each pixel,
-or 255 for ignored pixels. Masks that contain only 0 and 255 have two classes.
+or 255 for ignored pixels. A client's masks that contain only 0 and 255 have two classes. A third folder, ``fov``, may
+contain each image's field of view: pixels where it is 0 are ignored.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ options = frozenset({"test_fraction", "image_size", "groups"})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Masked:
-    """Images of all clients with their decoded masks, by client, and the values that each mask contains.
+    """Images of all clients with their decoded masks and fields of view, and the values that each mask contains.
 
-    ``classes``: None for two classes that are written as 0 and 255.
+    ``white``: clients whose masks are 0 and 255 for two classes.
     """
 
     images: Images
     pairs: dict[str, tuple[Pair, ...]]
+    views: dict[str, tuple[Pair, ...]]
     masks: dict[str, ImageStore]
+    fields: dict[str, ImageStore]
     held: dict[str, NDArray[np.bool_]]
-    classes: int | None
+    white: frozenset[str]
 
 
 def can_read(source: object) -> bool:
@@ -61,22 +64,23 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     pairs = {name: pairing.pair_files(source, name, own) for name, own in files.items()}
     images = inspect_images(source, {name: tuple(image for image, _ in own) for name, own in pairs.items()}, reading)
     masks = {name: _load_masks(images, name, own, reading) for name, own in pairs.items()}
+    views = {name: pairing.pair_files(source, name, own, pairing.FIELDS) for name, own in files.items()}
+    fields = {name: _load_masks(images, name, own, reading) for name, own in views.items() if own}
     held = {name: pairing.find_values(store.pixels) for name, store in masks.items()}
-    classes = pairing.number_classes(source, pairs, held, reading)
+    classes, white = pairing.number_classes(source, pairs, held, reading)
     parts = []
     for name, store in masks.items():
-        y = torch.from_numpy(store.pixels[:, 0])
-        parts.append(
-            make_part(name, images.clients[name], y if classes else (y > 0).to(torch.uint8), places[name], reading)
-        )
+        field = fields[name].pixels[:, 0] if name in fields else None
+        y = torch.from_numpy(pairing.to_classes(store.pixels[:, 0], white=name in white, fields=field))
+        parts.append(make_part(name, images.clients[name], y, places[name], reading))
     return Scan(
         name=source.resolve().name,
         parts=tuple(parts),
         task=reading.task or Segmentation(),
-        classes=classes or 2,
+        classes=classes,
         note="{samples} images with masks of {clients} clients",
         notices=(*notices, *images.notices),
-        source=_Masked(images=images, pairs=pairs, masks=masks, held=held, classes=classes),
+        source=_Masked(images=images, pairs=pairs, views=views, masks=masks, fields=fields, held=held, white=white),
     )
 
 
@@ -85,19 +89,25 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     found: _Masked = scan.source
     images = found.images
     stores = decode_images(images, scan.parts, reading, assign)
-    both = [*stores, *found.masks.values()]
+    both = [*stores, *found.masks.values(), *found.fields.values()]
     broken = {file: why for store in both for file, why in store.facts.broken.items()}
-    folders.refuse_broken(images.path, broken, 2 * sum(map(len, found.pairs.values())), reading)
-    left_out = pairing.list_left_out(found.pairs, broken)
+    counts = {name: (3 if name in found.fields else 2) * len(own) for name, own in found.pairs.items()}
+    folders.refuse_broken(images.path, broken, sum(counts.values()), reading)
+    left_out = pairing.list_left_out(found.pairs, broken) | pairing.list_left_out(found.views, broken)
     notices, faults = [], []
     for part, store in zip(scan.parts, stores, strict=True):
         name, own = part.client, found.pairs[part.client]
         notices += folders.list_notices(name, images.clients[name], store.facts, reading)
         lost = store.facts.broken | found.masks[name].facts.broken
-        faults += folders.list_faults(part.source, name, lost, 2 * len(own))
-        notices += pairing.list_empty(name, own, found.held[name], left_out, found.classes)
-    if found.classes is None:
-        notices.append(pairing.TWO_VALUES)
+        if name in found.fields:
+            lost |= found.fields[name].facts.broken
+        faults += folders.list_faults(part.source, name, lost, counts[name])
+        notices += pairing.list_empty(name, own, found.held[name], left_out, white=name in found.white)
+    notices += pairing.describe_values(found.white, found.pairs)
+    if found.fields:
+        outside = {name: float((store.pixels == 0).mean()) for name, store in found.fields.items()}
+        shares = ", ".join(f"{share:.0%} at {name!r}" for name, share in outside.items())
+        notices.append(f"pixels outside of the fields of view are ignored: {shares}")
     return Loaded(
         stores=[torch.from_numpy(store.pixels) for store in stores],
         decodings=[store.facts.decoding for store in stores],

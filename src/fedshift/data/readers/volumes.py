@@ -86,14 +86,14 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     blank = np.zeros(shape[1:], np.uint8)
     y = {name: np.stack([decoded.get(mask.path, blank) for _, mask in own]) for name, own in pairs.items()}
     held = {name: pairing.find_values(own) for name, own in y.items()}
-    classes = pairing.number_classes(source, pairs, held, reading)
+    classes, white = pairing.number_classes(source, pairs, held, reading)
     left_out = pairing.list_left_out(pairs, broken)
     parts, faults = [], []
     for name, own in pairs.items():
-        targets = torch.from_numpy(y[name] if classes else (y[name] > 0).astype(np.uint8))
+        targets = torch.from_numpy(pairing.to_classes(y[name], white=name in white))
         patients = [headers[image.path].patient if image.path in headers else "" for image, _ in own]
         parts.append(make_part(name, [image for image, _ in own], targets, places[name], reading, patients))
-        notices += pairing.list_empty(name, own, held[name], left_out, classes)
+        notices += pairing.list_empty(name, own, held[name], left_out, white=name in white)
         if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
             faults.append(folders.describe_broken(name, lost, 2 * len(own)))
     task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
@@ -102,9 +102,9 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         name=source.resolve().name,
         parts=tuple(parts),
         task=task,
-        classes=classes or 2,
+        classes=classes,
         note="{samples} medical images with masks of {clients} clients",
-        notices=(*notices, *([pairing.TWO_VALUES] if classes is None else []), *said),
+        notices=(*notices, *pairing.describe_values(white, pairs), *said),
         faults=tuple(faults),
         source=_Volumes(path=source, pairs=pairs, shape=shape, broken=broken),
     )
