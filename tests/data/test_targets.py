@@ -237,6 +237,14 @@ def test_masks_of_classes_that_do_not_occur_are_refused(values, said):
     assert federation({"ann": (IMAGES, masks, IMAGES, masks)}, classes=250).check().classes == 250
 
 
+def test_one_client_that_writes_the_foreground_as_255_is_refused():
+    ones, white = (np.resize(np.array(values, np.uint8), IMAGES.shape) for values in ((0, 1), (0, 255)))
+    clients = {"ann": (IMAGES, ones, IMAGES, ones), "bob": (IMAGES, white, IMAGES, white)}
+    with pytest.raises(UsageError, match="client 'bob', train data: masks hold 0 and 255 alone"):
+        federation(clients)
+    assert federation(clients, classes=2).check().classes == 2  # ignored pixels, as said
+
+
 def test_whole_numbers_of_a_column_are_told_apart_exactly(tmp_path):
     rows = pd.DataFrame({"client": ["a", "b"] * 8, "age": range(16), "y": ([2**53] * 2 + [2**53 + 1] * 2) * 4})
     rows.to_csv(tmp_path / "rows.csv", index=False)

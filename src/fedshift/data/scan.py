@@ -78,6 +78,7 @@ class Scan:
         parts: The samples; a client may have several parts.
         task: The prediction task; None: classification or segmentation, by the targets.
         classes: Number of classes, labels or targets; None: as found in the training data.
+        checked: Whether ``classes`` were already compared with the values in the files.
         class_names: Meaning of the labels 0, 1, ...; empty if unknown.
         note: Description of the data in one sentence, in which ``{samples}`` and ``{clients}`` are counts.
         notices: Remarks on how the data were read.
@@ -90,6 +91,7 @@ class Scan:
     parts: tuple[Part, ...]
     task: Task | None
     classes: int | None = None
+    checked: bool = False
     class_names: tuple[str, ...] = ()
     note: str = ""
     notices: tuple[str, ...] = ()

@@ -112,11 +112,13 @@ class Segmentation(Task):
         classes = [value for value in held if value != IGNORED]
         top = max(classes, default=0)
         where = next((place for place, count in counts.items() if count[top if top else IGNORED]), "masks")
-        if held == [0, IGNORED]:
-            raise UsageError(
-                f"{where}: masks hold 0 and {IGNORED} alone, and {IGNORED} means that a pixel is ignored: write 1 in "
-                f"place of {IGNORED} if these are two classes"
-            )
+        for place, count in counts.items():
+            if top <= 1 and count.nonzero()[:, 0].tolist() == [0, IGNORED]:
+                raise UsageError(
+                    f"{place}: masks hold 0 and {IGNORED} alone, and {IGNORED} means that a pixel is ignored: write 1 "
+                    f"in place of {IGNORED} if these are two classes, or else give their number ({{}})",
+                    Ref(classes=2),
+                )
         if (len(classes) == 2 and classes[0] == 0 and top > 1) or top > max(MANY_CLASSES, SPARSE * len(classes)):
             raise UsageError(
                 f"{where}: masks hold class {top}, and only {len(classes)} of 0..{top} occur at any client: number "

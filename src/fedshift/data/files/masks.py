@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +134,7 @@ def number_classes(
     return asked, frozenset()
 
 
-def to_classes(masks: NDArray[np.uint8], *, white: bool, fields: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+def to_classes(masks: NDArray[Any], *, white: bool, fields: NDArray[Any] | None = None) -> NDArray[Any]:
     """Return the class of each pixel of ``masks``; ``white``: 255 is the class 1; 0 in ``fields`` is ignored."""
     classes = (masks > 0).astype(np.uint8) if white else masks
     return classes if fields is None else np.where(fields > 0, classes, np.uint8(IGNORED))

@@ -78,6 +78,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         parts=tuple(parts),
         task=reading.task or Segmentation(),
         classes=classes,
+        checked=True,
         note="{samples} images with masks of {clients} clients",
         notices=(*notices, *images.notices),
         source=_Masked(images=images, pairs=pairs, views=views, masks=masks, fields=fields, held=held, white=white),

@@ -103,6 +103,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         parts=tuple(parts),
         task=task,
         classes=classes,
+        checked=True,
         note="{samples} medical images with masks of {clients} clients",
         notices=(*notices, *pairing.describe_values(white, pairs), *said),
         faults=tuple(faults),
