@@ -10,15 +10,16 @@ from fedshift.analysis.sampling import SampleVariance, class_values, difference_
 from fedshift.analysis.statistics import correct_family, include_samples, paired_difference
 from fedshift.report.paired_samples import sample_values
 from fedshift.results.schema import compute_metric, rows_to_frame
-from fedshift.tasks import CLASSIFICATION, Multilabel, Regression, Segmentation
+from fedshift.tasks import CLASSIFICATION, METRICS, Classification, Multilabel, Regression, Segmentation
 
 MULTILABEL, REGRESSION, SEGMENTATION = Multilabel(), Regression(), Segmentation()
+REQUESTED = Classification(requested=(METRICS.parse("f1"),))
 SURFACE = Segmentation(surface=True)
 
 
 def variance(task, metric, y, *predictions):
     """The variance of the difference of two models' ``metric``, or of one model's."""
-    values = [sample_values(task.record(each, y, each.shape[1]), metric) for each in predictions]
+    values = [sample_values(task.record_all(each, y, each.shape[1]), metric) for each in predictions]
     gap = values[0].x - (values[1].x if len(values) > 1 else 0)
     return difference_variance(gap, values[0].stratum, values[0].weight).variance
 
@@ -83,6 +84,7 @@ CASES = [
     (REGRESSION, "rmse", sk.root_mean_squared_error),
     (REGRESSION, "mae", sk.mean_absolute_error),
     (REGRESSION, "r2", sk.r2_score),
+    (REQUESTED, "f1", lambda y, p: sk.f1_score(y, p.argmax(1), average="macro")),
     (CLASSIFICATION, "loss", lambda y, p: sk.log_loss(y, torch.as_tensor(p).softmax(1), labels=range(3))),
 ]
 

@@ -11,7 +11,7 @@ from fedshift.flower.server.answers import RowReader
 from fedshift.flower.transport.arrays import RefusedMessage
 from fedshift.flower.transport.exchange import FACTS
 from fedshift.results.checkpoint import load_checkpoint
-from fedshift.tasks import Classification, Multilabel, Regression, Segmentation
+from fedshift.tasks import METRICS, Classification, Multilabel, Regression, Segmentation
 from fedshift.utils.printable import LONGEST, to_printable
 from tests.flower import mutations
 from tests.flower.mutations import DEEP, EVIL, OTHERS, PHOTO
@@ -154,8 +154,10 @@ def test_text_is_cut_and_cleaned():
     assert to_printable("x" * 10_000) == "x" * LONGEST + "..."
 
 
+REQUESTED = METRICS.parse_all("f1, top_k(k=3), brier, ece, average_precision")
 TASKS = {
     "classification": (Classification(), (7,), lambda: torch.randint(0, 7, (50,)), 7),
+    "requested": (Classification(requested=REQUESTED), (7,), lambda: torch.randint(0, 7, (50,)), 7),
     "segmentation": (Segmentation(), (3, 6, 5), lambda: torch.randint(0, 3, (50, 6, 5)), 3),
     "surfaces": (Segmentation(surface=True), (3, 6, 5), lambda: torch.randint(0, 3, (50, 6, 5)), 3),
     "multilabel": (Multilabel(), (4,), lambda: torch.randint(0, 2, (50, 4)).double(), 4),
@@ -169,8 +171,8 @@ def test_counts_of_predictions_are_possible_and_pass_the_schema(name):
     torch.manual_seed(0)
     reader = RowReader(task, outputs)
     for scale in (0.0, 1e-3, 1.0, 1e6):
-        counts = task.count(scale * torch.randn(50, *shape, dtype=torch.float64), targets(), outputs)
-        assert task.is_possible(counts)
+        counts = task.measure(scale * torch.randn(50, *shape, dtype=torch.float64), targets(), outputs)
+        assert task.may_have(counts)
         row = {"client": "a", "split": "test", "model": "personal", "moment": "loaded", **counts}
         read = reader.read(json.loads(json.dumps([row])), "a", {"test": 50}, "loaded")
         assert read == [row]

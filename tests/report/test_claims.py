@@ -131,7 +131,7 @@ def test_equal_differences_of_one_sample_are_no_claim(make_counted, tmp_path, mo
 @pytest.mark.parametrize("metric", ["accuracy", "balanced_accuracy"])
 def test_sampling_variance_is_that_of_the_bootstrap(metric):
     hits, support = [62, 10, 0], [80, 20, 0]
-    rows = pd.DataFrame({"hits": [hits], "support": [support]})
+    rows = pd.DataFrame({"hits": [hits], "support": [support], "samples": [100]})
     random = np.random.default_rng(0)
     if metric == "accuracy":
         drawn = random.binomial(100, 72.5 / 101, 100_000) / 100

@@ -215,7 +215,7 @@ def _print_results(
     from ..new_clients.policies import find_policy
     from ..report.formatting import to_terminal
     from ..report.progress import describe_reached, is_even
-    from ..results.schema import METRICS, is_of_numbers, metric_unit
+    from ..results.schema import is_of_numbers, metric_unit, name_metric
 
     rows, metric = made.rows, settings.metric
     unit = metric_unit(metric, numbers=any(map(is_of_numbers, rows)))[2]
@@ -230,7 +230,7 @@ def _print_results(
     tuned = f"; {' and '.join(trained)}: {rounds} round{'s' * (rounds > 1)} of the run's local work" if trained else ""
     print_line(
         console,
-        f"Test {METRICS[metric]} in {unit} of new clients, {over}, {settings.select} round{tuned}",
+        f"Test {name_metric(metric)} in {unit} of new clients, {over}, {settings.select} round{tuned}",
     )
     make_console(60 + 17 * len(table)).print(to_terminal(cells))
     print_line(console, tables.explain_needs(needs.values()))

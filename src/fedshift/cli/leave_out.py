@@ -295,7 +295,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[
         write_table,
     )
     from ..report.formatting import difference_unit, format_metric_table, to_terminal
-    from ..results.schema import METRICS, is_of_numbers, metric_unit
+    from ..results.schema import is_of_numbers, metric_unit, name_metric
 
     measured = _read_measured(spec, directory, bool(rules))
     rows = [row for each in measured for row in each["rows"]]
@@ -314,7 +314,7 @@ def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[
     number = len(parse_seeds(spec.seeds))
     over = f"mean (std) over {number} seeds" if number > 1 else "one seed"
     numbers = is_of_numbers(rows[0])
-    measure = f"{METRICS[metric]} in {metric_unit(metric, numbers=numbers)[2]}"
+    measure = f"{name_metric(metric)} in {metric_unit(metric, numbers=numbers)[2]}"
     caption = f"Test {measure} of the client that was left out, {over}, {spec.select} round"
     print_line(console, caption)
     text.print(to_terminal(policy_table(table, metric, needs, missing=missing, even=not diverged)))

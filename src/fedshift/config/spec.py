@@ -167,12 +167,17 @@ class TrialSpec:
     evaluate_every: Annotated[Positive | None, Parameter(group=MEASURING)] = None
     """Rounds between evaluations; the last is always evaluated. By default about ten evaluations in all."""
 
-    metric: Annotated[str, Parameter(group=MEASURING)] = "auto"
+    metric: Annotated[Any, Expression("tasks:METRICS"), Parameter(group=MEASURING)] = "auto"
     """Metric of the tables, by which the best round is selected, by default the task's first: of classification,
     accuracy, balanced_accuracy (the mean over classes) or auc (area under the ROC curve, one class against the rest);
     of segmentation, dice, iou, accuracy or balanced_accuracy, with --task 'segmentation(surface=True)' also
     surface_distance or hausdorff95; of several labels, f1, auc or exact_match; of regression,
-    rmse, mae or r2; of survival, c_index. The report page has all of them."""
+    rmse, mae or r2; of survival, c_index. The report page has all of them. On request, of classification also f1 (the
+    mean over classes), top_k(k=5), brier, ece (expected calibration error) and average_precision, which several labels
+    have too."""
+
+    metrics: Annotated[Several | None, Expression("tasks:METRICS"), Parameter(group=MEASURING)] = None
+    """More metrics that are counted and shown beside the first, comma-separated: those that metric has on request."""
 
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """Round that tables report: the last, or the best on validation data; never the best on test data."""

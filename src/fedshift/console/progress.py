@@ -16,7 +16,7 @@ from typing_extensions import override
 from ..engines.auto import EngineChoice
 from ..experiments.callbacks import Callback
 from ..experiments.trial import RoundResult
-from ..results.schema import LOWER_IS_BETTER, METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
+from ..results.schema import Row, compute_metric, is_lower_better, is_share, metric_unit, name_metric, rows_to_frame
 from .printing import Console
 
 SHOWN = 20
@@ -122,14 +122,14 @@ class PlainLines(_Progress):
             return
         now, reached = self.now, self.now.figure
         many = len(reached) > SHOWN
-        worst = max if self.metric in LOWER_IS_BETTER else min
+        worst = max if is_lower_better(self.metric) else min
         named = [worst(reached, key=reached.__getitem__)] if many else list(reached)
         each = " ".join(f"{client} {reached[client]:.1f}" for client in named)
         elapsed = time.monotonic() - self.began
         left = elapsed / self.run * self.left
-        unit = "" if self.metric in UNITS else " %"
+        unit = " %" if is_share(self.metric) else ""
         said = "" if self.split == "test" else f"{self.split} "
-        figure = f"{said}{METRICS[self.metric]} {_mean(reached):.2f}{unit} ({'worst: ' if many else ''}{each})"
+        figure = f"{said}{name_metric(self.metric)} {_mean(reached):.2f}{unit} ({'worst: ' if many else ''}{each})"
         self.console.print(
             f"{now.method} seed {now.seed} round {done.round}/{self.rounds}: "
             f"loss {_mean(now.loss):.4f}, {figure}, "
@@ -222,7 +222,7 @@ class LiveDisplay(_Progress):
         """Return the current bar and tables; the display calls this several times a second."""
         names, table = list(self.names), Table(box=None, padding=(0, 2))
         shown = next((trial for trial in list(self.running.values()) if trial.number < self.rounds), self.now)
-        for title in ("client", "training loss", f"{self.split} {METRICS[self.metric]}"):
+        for title in ("client", "training loss", f"{self.split} {name_metric(self.metric)}"):
             table.add_column(title, justify="left" if title == "client" else "right")
         for name in names[:SHOWN]:
             table.add_row(name, *_format_progress(shown.loss.get(name), shown.figure.get(name)))
@@ -235,7 +235,7 @@ class LiveDisplay(_Progress):
     def _tabulate_methods(self) -> Table:
         """Return each method's macro metric so far: the mean over its finished seeds, and an unfinished one."""
         table = Table(box=None, padding=(0, 2))
-        for title in ("method", "finished seeds", f"macro {self.split} {METRICS[self.metric]}", "unfinished"):
+        for title in ("method", "finished seeds", f"macro {self.split} {name_metric(self.metric)}", "unfinished"):
             table.add_column(title, justify="left" if title == "method" else "right")
         for method, runs in self.macros.items():
             found = list(runs.values())

@@ -41,7 +41,7 @@ from ..experiments.jobs import Jobs
 from ..methods import METHODS
 from ..methods.tuned import tuned
 from ..results.run_directory import trial_folder
-from ..results.schema import LOWER_IS_BETTER, compute_metric, find_baseline, is_plain, rows_to_frame
+from ..results.schema import compute_metric, find_baseline, is_lower_better, is_plain, rows_to_frame
 from ..results.trial_records import read_lag, read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
@@ -148,7 +148,7 @@ class Search:
     @property
     def sign(self) -> int:
         """1 if a higher value of the metric is better, else -1."""
-        return -1 if self.metric in LOWER_IS_BETTER else 1
+        return -1 if is_lower_better(self.metric) else 1
 
     def table(self, rung: int) -> pd.DataFrame:
         """Return the values of a rung that was run, clients x candidates.

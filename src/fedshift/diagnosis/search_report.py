@@ -16,7 +16,7 @@ from ..report.formatting import MISSING, TextCell, TextTable, Unit, difference_u
 from ..report.formatting import write_table as write_report_table
 from ..report.html import render_template
 from ..report.publication import print_parts
-from ..results.schema import METRICS, metric_unit
+from ..results.schema import metric_unit, name_metric
 from .search import CONFIRMING, LOCAL, Candidate, Search
 
 NOTE = (
@@ -66,7 +66,7 @@ def format_search(search: Search) -> TextTable:
         ]
         best = method == search.best.method
         rows.append((TextCell(text=str(method), best=best), *cells))
-    header = ("method", "lr", "rounds", METRICS[search.metric], f"gain, {unit.name}", "interval")
+    header = ("method", "lr", "rounds", name_metric(search.metric), f"gain, {unit.name}", "interval")
     return make_table(header, rows, note=NOTE.format(baseline=search.baseline))
 
 
@@ -118,19 +118,19 @@ def _describe_best(search: Search) -> Iterator[str]:
         first = search.rank(-1)[0]
         yield (
             f"Advised: {_name(best)}, which trains each client by itself. {_name(first)} is better on validation data "
-            f"({METRICS[search.metric]} {unit.format(macro[first.name])}; {value}), but no better than local training "
-            "at clients whose data did not choose it, and local training is simpler."
+            f"({name_metric(search.metric)} {unit.format(macro[first.name])}; {value}), but no better than local "
+            "training at clients whose data did not choose it, and local training is simpler."
         )
     elif best.name != search.rank(-1)[0].name:
         first = search.rank(-1)[0]
         yield (
-            f"Advised: {_name(best)}. {_name(first)} is better on validation data ({METRICS[search.metric]} "
+            f"Advised: {_name(best)}. {_name(first)} is better on validation data ({name_metric(search.metric)} "
             f"{unit.format(macro[first.name])}; {other}), but the best candidate at some clients loses at the others."
         )
     elif best.method == search.baseline:
-        yield f"{advice} ({METRICS[search.metric]} {value}); no other method of the last rung does better."
+        yield f"{advice} ({name_metric(search.metric)} {value}); no other method of the last rung does better."
     else:
-        yield f"{advice} ({METRICS[search.metric]} {value}; {_name(base)} {other})."
+        yield f"{advice} ({name_metric(search.metric)} {value}; {_name(base)} {other})."
     yield _describe_gain(search, search.expected, unit)
     if local and best != local:
         yield _compare_with_local(search, local, unit)
@@ -198,7 +198,7 @@ def _name(candidate: Candidate) -> str:
 def write_search(search: Search, directory: Path) -> None:
     """Write the table of ``search`` to ``directory``/tables in every format, if a rung has ended."""
     if search.results:
-        caption = f"Validation {METRICS[search.metric]} of the methods that were tried"
+        caption = f"Validation {name_metric(search.metric)} of the methods that were tried"
         write_report_table(directory / "tables", "advice", format_search(search), tabulate_search(search), caption)
 
 
@@ -206,7 +206,7 @@ def list_parts(search: Search, flags: str | None = None) -> Iterator[str | TextT
     """Yield the findings, the table and the sentences to show for ``search``."""
     yield from search.findings
     if search.results:
-        yield f"Validation {METRICS[search.metric]} in {metric_unit(search.metric)[2]}, mean over clients"
+        yield f"Validation {name_metric(search.metric)} in {metric_unit(search.metric)[2]}, mean over clients"
         yield format_search(search)
     yield from describe_search(search, flags)
 

@@ -42,7 +42,7 @@ def evaluate(plan: Plan, state: State, split: Samples, task: Task, classes: int)
 @torch.inference_mode()
 def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task: Task, classes: int) -> list[Row]:
     """Return :func:`evaluate` of each of ``splits``; small ones share a forward pass."""
-    return [task.count(*part, classes) for part in _predict(plan, state, splits)]
+    return [task.measure(*part, classes) for part in _predict(plan, state, splits)]
 
 
 @torch.inference_mode()
@@ -148,7 +148,7 @@ def record_clients(
     grouped = any(samples.group is not None for samples in distinct.values())
 
     def record(samples: Samples, part: tuple[Tensor, Tensor]) -> Records:
-        made = data.task.record(*part, data.classes)
+        made = data.task.record_all(*part, data.classes)
         return {**made, "group": samples.units.cpu().int().numpy()} if made and grouped else made
 
     known = {id(samples): record(samples, part) for samples, part in zip(distinct.values(), outputs, strict=False)}

@@ -28,7 +28,7 @@ from ..evaluation.communication import summarize_method
 from ..models import ModelFactory
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import RunDirectory, to_file_name, trial_folder
-from ..results.schema import PICTURED, MethodSummary
+from ..results.schema import PICTURED, RANKINGS, MethodSummary
 from ..results.summary import read_facts, require_series, write_summary
 from ..results.trial_records import CHECKPOINT, load_facts, require_checkpoint
 from ..tasks import Classification, Multilabel
@@ -86,6 +86,7 @@ class Experiment:
                 raise UsageError(_explain_clash(one, other)).about("methods")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise UsageError(f"seeds {list(self.seeds)}: give at least one, each once")
+        object.__setattr__(self, "data", self.settings.request_metrics(self.data))
         object.__setattr__(self, "settings", self.settings.for_task(self.data.task))
         if self.make_engine is None:
             check_counts(self.data)
@@ -114,13 +115,13 @@ class Experiment:
             raise UsageError(
                 "{} needs validation data, which the clients lack: hold some out ({})", needing, Ref(validation=0.1)
             )
-        if watches and self.settings.metric == "auc":
+        if watches and self.settings.metric in RANKINGS:
             parts = [client.validation for client in train if client.validation is not None]
             counts = [(self.data.task.count_classes(part.y, self.data.classes), len(part)) for part in parts]
             if not any(bool(((count > 0) & (count < size)).any()) for count, size in counts):
                 raise UsageError(
-                    "{} by auc needs a client whose validation data hold two classes, or a label that some samples "
-                    "have and others lack: hold out more, use another metric, or leave it out",
+                    f"{{}} by {self.settings.metric} needs a client whose validation data hold two classes, or a label "
+                    "that some samples have and others lack: hold out more, use another metric, or leave it out",
                     needing,
                 )
 
@@ -320,7 +321,7 @@ class Experiment:
             "same_test": {name: owner for name, owner in owners.items() if name != owner},
             "majority": {} if self.make_engine else find_majority_classes(self.data),
             "task": self.data.task.name,
-            "metrics": self.data.task.metrics,
+            "metrics": self.data.task.measured,
             "resolved": resolved,
             "config": dict(self.config),
             "methods": {name: asdict(fact) for name, fact in methods.items()},

@@ -29,7 +29,7 @@ from typing import Any
 from typing_extensions import override
 
 from ..results.run_directory import to_file_name
-from ..results.schema import LOWER_IS_BETTER, Row, compute_metric, rows_to_frame
+from ..results.schema import Row, adds_up, compute_metric, is_lower_better, rows_to_frame
 from ..results.trial_records import read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
@@ -381,9 +381,9 @@ def summarize_round(cost: Row, rows: Sequence[Row], metric: str) -> dict[str, fl
                 continue
             found: dict[str, Any] = {
                 "macro": clients.mean(),
-                "worst": clients.max() if name in LOWER_IS_BETTER else clients.min(),
+                "worst": clients.max() if is_lower_better(name) else clients.min(),
             }
-            if not trained and name != "auc":
+            if not trained and adds_up(measured, name):
                 found["pooled"] = pool_metric(measured, name).iloc[0]
             if len(clients) > ONE_BY_ONE:
                 found |= {f"quantile_{share:g}": clients.quantile(share) for share in QUANTILES.values()}

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..analysis.clinical import parse_operating_point
-from ..config.spec import Spec, TrialSpec, check_settings
+from ..config.catalog import list_several
+from ..config.expressions import split_expressions
+from ..config.spec import AUTO, Spec, TrialSpec, check_settings
 from ..core.compatibility import check_task
 from ..core.loss import LOSSES, CrossEntropy, CustomLoss, Loss
 from ..core.method import Method
@@ -23,8 +25,8 @@ from ..engines import find_engine
 from ..engines.cost_model import choose_products, count_rows
 from ..evaluation.policy import POLICIES, SKIP
 from ..models import ModelFactory, make_network
-from ..results.schema import METRIC_COUNTS, METRICS, MOMENTS, UNITS
-from ..tasks import CLASSIFICATION, TASKS, Classification, Segmentation, Task
+from ..results.schema import METRIC_COUNTS, MOMENTS, is_share
+from ..tasks import CLASSIFICATION, METRICS, TASKS, Classification, Metric, Segmentation, Task, find_kind
 from ..tasks.segmentation import SURFACE_METRICS
 from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
@@ -103,23 +105,19 @@ class Settings(TrialSpec):
             ) from error
 
     def for_task(self, task: Task) -> Settings:
-        """Return the settings with the loss and the metric of ``task`` where none is set.
+        """Return the settings with the loss and the metric of ``task`` where none is set, and metrics by name.
 
         Raises :class:`UsageError` for a loss or a metric that is not for the task.
         """
         if not task.metrics:
-            raise UsageError(f"task {task} has no metric: name some in Task.metrics, of {', '.join(METRICS)}")
+            raise UsageError(f"task {task} has no metric: name some in Task.metrics, of {', '.join(METRIC_COUNTS)}")
         for name in task.metrics:
-            if name not in METRICS:
-                raise unknown_name(f"metric of task {task}", name, METRICS)
-        metric = task.metrics[0] if self.metric == "auto" else self.metric
-        if metric not in task.metrics:
-            unknown = unknown_name("metric", metric, task.metrics).about("metric")
-            if isinstance(task, Segmentation) and metric in SURFACE_METRICS:
-                counted = Ref(task="segmentation(surface=True)")
-                raise UsageError(f"{{}} (the data's task is {task}; it is counted with {{}})", unknown, counted)
-            raise UsageError(f"{{}} (the data's task is {task})", unknown)
-        if self.target_metric is not None and self.target_metric > 1 and metric not in UNITS:
+            if name not in METRIC_COUNTS:
+                raise unknown_name(f"metric of task {task}", name, METRIC_COUNTS)
+        metric = task.metrics[0] if self.metric == AUTO else self.metric
+        requested = _find_requested(metric, task, "metric")
+        metric = requested.name if requested else metric
+        if self.target_metric is not None and self.target_metric > 1 and is_share(metric):
             raise UsageError(
                 f"{{}}: {metric} is a share: give at most 1, 0.9 for 90 %", Ref(target_metric=self.target_metric)
             )
@@ -131,6 +129,20 @@ class Settings(TrialSpec):
         if isinstance(loss, CustomLoss):
             loss = replace(loss, tried=isinstance(task, Classification))
         return replace(self, metric=metric, loss=loss)
+
+    def request_metrics(self, data: Federation) -> Federation:
+        """Return ``data`` whose task counts the metrics on request; raise UsageError for one that is not for it."""
+        task = data.task
+        given = [] if self.metric == AUTO else [("metric", self.metric)]
+        for several in list_several(self.metrics or ()):
+            parts = split_expressions("metric", several) if isinstance(several, str) else [several]
+            given += [("metrics", part) for part in parts if part != ""]
+        for setting, one in given:
+            metric = _find_requested(one, task, setting)
+            if metric is not None and metric.name not in task.measured:
+                metric.check(data.classes)
+                task = replace(task, requested=(*task.requested, metric))
+        return data if task is data.task else replace(data, task=task)
 
     def draw_participants(self, seed: int, round: int, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the clients that take part in ``round`` (from 1), in the order of ``names``."""
@@ -159,6 +171,33 @@ class Settings(TrialSpec):
         """Return whether ``round`` (from 1) ends with an evaluation."""
         every = self.evaluate_every or max(1, self.rounds // 10)
         return round % every == 0 or round == self.rounds
+
+
+def _find_requested(given: object, task: Task, setting: str) -> Metric | None:
+    """Return the metric ``given``, a text or an object; None if it is one that ``task`` counts.
+
+    Raises :class:`UsageError` if it is none, or not for ``task``.
+    """
+    if isinstance(given, str) and given in task.measured:
+        return None
+    kind = find_kind(task)
+    fitting = [name for name, made in METRICS.entries.items() if kind in getattr(made, "tasks", ())]
+    if isinstance(given, str) and given.isidentifier() and given not in METRICS.names():
+        unknown = unknown_name("metric", given, (*task.measured, *fitting)).about(setting)
+        if isinstance(task, Segmentation) and given in SURFACE_METRICS:
+            counted = Ref(task="segmentation(surface=True)")
+            raise UsageError(f"{{}} (the data's task is {task}; it is counted with {{}})", unknown, counted)
+        raise UsageError(f"{{}} (the data's task is {task})", unknown)
+    try:
+        metric = METRICS.parse(given)
+    except UsageError as error:
+        raise error.about(setting) from None
+    if metric.tasks and kind not in metric.tasks:
+        known = ", ".join((*task.measured, *fitting))
+        raise UsageError(
+            f"metric {metric.name} is for {' and '.join(metric.tasks)}, and the data's task is {task}: use {known}"
+        ).about(setting)
+    return metric
 
 
 def check_counts(data: Federation) -> None:

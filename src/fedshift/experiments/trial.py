@@ -107,6 +107,7 @@ class Trial:
         make_engine: EngineFactory | None = None,
         executor: Executor | None = None,
     ) -> None:
+        data = settings.request_metrics(data)
         settings = settings.for_task(data.task)
         self.data, self.settings, self.seed = data, settings, seed
         device = torch.device(settings.device)
@@ -302,7 +303,7 @@ class Trial:
             "unseen": self.settings.unseen,
             "select": self.settings.select,
             "patience": str(self.settings.patience and (self.settings.patience, self.settings.min_delta)),
-            "metric": self.settings.metric,
+            "metric": ", ".join(dict.fromkeys((self.settings.metric, *(m.name for m in self.data.task.requested)))),
             "loss": str(self.settings.loss),
             "task": str(describe_task(self.data.task)),
             "augment": str(self.settings.augment),

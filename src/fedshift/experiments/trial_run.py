@@ -20,8 +20,7 @@ from ..evaluation.metrics import measured_splits, record_clients
 from ..results.cases import FILES, measured_round, write_cases
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import append_rows, cut_rows
-from ..results.schema import LOWER_IS_BETTER, RESTART, Row, compute_metric, rows_to_frame
-from ..results.schema import METRICS as METRIC_NAMES
+from ..results.schema import RESTART, Row, compute_metric, is_lower_better, name_metric, rows_to_frame
 from ..results.trial_records import (
     BEST,
     CHECKPOINT,
@@ -148,7 +147,7 @@ class TrialRun:
             return ""
         if count_stale(self.scores.values(), settings.min_delta) < patience:
             return ""
-        return f"no better {METRIC_NAMES[settings.metric]} on validation data in {patience} evaluations (patience)"
+        return f"no better {name_metric(settings.metric)} on validation data in {patience} evaluations (patience)"
 
     def _record_stop(self, round: int, reason: str) -> None:
         write_checked(self.folder / STOPPED, {"round": round, "reason": reason})
@@ -220,7 +219,7 @@ def score_round(rows: Sequence[Row], settings: Settings) -> Score:
         row for row in rows if (row["split"], row["model"], row["moment"]) == ("validation", "personal", "loaded")
     )
     found = compute_metric(chosen, settings.metric)
-    sign = -1 if settings.metric in LOWER_IS_BETTER else 1
+    sign = -1 if is_lower_better(settings.metric) else 1
     return (len(found), sign * float(found.mean())) if found.count() else NO_SCORE
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ..analysis.statistics import wilson_interval
 from ..data.preparation import Preparation
 from ..report.formatting import format_bytes
-from ..results.schema import METRICS, UNITS, Row, compute_metric, metric_unit, rows_to_frame
+from ..results.schema import Row, compute_metric, is_share, metric_unit, name_metric, rows_to_frame
 from ..utils.words import join_some
 
 LEVEL = 0.95
@@ -243,7 +243,7 @@ def _describe_metrics(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
         f"Measured after round {facts.round}, on {'images' if masks else 'samples'} that training did not "
         f"see{explained}."
     )
-    yield f"| client | split | {'images' if masks else 'samples'} | {' | '.join(METRICS[each] for each in metrics)} |"
+    yield f"| client | split | {'images' if masks else 'samples'} | {' | '.join(map(name_metric, metrics))} |"
     yield f"|---|---|---|{'---|' * len(metrics)}"
     frame = rows_to_frame(rows)
     values = {metric: compute_metric(frame, metric) for metric in metrics}
@@ -257,7 +257,7 @@ def _describe_metrics(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
 def _format_value(value: float, metric: str) -> str:
     """Return a value as printed in tables: proportions in percent, "" if undefined."""
     scale, digits, _ = metric_unit(metric)
-    return "" if value != value else f"{scale * value:.{digits}f}{'' if metric in UNITS else ' %'}"
+    return "" if value != value else f"{scale * value:.{digits}f}{' %' if is_share(metric) else ''}"
 
 
 def _describe_spread(facts: ModelFacts) -> Iterator[str]:
@@ -265,9 +265,9 @@ def _describe_spread(facts: ModelFacts) -> Iterator[str]:
     scale, digits, _ = metric_unit(metric)
     for spread in facts.spread:
         low, high, std = (f"{scale * value:.{digits}f}" for value in (spread.low, spread.high, spread.std))
-        share = metric not in UNITS
+        share = is_share(metric)
         interval = f", interval of the mean {low} to {high}{' %' * share}" if spread.low == spread.low else ""
-        what = "" if metric == "accuracy" else f"{METRICS[metric]} "
+        what = "" if metric == "accuracy" else f"{name_metric(metric)} "
         yield (
             f"Over the run's {spread.seeds} seeds, {spread.client}: {what}{_format_value(spread.mean, metric)} on "
             f"average, standard deviation {std}{' points' * share}{interval}."

@@ -157,7 +157,7 @@ def describe_answers(data: Federation) -> dict[str, Any]:
     task = data.task
     kind, name = find_kind(task), describe_task(task)["name"]
     inherited = type(task).predict is getattr(TASKS.entries.get(kind), "predict", None)  # else the task defines them
-    return {"task": task.name, "kind": kind if inherited else name, "outputs": data.outputs, "metrics": task.metrics}
+    return {"task": task.name, "kind": kind if inherited else name, "outputs": data.outputs, "metrics": task.measured}
 
 
 def describe_targets(schema: Schema) -> dict[str, str]:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 import pandas as pd
 
 from ..report.formatting import MISSING, TextTable, difference_unit, make_table
-from ..results.schema import LOWER_IS_BETTER, METRICS, Row, compute_metric
+from ..results.schema import Row, compute_metric, is_lower_better, name_metric
 from ..utils.errors import unknown_name
 
 RULES = {
@@ -85,7 +85,7 @@ def select_models(
         a missing run are excluded.
 
     """
-    sign, found = -1 if metric in LOWER_IS_BETTER else 1, []
+    sign, found = -1 if is_lower_better(metric) else 1, []
     scored = tested.assign(
         score=[_score(rule, row, validated, trained, pairs, clients) for _, row in tested.iterrows()]
     )
@@ -136,7 +136,7 @@ def format_selection(chosen: Mapping[str, pd.DataFrame], clients: Iterable[str],
             macro = unit.format(own["value"].mean()) if len(own) == len(names) else MISSING
             rows.append((f"{method}: {policy}", RULES[rule], *cells, macro))
     note = (
-        f"Test {METRICS[metric]} at the learning rate in parentheses, which the rule chose on validation data, mean "
-        "over seeds. The oracle chooses by the left-out client's own labels: an upper bound, not a result."
+        f"Test {name_metric(metric)} at the learning rate in parentheses, which the rule chose on validation data, "
+        "mean over seeds. The oracle chooses by the left-out client's own labels: an upper bound, not a result."
     )
     return make_table(("method: policy", "selected by", *names, "macro"), rows, note=note)

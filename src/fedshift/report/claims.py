@@ -31,7 +31,7 @@ from ..analysis.statistics import (
     include_samples,
     paired_difference,
 )
-from ..results.schema import LOWER_IS_BETTER, UNITS, RunSummary, find_baseline
+from ..results.schema import TOP_K, RunSummary, compute_metric, find_baseline, is_lower_better, is_share
 from ..utils.errors import unknown_name
 from ..utils.words import join_some
 from .concordance import compute_discordances
@@ -224,9 +224,12 @@ def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) 
 def grid_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
     """Return the variance h^2 / 12 of a uniform error within one step h of the grid of ``metric``, for each row.
 
-    A step is one sample: 1/n of accuracy; of balanced accuracy 1/n_k of the recall of class k, weighted by 1/K; of AUC
-    one pair, 1 / (n_k (n - n_k)) for each class k against the rest, likewise averaged. Others count as continuous: 0.
+    A step is one sample: 1/n of (top-k) accuracy; of balanced accuracy 1/n_k of the recall of class k, weighted by 1/K;
+    of AUC one pair, 1 / (n_k (n - n_k)) for each class k against the rest, likewise averaged. Others count as
+    continuous: 0.
     """
+    if metric.startswith(TOP_K):
+        return np.asarray(1 / (12 * rows["samples"].to_numpy(float) ** 2))
     if metric not in ("accuracy", "balanced_accuracy", "auc") or rows.empty:
         return np.zeros(len(rows))
     support_NK = np.array(rows["support"].tolist(), dtype=float)
@@ -243,17 +246,22 @@ def sampling_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
     """Return the variance of ``metric`` over test samples of the same size, for each row; NaN without a closed form.
 
     It serves where the results of single samples are not recorded, and methods' errors count as independent. It is the
-    variance of a parametric bootstrap in closed form: hits redrawn as Binomial(n, p) give the accuracy a variance of
-    p (1 - p) / n, and balanced accuracy the sum over classes of that variance, divided by K^2. p is (hits + 1/2) / (n +
-    1), so that a perfect score still has an error (Brown, Cai and DasGupta 2001, "Interval Estimation for a Binomial
-    Proportion").
+    variance of a parametric bootstrap in closed form: hits redrawn as Binomial(n, p) give the (top-k) accuracy a
+    variance of p (1 - p) / n, and balanced accuracy the sum over classes of that variance, divided by K^2. p is (hits +
+    1/2) / (n + 1), so that a perfect score still has an error (Brown, Cai and DasGupta 2001, "Interval Estimation for a
+    Binomial Proportion").
     """
-    of_samples = "predicted" not in rows or rows["predicted"].isna().all()  # pixels of an image are not draws
-    if metric not in ("accuracy", "balanced_accuracy") or rows.empty or not of_samples:
+    binary = metric in ("accuracy", "balanced_accuracy") or metric.startswith(TOP_K)
+    if not binary or rows.empty or rows["support"].isna().any():
         return np.full(len(rows), math.nan)
     hits_NK, n_NK = (np.array(rows[name].tolist(), dtype=float) for name in ("hits", "support"))
-    if metric == "accuracy":
-        hits_NK, n_NK = hits_NK.sum(axis=1, keepdims=True), n_NK.sum(axis=1, keepdims=True)
+    samples_N = rows["samples"].to_numpy(float)
+    if (n_NK.sum(axis=1) != samples_N).any():  # pixels of an image are not draws
+        return np.full(len(rows), math.nan)
+    if metric != "balanced_accuracy":
+        hits_NK, n_NK = hits_NK.sum(axis=1, keepdims=True), samples_N[:, None]
+    if metric.startswith(TOP_K):
+        hits_NK = compute_metric(rows, metric).to_numpy(float)[:, None] * n_NK
     p_NK, present_NK = (hits_NK + 0.5) / (n_NK + 1), n_NK > 0
     variance_NK = np.divide(p_NK * (1 - p_NK), n_NK, out=np.zeros_like(n_NK), where=present_NK)
     return np.asarray(variance_NK.sum(axis=1) / present_NK.sum(axis=1) ** 2)
@@ -323,7 +331,7 @@ def tabulate_differences(
 
 def find_leader(claims: Claims, metric: str = "accuracy") -> str:
     """Return the method that is better than every other on new test samples too, or an empty string."""
-    sign = -1 if metric in LOWER_IS_BETTER else 1
+    sign = -1 if is_lower_better(metric) else 1
     for method in claims.methods:
         others = [other for other in claims.methods if other != method]
         significant = all(claims.judge(method, other) is Verdict.FRESH for other in others)
@@ -335,7 +343,7 @@ def find_leader(claims: Claims, metric: str = "accuracy") -> str:
 def rank_methods(summary: RunSummary) -> list[str]:
     """Return the measured methods by the macro row of the summary's table, best first."""
     means = accuracy_table(summary).iloc[len(summary.clients)].unstack()["mean"]
-    return list(means.dropna().sort_values(ascending=summary.metric in LOWER_IS_BETTER, kind="stable").index)
+    return list(means.dropna().sort_values(ascending=is_lower_better(summary.metric), kind="stable").index)
 
 
 def describe_difference(
@@ -401,7 +409,7 @@ def describe_baseline(summary: RunSummary, claims: Claims) -> list[str]:
 
 
 def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[str]) -> str:
-    """Return the end of a sentence that compares the methods of the highest mean with ``others``; may be empty."""
+    """Return the end of a sentence that compares the methods of the best mean with ``others``; may be empty."""
     leaders = list(leaders)
     gaps = {other: [claims.between(leader, other) for leader in leaders] for other in others}
     if not gaps or not leaders:
@@ -454,7 +462,7 @@ def describe_needed_seeds(summary: RunSummary, claims: Claims) -> list[str]:
     """
     gaps = [claims.between(method, claims.baseline) for method in claims.methods if method != claims.baseline]
     gaps = [gap for gap in gaps if gap.pairs > 1]
-    if summary.metric in UNITS or not gaps:
+    if not is_share(summary.metric) or not gaps:
         return []
     freedom = sum(gap.pairs - 1 for gap in gaps)
     std = math.sqrt(sum((gap.pairs - 1) * gap.std**2 for gap in gaps) / freedom)

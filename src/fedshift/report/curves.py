@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..analysis.statistics import mean_and_std
-from ..results.schema import METRICS, UNITS, RunSummary, metric_unit
+from ..results.schema import RunSummary, is_share, metric_unit, name_metric
 from ..utils.errors import UsageError, unknown_name
 from .figures import FigurePanel
 from .formatting import format_mean
@@ -62,7 +62,7 @@ def plot_by_round(
 ) -> Figure:
     """Plot macro ``metric`` over communication rounds: a line for each point and method, bands over seeds.
 
-    ``metric`` is one of :data:`~fedshift.results.schema.METRICS` on ``split``, or ``train_loss``. ``panel`` is the key
+    ``metric`` is one of the runs' metrics on ``split``, or ``train_loss``. ``panel`` is the key
     whose values get a panel each. Raises :class:`UsageError` for an unknown metric or key, and without runs.
     """
     return _draw_by_round(points, metric, panel, split, separate=False).add_legends()[0]
@@ -202,10 +202,11 @@ def _axis_label(metric: str, split: str, points: Sequence[CurvePoint]) -> str:
     if metric == TRAIN_LOSS:
         labels = {point.summary.training_loss_label for point in points}
         return labels.pop() if len(labels) == 1 else "training loss"
-    if metric not in METRICS:
-        raise unknown_name("metric", metric, (*METRICS, TRAIN_LOSS))
+    known = dict.fromkeys(name for point in points for name in point.summary.metrics)
+    if known and metric not in known:
+        raise unknown_name("metric", metric, (*known, TRAIN_LOSS))
     unit = metric_unit(metric, numbers=any(point.summary.of_numbers for point in points))[2]
-    return f"macro {split} {METRICS[metric]} ({unit if metric in UNITS else '%'})"
+    return f"macro {split} {name_metric(metric)} ({'%' if is_share(metric) else unit})"
 
 
 def _place_ticks(key: str, values: Sequence[object]) -> tuple[dict[str, float], bool]:

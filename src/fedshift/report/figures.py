@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..analysis.statistics import mean_and_std
-from ..results.schema import PICTURED, UNITS, RunSummary
+from ..results.schema import PICTURED, RunSummary, is_share
 from .claims import difference_table
 from .clinical import bin_calibration, find_positive, name_classes, tabulate_benefit
 from .formatting import difference_unit, format_bytes, format_mean, format_signed
@@ -306,7 +306,7 @@ def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
         ]
         axes.hlines(where, means - stds, means + stds, color=INK, linewidth=0.8)
     label_rows(axes, names, 14, 0.45)
-    if summary.metric not in UNITS and points:
+    if is_share(summary.metric) and points:
         bars = table.iloc[rows]
         ends_CM = bars.xs("mean", axis=1, level="statistic") + bars.xs("std", axis=1, level="statistic").fillna(0)
         axes.set_xlim(
@@ -339,7 +339,7 @@ def _draw_distribution(summary: RunSummary, mark: str) -> FigurePanel:
         axes.plot(median, row, "|", color=INK, markersize=10, markeredgewidth=1.6)
         axes.plot(table.loc[["worst client", "best client"], method], [row, row], ".", color=style.color)
     label_rows(axes, table.columns.tolist(), 20)
-    if summary.metric not in UNITS:
+    if is_share(summary.metric):
         axes.set_xlim(-2, 102)
     handles = {
         "worst and best client": Line2D([], [], linestyle="", marker=".", color=INK),

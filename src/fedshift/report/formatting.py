@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from ..results.schema import LOWER_IS_BETTER, UNITS, metric_unit
+from ..results.schema import is_lower_better, is_share, metric_unit
 from ..utils.csv_cells import escape_table
 from ..utils.files import write_atomically
 
@@ -32,7 +32,7 @@ _LATEX = {
 
 VARIED_BY_SEED = "initialization and order of samples, not the test samples and not the split"
 """Sources of variation between seeds, which a spread over seeds therefore covers."""
-BOLD = "Bold marks the highest mean as printed; it does not imply significance."
+BOLD = "Bold marks the best mean as printed; it does not imply significance."
 SIGNIFICANT = (
     "Bold: better than every other method on new samples of these clients too (paired over seeds and test samples, "
     "corrected for all pairs, Holm)."
@@ -122,7 +122,7 @@ class Unit(NamedTuple):
 def difference_unit(metric: str, *, numbers: bool = False) -> Unit:
     """Return how differences of ``metric`` are printed; ``numbers``: of such targets."""
     scale, digits, unit = metric_unit(metric, numbers=numbers)
-    return Unit(scale, digits, unit if metric in UNITS else "points")
+    return Unit(scale, digits, "points" if is_share(metric) else unit)
 
 
 def format_metric_table(
@@ -155,7 +155,7 @@ def format_metric_table(
     for number, name in enumerate(table.index[first:], start=first):
         values = [round(scale * mean, digits) for mean in means[number]]
         measured = [value for value in values if not math.isnan(value)]
-        best = (min if metric in LOWER_IS_BETTER else max)(measured) if len(measured) > 1 and even else None
+        best = (min if is_lower_better(metric) else max)(measured) if len(measured) > 1 and even else None
         cells = (
             TextCell(
                 text=format_mean(value, scale * std, f".{digits}f"),
@@ -178,7 +178,7 @@ def format_cross_table(table: pd.DataFrame, metric: str = "accuracy") -> TextTab
     means_OC, stds_OC, counts_OC = (table.to_numpy()[:, statistic::3] for statistic in range(3))
     scale, digits, _ = difference_unit(metric)
     rounded_OC = [[round(scale * mean, digits) for mean in means] for means in means_OC]
-    better = min if metric in LOWER_IS_BETTER else max
+    better = min if is_lower_better(metric) else max
     measured = [[value for value in values if not math.isnan(value)] for values in zip(*rounded_OC, strict=True)]
     best_C = [better(values) if len(values) > 1 else None for values in measured]
     rows = [

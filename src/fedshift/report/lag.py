@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from ..results.schema import LOWER_IS_BETTER, REESTIMATED, RunSummary, compute_metric
+from ..results.schema import REESTIMATED, RunSummary, compute_metric, is_lower_better
 from .formatting import difference_unit
 from .progress import remembered
 from .tables import select_reported_rows
@@ -39,7 +39,7 @@ def lag_table(summary: RunSummary, split: str = "test") -> pd.DataFrame:
 
 def describe_lag(summary: RunSummary) -> str:
     """Return the notice for the table of the summary's metric; empty where statistics do not lag noticeably."""
-    table, lower = lag_table(summary), summary.metric in LOWER_IS_BETTER
+    table, lower = lag_table(summary), is_lower_better(summary.metric)
     unit = difference_unit(summary.metric, numbers=summary.of_numbers)
     least = LEAST if unit.scale > 1 else LEAST * table["reported"].abs()
     table = table[table["gain"].abs() >= least]

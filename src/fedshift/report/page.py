@@ -17,13 +17,13 @@ from ..results.disclosure import group_disclosures
 from ..results.run_directory import to_file_name
 from ..results.schema import (
     DISTANCES,
-    LOWER_IS_BETTER,
-    METRICS,
     MOMENTS,
     PICTURED,
     MethodSummary,
     RunSummary,
+    is_lower_better,
     metric_unit,
+    name_metric,
 )  # fmt: skip
 from ..utils.files import write_atomically
 from ..utils.words import join_some
@@ -122,7 +122,7 @@ def make_metric_table(
     shown = metric, model, split, moment, number
     frame = accuracy_table(summary, *shown)
     unit, when = metric_unit(metric, numbers=summary.of_numbers)[2], (f" {AFTER_WORK}" if moment == "trained" else "")
-    caption = f"{split.capitalize()} {METRICS[metric]} of the {model} model in {unit}{when}"
+    caption = f"{split.capitalize()} {name_metric(metric)} of the {model} model in {unit}{when}"
     caption += f", {describe_seeds(summary)}, {describe_round(summary)}"
     leader = find_leader(claims, metric) if claims and (split, moment) == ("test", "loaded") else ""
     one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
@@ -211,7 +211,7 @@ def render_page(summary: RunSummary) -> str:
         tables=tables,
         leaders=[f"{method} with {text}" for method, text in leaders.items()],
         comparison=describe_leaders(claims, leaders, [m for m in rank_methods(summary) if m not in leaders]),
-        lower=summary.metric in LOWER_IS_BETTER,
+        lower=is_lower_better(summary.metric),
         unit=difference_unit(summary.metric, numbers=summary.of_numbers).name,
         spread=describe_seeds(summary),
         other_metrics=list(_other_metrics(summary)),
@@ -259,12 +259,12 @@ def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
                 continue
             table = make_metric_table(summary, metric=metric, model=model, moment=moment).text
             if any(text != MISSING for text in table.values):
-                title = f"{_capitalize(METRICS[metric])}, {model} model"
+                title = f"{_capitalize(name_metric(metric))}, {model} model"
                 title += f" {AFTER_WORK}" if moment == "trained" else ""
+                unit = _UNITS.get(metric, f"in {metric_unit(metric)[2]}")
                 if metric == "loss":
-                    unit = f"mean loss, {summary.loss_unit}, lower is better"
-                else:
-                    unit = _UNITS.get(metric, f"in {metric_unit(metric)[2]}")
+                    unit = f"mean loss, {summary.loss_unit}"
+                unit += ", lower is better" if is_lower_better(metric) else ""
                 yield title, unit, table
     yield from _class_metrics(summary)
 
@@ -277,7 +277,7 @@ def _class_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
         for number in range(1, summary.classes) if metric in summary.metrics else ():
             table = make_metric_table(summary, metric=metric, number=number).text
             if any(text != MISSING for text in table.values):
-                title = f"{_capitalize(METRICS[metric])} of class {number}, personal model"
+                title = f"{_capitalize(name_metric(metric))} of class {number}, personal model"
                 yield title, f"in {metric_unit(metric)[2]}", table
 
 

@@ -125,10 +125,14 @@ def sample_values(records: Records, metric: str) -> SampleValues | None:
 
 def _find_values(records: Records, metric: str) -> SampleValues | None:
     names = records.keys()
-    if metric == "loss" and "loss" in names:
-        return mean_values(records["loss"])
+    if metric in names:
+        return mean_values(records[metric], bounded=records[metric].dtype == bool)
     if metric == "auc" and "area" in names:
         return _area_values(records)
+    if "right" in names and metric == "f1":
+        classes_K = np.unique([records["truth"], records["chosen"]])
+        given_NK, chosen_NK = (records[name][:, None] == classes_K for name in ("truth", "chosen"))
+        return ratio_values(2.0 * (given_NK & chosen_NK), given_NK + chosen_NK.astype(float))
     if "right" in names and metric in ("accuracy", "balanced_accuracy"):
         right_N = records["right"]
         if metric == "accuracy":

@@ -20,7 +20,7 @@ from enum import Enum
 import pandas as pd
 
 from ..analysis.statistics import FEWEST, PairedDifference, correct_family
-from ..results.schema import LOWER_IS_BETTER, RunSummary, is_plain
+from ..results.schema import RunSummary, is_lower_better, is_plain
 from ..utils.words import join_some
 from .claims import Measured, measure_methods
 from .formatting import MISSING, TextCell, TextTable, Unit, difference_unit, make_table
@@ -133,7 +133,8 @@ def _compare_client(
     elif fewest < FEWEST_OF_CLASS:
         reason = f"{fewest} of a class or with an event, of {FEWEST_OF_CLASS}"
     elif math.isnan(gap.p):
-        reason = "no results of single samples"
+        kept = any((method, seed) in measured.recorded.values for seed in seeds)
+        reason = "no variance over samples is known of this metric" if kept else "no results of single samples"
     if reason:
         gap = replace(gap, low=math.nan, high=math.nan, p=math.nan)
     value, reference_value = (
@@ -141,7 +142,7 @@ def _compare_client(
     )
     return ClientDifference(
         client=measured.clients[client], method=method, reference=reference, units=units, grouped=grouped,
-        value=value, reference_value=reference_value, gap=gap, reason=reason, lower=metric in LOWER_IS_BETTER,
+        value=value, reference_value=reference_value, gap=gap, reason=reason, lower=is_lower_better(metric),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ..analysis.statistics import mean_and_std
-from ..results.schema import LOWER_IS_BETTER
+from ..results.schema import is_lower_better
 from ..utils.files import write_atomically
 from .curves import (
     TRAIN_LOSS,
@@ -195,7 +195,7 @@ def make_heat_maps(sweep: SweepResults) -> dict[str, TextTable]:
     ]
     known = [value for row in means for value in row.values() if np.isfinite(value)]
     worst, best = min(known, default=0.0), max(known, default=0.0)
-    if sweep.points[0].summary.metric in LOWER_IS_BETTER:
+    if is_lower_better(sweep.points[0].summary.metric):
         worst, best = best, worst
     places = {tuple(format_setting(k, p.keys[k]) for k in varied): number for number, p in enumerate(sweep.points)}
     rows, columns = ([*dict.fromkeys(place[axis] for place in places)] for axis in (0, 1))
@@ -281,7 +281,7 @@ def best_on_validation(sweep: SweepResults) -> dict[str, int]:
     for method in sweep.methods:
         means = np.array([table[method].mean(skipna=False) for table in macro], dtype=float)
         if np.isfinite(means).any():
-            low = summaries[0].metric in LOWER_IS_BETTER
+            low = is_lower_better(summaries[0].metric)
             best[method] = int(np.nanargmin(means) if low else np.nanargmax(means))
     return best
 

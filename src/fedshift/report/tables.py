@@ -17,16 +17,19 @@ import pandas as pd
 from ..results.schema import (
     COUNTS,
     DISTANCES,
-    LOWER_IS_BETTER,
-    METRICS,
     MOMENTS,
+    RANKINGS,
     REESTIMATED,
     Row,
     RunSummary,
+    adds_up,
     compute_metric,
     find_missing,
+    is_lower_better,
     is_of_numbers,
+    name_metric,
     select_class,
+    sum_counts,
 )
 from ..utils.errors import UsageError, unknown_name
 from ..utils.words import join_some
@@ -45,7 +48,9 @@ NAMED = 10
 """Largest number of clients that a remark names, and of classes of each."""
 _PREDICTED = "absent from a client's data, and counted as {} where predicted, otherwise left out"
 MISSING_PARTS = {
-    "auc": ("the mean over the classes or labels that some samples of a client have and others lack", "left out"),
+    **dict.fromkeys(
+        RANKINGS, ("the mean over the classes or labels that some samples of a client have and others lack", "left out")
+    ),
     "balanced_accuracy": ("the mean over the classes in a client's data", "absent"),
     "r2": ("the mean over the targets that vary in a client's data", "constant"),
     **{name: ("the mean over classes or labels", _PREDICTED.format("0")) for name in ("dice", "iou", "f1")},
@@ -102,7 +107,7 @@ def find_reported_rounds(summary: RunSummary) -> pd.Series:
                 f"select='best': no client's validation data define {summary.metric_name} (method {run[0]!r}, seed "
                 f"{run[1]}): use another metric, or select='last'"
             )
-        best_rounds[run] = int(means.idxmin() if summary.metric in LOWER_IS_BETTER else means.idxmax())
+        best_rounds[run] = int(means.idxmin() if is_lower_better(summary.metric) else means.idxmax())
     return pd.Series(best_rounds, index=tested.index, name="round", dtype=int)
 
 
@@ -127,12 +132,12 @@ def seed_table(
 ) -> pd.DataFrame:
     """Return ``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
 
-    ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for ``auc``); ``worst
-    client`` is the lowest value (highest loss). Each is over the clients of :func:`mask_incomparable`; beyond
-    :data:`ONE_BY_ONE` clients, :data:`QUANTILES` and the best client follow. ``moment="trained"`` measures the models
-    of that round's participants after their local work, ``"reestimated"`` models with re-estimated BatchNorm
-    statistics, if these may lag. The global model's table contains only methods with a global model. ``number``: class
-    of masks to measure; None: the mean over classes.
+    ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for metrics that do not add
+    up, such as ``auc``); ``worst client`` is the lowest value (highest loss). Each is over the clients of
+    :func:`mask_incomparable`; beyond :data:`ONE_BY_ONE` clients, :data:`QUANTILES` and the best client follow.
+    ``moment="trained"`` measures the models of that round's participants after their local work, ``"reestimated"``
+    models with re-estimated BatchNorm statistics, if these may lag. The global model's table contains only methods with
+    a global model. ``number``: class of masks to measure; None: the mean over classes.
     """
     if number is not None and not ("dice" in summary.metrics and 0 < number < summary.classes):
         raise UsageError(f"class {number}: give one of the classes of masks, from 1 (0 is the background)")
@@ -156,9 +161,9 @@ def _make_seed_table(
     common = mask_incomparable(clients)
     rows = rows[known_N & ~np.isnan(common.to_numpy()[row_N, column_N])]
     aggregates = {"macro": common.mean()}
-    if metric != "auc":
+    if adds_up(rows, metric):
         aggregates["pooled"] = pool_metric(rows, metric).reindex(runs)
-    worst, best = (common.max(), common.min()) if metric in LOWER_IS_BETTER else (common.min(), common.max())
+    worst, best = (common.max(), common.min()) if is_lower_better(metric) else (common.min(), common.max())
     aggregates["worst client"] = worst
     if len(clients) > ONE_BY_ONE:
         aggregates |= {name: common.quantile(share) for name, share in QUANTILES.items()} | {"best client": best}
@@ -388,13 +393,13 @@ def describe_missing(rows: pd.DataFrame, metric: str, number: int | None = None)
             noun = "target" if is_of_numbers(row) else "label" if pd.notna(row.get("exact")) else "class"
             missing[name] = parts
             counted = row["square"] if metric == "r2" else row["support"]
-            if len(parts) == len(counted) and metric in ("auc", "r2"):
+            if len(parts) == len(counted) and metric in (*RANKINGS, "r2"):
                 without.append(name)
     if not missing:
         return ""
     named = [f"{name} {_number_parts(parts, noun)}" for name, parts in list(missing.items())[:NAMED]]
     more = f", and {len(missing) - NAMED} more clients" if len(missing) > NAMED else ""
-    text = f"{METRICS[metric][0].upper()}{METRICS[metric][1:]} is {what}; {fate}: {', '.join(named)}{more}."
+    text = f"{name_metric(metric)[0].upper()}{name_metric(metric)[1:]} is {what}; {fate}: {', '.join(named)}{more}."
     if without:
         text += f" It is not defined for {join_some(without, shown=NAMED)}, and means are over the other clients."
     return text
@@ -431,11 +436,10 @@ def _select(summary: RunSummary, model: str | None, split: str, moment: str) -> 
 
 
 def pool_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
-    """Return ``metric`` (not ``auc``) of all clients' samples together: a series over (method, seed)."""
+    """Return ``metric``, which :func:`adds_up`, of all clients' samples together: a series over (method, seed)."""
     counts = [name for name in COUNTS if name in rows and rows[name].notna().all()]
     totals = {
-        run: [np.sum(group[name].tolist(), axis=0).tolist() for name in counts]
-        for run, group in rows.groupby(["method", "seed"])
+        run: [sum_counts(group[name].tolist()) for name in counts] for run, group in rows.groupby(["method", "seed"])
     }
     frame = pd.DataFrame.from_dict(totals, orient="index", columns=counts)
     return compute_metric(frame.reindex(columns=COUNTS), metric).astype(float)

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.statistics import mean_and_std
-from ..results.schema import LOWER_IS_BETTER, RunSummary
+from ..results.schema import RunSummary, is_lower_better
 from .formatting import TextTable, explain_spread, format_bytes, make_table
 from .tables import metric_history
 
@@ -33,7 +33,7 @@ def find_reached(summary: RunSummary, target: float, metric: str | None = None) 
     reached. Rounds that measured fewer clients than the run's largest number do not count.
     """
     macro = _macro(summary, metric)
-    low = (metric or summary.metric) in LOWER_IS_BETTER
+    low = is_lower_better(metric or summary.metric)
     reached = macro[macro <= target + TOLERANCE if low else macro >= target - TOLERANCE]
     first = reached.reset_index().groupby(["method", "seed"])["round"].min()
     rounds = first.reindex(_list_runs(summary)).astype(float)
@@ -48,7 +48,7 @@ def find_best(summary: RunSummary, metric: str | None = None) -> pd.DataFrame:
     could have known: it exists for comparison with the papers' results (FedMMB's tables 4 and 5), not for selection.
     """
     runs = _macro(summary, metric).groupby(["method", "seed"])
-    low = (metric or summary.metric) in LOWER_IS_BETTER
+    low = is_lower_better(metric or summary.metric)
     positions = (runs.idxmin() if low else runs.idxmax()).reindex(_list_runs(summary))
     values = (runs.min() if low else runs.max()).reindex(positions.index)
     rounds = [math.nan if isinstance(position, float) else float(position[2]) for position in positions]

@@ -16,13 +16,16 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `hits`     | list of int | correctly classified samples of each true class; null in rows of training loss |
 | `support`  | list of int | samples of each true class; null likewise |
 | `auc`      | float       | area under the ROC curve, mean over defined classes or labels; null if none |
-| `predicted` | list of int | for masks and several labels: pixels or samples for which each class was predicted |
+| `predicted` | list of int | for masks, several labels and `f1`: pixels or samples for which each class was predicted |
 | `exact`    | int         | for several labels: samples with all labels predicted correctly |
 | `squared`, `absolute` | list of float | for numbers: the sum of squared and of absolute errors of each target |
 | `total`, `square` | list of float | for numbers: the sum of each target and of its square |
 | `distances`, `elements` | list of float, of int | of masks' surfaces: sum of distances by class, and their number |
 | `hausdorff`, `surfaces` | list of float, of int | sum of images' 95 % Hausdorff distances by class, and their number |
 | `concordant`, `comparable` | float | for survival: pairs ranked correctly (half for equal risks), and all pairs |
+| `gaps` | list of float | for `ece`: correct samples minus the sum of confidences, in each bin of confidence |
+| `sums` | dict of float | of metrics on request that are means over samples: the sum over them, by metric |
+| `values` | dict of float | of other metrics on request: the value, which does not add up; null where undefined |
 
 For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label.
 
@@ -34,7 +37,8 @@ Everything in tables and figures (accuracy, balanced accuracy; macro, pooled, wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,42 +54,53 @@ from .disclosure import Disclosure
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
     "predicted", "exact", "squared", "absolute", "total", "square", "distances", "elements", "hausdorff", "surfaces",
-    "concordant", "comparable",
+    "concordant", "comparable", "gaps", "sums", "values",
 )  # fmt: skip
 COUNTS = (
     "samples", "loss_sum", "hits", "support", "predicted", "exact", "squared", "absolute", "total", "square",
     "distances", "elements", "hausdorff", "surfaces",
-    "concordant", "comparable",
+    "concordant", "comparable", "gaps", "sums",
 )  # fmt: skip
 """Columns whose sums over clients are the counts of all their samples together."""
 METRICS = {
     "accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "dice": "Dice", "iou": "IoU",
     "f1": "F1", "exact_match": "exact match", "rmse": "RMSE", "mae": "MAE", "r2": "R2",
     "surface_distance": "surface distance", "hausdorff95": "95 % Hausdorff distance", "c_index": "concordance index",
+    "average_precision": "average precision", "brier": "Brier score", "ece": "expected calibration error",
     "loss": "loss",
 }  # fmt: skip
-"""Metrics, and their names in a sentence."""
+"""Metrics, and their names in a sentence; :func:`name_metric` also names others."""
 UNITS = {
     "loss": "nats", "rmse": "units of the target", "mae": "units of the target", "r2": "R2",
     "surface_distance": "units of the pixel spacing", "hausdorff95": "units of the pixel spacing",
+    "brier": "squared probability",
 }  # fmt: skip
 """Units of the metrics that are not fractions, which are printed unscaled and not in percent."""
+OWN_UNIT = "units"
+"""Unit of users' metrics, which are printed unscaled too."""
 SQUARED = "squared units of the targets' spread"
 """Unit of the loss of numbers, on test data."""
 BY_CLASS = ("hits", "support", "predicted", "distances", "elements", "hausdorff", "surfaces")
 """Counts of masks with an entry for each class."""
-LOWER_IS_BETTER = frozenset({"loss", "rmse", "mae", "surface_distance", "hausdorff95"})
-"""Metrics for which a lower value is better."""
+LOWER_IS_BETTER = frozenset({"loss", "rmse", "mae", "surface_distance", "hausdorff95", "brier", "ece"})
+"""Metrics for which a lower value is better; :func:`is_lower_better` also knows users'."""
+LOWER = "lower_is_better=True"
+"""Mark of a user's metric, in its name, for which a lower value is better."""
 DISTANCES = {"surface_distance": ("distances", "elements"), "hausdorff95": ("hausdorff", "surfaces")}
 """Metrics that are ratios of sums and counts by class, and both columns."""
+
+TOP_K = "top_k("
+"""Beginning of the names of top-k accuracies, ``top_k(k=5)``."""
+RANKINGS = ("auc", "average_precision")
+"""Metrics of scores, for which a class or label must be some samples' and not all."""
 
 METRIC_COUNTS = {
     "loss": ("loss_sum",), "auc": ("auc",), "exact_match": ("exact",), "c_index": ("concordant", "comparable"),
     **dict.fromkeys(("accuracy", "balanced_accuracy"), ("hits", "support")),
     **dict.fromkeys(("dice", "iou", "f1"), ("hits", "support", "predicted")),
-    **dict.fromkeys(("rmse", "mae", "r2"), ("squared", "absolute", "total", "square")), **DISTANCES,
+    **dict.fromkeys(("rmse", "mae", "r2"), ("squared", "absolute", "total", "square")), **DISTANCES, "ece": ("gaps",),
 }  # fmt: skip
-"""Counts that each metric takes, beside the number of samples."""
+"""Counts that each metric takes, beside the number of samples; others are in ``sums`` and ``values``."""
 
 MOMENTS = ("loaded", "trained")
 """Moments of a round at which models are measured on test and validation data."""
@@ -113,14 +128,31 @@ def find_baseline(labels: Iterable[str]) -> str:
     return next((label for label in labels if is_plain(label, "fedavg")), next(iter(labels), ""))
 
 
+def name_metric(metric: str) -> str:
+    """Return the name of ``metric`` in a sentence; of a user's metric, ``package.module:function``, the function's."""
+    if top := re.fullmatch(r"top_k\(k=(\d+)\)", metric):
+        return f"top-{top[1]} accuracy"
+    return METRICS.get(metric) or metric.partition("(")[0].rpartition(":")[2].replace("_", " ")
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether a lower value of ``metric`` is better."""
+    return metric in LOWER_IS_BETTER or LOWER in metric
+
+
+def is_share(metric: str) -> bool:
+    """Return whether values of ``metric`` are fractions, which are printed in percent."""
+    return metric not in UNITS and ":" not in metric
+
+
 def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int, str]:
     """Return the factor for printing values of ``metric``, the decimals, and the unit (percent for fractions).
 
     ``numbers``: whether targets are numbers, whose loss is a squared error.
     """
-    if metric not in UNITS:
+    if is_share(metric):
         return 100.0, 2, "percent"
-    return 1.0, 3, SQUARED if numbers and metric == "loss" else UNITS[metric]
+    return 1.0, 3, SQUARED if numbers and metric == "loss" else UNITS.get(metric, OWN_UNIT)
 
 
 def is_of_numbers(row: Mapping[str, Any]) -> bool:
@@ -155,19 +187,20 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     """Return ``metric`` of every row of evaluation or training loss; NaN where the row does not define it.
 
     ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur), ``auc`` (mean over the classes or
-    labels that some samples have and others lack), ``exact_match``, and ``dice``, ``f1`` and ``iou`` (means over
+    labels that some samples have and others lack), ``average_precision`` (likewise; with two classes of the second),
+    ``exact_match``, ``ece``, and ``dice``, ``f1`` and ``iou`` (means over
     classes that occur or are predicted; of masks without the background) lie in 0..1; ``rmse`` and ``mae`` are means
     over targets, ``r2`` (at most 1) over those that vary, ``surface_distance`` and ``hausdorff95`` over the classes
     that occur or are predicted, without the background; ``c_index`` is the fraction of comparable pairs of a client's
-    patients that are ranked correctly, in 0..1; ``loss`` is the mean loss of a sample. :func:`find_missing`
-    returns what is left out.
+    patients that are ranked correctly, in 0..1; ``loss`` is the mean loss of a sample. Others are read from ``sums``
+    and ``values``, by name. :func:`find_missing` returns what is left out.
     """
     if metric == "loss":
         return rows["loss_sum"] / rows["samples"]
     if metric == "auc":
         return rows["auc"].astype(float)
-    if metric not in METRICS:
-        raise KeyError(f"metric {metric!r}; known are {tuple(METRICS)}")
+    if metric not in METRIC_COUNTS:
+        return _read_on_request(rows, metric)
     if metric == "exact_match":
         return rows["exact"].astype(float) / rows["samples"]
     if metric == "c_index":
@@ -182,12 +215,39 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     return pd.Series(values, index=rows.index)
 
 
+def _read_on_request(rows: pd.DataFrame, metric: str) -> pd.Series:
+    """Return a metric on request of every row, from its sum or its value."""
+    sums, values = (
+        [found.get(metric) if isinstance(found, dict) else None for found in rows[name]]
+        if name in rows
+        else [None] * len(rows)
+        for name in ("sums", "values")
+    )
+    found = pd.Series(values, index=rows.index, dtype=float)
+    return found.fillna(pd.Series(sums, index=rows.index, dtype=float) / rows["samples"])
+
+
+def sum_counts(counts: Sequence[Any]) -> Any:
+    """Return the sum of a column's entries: numbers, lists or mappings."""
+    if isinstance(counts[0], dict):
+        return {name: sum(each[name] for each in counts) for name in counts[0]}
+    return np.sum(counts, axis=0).tolist()
+
+
+def adds_up(rows: pd.DataFrame, metric: str) -> bool:
+    """Return whether ``metric`` of all clients' samples together follows from their ``rows``."""
+    alone = any(isinstance(found, dict) and metric in found for found in rows["values"]) if "values" in rows else False
+    return metric != "auc" and not alone
+
+
 def _measure(metric: str, counts: Mapping[str, np.ndarray], samples_N1: np.ndarray) -> np.ndarray:
     """Return ``metric`` of N rows from their ``counts`` by class, label or target, each ``[N, K]``."""
     if metric == "accuracy":
         return np.asarray(counts["hits"].sum(axis=1) / counts["support"].sum(axis=1))
     if metric == "balanced_accuracy":
         return _mean_ratios(counts["hits"], counts["support"])
+    if metric == "ece":
+        return np.asarray(np.abs(counts["gaps"]).sum(axis=1) / samples_N1[:, 0])
     if metric == "mae":
         return np.asarray((counts["absolute"] / samples_N1).mean(axis=1))
     if metric == "rmse":
@@ -226,21 +286,21 @@ def _mean_where(values_NK: np.ndarray, defined_NK: np.ndarray) -> np.ndarray:
 def find_missing(row: Mapping[str, Any], metric: str) -> tuple[int, ...]:
     """Return the classes, labels or targets that the samples of ``row`` do not define ``metric`` for, by number.
 
-    ``auc``: classes or labels that no sample has, or all; ``balanced_accuracy``: classes that no sample has; ``dice``,
-    ``iou``, ``f1`` and distances of surfaces: likewise, without the background of masks; they count nevertheless where
-    they are predicted. ``r2``: targets without spread. It depends on the samples alone, not on predictions.
+    ``auc``, ``average_precision``: classes or labels that no sample has, or all; ``balanced_accuracy``: classes that no
+    sample has; ``dice``, ``iou``, ``f1`` and distances of surfaces: likewise, without the background of masks; they
+    count nevertheless where they are predicted. ``r2``: targets without spread. It depends on the samples alone, not on
+    predictions.
     """
     if metric == "r2" and isinstance(row.get("square"), list):
         sums = zip(row["total"], row["square"], strict=True)
         return tuple(
             n for n, (total, square) in enumerate(sums) if square - total**2 / row["samples"] <= CONSTANT * square
         )
-    if metric not in ("auc", "balanced_accuracy", "dice", "iou", "f1", *DISTANCES) or not isinstance(
-        row["support"], list
-    ):
+    of_masks = ("dice", "iou", *DISTANCES)
+    if metric not in (*RANKINGS, "balanced_accuracy", "f1", *of_masks) or not isinstance(row["support"], list):
         return ()
-    first = 1 if metric not in ("auc", "balanced_accuracy", "f1") and len(row["support"]) > 1 else 0
-    useless = (0, row["samples"]) if metric == "auc" else (0,)
+    first = 1 if metric in of_masks and len(row["support"]) > 1 else 0
+    useless = (0, row["samples"]) if metric in RANKINGS else (0,)
     return tuple(n for n, count in enumerate(row["support"]) if n >= first and count in useless)
 
 
@@ -347,7 +407,7 @@ class RunSummary:
     @property
     def metric_name(self) -> str:
         """Name of the metric in a sentence."""
-        return METRICS[self.metric]
+        return name_metric(self.metric)
 
     @property
     def scale(self) -> float:
@@ -357,8 +417,9 @@ class RunSummary:
     @property
     def outputs(self) -> str:
         """Number of classes, labels or targets in words."""
+        of_labels = "f1" in self.metrics and "accuracy" not in self.metrics
         noun = (
-            "label" if "f1" in self.metrics else "target" if self.of_numbers else "risk" if "c_index" in self.metrics
+            "label" if of_labels else "target" if self.of_numbers else "risk" if "c_index" in self.metrics
             else "class"
         )  # fmt: skip
         return f"{self.classes} {noun}{'' if self.classes == 1 else 'es' if noun == 'class' else 's'}"
@@ -366,7 +427,7 @@ class RunSummary:
     @property
     def metric_label(self) -> str:
         """Name and unit of the metric, for an axis."""
-        return f"{self.metric_name} ({self.metric_unit if self.metric in UNITS else '%'})"
+        return f"{self.metric_name} ({'%' if is_share(self.metric) else self.metric_unit})"
 
     @property
     def of_numbers(self) -> bool:

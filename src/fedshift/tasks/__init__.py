@@ -11,6 +11,8 @@ from .catalog import infer_task as infer_task
 from .catalog import restore_task as restore_task
 from .classification import CLASSIFICATION as CLASSIFICATION
 from .classification import Classification as Classification
+from .metrics import METRICS as METRICS
+from .metrics import Metric as Metric
 from .multilabel import Multilabel as Multilabel
 from .regression import Regression as Regression
 from .segmentation import Segmentation as Segmentation

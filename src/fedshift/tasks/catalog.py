@@ -39,10 +39,11 @@ TASKS = Catalog[Task]("task", _KINDS, _accept)
 
 
 def describe_task(task: Task) -> dict[str, Any]:
-    """Return the name of ``task`` (``module:Class`` for a user's task), and its fields."""
+    """Return the name of ``task`` (``module:Class`` for a user's task), and its fields except requested metrics."""
     kind = type(task)
     name = task.name if _KINDS.get(task.name) is kind else f"{kind.__module__}:{kind.__qualname__}"
-    return {"name": name, **{each.name: getattr(task, each.name) for each in fields(task)}}
+    own = (each.name for each in fields(task) if each.name != "requested")
+    return {"name": name, **{each: getattr(task, each) for each in own}}
 
 
 def find_kind(task: Task) -> str:

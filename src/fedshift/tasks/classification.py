@@ -144,7 +144,7 @@ def mean_area(score_KN: Tensor, positive_KN: Tensor) -> float | None:
         positive_KN: Whether a sample has the class or label, bool.
 
     """
-    areas = [area for part in _split_rows(score_KN, positive_KN) for area in _areas(*part)]
+    areas = [area for part in split_rows(score_KN, positive_KN) for area in _areas(*part)]
     return sum(areas) / len(areas) if areas else None
 
 
@@ -155,11 +155,11 @@ def mean_area_parts(score_KN: Tensor, positive_KN: Tensor) -> Tensor:
     below it; a negative's is (V - A) / negatives, with the share of positives above it (DeLong, DeLong and
     Clarke-Pearson 1988, Biometrics 44(3)). A sample's part in the mean is the mean of its parts.
     """
-    parts = [part_N for rows in _split_rows(score_KN, positive_KN) for part_N in _area_parts(*rows)]
+    parts = [part_N for rows in split_rows(score_KN, positive_KN) for part_N in _area_parts(*rows)]
     return torch.stack(parts).mean(dim=0) if parts else score_KN.new_full((score_KN.shape[1],), torch.nan)
 
 
-def _split_rows(score_KN: Tensor, positive_KN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def split_rows(score_KN: Tensor, positive_KN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows with both kinds of samples, a few at a time; none if a score is not finite."""
     two_K = positive_KN.any(dim=1) & ~positive_KN.all(dim=1)
     if not bool(two_K.any()) or not bool(score_KN.isfinite().all()):

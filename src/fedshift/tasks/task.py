@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from .metrics import Metric
 
 Counts = dict[str, Any]
 """Counts of a split, by the columns of :mod:`fedshift.results.schema`."""
@@ -29,6 +32,7 @@ class Task(ABC):
         metrics: Metrics that its counts define (:data:`fedshift.results.schema.METRICS`), the usual one first.
         loss: Default training loss (:data:`fedshift.core.loss.LOSSES`).
         output: Name of one output of the network: a class, a label or a target.
+        requested: Metrics that are counted on request (:mod:`fedshift.tasks.metrics`), beside those.
 
     """
 
@@ -36,6 +40,31 @@ class Task(ABC):
     metrics: ClassVar[tuple[str, ...]]
     loss: ClassVar[str]
     output: ClassVar[str]
+    requested: tuple[Metric, ...] = ()
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of all metrics, the usual one first."""
+        others = (metric.name for metric in self.requested if metric.name not in self.metrics)
+        return (*self.metrics[:-1], *others, *self.metrics[-1:])
+
+    def measure(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
+        """Return :meth:`count` and the counts of the requested metrics."""
+        counts = self.count(predictions, y, outputs)
+        for metric in self.requested:
+            for name, value in metric.count(self, predictions, y, outputs).items():
+                counts[name] = {**counts.get(name, {}), **value} if isinstance(value, dict) else value
+        return counts
+
+    def record_all(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
+        """Return :meth:`record` and the results of single samples of the requested metrics."""
+        made = self.record(predictions, y, outputs)
+        parts = [metric.record(self, predictions, y, outputs) for metric in self.requested] if made else []
+        return {**made, **{name: part for each in parts for name, part in each.items()}}
+
+    def may_have(self, counts: Counts) -> bool:
+        """Return whether :meth:`measure` can return ``counts``, which have its types (:meth:`is_possible`)."""
+        return self.is_possible(counts) and all(metric.is_possible(counts) for metric in self.requested)
 
     def read_targets(self, y: NDArray[Any], shape: tuple[int, ...], where: str) -> Tensor:
         """Return an array of targets as the task keeps them, by default numbers, float64 ``[N, outputs]``.

@@ -75,7 +75,7 @@ class RowReader:
     def __init__(self, task: Task, outputs: int) -> None:
         self.task = task
         blank = Samples(x=torch.zeros(1), y=task.make_blank_targets(1, ONE_PIXEL, outputs)).targets()
-        counts = task.count(torch.zeros(1, *task.output_shape(ONE_PIXEL, outputs)), blank, outputs)
+        counts = task.measure(torch.zeros(1, *task.output_shape(ONE_PIXEL, outputs)), blank, outputs)
         fields: dict[str, Any] = {name: _type_like(value) for name, value in counts.items()}
         fields |= dict(
             zip(
@@ -115,7 +115,7 @@ class RowReader:
                     raise RefusedMessage(f"it measured the {row['model']} model, but {moment} models are personal")
                 size = sizes[row["split"]]
                 counts = {key: value for key, value in row.items() if key not in PLACE}
-                if row["samples"] != size or not self.task.is_possible(counts):
+                if row["samples"] != size or not self.task.may_have(counts):
                     raise RefusedMessage(f"its counts are impossible for its {size} samples: {counts}")
             if missing := sizes.keys() - {split for split, _ in places}:
                 raise RefusedMessage(f"it measured nothing on its {min(missing)} samples")
@@ -143,4 +143,8 @@ def _type_like(value: Any) -> Any:
         return Annotated[list[_type_like(value[0])], Field(min_length=len(value), max_length=len(value))]  # type: ignore[misc]
     if value is None:
         return Share | None
+    if isinstance(value, dict):
+        made = TypedDict("on_request", dict.fromkeys(value, float | None))  # type: ignore[misc]
+        made.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
+        return made
     return Count if isinstance(value, int) else float

@@ -43,6 +43,7 @@ class TrialReview:
         trial: name of experiment, method and seed.
         coordinator: fingerprint of the coordinator's key; empty: questions are not signed.
         measured: number of rounds after which the site's models are measured.
+        metrics: metrics that are measured beside loss and counts.
 
     """
 
@@ -59,6 +60,7 @@ class TrialReview:
     trial: str = ""
     coordinator: str = ""
     measured: int = 0
+    metrics: tuple[str, ...] = ()
 
     @property
     def passes(self) -> int:
@@ -117,7 +119,8 @@ class TrialReview:
         groups = [
             f"leaves {group.when}: {group}: {', '.join(group.names)}" for group in group_disclosures(self.leaving)
         ]
-        measured = "loss, sizes and counts by class of its test and validation samples"
+        counted = ", ".join(("loss", "sizes", *self.metrics))
+        measured = f"{counted} and counts by class of its test and validation samples"
         told = f"numbers of training samples and steps, mean training loss; {measured}, without noise"
         work = f"a round: {describe_work(self.plan.work)}; {describe_optimizer(self.plan.optimizer)}"
         if self.validates:

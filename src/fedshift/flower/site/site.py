@@ -53,7 +53,7 @@ from ...models import ModelFactory
 from ...nn.linear import list_products, set_products
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...results.run_directory import to_file_name
-from ...results.schema import METRICS, REESTIMATED, Row, compute_metric, is_of_numbers, metric_unit, rows_to_frame
+from ...results.schema import REESTIMATED, Row, compute_metric, is_of_numbers, metric_unit, name_metric, rows_to_frame
 from ...tasks import CLASSIFICATION, TASKS, describe_task
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError, as_flag
@@ -470,9 +470,9 @@ class Site:
                     float(compute_metric(rows_to_frame([row]), metric)[0]),
                     metric_unit(metric, numbers=is_of_numbers(row)),
                 )
-                said = f"{METRICS[metric]} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit} here"
+                said = f"{name_metric(metric)} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit} here"
                 if value != value:
-                    said = f"{METRICS[metric]} is not defined by the test data here"
+                    said = f"{name_metric(metric)} is not defined by the test data here"
                 self.say(f"{plan.method.label}, after round {server.round}: {said}")
         return Exchange(kind="evaluated", facts={"name": trial.kept.name, "round": server.round, "rows": rows})
 
@@ -537,7 +537,9 @@ class Site:
                 make_methods(spec)[int(asked["method"])],
                 resolve_model(spec.model, data.sample_shape, data.task),
             )
-            settings = make_settings(spec, ()).for_task(data.task)
+            settings = make_settings(spec, ())
+            data = settings.request_metrics(data)
+            settings = settings.for_task(data.task)
         plan = make_plan(
             method, model, settings, seed, sample=client.test.inputs(slice(0, 1)), classes=classes,
             labels=torch.tensor(asked["labels"] or [0] * classes), clients=int(asked["clients"]), task=data.task,
@@ -558,6 +560,7 @@ class Site:
             validates=self.validates,
             samples=len(client.train),
             uncovered=list_uncovered(plan, settings, data),
+            metrics=tuple(metric.name for metric in data.task.requested),
             copies=count_copies({client.name: client.train}) if find_mechanism((method.gradient,)) else 1,
             trial=f"{experiment}/{folder.name}",
             coordinator=signer,
