@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
@@ -31,10 +33,18 @@ def _accept(task: object, text: str | None) -> Task:
     return task
 
 
+def _hide_requested(kind: Callable[..., Any], _own: bool) -> Callable[..., Any]:
+    """Return ``kind`` without the argument ``requested``, which other settings give."""
+    made: Any = partial(kind)
+    taken = inspect.signature(kind)
+    made.__signature__ = taken.replace(parameters=[p for p in taken.parameters.values() if p.name != "requested"])
+    return made  # type: ignore[no-any-return]
+
+
 _KINDS: Mapping[str, type[Task]] = {
     kind.name: kind for kind in (Classification, Segmentation, Multilabel, Regression, Survival)
 }
-TASKS = Catalog[Task]("task", _KINDS, _accept)
+TASKS = Catalog[Task]("task", _KINDS, _accept, adapt=_hide_requested)
 """Tasks; your own is a subclass of :class:`Task`."""
 
 

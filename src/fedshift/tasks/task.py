@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -40,7 +40,7 @@ class Task(ABC):
     metrics: ClassVar[tuple[str, ...]]
     loss: ClassVar[str]
     output: ClassVar[str]
-    requested: tuple[Metric, ...] = ()
+    requested: tuple[Metric, ...] = field(default=(), repr=False)
 
     @property
     def measured(self) -> tuple[str, ...]:
