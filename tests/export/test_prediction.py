@@ -110,6 +110,29 @@ def test_the_table_compares_each_mask_with_the_true_one(tmp_path):
     assert {file.name for file in (tmp_path / "out").glob("*.nii.gz")} == {"a.nii.gz", "b.nii.gz"}
 
 
+def test_voxels_of_a_sheared_volume_have_the_volume_between_their_edges(tmp_path):
+    values, bright = draw_volume()
+    affine = np.diag([0.5, 2.0, 3.0, 1.0])
+    affine[0, 1] = 0.4  # the second edge leans: it is longer, and the volume is the same
+    save(tmp_path / "leaning.nii", values, affine)
+    (row,) = predict_files(volumes(3, 4, 5), [tmp_path / "leaning.nii"], tmp_path / "out").rows
+    assert row["milliliters bright"] == pytest.approx(bright.sum() * 0.003)
+
+
+def test_the_table_has_what_was_predicted_before_an_interruption(tmp_path):
+    for name in "ab":
+        save(tmp_path / f"{name}.nii", draw_volume()[0], np.eye(4))
+
+    def interrupt(_, done, __):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        predict_files(volumes(3, 4, 5), [tmp_path / "a.nii", tmp_path / "b.nii"], tmp_path / "out", progress=interrupt)
+    table = pd.read_csv(tmp_path / "out" / "cases.csv")
+    assert table["mask"].tolist() == ["a.nii.gz"]
+
+
 def test_pictures_of_any_size_have_masks_of_theirs_with_distances_in_pixels(tmp_path):
     pixels = np.zeros((8, 12), np.uint8)
     pixels[2:6, 4:8] = 255

@@ -12,6 +12,7 @@ empty cells; in only one of them, Dice is 0.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ from .loading import ExportedModel
 from .package import require_new
 
 TABLE = "cases.csv"
+EVERY = 10.0
+"""Seconds between two writings of the table, of which a killed program leaves the last."""
 WRITTEN = "predicted"
 """Status of a file that was predicted; another status is the reason why a file was not."""
 Row = dict[str, Any]
@@ -91,17 +94,27 @@ def predict_files(
         _require_distinct_names(found)
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for done, file in enumerate(found):
-        progress("predictions", done, len(found))
-        try:
-            rows += _predict_file(model, file, out, truths)
-        except (Unreadable, UsageError) as error:
-            rows.append({"file": str(file), "status": str(error).removeprefix(f"{file} ")})
+    kept = time.monotonic()
+    try:
+        for done, file in enumerate(found):
+            progress("predictions", done, len(found))
+            try:
+                rows += _predict_file(model, file, out, truths)
+            except (Unreadable, UsageError) as error:
+                rows.append({"file": str(file), "status": str(error).removeprefix(f"{file} ")})
+            if time.monotonic() - kept > EVERY:
+                _write_table(rows, out)
+                kept = time.monotonic()
+    finally:
+        _write_table(rows, out)
+    failed = [f"{row['file']} {row['status']}" for row in rows if row["status"] != WRITTEN]
+    return Predictions(out / TABLE, rows, failed)
+
+
+def _write_table(rows: Sequence[Row], out: Path) -> None:
     columns = dict.fromkeys(name for row in rows for name in row)
     table = pd.DataFrame(rows, columns=list(columns))
     write_atomically(out / TABLE, escape_table(table).to_csv(index=False).encode())
-    failed = [f"{row['file']} {row['status']}" for row in rows if row["status"] != WRITTEN]
-    return Predictions(out / TABLE, rows, failed)
 
 
 def list_files(given: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
@@ -223,7 +236,9 @@ def _measure_volumes(model: ExportedModel, predicted: Tensor, header: VolumeHead
     """Yield the milliliters of each class except the background in a volume whose spacing is known."""
     if predicted.ndim == 3 and len(header.spacing) == 3:
         counts = torch.bincount(predicted.flatten(), minlength=len(model.classes)).tolist()
-        voxel = float(np.prod(header.spacing)) / 1000  # mm³ to ml
+        sheared = header.affine is not None  # the product of the edges would be too large
+        cubic = abs(np.linalg.det(np.array(header.affine)[:3, :3])) if sheared else np.prod(header.spacing)
+        voxel = float(cubic) / 1000  # mm³ to ml
         yield from ((name, count * voxel) for name, count in list(zip(model.classes, counts, strict=True))[1:])
 
 
