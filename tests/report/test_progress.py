@@ -10,7 +10,7 @@ from rich.console import Console
 from fedshift.report.claims import collect_claims, describe_baseline, describe_ranking, difference_table
 from fedshift.report.concordance import concordance_table
 from fedshift.report.page import collect_tables, render_page
-from fedshift.report.progress import describe_partial, describe_reached, find_reached_rounds, is_even
+from fedshift.report.progress import describe_falling, describe_partial, describe_reached, find_reached_rounds, is_even
 from fedshift.report.publication import publish_summary
 from fedshift.report.tables import describe_seeds
 from tests.report.conftest import LAST
@@ -50,6 +50,21 @@ def test_the_line_says_which_runs_are_where(interrupted, make_study):
     assert describe_reached(reached, 9).startswith(
         "PARTIAL: 9 rounds were asked for, and so far fedavg has reached round 3, fedbn has not been evaluated. "
     )
+
+
+def test_a_training_loss_that_still_falls_is_noted(make_study):
+    study = make_study(rounds=20)
+    assert describe_falling(study) == ""  # 1 / round
+    rows = study.rows.copy()
+    steady = (rows["split"] == "train") & (rows["method"] == "fedbn")
+    rows.loc[steady, "loss_sum"] = (25.0 - rows["round"]) * rows["samples"]
+    steady = replace(study, rows=rows)
+    # means of rounds 17..20, 13..16 and of round 1: 6.5, 10.5 and 24
+    assert "by this percentage of its whole fall: fedbn 23. Train" in describe_falling(steady)
+    assert describe_falling(steady) in collect_tables(steady, collect_claims(steady))["metric"].text.note
+    rows.loc[rows["seed"] == 1, "loss_sum"] = rows["samples"]
+    assert describe_falling(replace(study, rows=rows)) == ""  # not for every seed
+    assert describe_falling(make_study(rounds=9)) == ""
 
 
 def test_runs_that_stopped_together_are_partial_and_are_compared(make_study):

@@ -53,7 +53,7 @@ from .formatting import (
 from .html import draw_legend_entry, embed_panel, encode_strip, render_template
 from .lag import describe_lag
 from .origin import describe_run, find_changed
-from .progress import describe_partial, find_reached_rounds, is_even
+from .progress import describe_falling, describe_partial, find_reached_rounds, is_even
 from .sites import describe_clients, list_client_tables
 from .style import make_styles
 from .tables import (
@@ -132,7 +132,7 @@ def make_metric_table(
         notes.append(describe_majority(summary))
         frame = add_majority(summary, frame)
     if shown == (summary.metric, "personal", "test", "loaded", None):
-        notes.append(describe_lag(summary))
+        notes += [describe_lag(summary), describe_falling(summary)]
     text = replace(text, partial=describe_partial(summary), note=" ".join(filter(None, notes)))
     file = "-".join([metric, *([model] if model == "global" else []), *([split] if split != "test" else [])])
     file += "-trained" if moment == "trained" else ""

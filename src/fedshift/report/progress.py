@@ -19,6 +19,8 @@ from ..results.schema import RunSummary
 Reached = Mapping[tuple[str, int], int]
 """The last evaluated round of each method and seed, 0 if none was."""
 
+STILL = 0.1
+"""Part of a training loss's whole fall that the last fifth of the rounds may have at the end of training."""
 T = TypeVar("T")
 Key = ParamSpec("Key")
 _KNOWN: WeakKeyDictionary[RunSummary, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -70,6 +72,30 @@ def describe_reached(reached: Reached, rounds: int) -> str:
     places = ", ".join(f"{method} {_describe_place(method, reached)}" for method in methods)
     rule = "" if is_even(reached) else " Methods are compared only where both have reached the same round."
     return f"PARTIAL: {rounds} round{'s' * (rounds > 1)} were asked for, and so far {places}.{rule}"
+
+
+def describe_falling(summary: RunSummary) -> str:
+    """Return a notice about methods whose training loss still falls at the end; empty if there is none.
+
+    The loss falls if the last fifth of the rounds lowers it, for every seed, by more than :data:`STILL` of its whole
+    fall; a steady fall lowers it by a fifth.
+    """
+    trained = summary.rows[summary.rows["split"] == "train"]
+    sums = trained.groupby(["method", "seed", "round"])[["loss_sum", "samples"]].sum()
+    loss = (sums["loss_sum"] / sums["samples"]).unstack("round").dropna(axis=1)
+    part = loss.shape[1] // 5
+    if part < 2:
+        return ""
+    last, before = loss.iloc[:, -part:].mean(axis=1), loss.iloc[:, -2 * part : -part].mean(axis=1)
+    fall = loss.iloc[:, 0] - last
+    share = ((before - last) / fall.where(fall > 0)).fillna(0.0).groupby("method").min()
+    falling = [f"{method} {100 * share[method]:.0f}" for method in summary.methods if share.get(method, 0.0) > STILL]
+    if not falling:
+        return ""
+    return (
+        "The training loss still falls: in the last fifth of the rounds, by this percentage of its whole fall: "
+        f"{', '.join(falling)}. Train for more rounds or at a larger learning rate before ranking methods."
+    )
 
 
 def _describe_place(method: str, reached: Reached) -> str:
