@@ -266,6 +266,10 @@ class DataSpec:
     table, a pattern of files' names, '{group}_*.png', a .csv file with columns file and group, the name of arrays
     beside x and y (patient for patient_train and patient_test), or an attribute of torch datasets."""
 
+    window: Annotated[str | None, Parameter(group=FILES, allow_leading_hyphen=True)] = None
+    """Values LOW,HIGH of medical images that become -1 and 1, clipped beyond, such as -160,240 for soft tissue in
+    Hounsfield units; by default the 0.5th and 99.5th percentiles of each image."""
+
     missing: Annotated[Literal["impute", "refuse"], Parameter(group=FILES)] = "impute"
     """Treatment of missing values in a table: filled in from the client's own training part, or refused."""
 

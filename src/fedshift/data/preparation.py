@@ -156,11 +156,19 @@ class Decoding:
             stored from -1 to 1; ``volume``, a medical image, turned to the patient's axes and scaled by its own
             percentiles; ``array``, no files.
         bits: Bits of gray integers: the largest, ``2^bits - 1``, is stored as 1.
+        window: Values of a medical image that become -1 and 1, in place of its percentiles.
 
     """
 
     kind: Literal["array", "byte", "integer", "real", "volume"] = "array"
     bits: int = 0
+    window: tuple[float, float] | None = None
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Decoding:
+        """Return the decoding described by the result of ``asdict``."""
+        window = facts.get("window")
+        return cls(**{**facts, "window": None if window is None else tuple(window)})
 
     def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
         """Return gray values ``pixels`` of kind ``integer`` or ``real`` from -1 to 1; values beyond become 1."""
@@ -269,7 +277,7 @@ class Preparation:
             for c in facts.get("columns", ())
         )
         return cls(
-            shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), decoding=Decoding(**facts["decoding"]),
+            shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), decoding=Decoding.from_json(facts["decoding"]),
             scaling=scaling, columns=columns, values=tuple(facts["values"]),
         )  # fmt: skip
 
@@ -314,7 +322,9 @@ class Preparation:
         channels, *size = self.shape
         try:
             if self.decoding.kind == "volume":
-                stored = resize_volume(torch.from_numpy(decode_volume(Path(str(file)))), tuple(size))
+                stored = resize_volume(
+                    torch.from_numpy(decode_volume(Path(str(file)), window=self.decoding.window)), tuple(size)
+                )
             else:
                 stored = torch.from_numpy(self._decode_image(file))
         except (Unreadable, FileNotFoundError) as error:

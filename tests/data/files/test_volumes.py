@@ -12,6 +12,7 @@ from PIL import Image
 import fedshift
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
+from fedshift.data.files.volume_decoding import decode_volume
 from fedshift.data.pictures import to_pictures
 from fedshift.data.sources import load_federation
 from fedshift.diagnosis.overview import make_overview
@@ -336,3 +337,38 @@ def test_images_of_one_dicom_patient_stay_together(tmp_path):
     )
     assert any("6 groups" in notice for notice in data.notices)
     assert "patient 3" not in repr(data)
+
+
+def test_a_window_maps_its_values_to_minus_one_and_one(root):
+    data = read_folder(root, window="-160,240")
+    x, _ = draw("p")
+    wanted = (np.clip(x.astype(np.float64), -160, 240) + 160) / 400 * 2 - 1
+    stored = data.client("a").train.copy_rows(slice(None)).numpy()
+    assert any(np.allclose(each[0], wanted.transpose(2, 1, 0), atol=1e-6) for each in stored)
+    assert stored.min() == -1
+    assert stored.max() == 1
+    kept = data.describe_client(data.client("a")).preparation
+    assert type(kept).from_json(kept.to_json()) == kept
+    again, _ = kept.store(str(root / "a" / "train" / "images" / "p.nii.gz"))
+    assert any(np.array_equal(again[0].numpy(), each) for each in stored)
+    for wrong in ("240,-160", "soft tissue", "nan,1", "1"):
+        assert refused(root, window=wrong).startswith(f"window={wrong!r}: give the values that become -1 and 1")
+
+
+def test_a_window_of_dicom_files_is_in_hounsfield_units(tmp_path):
+
+    file = tmp_path / "slice.dcm"
+    write_dicom(file, np.array([[0, 1024], [1064, 2024]], np.uint16), RescaleSlope=1.0, RescaleIntercept=-1024.0)
+    assert decode_volume(file, window=(0.0, 80.0))[0].tolist() == [[-1.0, -1.0], [0.0, 1.0]]
+
+
+def test_images_that_do_not_say_how_they_lie_are_noted(root):
+    made = nibabel.Nifti1Image(draw("u")[0], affine())
+    made.set_qform(None, code=0)
+    made.set_sform(None, code=0)
+    made.header["pixdim"][1:4] = SPACING
+    nibabel.save(made, root / "b" / "images" / "u.nii")
+    mask = nibabel.Nifti1Image(draw("u")[1], made.header.get_best_affine())
+    nibabel.save(mask, root / "b" / "masks" / "u.nii")
+    (notice,) = (each for each in read_folder(root).notices if each.startswith("client"))
+    assert notice.startswith("client 'b': 1 of 5 images do not say how their axes lie in the patient")

@@ -34,6 +34,7 @@ class ReadOptions:
         split_column: Table column with train, validation or test.
         groups: Groups (such as the samples of one patient) that stay together: a table's column, a pattern of files'
             names or a table of files (:mod:`fedshift.data.groups`), or the name of arrays beside x and y.
+        window: Values ``LOW,HIGH`` of medical images that become -1 and 1; None: each image's percentiles.
         missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
         scaling: ``client`` standardizes numeric columns with the client's training rows.
         schema: Layout of the data that these clients join, whose columns are used to read tables; a single file is then
@@ -54,6 +55,7 @@ class ReadOptions:
     task: Task | None = None
     split_column: str | None = None
     groups: str | None = None
+    window: str | None = None
     missing: Literal["impute", "refuse"] = "impute"
     scaling: Literal["client", "none"] = "client"
     schema: Layout | None = None

@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ...utils.files import NotRegular, open_regular, require_regular
 from .image_decoding import SUFFIXES, Unreadable, decode_image, read_header
 
@@ -53,6 +53,7 @@ _COMMENTS = 2**20
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 
 Array = NDArray[Any]
+Window = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class VolumeHeader:
         spacing: Millimeters between neighbors along these axes; empty if the file does not specify it.
         axes: Directions of the file's own axes, such as ``RAS`` (right, anterior, superior), if known.
         affine: Transform of the file's voxels to millimeters, ``[4, 4]``; None: unknown.
+        placed: Whether the file says how its axes lie in the patient (NIfTI: a qform or sform).
         patient: DICOM's PatientID, in memory alone; empty if the file does not say it.
 
     """
@@ -74,6 +76,7 @@ class VolumeHeader:
     spacing: tuple[float, ...] = ()
     axes: str = ""
     affine: tuple[tuple[float, ...], ...] | None = None
+    placed: bool = True
     patient: str = field(default="", repr=False)
 
 
@@ -99,16 +102,33 @@ def read_volume_header(file: Path) -> VolumeHeader:
         return VolumeHeader(shape=(picture.height, picture.width))
 
 
-def decode_volume(file: Path, *, turn: bool = True) -> NDArray[np.float32]:
+def parse_window(text: str | None) -> Window | None:
+    """Return the values that ``LOW,HIGH`` names; raise :class:`UsageError` if these are not two rising numbers."""
+    if text is None:
+        return None
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        low, high = 0.0, 0.0
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise UsageError(
+            "{}: give the values that become -1 and 1, such as -160,240 for soft tissue in Hounsfield units",
+            Ref(window=text),
+        )
+    return low, high
+
+
+def decode_volume(file: Path, *, turn: bool = True, window: Window | None = None) -> NDArray[np.float32]:
     """Return the brightness in ``file``, ``[C, D, H, W]`` or ``[C, H, W]``, from -1 to 1; raise :class:`Unreadable`.
 
-    ``turn``: reorient the array to the patient's axes; otherwise the file's last axis comes first.
+    ``turn``: reorient the array to the patient's axes; otherwise the file's last axis comes first. ``window``: values,
+    in Hounsfield units where the file has such, that become -1 and 1; None: the volume's :data:`PERCENTILES`.
     """
     with _explain(file):
         values = _decode(file, turn)
         if not np.isfinite(values).all():
             raise Unreadable("has voxels that are NaN or infinite")
-        return _scale(values, by_channel=file.name.lower().endswith(NIFTI))
+        return _scale(values, window, by_channel=file.name.lower().endswith(NIFTI))
 
 
 def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
@@ -152,10 +172,11 @@ def _times(numbers: tuple[float, ...]) -> str:
     return " x ".join(f"{number:g}" for number in numbers)
 
 
-def _scale(values: Array, *, by_channel: bool) -> NDArray[np.float32]:
+def _scale(values: Array, window: Window | None, *, by_channel: bool) -> NDArray[np.float32]:
     """Return ``values [C, ...]`` scaled to [-1, 1]; a constant channel becomes -1."""
     axes = tuple(range(1 if by_channel else 0, values.ndim))
-    low, high = (np.asarray(each, np.float32) for each in np.percentile(values, PERCENTILES, axis=axes, keepdims=True))
+    ends = window or np.percentile(values, PERCENTILES, axis=axes, keepdims=True)
+    low, high = (np.asarray(each, np.float32) for each in ends)
     span = np.where(high > low, high - low, 1)
     shares = (np.clip(values.astype(np.float32), low, high) - low) / span
     scaled: NDArray[np.float32] = (shares * 2 - 1).astype(np.float32)
@@ -169,6 +190,11 @@ def _decode(file: Path, turn: bool) -> Array:
             found = _open_dicom(file, stream, whole=True)
             header = _describe_dicom(found)
             values = np.asarray(found.pixel_array)
+        slope, intercept = (
+            float(found.get(f"Rescale{name}", plain)) for name, plain in (("Slope", 1), ("Intercept", 0))
+        )
+        if (slope, intercept) != (1.0, 0.0):
+            values = values * slope + intercept
         values = values.max() - values if found.get("PhotometricInterpretation") == "MONOCHROME1" else values
         return np.moveaxis(values, -1, 0) if header.channels > 1 else values[None]
     header, turned = _describe_nifti(file, turn)
@@ -222,6 +248,7 @@ def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]
         spacing=tuple(round(float(steps[axis]), 4) for axis in kept),
         axes="".join(nibabel.aff2axcodes(affine)),
         affine=tuple(map(tuple, affine.tolist())),
+        placed=bool(header["qform_code"] or header["sform_code"]),
     )
     return described, turned
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..resizing import resize_volume
 from ..stores import Keys, LazyStore, RecentArrays
 from .image_decoding import Unreadable
 from .read_options import ReadOptions
-from .volume_decoding import CLOSE, VolumeHeader, decode_volume
+from .volume_decoding import CLOSE, VolumeHeader, Window, decode_volume
 
 KEPT = 2**28
 """Bytes of decoded images to keep."""
@@ -40,6 +41,7 @@ class VolumeStore(LazyStore):
         where: Name of the samples in messages.
         recent: Cache of decoded samples, which stores may share.
         turn: Reorient arrays to the patient's axes.
+        window: Values that become -1 and 1; None: each volume's percentiles.
 
     """
 
@@ -53,9 +55,14 @@ class VolumeStore(LazyStore):
         recent: RecentArrays,
         *,
         turn: bool = True,
+        window: Window | None = None,
     ) -> None:
         super().__init__(where, len(samples), torch.zeros(1, *shape))
-        self._samples, self._recent, self._turn = tuple(samples), recent, turn
+        self._samples, self._recent, self._decode_one = (
+            tuple(samples),
+            recent,
+            partial(decode_volume, turn=turn, window=window),
+        )
 
     @override
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
@@ -72,7 +79,7 @@ class VolumeStore(LazyStore):
         parts = []
         for file in files:
             try:
-                parts.append(decode_volume(file, turn=self._turn))
+                parts.append(self._decode_one(file))
             except Unreadable as error:
                 raise UsageError(f"{file} {error}: give a file that is whole, and stays") from error
         made = np.concatenate([resize_volume(torch.from_numpy(part), self.shape[2:]).numpy() for part in parts])
@@ -125,6 +132,18 @@ def choose_spacing(task: Segmentation, headers: Sequence[VolumeHeader], size: Sh
     if len(steps) == len(headers) and steps and np.allclose(steps, steps[0], rtol=CLOSE):
         return replace(task, spacing=tuple(steps[0])), []
     return task, ["voxels differ in size between files, so that surface distances are in voxels (spacing= of the task)"]
+
+
+def list_unplaced(name: str, headers: Sequence[VolumeHeader]) -> list[str]:
+    """Return a notice about the client's images that do not say how they lie in the patient, if any."""
+    count = sum(not header.placed for header in headers)
+    if not count:
+        return []
+    return [
+        f"client {name!r}: {count} of {len(headers)} images do not say how their axes lie in the patient (qform and "
+        "sform codes are 0): they are read as nibabel assumes, the first axis to the patient's left; make sure that "
+        "they lie as the others do"
+    ]
 
 
 def _describe(shape: Shape) -> str:

@@ -21,8 +21,8 @@ from ..files import masks as pairing
 from ..files.image_store import read_all
 from ..files.masks import Pair
 from ..files.read_options import ReadOptions
-from ..files.volume_decoding import READABLE, decode_mask, find_difference, is_volume, read_volume_header
-from ..files.volumes import KEPT, Shape, VolumeStore, choose_spacing, find_common_shape
+from ..files.volume_decoding import READABLE, decode_mask, find_difference, is_volume, parse_window, read_volume_header
+from ..files.volumes import KEPT, Shape, VolumeStore, choose_spacing, find_common_shape, list_unplaced
 from ..preparation import Decoding
 from ..resizing import resize_mask
 from ..scan import Assign, Loaded, Scan
@@ -30,7 +30,7 @@ from ..stores import RecentArrays
 from .images import list_clients, make_part, require_task
 
 holds = "medical images with masks"
-options = frozenset({"test_fraction", "image_size", "groups"})
+options = frozenset({"test_fraction", "image_size", "groups", "window"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +55,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     channels or from their masks, or the library for their format is missing.
     """
     require_task(source, reading, Segmentation)
+    parse_window(reading.window)
     places = folders.choose_folders(source, reading)
     files, notices = list_clients(source, places, reading, READABLE)
     pairs = {name: pairing.pair_files(source, name, own) for name, own in files.items()}
@@ -93,6 +94,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         targets = torch.from_numpy(pairing.to_classes(y[name], white=name in white))
         patients = [headers[image.path].patient if image.path in headers else "" for image, _ in own]
         parts.append(make_part(name, [image for image, _ in own], targets, places[name], reading, patients))
+        notices += list_unplaced(name, [headers[image.path] for image, _ in own if image.path in headers])
         notices += pairing.list_empty(name, own, held[name], left_out, white=name in white)
         if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
             faults.append(folders.describe_broken(name, lost, 2 * len(own)))
@@ -114,12 +116,12 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
 def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     """Return stores that decode each client's images when a batch needs them."""
     found: _Volumes = scan.source
-    recent = RecentArrays(KEPT)
+    recent, window = RecentArrays(KEPT), parse_window(reading.window)
     return Loaded(
         stores=[
-            VolumeStore([(found.path / file,) for file in part.files], found.shape, part.where, recent)
+            VolumeStore([(found.path / file,) for file in part.files], found.shape, part.where, recent, window=window)
             for part in scan.parts
         ],
-        decodings=[Decoding(kind="volume")] * len(scan.parts),
+        decodings=[Decoding(kind="volume", window=window)] * len(scan.parts),
         left_out=pairing.list_left_out(found.pairs, found.broken),
     )
