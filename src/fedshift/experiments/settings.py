@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream, torch_stream
 from ..utils.user_code import describe_error
 from .initial_weights import InitialWeights
+
+F = TypeVar("F", bound=Federation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ class Settings(TrialSpec):
             loss = replace(loss, tried=isinstance(task, Classification))
         return replace(self, metric=metric, loss=loss)
 
-    def request_metrics(self, data: Federation) -> Federation:
+    def request_metrics(self, data: F) -> F:
         """Return ``data`` whose task counts the metrics on request; raise UsageError for one that is not for it."""
         task = data.task
         given = [] if self.metric == AUTO else [("metric", self.metric)]

@@ -238,6 +238,7 @@ class Coordinator:
 
     def _make_experiment(self, data: RemoteFederation) -> Experiment:
         methods, settings = make_methods(self.spec), self.population.make_settings(self.spec)
+        data = settings.request_metrics(data)
         for method in methods:
             if method.pooled:
                 raise UsageError(f"{method.label} needs all data in one place: omit it across machines")
