@@ -445,3 +445,18 @@ def test_several_callbacks_hear_every_event():
         getattr(Callbacks(Listening(), Listening()), name)(*given)
         assert heard[-2:] == [(name, *given)] * 2
     assert len(heard) == 2 * len(events) >= 14
+
+
+def test_the_family_of_comparisons_is_recorded_and_stays(make, tmp_path):
+    given = {"methods": "fedavg, fedprox(mu=0.1), fedbn", "rounds": 1}
+    assert make(**given, compare_with="fedprox(mu=0.10)").run(tmp_path / "run")
+    assert read_summary(tmp_path / "run").compare_with == "fedprox(mu=0.1)"
+    for other, told in ((None, "compare_with='none'"), ("fedavg", "compare_with='fedavg'")):
+        with pytest.raises(UsageError, match="begun to compare pairs with fedprox") as refused:
+            make(**given, compare_with=other).run(tmp_path / "run", resume=True)
+        assert str(refused.value).startswith(told)
+    assert make(**given, compare_with="fedprox(mu=0.1)").run(tmp_path / "run", resume=True)
+    for other, told in (("single", "give one of several methods; here are fedavg"), ("fedbm", "did you mean 'fedbn'")):
+        with pytest.raises(UsageError, match=told) as refused:
+            make(**given, compare_with=other)
+        assert "compare_with" in refused.value.settings

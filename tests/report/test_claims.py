@@ -23,8 +23,10 @@ from fedshift.report.claims import (
     sampling_variance,
     tabulate_pairs,
 )
+from fedshift.report.page import render_page
 from fedshift.report.publication import publish_summary
 from fedshift.results.cases import Cases
+from fedshift.utils.errors import UsageError
 
 METHODS, SEEDS, REPORTS = 8, 5, 1000
 CLIENTS = {
@@ -262,3 +264,44 @@ def test_few_seeds_say_how_many_a_difference_needs(make_study):
     for gains in ([10, 10, 12], [10]):
         study = make_study({"fedavg": [fedavg] * len(gains), "fedbn": [{"a": 50 + gain, "b": 240} for gain in gains]})
         assert describe_needed_seeds(study, collect_claims(study)) == []
+
+
+def test_a_family_chosen_before_the_run_has_its_pairs_alone_everywhere(make_study, tmp_path, monkeypatch):
+    right = {"fedavg": (240, 243, 240), "fedbn": (270, 275, 273), "fedprox": (240, 246, 246), "silobn": (279, 285, 286)}
+    study = make_study({name: [{"a": hits // 3, "b": hits} for hits in runs] for name, runs in right.items()})
+    family, whole = collect_claims(replace(study, compare_with="fedprox")), collect_claims(study)
+    assert set(family.pairs) == {pair for pair in whole.pairs if "fedprox" in pair}
+    assert {each.comparisons for each in (*family.pairs.values(), *family.fresh.values())} == {3}
+    assert {each.comparisons for each in whole.pairs.values()} == {6}
+    macro = {name: [(hits // 3 / 100 + hits / 300) / 2 for hits in runs] for name, runs in right.items()}
+    grid = np.sqrt(2 / 12 * (1 / 100**2 + 1 / 300**2)) / 2
+    alone = [paired_tests(macro[name], macro["fedprox"], grid)[2] for name in family.others]
+    assert min(each.p for each in family.pairs.values()) == pytest.approx(3 * min(alone))
+    assert family.judge("silobn", "fedavg") is Verdict.OUTSIDE
+    assert not Verdict.OUTSIDE.holds
+    assert find_leader(family) == ""
+    told = "significantly different from fedprox, on new samples of these clients too; not compared with fedbn, fedavg"
+    assert describe_leaders(family, ["silobn"], ["fedbn", "fedprox", "fedavg"]) == told
+    assert describe_leaders(family, ["silobn"], ["fedbn"]) == "not compared with fedbn"
+    study = replace(study, compare_with="fedprox")
+    rows = [row[0].text for row in tabulate_pairs(study, family).rows]
+    assert len(rows) == 3
+    assert all("fedprox" in row for row in rows)
+    (sentence,) = describe_ranking(study)
+    assert sentence.startswith("The comparisons are those with fedprox, as chosen before the run (--compare-with)")
+    assert list(difference_table(study).index) == ["fedavg", "fedbn", "silobn"]
+    with pytest.raises(UsageError, match="baseline 'fedavg': this run was begun to compare pairs with fedprox alone"):
+        difference_table(study, "fedavg")
+    text, _ = said(study, tmp_path, monkeypatch)
+    assert "nan" not in text.lower()
+    assert "minus fedprox's" in text
+    assert "minus fedavg's" not in text.replace("Who profits: accuracy of each client minus fedavg's", "")
+
+
+@pytest.mark.slow
+def test_the_page_names_the_family_that_was_chosen_and_has_no_other_pair(make_study):
+    runs = [{"a": 50, "b": 240}, {"a": 52, "b": 246}, {"a": 51, "b": 240}]
+    page = render_page(make_study(dict.fromkeys(("fedavg", "fedprox", "silobn"), runs), compare_with="fedprox"))
+    assert "fedprox \N{MINUS SIGN} silobn" in page
+    assert "the pairs with fedprox, as chosen before the run; other pairs were not compared" in page
+    assert "fedavg \N{MINUS SIGN} silobn" not in page

@@ -391,6 +391,11 @@ class CompareSpec(Spec):
     fedbn+fedprox, and may be your own functions, package.module:function. In Python also methods, fedshift.fedbn(), or
     functions that make one, several in a list. With one seed, they share initial weights and the order of samples."""
 
+    compare_with: Annotated[Any, Expression("methods:METHODS"), Parameter(group=MEASURING)] = None
+    """The method with which alone the others are compared, such as fedavg; by default all pairs are. It is chosen
+    before the run, and recorded: p-values and intervals are corrected for fewer comparisons, and say nothing about
+    other pairs."""
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SweepSpec(CompareSpec):

@@ -63,6 +63,7 @@ class Experiment:
     measures after the experiment, which need no notice. ``notices``: notices at the start about errors in the data, in
     place of the federation's ``faults``. ``make_engine``: makes each trial's engine if the samples are elsewhere, in
     place of the one in the settings. ``log``: names of loggers. ``origin``: more facts about the run, for the record.
+    ``compare_with``: name of the method with which alone reports compare the others; empty: they compare all pairs.
     """
 
     methods: tuple[Method, ...]
@@ -77,6 +78,7 @@ class Experiment:
     make_engine: EngineFactory | None = None
     log: tuple[str, ...] = ()
     origin: Mapping[str, str] = field(default_factory=dict)
+    compare_with: str = ""
 
     def __post_init__(self) -> None:
         if not self.methods:
@@ -124,6 +126,11 @@ class Experiment:
                     "that some samples have and others lack: hold out more, use another metric, or leave it out",
                     needing,
                 )
+
+    @property
+    def reference(self) -> str:
+        """Label of the method :attr:`compare_with`; empty if there is none."""
+        return next((method.label for method in self.methods if method.name == self.compare_with), "")
 
     def run(
         self,
@@ -274,6 +281,7 @@ class Experiment:
 
     def _check_kept(self, path: Path, trials: Mapping[str, Trial]) -> None:
         """Raise an error if a trial in ``path`` belongs to another run, or its files are damaged or missing."""
+        self._check_family(path)
         for name, trial in trials.items():
             for seed in self.seeds:
                 folder = trial_folder(path, name, seed)
@@ -283,6 +291,20 @@ class Experiment:
                     _, facts = load_checkpoint(folder / CHECKPOINT)
                     check_segments(folder, facts["segments"])
                     find_best(folder, facts["round"], self.settings)
+
+    def _check_family(self, path: Path) -> None:
+        """Raise :class:`UsageError` if the run in ``path`` was begun to compare other pairs of methods."""
+        try:
+            then = read_facts(path).get("compare_with", "")
+        except FedshiftError:  # none is recorded
+            return
+        if then != self.reference:
+            pairs = f"pairs with {then}" if then else "all pairs"
+            raise UsageError(
+                f"{{}}: this run was begun to compare {pairs}, and results that are known do not choose others: leave "
+                "it as it was, or begin a new run",
+                Ref(compare_with=self.reference or "none"),
+            )
 
     def _sample_images(self) -> dict[str, np.ndarray]:
         """Return some test images of each client in the report's figure, uint8 ``[n, H, W, C]``."""
@@ -315,6 +337,7 @@ class Experiment:
             "metric": self.settings.metric,
             "target_metric": self.settings.target_metric,
             "operating_point": self.settings.operating_point,
+            "compare_with": self.reference,
             "class_names": self.data.class_names,
             "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
             "fingerprint": self.data.fingerprint,

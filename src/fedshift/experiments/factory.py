@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from ..data.sources import data_root, load_source, prepare_clients, write_assign
 from ..methods import METHODS
 from ..models import MODELS, ModelFactory
 from ..tasks import CLASSIFICATION, Segmentation, Task
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from .experiment import Experiment
 from .initial_weights import as_initial_weights
 from .loggers import parse_loggers
@@ -71,6 +72,23 @@ def make_methods(spec: RunSpec | CompareSpec) -> tuple[Method, ...]:
     if isinstance(spec, RunSpec) and len(methods) != 1:
         raise UsageError(f"run takes one method, not {spec.method!r}: use `fedshift compare --methods` for several")
     return methods
+
+
+def name_reference(spec: RunSpec | CompareSpec, methods: Sequence[Method]) -> str:
+    """Return the name of the one of ``methods`` with which alone ``spec`` compares the others; empty: all pairs.
+
+    Raises :class:`UsageError` if it is none of several methods.
+    """
+    if not isinstance(spec, CompareSpec) or spec.compare_with is None:
+        return ""
+    try:
+        name = METHODS.parse(spec.compare_with).name
+    except UsageError as error:
+        raise error.about("compare_with") from None
+    if len(methods) == 1 or name not in [method.name for method in methods]:
+        known = ", ".join(method.label for method in methods)
+        raise UsageError("{}: give one of several methods; here are {}", Ref(compare_with=spec.compare_with), known)
+    return name
 
 
 def make_settings(spec: Spec, names: tuple[str, ...]) -> Settings:
@@ -144,4 +162,5 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
         config=write_settings(spec, settings.optimizer),
         files={"split.csv": write_assignment(source, spec)} if spec.split else {},
         log=log,
+        compare_with=name_reference(spec, methods),
     )

@@ -1,7 +1,9 @@
 """Claims of a report, tested as one family: each difference is tested once and has the same wording everywhere.
 
 A table invites readers to compare any two of its methods and to rank them all. The family is therefore all pairs of
-methods, by macro metric and paired over seeds, and with a pooled method all discordances against the threshold.
+methods, by macro metric and paired over seeds, and with a pooled method all discordances against the threshold. A run
+that was begun with ``compare_with`` has only the pairs with that method, a smaller family with narrower intervals; its
+other pairs were not compared, and have neither interval nor p-value.
 p-values and intervals are corrected for the size of the family (:mod:`fedshift.analysis.statistics`), so that at most 5
 in 100 reports on methods that do not differ claim anything. Such a claim is about *these test samples*. A second family
 has the same pairs with the variation over test samples (:mod:`fedshift.analysis.sampling`), and is about *new samples
@@ -13,7 +15,7 @@ printed mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations, pairwise
@@ -32,7 +34,7 @@ from ..analysis.statistics import (
     paired_difference,
 )
 from ..results.schema import TOP_K, RunSummary, compute_metric, find_baseline, is_lower_better, is_share
-from ..utils.errors import unknown_name
+from ..utils.errors import UsageError, unknown_name
 from ..utils.words import join_some
 from .concordance import compute_discordances
 from .formatting import (
@@ -63,18 +65,28 @@ class Claims:
     ``pairs``: macro difference of each pair of ``methods``, the earlier one's minus the later one's, on these test
     samples, over seeds; ``fresh``: the same on new test samples of these clients, a family by themselves, NaN where the
     variation over test samples is not known; ``concordance``: each federated method's discordance to a pooled one,
-    minus the threshold.
+    minus the threshold; ``compare_with``: the method with which alone pairs are compared; empty: all pairs are.
     """
 
     methods: tuple[str, ...]
     pairs: Mapping[tuple[str, str], PairedDifference]
     fresh: Mapping[tuple[str, str], PairedDifference]
     concordance: Mapping[tuple[str, str], PairedDifference]
+    compare_with: str = ""
 
     @property
     def baseline(self) -> str:
         """The method that others are compared with."""
-        return find_baseline(self.methods)
+        return self.compare_with or find_baseline(self.methods)
+
+    @property
+    def others(self) -> list[str]:
+        """The methods that are compared with the baseline."""
+        return [method for method in self.methods if self.compares(method, self.baseline)]
+
+    def compares(self, one: str, other: str) -> bool:
+        """Return whether the pair belongs to the family."""
+        return (one, other) in self.pairs or (other, one) in self.pairs
 
     def between(self, one: str, other: str) -> PairedDifference:
         """Return the difference ``one - other``."""
@@ -86,6 +98,8 @@ class Claims:
 
     def judge(self, one: str, other: str) -> Verdict:
         """Return what may be claimed about the difference ``one - other``."""
+        if not self.compares(one, other):
+            return Verdict.OUTSIDE
         return judge(self.between(one, other), self.fresh_between(one, other))
 
 
@@ -97,6 +111,7 @@ class Verdict(Enum):
     UNTESTED = "on these samples, new ones not tested"
     NONE = "not significantly different"
     FEW = "too few seeds"
+    OUTSIDE = "not compared"
 
     @property
     def holds(self) -> bool:
@@ -206,7 +221,10 @@ def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) 
     measured = measure_methods(summary, metric, model)
     pairs: dict[tuple[str, str], PairedDifference] = {}
     fresh: dict[tuple[str, str], PairedDifference] = {}
+    chosen = summary.compare_with
     for one, other in combinations(measured.values, 2):
+        if chosen and chosen not in (one, other):
+            continue
         pairs[one, other], fresh[one, other] = measured.compare(one, other, measured.count_both(one, other), level)
     against_threshold = {
         pair: paired_difference(deltas, [CONCORDANT] * len(deltas), level, grid=LEAST_ERROR)
@@ -218,6 +236,7 @@ def _collect_claims(summary: RunSummary, metric: str, model: str, level: float) 
         pairs=dict(zip(pairs, tested, strict=False)),
         fresh=dict(zip(fresh, correct_family(list(fresh.values())), strict=True)),
         concordance=dict(zip(against_threshold, tested[len(pairs) :], strict=True)),
+        compare_with=chosen,
     )
 
 
@@ -293,7 +312,8 @@ def difference_table(
     p-value, corrected for the ``comparisons`` of all methods and NaN below three seeds), level, comparisons; test_low,
     test_high, test_p: interval and p-value on new test samples of these clients, corrected likewise; test_samples:
     ``paired`` if they come from both methods' results on the same samples, else ``unpaired``
-    (:func:`sampling_variance`). The baseline is FedAvg where it takes part, else the first method.
+    (:func:`sampling_variance`). The baseline is FedAvg where it takes part, else the first method; of a run with
+    ``compare_with`` that method, and no other.
     """
     return tabulate_claims(collect_claims(summary, metric, model, level), baseline)
 
@@ -304,7 +324,12 @@ def tabulate_claims(claims: Claims, baseline: str | None = None) -> pd.DataFrame
         baseline = claims.baseline
     elif baseline not in claims.methods:
         raise unknown_name("baseline", baseline, claims.methods)
-    others = [method for method in claims.methods if method != baseline]
+    elif claims.compare_with not in ("", baseline):
+        raise UsageError(
+            f"baseline {baseline!r}: this run was begun to compare pairs with {claims.compare_with} alone "
+            "(compare_with), whose p-values are corrected for these: leave the baseline out"
+        )
+    others = [method for method in claims.methods if claims.compares(method, baseline)]
     return tabulate_differences(
         baseline,
         {method: claims.between(method, baseline) for method in others},
@@ -398,22 +423,31 @@ def describe_difference(
 def describe_baseline(summary: RunSummary, claims: Claims) -> list[str]:
     """Return one sentence on each method compared with the baseline."""
     one = claims.baseline
-    others = (method for method in claims.methods if method != one)
     metric, numbers = summary.metric, summary.of_numbers
     return [
         describe_difference(
             method, one, claims.between(method, one), metric, fresh=claims.fresh_between(method, one), numbers=numbers
         )
-        for method in others
+        for method in claims.others
     ]
 
 
 def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[str]) -> str:
     """Return the end of a sentence that compares the methods of the best mean with ``others``; may be empty."""
-    leaders = list(leaders)
-    gaps = {other: [claims.between(leader, other) for leader in leaders] for other in others}
-    if not gaps or not leaders:
+    leaders, others = list(leaders), list(others)
+    if not others or not leaders:
         return ""
+    outside = [other for other in others if not all(claims.compares(leader, other) for leader in leaders)]
+    gaps = {other: [claims.between(leader, other) for leader in leaders] for other in others if other not in outside}
+    apart = f"not compared with {join_some(outside, shown=NAMED)}" if outside else ""
+    compared = _describe_compared(claims, leaders, gaps, "every other method" if not outside else "") if gaps else ""
+    return "; ".join(text for text in (compared, apart) if text)
+
+
+def _describe_compared(
+    claims: Claims, leaders: Sequence[str], gaps: Mapping[str, Sequence[PairedDifference]], whom: str
+) -> str:
+    """Return how ``leaders`` compare with the methods in ``gaps``, which are ``whom``; empty: name them."""
     if max(gap.pairs for several in gaps.values() for gap in several) < FEWEST:
         return f"too few seeds for a significance test, {FEWEST} at least"
     verdicts = {other: {claims.judge(leader, other) for leader in leaders} for other in gaps}
@@ -423,21 +457,22 @@ def describe_leaders(claims: Claims, leaders: Iterable[str], others: Iterable[st
 
     if similar := name(Verdict.NONE, Verdict.FEW):
         return f"not significantly different from {similar}"
+    different = f"significantly different from {whom or join_some(gaps, shown=NAMED)}"
     if these := name(Verdict.THESE):
-        start = "significantly different from every other method on these test samples"
-        return f"{start}, but not from {these} on new samples"
+        return f"{different} on these test samples, but not from {these} on new samples"
     if name(Verdict.UNTESTED):
-        return "significantly different from every other method on these test samples; new samples were not tested"
-    return "significantly different from every other method, on new samples of these clients too"
+        return f"{different} on these test samples; new samples were not tested"
+    return f"{different}, on new samples of these clients too"
 
 
 def tabulate_pairs(summary: RunSummary, claims: Claims) -> TextTable | None:
     """Return the pairs of methods that a reader compares, and which difference may be claimed; None without pairs.
 
-    With up to four methods, these are all pairs; with more, neighbors by the macro metric and pairs with the baseline.
+    With up to four methods, these are all pairs; with more, neighbors by the macro metric and pairs with the baseline;
+    of the family that was chosen before the run, its pairs.
     """
     order, unit = rank_methods(summary), difference_unit(summary.metric)
-    pairs = list(combinations(order, 2))
+    pairs = [pair for pair in combinations(order, 2) if claims.compares(*pair)]
     if len(order) > NAMED:
         pairs = [pair for pair in pairs if claims.baseline in pair or order.index(pair[1]) - order.index(pair[0]) == 1]
     pairs = [pair for pair in pairs if claims.between(*pair).pairs]
@@ -460,7 +495,7 @@ def describe_needed_seeds(summary: RunSummary, claims: Claims) -> list[str]:
 
     The spread is that of the paired differences to the baseline, pooled over the methods (root mean square).
     """
-    gaps = [claims.between(method, claims.baseline) for method in claims.methods if method != claims.baseline]
+    gaps = [claims.between(method, claims.baseline) for method in claims.others]
     gaps = [gap for gap in gaps if gap.pairs > 1]
     if not is_share(summary.metric) or not gaps:
         return []
@@ -477,12 +512,24 @@ def describe_needed_seeds(summary: RunSummary, claims: Claims) -> list[str]:
     ]
 
 
+def describe_family(claims: Claims) -> str:
+    """Return a sentence on the family of comparisons, if it was chosen before the run; else an empty text."""
+    if not claims.compare_with:
+        return ""
+    return (
+        f"The comparisons are those with {claims.compare_with}, as chosen before the run (--compare-with); other pairs "
+        "of methods were not compared: do not claim an order of these."
+    )
+
+
 def describe_ranking(summary: RunSummary, claims: Claims | None = None) -> list[str]:
     """Return sentences about neighbors by macro metric, which show how much of the methods' order may be claimed."""
     claims = claims or collect_claims(summary)
     pairs = list(pairwise(rank_methods(summary)))
     if not pairs:
         return []
+    if claims.compare_with:
+        return [describe_family(claims)]
     most = max(claims.between(*pair).pairs for pair in pairs)
     if not most:
         return ["Do not claim an order of these methods: no seed has values of two methods after the same round."]

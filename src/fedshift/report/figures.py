@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..analysis.statistics import mean_and_std
-from ..results.schema import PICTURED, RunSummary, is_share
+from ..results.schema import PICTURED, RunSummary, is_share, name_file
 from .claims import difference_table
 from .clinical import bin_calibration, find_positive, name_classes, tabulate_benefit
 from .formatting import difference_unit, format_bytes, format_mean, format_signed
@@ -158,7 +158,7 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
 
 def name_files(summary: RunSummary) -> str:
     """Return the beginning of the names of figures of the summary's metric: ``balanced-accuracy``."""
-    return summary.metric.replace("_", "-")
+    return name_file(summary.metric).replace("_", "-")
 
 
 def _draw_samples(summary: RunSummary) -> Figure:

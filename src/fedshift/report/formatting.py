@@ -35,7 +35,7 @@ VARIED_BY_SEED = "initialization and order of samples, not the test samples and 
 BOLD = "Bold marks the best mean as printed; it does not imply significance."
 SIGNIFICANT = (
     "Bold: better than every other method on new samples of these clients too (paired over seeds and test samples, "
-    "corrected for all pairs, Holm)."
+    "corrected for all comparisons, Holm)."
 )
 BOOKTABS = r"% \usepackage{booktabs}"
 PADDING = 3

@@ -23,6 +23,7 @@ from ..results.schema import (
     RunSummary,
     is_lower_better,
     metric_unit,
+    name_file,
     name_metric,
 )  # fmt: skip
 from ..utils.files import write_atomically
@@ -134,7 +135,7 @@ def make_metric_table(
     if shown == (summary.metric, "personal", "test", "loaded", None):
         notes += [describe_lag(summary), describe_falling(summary)]
     text = replace(text, partial=describe_partial(summary), note=" ".join(filter(None, notes)))
-    file = "-".join([metric, *([model] if model == "global" else []), *([split] if split != "test" else [])])
+    file = "-".join([name_file(metric), *([model] if model == "global" else []), *([split] if split != "test" else [])])
     file += "-trained" if moment == "trained" else ""
     return ReportTable(caption=caption, frame=frame, text=text, file=file)
 
@@ -220,6 +221,7 @@ def render_page(summary: RunSummary) -> str:
         legend={name: draw_legend_entry(style) for name, style in make_styles(summary.methods).items() if notes},
         notes=notes,
         claimed=tabulate_pairs(summary, claims),
+        compare_with=claims.compare_with,
         profits=describe_clients(summary),
         by_client=[tables[name] for name in list_client_tables(summary)],
         most=ONE_BY_ONE if many else 0,

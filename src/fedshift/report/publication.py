@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..results.schema import RunSummary
+from ..results.schema import RunSummary, name_file
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import FedshiftError
 from ..utils.files import write_atomically
@@ -92,7 +92,7 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
         return
     claims, partial = collect_claims(summary), describe_partial(summary)
     tables, folder = collect_tables(summary, claims), directory / "tables"
-    print_parts(console, _list_results(summary, claims, tables, folder / f"{summary.metric}.csv"))
+    print_parts(console, _list_results(summary, claims, tables, folder / f"{name_file(summary.metric)}.csv"))
     for table in (tables[name] for name in SHOWN if name in tables):
         write_table(folder, table.file, table.text, table.frame, table.caption)
     for table in collect_crossed(summary):
@@ -105,7 +105,9 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
         validation = accuracy_table(summary, split="validation")
         write_atomically(folder / "validation.csv", to_csv(validation, partial).encode())
     history = tabulate_history(summary)
-    write_atomically(folder / f"history-{summary.metric}.csv", to_csv(history.set_index("method"), partial).encode())
+    write_atomically(
+        folder / f"history-{name_file(summary.metric)}.csv", to_csv(history.set_index("method"), partial).encode()
+    )
     save_figures(summary, directory / "figures")
     write_page(summary, directory / "report.html")
     print_lines(console, f"Page: {directory / 'report.html'}")

@@ -135,6 +135,11 @@ def name_metric(metric: str) -> str:
     return METRICS.get(metric) or metric.partition("(")[0].rpartition(":")[2].replace("_", " ")
 
 
+def name_file(metric: str) -> str:
+    """Return the name of ``metric`` as a part of file names."""
+    return re.sub(r"[^\w.=]+", "-", metric).strip("-")
+
+
 def is_lower_better(metric: str) -> bool:
     """Return whether a lower value of ``metric`` is better."""
     return metric in LOWER_IS_BETTER or LOWER in metric
@@ -371,7 +376,8 @@ class RunSummary:
     that they still hold; ``stopped`` says why trials ended before the last round, by method and seed; ``read_cases``
     reads the records of single test samples of a method and seed, ``read_validation`` those of validation samples, None
     where there are none; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds
-    of scores are chosen (:func:`fedshift.analysis.clinical.parse_operating_point`).
+    of scores are chosen (:func:`fedshift.analysis.clinical.parse_operating_point`); ``compare_with``: the method with
+    which alone others are compared, as chosen before the run, by label; empty: all pairs of methods are.
     """
 
     name: str
@@ -403,6 +409,7 @@ class RunSummary:
     read_validation: Callable[[str, int], Cases | None] = lambda *_: None
     class_names: tuple[str, ...] = ()
     operating_point: str = "youden"
+    compare_with: str = ""
 
     @property
     def metric_name(self) -> str:

@@ -31,7 +31,7 @@ from ...engines.engine import Data
 from ...evaluation.communication import downlink_bytes, list_disclosures
 from ...experiments.callbacks import Callback, Callbacks
 from ...experiments.experiment import Experiment
-from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
+from ...experiments.factory import make_methods, make_settings, name_model, name_reference, resolve_model
 from ...experiments.loggers import parse_loggers
 from ...experiments.trial import RoundResult
 from ...models import MODELS
@@ -272,7 +272,8 @@ class Coordinator:
             methods=methods, data=data, settings=settings,
             model=resolve_model(self.spec.model, data.sample_shape, data.task),
             seeds=parse_seeds(self.spec.seeds), config=asdict(self.spec), make_engine=make_engine,
-            log=parse_loggers(self.spec.log), origin={"fedshift at the sites": self.population.versions},
+            log=parse_loggers(self.spec.log), compare_with=name_reference(self.spec, methods),
+            origin={"fedshift at the sites": self.population.versions},
         )  # fmt: skip
 
     def _admit_waiting(self) -> RemoteFederation:
