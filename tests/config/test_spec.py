@@ -26,7 +26,7 @@ OTHER = {
     "model": "digit-cnn-bn", "rounds": 7, "epochs": 2, "batches": 3, "steps": 4, "batch_size": 0,
     "optimizer": "adamw(keep=True)", "lr": 1e-05,
     "schedule": "step(every=3, gamma=0.5)", "participation": 0.5, "seeds": "5..7",
-    "weights": "own.safetensors", "weights_skip_classifier": True,
+    "weights": "own.safetensors", "weights_skip_classifier": True, "adapter": "lora(rank=4)",
     "newcomers": "cleo", "unseen": "average",
     "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
     "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "target_metric": 0.9,
@@ -112,7 +112,7 @@ def test_the_settings_of_a_resumed_run_are_those_it_was_begun_with(resolved, tmp
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("lrr = 1", "unknown setting 'lrr': did you mean 'lr'? allowed are allow_single_class,"),
+        ("lrr = 1", "unknown setting 'lrr': did you mean 'lr'? allowed are adapter, allow_single_class,"),
         ("batchsize = 1", "unknown setting 'batchsize': did you mean 'batch_size'?"),
         ("[training]\nlr = 1", "'training' is a table; write settings at the top, key = value, without [tables]"),
         ("resume = 'there'", "unknown setting 'resume'"),
@@ -170,7 +170,7 @@ BAD = {
     "workers": 0, "precision": "float8", "device": "tpu", "unseen": "none", "evaluate_every": 0, "metric": "f2",
     "metrics": "f2",
     "select": "bets", "target_metric": 0, "patience": 0, "min_delta": -0.1,
-    "model": "small-cn", "weights": "none.pt", "weights_skip_classifier": True,
+    "model": "small-cn", "weights": "none.pt", "weights_skip_classifier": True, "adapter": "lore",
     "loss": "focl", "epochs": 0, "batches": 0, "steps": 0, "lr": -1, "log": "paper", "augment": "flp()",
     "batch_size": -1, "optimizer": "adam", "schedule": "cosin", "newcomers": "zoe", "seeds": "3..a", "threads": 0,
     "moments": "later", "methods": "fedbm", "compare_with": "fedprox", "operating_point": "recall>=2",

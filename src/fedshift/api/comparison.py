@@ -59,6 +59,7 @@ from ..export.source import export_run
 from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
 from ..new_clients.site_data import find_overlap, load_site
+from ..nn.adapters import merge_adapters
 from ..report.claims import collect_claims, difference_table
 from ..report.clinical import bin_calibration, count_confusions, find_positive, measure_classes, tabulate_benefit
 from ..report.figures import make_figures
@@ -333,7 +334,7 @@ class Comparison:
         trial, state = self._restore(method, client, seed)
         network = trial.make_network()
         network.load_state_dict(state, strict=False)  # the state contains a tied parameter once
-        return network.eval()
+        return merge_adapters(network).eval()
 
     def predict(self, method: str, client: str | None, samples: Any, seed: int | None = None) -> Any:
         """Return the prediction of a model for one sample, or a list of predictions for several.

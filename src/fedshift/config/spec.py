@@ -297,7 +297,8 @@ class Spec(DataSpec, TrialSpec):
     """Network by name (see `fedshift list models`), optionally with arguments, unet(width=32), or your own function,
     package.module:function, called with the shape of a sample and the number of classes; if its network returns
     several outputs, take_output(package.module:function, output='logits'). Or a network of an installed library, with
-    random weights: timm:resnet18, torchvision:resnet18, monai:SegResNet, smp:Unet, hf:resnet. auto is unet-small for
+    random weights: timm:resnet18, torchvision:resnet18, monai:SegResNet, smp:Unet, hf:resnet; or with the library's
+    own, timm:resnet18(pretrained=True), and images scaled as these need. auto is unet-small for
     masks, small-cnn for other images, resnet-1d for signals [C, L] and abide-mlp for other samples. In Python also such
     a function."""
 
@@ -307,6 +308,12 @@ class Spec(DataSpec, TrialSpec):
 
     weights_skip_classifier: Annotated[bool, Parameter(group=MODEL, negative=())] = False
     """Ignore the last layer of --weights, for example for different classes; it starts from random weights."""
+
+    adapter: Annotated[Any, Expression("nn.adapters:ADAPTERS"), Parameter(group=MODEL)] = None
+    """Adapters of the network, lora(rank=8, targets='qkv|proj'), made by peft (pip install 'fedshift[lora]'): all is
+    fixed but small layers beside the targets, the last layer and normalization, and only these are trained and sent.
+    Targets are names of layers or their last parts, joined by |, with * for any text; or linear, or pointwise
+    (convolutions of one pixel). In Python also a value."""
 
     epochs: Annotated[Positive | None, ESSENTIAL, Parameter(group=TRAINING)] = None
     """Passes of each client over its data in a round; 1 unless batches or steps are given."""

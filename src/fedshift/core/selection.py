@@ -149,7 +149,8 @@ class Select:
 
 def _describe_unmatched(claim: Select, entries: tuple[Entry, ...]) -> str:
     types = sorted({entry.layer for entry in entries})
-    near = get_close_matches(claim.text.strip("'"), [entry.name for entry in entries], n=3, cutoff=0.3)
+    named = [entry.name for entry in entries] if claim.text.startswith("'") else []
+    near = get_close_matches(claim.text.strip("'"), named, n=3, cutoff=0.3)
     hint = f"; similar names: {', '.join(near)}" if near else ""
     if claim is buffers:
         hint = ", none of which keeps statistics (as BatchNorm does with track_running_stats=True)"

@@ -109,6 +109,8 @@ class Stacked(Engine):
             prepare_steps(plan, data, 2, 1)()
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            if "randomness error mode" in reason:
+                reason = "the model draws random numbers in training outside of torch's dropout layers"
             return f"cannot run {plan.method.label} on this model (torch.vmap: {reason})"
         return None
 

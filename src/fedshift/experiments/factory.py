@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from ..config.expressions import EMBEDDED
 from ..config.seeds import parse_seeds
 from ..config.spec import AUTO, CompareSpec, RunSpec, Spec, TrialSpec
@@ -17,12 +19,14 @@ from ..core.optimizer import OPTIMIZERS, Optimizer, as_optimizer
 from ..core.schedule import SCHEDULES
 from ..core.work import AMOUNTS, Work
 from ..data.augmentation import AUGMENTATIONS
-from ..data.federation import encode_targets
+from ..data.federation import Federation, encode_targets
 from ..data.files.read_options import Progress
 from ..data.partition import match_names
+from ..data.preparation import Normalization
 from ..data.sources import data_root, load_source, prepare_clients, write_assignment
 from ..methods import METHODS
-from ..models import MODELS, ModelFactory
+from ..models import MODELS, LibraryModel, ModelFactory
+from ..nn.adapters import ADAPTERS
 from ..tasks import CLASSIFICATION, Segmentation, Task
 from ..utils.errors import Ref, UsageError
 from .experiment import Experiment
@@ -47,6 +51,17 @@ def name_model(name: Any, shape: tuple[int, ...], task: Task = CLASSIFICATION) -
     if isinstance(task, Segmentation):
         return "unet-small"
     return {2: "resnet-1d", 3: "small-cnn"}.get(len(shape), "abide-mlp")
+
+
+def scale_for(model: ModelFactory, data: Federation) -> Federation:
+    """Return images scaled as the pretrained weights of a library's network need, with a notice; other data as is."""
+    pixels = all(each.dtype == torch.uint8 for client in data.clients for each in client.splits.values())
+    if not isinstance(model, LibraryModel) or not pixels or len(data.sample_shape) != 3:
+        return data
+    if (scale := model.find_scale(data.sample_shape[0])) is None:
+        return data
+    scaling = Normalization(mean=scale[0], std=scale[1], source=f"what {model} was trained with")
+    return replace(data.normalize(scaling), notices=(*data.notices, f"scaling of inputs: {scaling}"))
 
 
 def make_optimizer(spec: Spec) -> Optimizer:
@@ -105,6 +120,7 @@ def make_settings(spec: Spec, names: tuple[str, ...]) -> Settings:
         optimizer=make_optimizer(spec),
         loss=None if spec.loss == "auto" else LOSSES.parse(spec.loss),
         weights=as_initial_weights(spec.weights, skip_classifier=spec.weights_skip_classifier),
+        adapter=ADAPTERS.parse(spec.adapter),
         augment=AUGMENTATIONS.parse(spec.augment),
         newcomers=_match_newcomers(spec.newcomers, names),
         moments=tuple(dict.fromkeys(name.strip() for name in spec.moments.split(","))),
@@ -150,13 +166,16 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
     methods, log = make_methods(spec), parse_loggers(spec.log)
     if not (isinstance(spec.model, str) and spec.model == AUTO):
         MODELS.parse(spec.model)  # refused before data are read
+    ADAPTERS.parse(spec.adapter)
     source = load_source(spec.data, spec, progress).fit_images(spec.image_size)
     data = prepare_clients(source, spec)
+    model = resolve_model(spec.model, data.sample_shape, data.task)
+    data = data if spec.normalize else scale_for(model, data)
     settings = make_settings(spec, data.names)
     return Experiment(
         methods=methods,
         data=encode_targets(data, settings.newcomers),
-        model=resolve_model(spec.model, data.sample_shape, data.task),
+        model=model,
         settings=settings,
         seeds=parse_seeds(spec.seeds),
         config=write_settings(spec, settings.optimizer),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..analysis.clinical import parse_operating_point
 from ..config.catalog import list_several
@@ -26,6 +26,7 @@ from ..engines import find_engine
 from ..engines.cost_model import choose_products, count_rows
 from ..evaluation.policy import POLICIES, SKIP
 from ..models import ModelFactory, make_network
+from ..nn.adapters import Lora
 from ..results.schema import METRIC_COUNTS, MOMENTS, is_share
 from ..tasks import CLASSIFICATION, METRICS, TASKS, Classification, Metric, Segmentation, Task, find_kind
 from ..tasks.segmentation import SURFACE_METRICS
@@ -56,6 +57,9 @@ class Settings(TrialSpec):
 
     weights: InitialWeights | None = None
     """Weights from which networks start; None: random ones."""
+
+    adapter: Lora | None = None
+    """Adapters of the network; None: the network is trained."""
 
     augment: Augmentation | None = None
     """Augmentation of training images."""
@@ -222,6 +226,19 @@ def check_counts(data: Federation) -> None:
             )
 
 
+def start_network(
+    model: ModelFactory, settings: Settings, seed: int, shape: tuple[int, ...], classes: int
+) -> tuple[nn.Module, list[str]]:
+    """Return the network before surgery with its first weights, and how those of the settings differ if they do."""
+    with torch_stream(seed, "init"):
+        network = make_network(model, shape, classes, settings.precision)
+    given = settings.weights
+    differences = given.find_differences(network) if given else []
+    if given and not differences:
+        given.load_into(network)
+    return network, differences
+
+
 def make_plan(
     method: Method,
     model: ModelFactory,
@@ -252,12 +269,9 @@ def make_plan(
 
     """
     check_task(method, task)
-    with torch_stream(seed, "init"):
-        network = make_network(model, tuple(sample.shape[1:]), classes, settings.precision).to(sample.device)
-    given = settings.weights
-    differences = given.find_differences(network) if given else []
-    if given and not differences:
-        given.load_into(network)
+    method = method if settings.adapter is None else method.with_surgery(settings.adapter)
+    network, differences = start_network(model, settings, seed, tuple(sample.shape[1:]), classes)
+    network, given = network.to(sample.device), settings.weights
     loss = (settings.loss or CrossEntropy()).to(sample.device).resolve(labels.to(sample.device))
     with torch_stream(seed, "surgery"):
         plan = prepare(

@@ -43,7 +43,7 @@ from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_sp
 from ..evaluation.policy import check_policy, make_state
 from ..evaluation.statistics_lag import count_updates, evaluate_reestimated, may_lag, remaining_part
 from ..evaluation.unseen_clients import PolicyContext, make_personal_state
-from ..models import ModelFactory, make_network
+from ..models import ModelFactory
 from ..nn.linear import list_products, set_products
 from ..results.checkpoint import refuse_other, save_checkpoint
 from ..results.schema import Row, compute_metric, rows_to_frame
@@ -57,7 +57,7 @@ from ..utils.threads import limit_threads
 from ..utils.words import join_some
 from .client_store import MEMORY, ClientStore, remove_unused_segments
 from .private_training import refuse_uncovered
-from .settings import Settings, check_sizes, make_plan
+from .settings import Settings, check_sizes, make_plan, start_network
 
 SERVER_PARTS = ("shared", "memory", "optimizer", "kept", "mixes")
 BEGUN = "as the run was begun"
@@ -489,9 +489,10 @@ class Trial:
         return make_state(replace(self._known, client=name, rounds=rounds), policy, train)
 
     def make_network(self) -> nn.Module:
-        """Return a network with the trial's architecture, after the method's surgery, with arbitrary weights."""
-        shape, precision = self.data.sample_shape, self.settings.precision
-        return apply_surgery(self.plan.method, make_network(self.model, shape, self.data.classes, precision))
+        """Return a network with the trial's architecture, after the method's surgery; only its constants count."""
+        shape, classes = self.data.sample_shape, self.data.classes
+        network, _ = start_network(self.model, self.settings, self.seed, shape, classes)
+        return apply_surgery(self.plan.method, network)
 
     def to_tensors(self) -> tuple[State, dict[str, Any]]:
         """Return all state as flat tensors and JSON facts, without clients that never took part."""

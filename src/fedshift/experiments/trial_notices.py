@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
 from ..evaluation.policy import list_policies
+from ..nn.adapters import list_constants
+from ..report.formatting import format_bytes
+from ..utils.state import nbytes, pick
 from ..utils.words import join_choices, join_some
 from .private_training import list_uncovered
 from .trial import Trial
@@ -22,6 +25,8 @@ MAX_NAMED = 5
 def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     """Yield the notices about a trial of ``experiment`` that starts."""
     plan = trial.plan
+    if trial.settings.adapter:
+        yield f"{plan.method.label}: {describe_adapter(trial)}"
     for bound in plan.rules:
         yield from bound.notices
     if mechanism := find_mechanism((trial.plan.method.gradient,)):
@@ -50,6 +55,19 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
             f"{trial.plan.method.label} keeps models on its clients, and not all take part in every round: one that "
             f"never did has none and is not measured. --unseen {join_choices(list_policies())} gives it one"
         )
+
+
+def describe_adapter(trial: Trial) -> str:
+    """Return what adapters train, and the bytes of a client in a round beside those of the whole network."""
+    plan = trial.plan
+    fixed = [tensor for _, tensor in list_constants(plan.module)]
+    trained = sum(plan.initial[name].numel() for name in plan.trained)
+    total, up = trained + sum(each.numel() for each in fixed), nbytes(pick(plan.initial, plan.sent))
+    whole = up + sum(each.nbytes for each in fixed)
+    return (
+        f"{trial.settings.adapter} trains {trained:,} of {total:,} parameters; a client sends {format_bytes(up)} a "
+        f"round, {format_bytes(whole)} without adapters"
+    )
 
 
 def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> Iterator[str]:

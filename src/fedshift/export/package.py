@@ -27,6 +27,7 @@ from ..core.plan import Plan
 from ..data.samples import Samples
 from ..data.schema import Schema
 from ..evaluation.metrics import BATCH
+from ..nn.adapters import merge_adapters
 from ..tasks import TASKS
 from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import Ref, UsageError
@@ -183,7 +184,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
 def _load_state(model: TrainedModel) -> nn.Module:
     network = model.network.cpu()
     network.load_state_dict({name: x.cpu() for name, x in model.state.items()}, strict=False)  # tied entries occur once
-    return network.eval()
+    return merge_adapters(network).eval()
 
 
 def _open_onnx(path: Path) -> Callable[[Tensor], Tensor] | None:

@@ -26,6 +26,7 @@ from ..experiments.restoration import AT_SITE, restore_trial, select_trials
 from ..experiments.settings import Settings
 from ..experiments.trial import Trial
 from ..models import ModelFactory, describe_factory
+from ..nn.adapters import Lora, list_constants
 from ..report.tables import seed_table
 from ..results.run_directory import describe_environment, trial_folder
 from ..results.schema import Row, RunSummary, stream_rows
@@ -181,8 +182,11 @@ def find_sources(method: Method) -> Iterator[str]:
 
 def describe_network(plan: Plan, model: ModelFactory) -> str:
     """Return the network's name and size in a sentence."""
-    changed = f", changed by {plan.method.label}" if plan.method.surgery else ""
+    adapters = [str(each) for each in plan.method.surgery if isinstance(each, Lora)]
+    changed = f", changed by {plan.method.label}" if len(plan.method.surgery) > len(adapters) else ""
+    changed += "".join(f", trained by {each}" for each in adapters)
     parameters = sum(plan.initial[entry.name].numel() for entry in plan.entries if not entry.is_buffer)
+    parameters += sum(tensor.numel() for _, tensor in list_constants(plan.module))
     return f"Network {describe_factory(model)}{changed}, {parameters:,} parameters"
 
 

@@ -24,7 +24,7 @@ from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 from ._libraries import LIBRARIES, LibraryModel
 
-__all__ = ["MODELS", "ModelFactory", "describe_factory", "make_network", "take_output"]
+__all__ = ["MODELS", "LibraryModel", "ModelFactory", "describe_factory", "make_network", "take_output"]
 
 ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
 """Function that makes a network for the shape of a sample and a number of classes."""

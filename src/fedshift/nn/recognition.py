@@ -186,7 +186,7 @@ def _run(
     """
     module = _copy_with_random_entries(layer).train(training)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed also seeds devices, which takes longer than the run
         try:
             out = forward(module, x.clone())
         except Exception:  # a user's layer may raise any type

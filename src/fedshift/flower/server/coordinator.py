@@ -34,10 +34,10 @@ from ...experiments.experiment import Experiment
 from ...experiments.factory import make_methods, make_settings, name_model, name_reference, resolve_model
 from ...experiments.loggers import parse_loggers
 from ...experiments.trial import RoundResult
-from ...models import MODELS
+from ...models import MODELS, LibraryModel
 from ...results.run_directory import MACHINES, POPULATION, trial_folder
 from ...results.summary import holds_run, holds_summary
-from ...utils.errors import FedshiftError, UsageError, as_flag
+from ...utils.errors import FedshiftError, Ref, UsageError, as_flag
 from ..transport.exchange import FACTS, Exchange, connect_locally
 from ..transport.firewall import allow_uploads, write_sizes
 from ..transport.pki import PublicKeys
@@ -145,7 +145,13 @@ class Coordinator:
         self.max_share = float(order.get("max_share", MAX_SHARE))
         settings = make_settings(replace(self.spec, newcomers=None), ())
         make_methods(self.spec)  # report methods that cannot be made before waiting for sites
-        MODELS.parse(name_model(self.spec.model, ()))
+        model = MODELS.parse(name_model(self.spec.model, ()))
+        if isinstance(model, LibraryModel) and model.pretrained and not self.spec.normalize:
+            raise UsageError(
+                f"model {model}: sites scale images by name, not as its pretrained weights need: name the scaling that "
+                "they were trained with ({})",
+                Ref(normalize="imagenet"),
+            )
         self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
         self.path = self.directory / MACHINES / POPULATION
