@@ -9,6 +9,7 @@ import shlex
 import sys
 import tomllib
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,12 @@ def test_every_python_block_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = re.sub(r"\brounds=\d+", "rounds=2", code)
     exec(compile(short, "document", "exec"), {"__name__": "document"})
+
+
+def test_the_notebooks_are_the_examples_of_their_page(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    wanted = import_module("make_notebooks").make_notebooks()
+    assert {path: path.read_text(encoding="utf-8") for path in (ROOT / "examples" / "notebooks").iterdir()} == wanted
 
 
 def understanding(monkeypatch):
