@@ -1,7 +1,7 @@
 """Write the examples of ``docs/notebooks.md`` as Jupyter notebooks, one for each section with code.
 
-``python docs/make_notebooks.py`` writes ``examples/notebooks/*.ipynb``. The text of a section becomes the first cell, and
-each ``# %%`` of its code another one. A test checks that the notebooks are those of the page, whose code it runs.
+``python docs/make_notebooks.py`` writes ``examples/notebooks/*.ipynb``. The text of a section becomes the first cell,
+and each ``# %%`` of its code another one. A test checks that the notebooks are those of the page, whose code it runs.
 """
 
 import json
