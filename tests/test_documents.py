@@ -42,6 +42,7 @@ from fedshift.results import trial_records
 from fedshift.results.schema import PICTURED
 from fedshift.tasks.classification import FEW_CLASSES
 from fedshift.tasks.task import BATCH
+from tests.nn.test_adapters import provide_peft
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -70,6 +71,8 @@ def test_every_python_block_runs(code, tmp_path, monkeypatch):
     monkeypatch.setattr(fedshift, "digits", make_small)
     monkeypatch.setattr(sys.modules[digits.__module__], "digits", make_small)  # data="digits"
     monkeypatch.chdir(tmp_path)
+    if "adapter=" in code:
+        provide_peft(monkeypatch)
     short = re.sub(r"\brounds=\d+", "rounds=2", code)
     exec(compile(short, "document", "exec"), {"__name__": "document"})
 

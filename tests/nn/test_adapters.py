@@ -58,8 +58,9 @@ class Adapted(nn.Module):
 Adapted.__module__ = "peft.stand_in"
 
 
-@pytest.fixture(autouse=True)
-def peft(monkeypatch):
+def provide_peft(monkeypatch):
+    """Let the stand-in be imported as peft if peft is not installed."""
+
     def inject(config, module):
         for parameter in module.parameters():
             parameter.requires_grad_(False)
@@ -72,6 +73,11 @@ def peft(monkeypatch):
         made = ModuleType("peft")
         made.LoraConfig, made.inject_adapter_in_model, made.__spec__ = dict, inject, ModuleSpec("peft", None)
         monkeypatch.setitem(sys.modules, "peft", made)
+
+
+@pytest.fixture(autouse=True)
+def peft(monkeypatch):
+    provide_peft(monkeypatch)
 
 
 def network(shape=(3, 4, 4), classes=4):
