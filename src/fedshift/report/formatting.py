@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
@@ -21,7 +22,7 @@ from ..utils.csv_cells import escape_table
 from ..utils.files import write_atomically
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
 MISSING, LEVEL = "-", "level"
 MINUS = "\N{MINUS SIGN}"
@@ -40,6 +41,8 @@ SIGNIFICANT = (
 BOOKTABS = r"% \usepackage{booktabs}"
 PADDING = 3
 """Spaces and lines beside a column of a terminal table."""
+NARROW = 60
+"""Characters in a line of the note below a narrower terminal table."""
 FEW = 5
 """Maximum number of methods in the columns of a LaTeX table, by default, and of columns in normal size."""
 _MEAN_AND_STD = re.compile(r"(\d[\d.]*) \((\d[\d.]*)\)")
@@ -346,20 +349,25 @@ def to_csv(table: pd.DataFrame, partial: str = "") -> str:
     return (f"# {partial}\n" if partial else "") + escape_table(flat).to_csv(float_format="%.6g", lineterminator="\n")
 
 
-def to_terminal(table: TextTable) -> Table:
-    """Return a table that ``rich`` prints, with its note; text is printed literally, never read as markup."""
+def to_terminal(table: TextTable) -> RenderableType:
+    """Return a table that ``rich`` prints, with its note; text is printed literally, never read as markup.
+
+    Lines of the note are as wide as the table, or :data:`NARROW` characters below a narrower one.
+    """
     from rich import box
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    note = Text(table.note) if table.note else None
+    inside = _measure_width(table) >= NARROW
+    note = Text(table.note) if table.note and inside else None
     grid = Table(box=box.SIMPLE_HEAD, caption=note, caption_justify="left", caption_style="")
     for number, name in enumerate(table.header):
         grid.add_column(Text(name), justify="right" if number else "left", overflow="fold")
     for number, row in enumerate(table.rows, start=1):
         texts = [Text(cell.text, style="bold" if cell.best else "") for cell in row]
         grid.add_row(*texts, end_section=number == table.rule)
-    return grid
+    return grid if inside or not table.note else Group(grid, Text(fill(table.note, NARROW)))
 
 
 def write_table(
