@@ -1,4 +1,4 @@
-"""Catalogs: lists of what a setting may name (methods, models, losses, tasks, ...), each beside what it lists.
+"""Catalogs: lists of what a setting may name (methods, models, losses, tasks, ...), each next to what it lists.
 
 A value is given as a text, an expression (:mod:`fedshift.config.expressions`) of names of the list or of the user's
 functions, ``package.module:name``, or in Python as an object. ``parse`` reads either; ``write`` returns the text that a
@@ -86,7 +86,7 @@ class Catalog(Generic[Value]):
         return list_catalog(self._entries) if isinstance(self._entries, str) else self._entries
 
     def names(self) -> tuple[str, ...]:
-        """Return the names, those of a package without importing it."""
+        """Return the names; modules of a package are listed without importing them."""
         return tuple(read_catalog(self._entries) if isinstance(self._entries, str) else self._entries)
 
     def find(self, name: str) -> Function:
@@ -153,12 +153,12 @@ class Catalog(Generic[Value]):
             return None
 
     def write_all(self, given: object) -> str | None:
-        """Return a text that :meth:`parse_all` reads as values equal to those of ``given``; None if there is none."""
+        """Return a text that :meth:`parse_all` reads as values equal to ``given``'s; None if there is none."""
         texts = [one if isinstance(one, str) else self._write_given(one) for one in list_several(given)]
         return None if None in texts else ",".join(map(str, texts))
 
     def _write_given(self, given: object) -> str | None:
-        """Return a text for what :meth:`parse` takes: that of its value, or its own import path."""
+        """Return a text for what :meth:`parse` takes: its value's, or its own import path."""
         made = self.parse(given)
         return self.write(made) or self._confirm(find_import_path(given), made, {})
 

@@ -29,7 +29,7 @@ EMBEDDED: Mapping[str, str] = {"digits": "fedshift.data.digits:digits", "nuclei"
 OF_TORCH = frozenset(("torch.optim", "torch.optim.lr_scheduler"))
 """Modules of torch whose classes expressions may name without permission, since calls of them only compute."""
 BY_MODULE = ("methods", "evaluation.policies")
-"""Packages of which each module defines one function with its name, in the spelling of Python."""
+"""Packages whose modules each define one function with the module's name, in the spelling of Python."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Seeds as users write them: their number, or themselves, ``3,4,5`` or ``3..5``; ``7,`` is seed 7 alone."""
+"""Seeds as users write them: their number, or themselves, ``3,4,5`` or ``3..5``; ``7,`` is only seed 7."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ Seeds = Annotated[int | str, BeforeValidator(_read_seeds)]
 SIGNS = frozenset(",*?[]")
 """Characters with a special meaning in lists of client names."""
 TURNS = ("ordered", "shuffled")
-"""Values of ``participation`` by which a model visits one client after the other."""
+"""Values of ``participation`` with which a model visits one client after the other."""
 AUTO = "auto"
 """Value of a setting that is chosen for the user."""
 PYTHON = "python"
@@ -177,15 +177,15 @@ class TrialSpec:
     have too."""
 
     metrics: Annotated[Several | None, Expression("tasks:METRICS"), Parameter(group=MEASURING)] = None
-    """More metrics that are counted and shown beside the first, comma-separated: those that metric has on request."""
+    """Further metrics to count and show, comma-separated: those that metric has on request."""
 
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """Round that tables report: the last, or the best on validation data; never the best on test data."""
 
     patience: Annotated[Positive | None, Parameter(group=MEASURING)] = None
     """Evaluations without improvement of the metric on validation data after which a trial (one method with one seed)
-    ends, that one alone; by default all go on to the last round. Combine it with select=best, and with evaluate_every,
-    the rounds between evaluations."""
+    ends, while others continue; by default all run to the last round. Combine it with select=best, and with
+    evaluate_every, the rounds between evaluations."""
 
     min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False), Parameter(group=MEASURING)] = 0.0
     """Smallest improvement that counts for patience, in the metric's unit: 0.01 for 1 %."""
@@ -375,7 +375,7 @@ class Spec(DataSpec, TrialSpec):
     for bit only with the same number of threads."""
 
     moments: Annotated[Names, Parameter(group=MEASURING)] = "loaded"
-    """Moments of an evaluated round at which clients' models are measured, comma-separated: loaded (just after
+    """Moments of an evaluated round when clients' models are measured, comma-separated: loaded (just after
     aggregation; always, for the tables) and trained (just after local work, before aggregation; for a further
     table)."""
 

@@ -60,7 +60,7 @@ class _Progress(Callback):
 
     @override
     def on_turn(self, method: str, seed: int) -> None:
-        self.now = self.running.get((method, seed), self.now)  # one that has ended tells only its notices
+        self.now = self.running.get((method, seed), self.now)  # a trial that has ended only gives notices
 
     @override
     def on_client_end(self, client: str, loss: float) -> None:
@@ -146,7 +146,7 @@ class PlainLines(_Progress):
 class LiveDisplay(_Progress):
     """A bar over all rounds with elapsed time and time left, above tables of methods and clients.
 
-    If trials run side by side, the clients shown are those of the trial that began first. Use as a context manager.
+    If trials run side by side, the display shows the clients of the trial that began first. Use as a context manager.
     """
 
     def __init__(self, console: Console) -> None:

@@ -159,7 +159,7 @@ def report_stop(console: Console, command: str, directory: Path) -> int:
 
 
 def choose_directory(place: RunOptions, command: str) -> Path:
-    """Return the directory to which a run will be written, without creating it.
+    """Return the directory of a run, without creating it.
 
     Raises :class:`UsageError` if a directory to write and one to continue are both given, or it cannot be written.
     """

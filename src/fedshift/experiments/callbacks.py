@@ -1,7 +1,7 @@
 """Callbacks: what happens at the events of an experiment, for displays, servers and users' own code.
 
-All events arrive in the process that was started, also those of trials that run side by side in others. A round is
-saved before its evaluation and its end are told, so that an error in a callback loses nothing.
+All events arrive in the process that was started, including events of trials that run in other processes. A round is
+saved before its callbacks are called, so an error in a callback loses nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .trial import RoundResult
 
 @dataclass(kw_only=True, eq=False)
 class RunningTrial:
-    """The trial, one method with one seed, to which events belong.
+    """The trial, one method with one seed, of the current events.
 
     ``rounds``: number planned. ``say``: gives a notice, which is printed and kept with the run. ``place``: folder of
     the trial's files. ``asked``: why it is to end; empty if it is not.
@@ -48,7 +48,7 @@ class RunningTrial:
         self.say(f"{self.method}, seed {self.seed}: {text}")
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """End this trial alone, with its next evaluated round; in :meth:`Callback.on_evaluation`, with this one.
+        """End this trial, but no other, after its next evaluated round (in :meth:`Callback.on_evaluation`: this one).
 
         The run records round and ``reason``.
         """
@@ -73,7 +73,7 @@ class Callback:
         """A trial starts, or continues after ``done`` rounds."""
 
     def on_turn(self, method: str, seed: int) -> None:
-        """The next events belong to this trial, which started earlier and runs beside others (``jobs``)."""
+        """The next events belong to this trial, which started earlier and runs in parallel with others (``jobs``)."""
 
     def on_recorded(self, rows: Sequence[Row]) -> None:
         """The trial that starts has been evaluated before; ``rows``: measurements of its last evaluated round."""
@@ -114,8 +114,8 @@ class FunctionCallback(Callback):
 class Callbacks(Callback):
     """Several callbacks, which receive each event in turn.
 
-    An error in one of the user's ``own`` names it and its place in the user's code. During the work of a round it is
-    raised once the round is saved.
+    An error in one of ``own``, the user's callbacks, is reported with its file and line. During the work of a round
+    it is raised once the round is saved.
     """
 
     def __init__(self, *callbacks: Callback, own: Sequence[Callback] = ()) -> None:

@@ -32,7 +32,8 @@ MethodLike: TypeAlias = str | Method | Callable[[], Method]
 class CompareArguments(CompareSpec):
     """Arguments of :func:`compare`: the settings of the command line, some with wider types in Python, and a few more.
 
-    The types are for editors and type checkers; what is allowed and what it means stands in ``config/spec.py``.
+    The types are for editors and type checkers; ``config/spec.py`` documents what is allowed and what it
+    means.
     """
 
     methods: MethodLike | Sequence[MethodLike] = field(kw_only=False)

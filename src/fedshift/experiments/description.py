@@ -94,7 +94,7 @@ def describe_work(work: Work) -> str:
 
 
 def describe_weighting(method: Method) -> str:
-    """Return how much a client counts in the average of uploads; ``method``: that of a plan."""
+    """Return how much a client counts in the average of uploads; ``method``: the plan's method."""
     if method.pooled:
         return "none, since all data are in one place"
     said = {"samples": "its training samples", "used": "the samples that it used in the round", "uniform": "1"}

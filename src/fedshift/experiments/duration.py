@@ -22,11 +22,11 @@ from .settings import Settings
 from .trial import Trial
 
 TOLD, LONG = 60.0, 600.0
-"""Seconds from which a run's prediction is told, and from which shorter runs are named."""
+"""Minimum seconds of a run whose duration is announced, and of one for which shorter runs are suggested."""
 ROUGH = 4
-"""How much shorter than :data:`TOLD` a run may seem by its operations alone if steps are to be timed."""
+"""Steps are timed if the run's operations suggest at least :data:`TOLD` divided by this."""
 OVERHEAD = 0.02
-"""Seconds that a round takes apart from steps and evaluations, such as those of its checkpoint."""
+"""Seconds of a round in addition to steps and evaluations, for example for its checkpoint."""
 PASSES = 3
 """Forward passes that cost as much as a step."""
 PART = 4
@@ -125,7 +125,7 @@ def _list_shorter(trials: Mapping[str, Trial], seeds: int, evaluation: float) ->
 
 
 def _write_command(setting: dict[str, Any]) -> str:
-    """Return the command of this run with a ``setting`` changed, in a new directory; from Python, the setting alone."""
+    """Return the command of this run with a ``setting`` changed, in a new directory; from Python, only the setting."""
     words = shlex.split(COMMAND.get())
     if not words or "--resume" in words:
         return str(Ref(**setting))

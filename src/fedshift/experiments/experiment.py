@@ -51,7 +51,7 @@ from .trial_run import TrialRun, count_rounds_left, find_best
 SAMPLES = 8
 """Images of each client that a run keeps for its report."""
 VOLUMES = 1
-"""Volumes of each client from which a run keeps a slice."""
+"""Number of volumes of each client of which a run keeps a slice."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,7 +152,7 @@ class Experiment:
             stop: event that ends the run after the rounds in progress once it is set.
             jobs: maximum number of trials that run side by side, in worker processes; it does not affect results.
                 ``auto``: as many as leave no processor idle, if that saves time.
-            workers: worker processes for trials and the pool engine, which stay open; by default the run has its own.
+            workers: worker processes for trials and the pool engine, which stay open; None: the run starts its own.
             runs: number of such runs to come, this one included, whose whole time is predicted; 0: none.
 
         Returns:
@@ -243,7 +243,7 @@ class Experiment:
         conductor.run(InProcess(), alone, 1, self, workers, threads)
 
     def make_trial(self, method: str, seed: int, executor: Executor | None = None) -> Trial:
-        """Return the trial of the method with this label; a pool trains on ``executor``, or else opens its own."""
+        """Return the trial of the method with this label; a pool trains on ``executor``, if one is given."""
         (chosen,) = (each for each in self.methods if each.label == method)
         return Trial(
             chosen, self.model, self.data, self.settings, seed, make_engine=self.make_engine, executor=executor
@@ -270,7 +270,7 @@ class Experiment:
         """Return the experiment with its methods called as the run in ``path``, if there is one, calls them."""
         try:
             recorded = {facts.get("name"): label for label, facts in read_facts(path)["methods"].items()}
-        except FedshiftError:  # none is recorded, or it is written anew
+        except FedshiftError:  # none is recorded, or it is rewritten
             return self
         kept = (replace(method, typed=recorded.get(method.name, method.typed)) for method in self.methods)
         return replace(self, methods=tuple(kept))

@@ -42,7 +42,7 @@ NAMED = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InitialWeights:
-    """Entries from which networks start.
+    """Initial entries of networks.
 
     Args:
         source: The file, or another description for messages.
@@ -90,7 +90,7 @@ class InitialWeights:
                 own[name].copy_(tensor)
 
     def load_into_plan(self, plan: Plan, differences: list[str]) -> Plan:
-        """Return ``plan`` starting from the entries, which are those of its network as the method changed it.
+        """Return ``plan`` with these initial entries, which are named as in its network after the method's surgery.
 
         Raises :class:`UsageError` if they do not match: ``differences`` from the unchanged network, or other shapes.
         """

@@ -34,8 +34,8 @@ def choose_jobs(
 ) -> tuple[dict[int, EngineChoice], int]:
     """Return the unfinished trials to run side by side, by number with their engines, and how many at a time.
 
-    There are none if it would not help. ``runs``: all trials. ``trials``: one of each method, by name, from which
-    engine and cost are taken. ``jobs``: maximum number of trials at a time, as the user wrote it.
+    There are none if it would not help. ``runs``: all trials. ``trials``: one of each method, by name, which
+    determines engine and cost. ``jobs``: maximum number of trials at a time, as the user wrote it.
     """
     most = available_processors() if jobs == "auto" else jobs
     settings, threads = next(iter(trials.values())).settings, torch.get_num_threads()

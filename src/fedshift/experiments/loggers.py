@@ -177,7 +177,7 @@ class MLflowLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """One Weights & Biases run per trial, offline unless ``WANDB_MODE`` says otherwise.
+    """One Weights & Biases run per trial, offline unless ``WANDB_MODE`` is set.
 
     When a trial continues, the files of an offline run are rewritten from the records, since only a server can resume a
     run.

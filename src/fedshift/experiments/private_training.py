@@ -1,4 +1,4 @@
-"""What reads training data beside the noisy steps that epsilon accounts for: refused, or named with epsilon.
+"""Uses of training data that epsilon does not account for: they are refused, or listed with epsilon.
 
 ``dp_sgd`` hides what a sample adds to a gradient, and ``dp`` what a client adds to a mean. Whatever else depends on
 training data and reaches a model is covered by neither (Dwork and Roth 2014, section 2.3: only what is computed from

@@ -40,7 +40,7 @@ def _check(given: Mapping[str, Any], kind: type[S]) -> S:
 
 
 def load_python_data(data: Any, given: Mapping[str, Any]) -> Federation:
-    """Return the clients in ``data``, split, scaled and checked by the settings ``given``; targets stay as they are."""
+    """Return the clients in ``data``, split, scaled and checked by the settings ``given``; targets are unchanged."""
     spec = _check(given, DataSpec)
     return prepare_clients(load_source(simplify("data", data), spec).fit_images(spec.image_size), spec)
 
@@ -66,7 +66,7 @@ def simplify(name: str, value: Any) -> Any:
 
 @contextmanager
 def note_user_code() -> Iterator[None]:
-    """Make an exception of the user's code tell its place there."""
+    """Add file and line to an exception raised in the user's code."""
     try:
         yield
     except FedshiftError:

@@ -66,7 +66,7 @@ def run_pending(
 
     ``jobs``: maximum number of a part's trials that run side by side.
     ``begin`` and ``end`` are called for each part that is run; ``end`` also receives whether the part completed without
-    being stopped. A part that diverges has ended and does not stop the others; other errors are those of
+    being stopped. A part that diverges has ended and does not stop the others; other errors are raised as by
     :meth:`~fedshift.experiments.experiment.Experiment.run`.
     """
     threads = min(torch.get_num_threads(), available_processors())

@@ -1,4 +1,4 @@
-"""A session: one call that runs an experiment, and what it writes in the run directory beside the trials."""
+"""A session: one call that runs an experiment, and the files that it writes next to the trials."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .callbacks import Callback
 
 
 class Session:
-    """One call of :meth:`Experiment.run`: its directory, callback and stop, and what it writes beside the trials.
+    """One call of :meth:`Experiment.run`: its directory, callback and stop event, and its files next to the trials.
 
     The description of a resumed run is rewritten only after its first new round, and its earlier notices are kept until
     it ends, so that a run that fails earlier stays unchanged. ``describe`` takes the sessions that trained, None for

@@ -40,7 +40,7 @@ F = TypeVar("F", bound=Federation)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(TrialSpec):
-    """Settings that all methods of a comparison share: those of :class:`TrialSpec`, and objects made from the others.
+    """Settings that all methods of a comparison share: fields of :class:`TrialSpec`, and objects made from others.
 
     ``participation`` is a number of clients (int), a fraction of them (float in (0, 1]), ``ordered`` or ``shuffled``.
     Raises :class:`UsageError` for an out-of-range value.

@@ -91,8 +91,8 @@ class Trial:
     """One method with one seed on one federation; see the module's docstring.
 
     ``client_memory``: maximum bytes of clients' states in memory; the others are only in files (``client_store``).
-    ``make_engine``: makes the engine in place of the one in the settings. ``executor``: where the pool engine trains,
-    if not in processes of its own.
+    ``make_engine``: makes the engine in place of the one in the settings. ``executor``: where the pool engine
+    trains; None: in its own processes.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Trial:
         return self._engine
 
     def _renew_engine(self) -> None:
-        """Make the engine anew where steps run on other inputs than it was made for."""
+        """Make the engine again if steps run on other inputs than it was made for."""
         if self._engine and self.choice and not self._remote and self._engine.plan is not self.inputs.plan:
             self._engine.close()
             self._engine = self._make_engine(self.choice)
@@ -313,7 +313,7 @@ class Trial:
     def introduce(self) -> bool:
         """Hold the exchange before round 1, where rules have one and it is still to come; return whether it was held.
 
-        All clients take part that can now, whatever a round's participation is.
+        All available clients take part, regardless of a round's participation.
         """
         if not self.plan.prelude or self._prelude or self.server.round:
             return False
@@ -397,7 +397,7 @@ class Trial:
         return [row for row in rows if row["split"] == "test" or row["client"] not in self.settings.newcomers]
 
     def measure_lag(self) -> dict[str, Any] | None:
-        """Return measurements with BatchNorm statistics estimated anew; None where the present ones cannot lag.
+        """Return measurements with re-estimated BatchNorm statistics; None if the running ones cannot lag.
 
         The result has ``round``, ``updates``, ``remaining`` and ``rows`` (:mod:`fedshift.evaluation.statistics_lag`).
         """

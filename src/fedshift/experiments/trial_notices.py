@@ -58,7 +58,7 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
 
 
 def describe_adapter(trial: Trial) -> str:
-    """Return what adapters train, and the bytes of a client in a round beside those of the whole network."""
+    """Return what adapters train, and a client's bytes in a round compared with the whole network's."""
     plan = trial.plan
     fixed = [tensor for _, tensor in list_constants(plan.module)]
     trained = sum(plan.initial[name].numel() for name in plan.trained)
@@ -96,7 +96,7 @@ def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> It
 
 
 def _needing(experiment: Experiment, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of ``names`` whom the caller does not measure later."""
+    """Return the ``names`` that the caller does not measure later."""
     return tuple(name for name in names if name not in experiment.measured_later)
 
 

@@ -180,7 +180,7 @@ class TrialRun:
             trial.close()
 
     def _record_lag(self) -> None:
-        """Write measurements of the reported round with BatchNorm statistics estimated anew, if these may lag."""
+        """Write measurements of the reported round with re-estimated BatchNorm statistics, if these may differ."""
         (self.folder / LAG).unlink(missing_ok=True)  # of an earlier round
         with timed_section("evaluation"):
             if (lag := self.trial.measure_lag()) is not None:

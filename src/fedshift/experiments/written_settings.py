@@ -20,7 +20,7 @@ from ..data.federation import Federation
 from ..utils.user_code import describe_function
 
 PLAIN = (str, int, float, NoneType)
-"""Types of values that a file stores as they are."""
+"""Types of values that a file stores unchanged."""
 OF_OPTIMIZER = ("optimizer", "lr", "schedule")
 """Settings that an optimizer object has itself."""
 

@@ -1,4 +1,4 @@
-"""Results of single test samples at a trial's reported round, from which differences between methods are paired.
+"""Results of single test samples at a trial's reported round, which make differences between methods paired.
 
 ``cases.npz`` in a trial's folder holds arrays with an entry for each test sample, in the order of clients' test data:
 
@@ -40,7 +40,7 @@ Records = Mapping[str, NDArray[Any]]
 FILES = {"validation": "cases-validation.npz", "test": "cases.npz"}
 """File of each split's records."""
 CONSTANT = 1e-12
-"""Spread of a target, relative to the sum of its squares, that is rounding alone: the target is constant."""
+"""Relative spread of a target, of the sum of its squares, up to which the target is constant but for rounding."""
 _INDEX = "index"
 _END, _COMMENT = b"PK\x05\x06", b"\x08\x00"
 """Beginning of an archive's last record, whose last two bytes are its comment's length: here that of a checksum."""

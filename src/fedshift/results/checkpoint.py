@@ -1,10 +1,10 @@
 """Checkpoints: one safetensors file with a JSON header, written atomically.
 
-A checkpoint is written beside the old one, flushed to disk and moved over it, so that a crash at any moment leaves
-either the old or the new one intact. Checksums over all tensors and over the header detect later damage. It contains
-the server's state and the location of the clients' states (``client_store``). Equal contents yield equal bytes: all
-values other than tensors are one header entry with sorted keys, since safetensors writes several entries in random
-order.
+A checkpoint is written to a temporary file, flushed to disk and moved over the old one, so that a crash at any moment
+leaves either the old or the new one intact. Checksums over all tensors and over the header detect later damage. It
+contains the server's state and the location of the clients' states (``client_store``). Equal contents yield equal
+bytes: all values other than tensors are one header entry with sorted keys, since safetensors writes several entries in
+random order.
 """
 
 from __future__ import annotations

@@ -100,13 +100,13 @@ METRIC_COUNTS = {
     **dict.fromkeys(("dice", "iou", "f1"), ("hits", "support", "predicted")),
     **dict.fromkeys(("rmse", "mae", "r2"), ("squared", "absolute", "total", "square")), **DISTANCES, "ece": ("gaps",),
 }  # fmt: skip
-"""Counts that each metric takes, beside the number of samples; others are in ``sums`` and ``values``."""
+"""Counts that each metric takes, in addition to the number of samples; others are in ``sums`` and ``values``."""
 
 MOMENTS = ("loaded", "trained")
-"""Moments of a round at which models are measured on test and validation data."""
+"""Moments of a round when models are measured on test and validation data."""
 
 REESTIMATED = "reestimated"
-"""Moment of the measurements with BatchNorm statistics estimated anew (:attr:`RunSummary.lag`)."""
+"""Moment of measurements with re-estimated BatchNorm statistics (:attr:`RunSummary.lag`)."""
 
 RESTART = "restore the file from a copy, or remove its folder to begin this trial again from round 1"
 """Advice about a damaged file of a trial."""
@@ -168,7 +168,7 @@ def is_of_numbers(row: Mapping[str, Any]) -> bool:
 def select_class(rows: pd.DataFrame, number: int) -> pd.DataFrame:
     """Return rows with the counts by class of the background and class ``number`` only.
 
-    Mask metrics derived from them are then those of this class.
+    Mask metrics derived from them are then of this class.
     """
     names = [name for name in BY_CLASS if name in rows]
     picked = {

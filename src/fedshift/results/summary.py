@@ -181,7 +181,7 @@ class _Trial:
 
 
 def _read_trial(folder: Path, planned: int) -> list[Row]:
-    """Return the recorded rounds of a trial; if it has not ended, at least those of its checkpoint."""
+    """Return the recorded rounds of a trial; if it has not ended, at least the rounds up to its checkpoint."""
     saved: int | FedshiftError = 0
     if (folder / CHECKPOINT).exists():  # read first: an active run records a round before it saves it
         try:
@@ -197,7 +197,7 @@ def _read_trial(folder: Path, planned: int) -> list[Row]:
 
 
 def _collect_rows(trials: Sequence[_Trial], read: Callable[[Path], Iterable[Row]], *others: str) -> pd.DataFrame:
-    """Return the rows that ``read`` finds of all trials, with the columns ``others`` beside those of measurements."""
+    """Return the rows that ``read`` finds of all trials, with the columns ``others`` in addition to the usual ones."""
     found = [{"method": trial.method, "seed": trial.seed, **row} for trial in trials for row in read(trial.folder)]
     return rows_to_frame(found).assign(**{name: [row[name] for row in found] for name in others})
 

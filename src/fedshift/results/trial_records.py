@@ -22,7 +22,7 @@ METRICS, ROUNDS, CHECKPOINT, BEST = "metrics.jsonl", "rounds.jsonl", "checkpoint
 CROSSED = {"loaded": "cross_site.json", "trained": "cross_site-trained.json"}
 """Files of a trial with measurements of each client's model on every client's test data, by moment, if requested."""
 LAG = "statistics.json"
-"""File of a trial with measurements at the reported round with BatchNorm statistics estimated anew, if they may lag."""
+"""File of a trial with measurements at the reported round with re-estimated BatchNorm statistics, if they may lag."""
 STOPPED = "stopped.json"
 """File of a trial that ended before the last planned round: its round, and why."""
 FORMAT = 6
@@ -71,7 +71,7 @@ def read_crossed(folder: Path) -> list[Row]:
 
 
 def read_lag(folder: Path) -> list[Row]:
-    """Return the rows with BatchNorm statistics estimated anew of the trial in ``folder``, none where none may lag.
+    """Return the rows with re-estimated BatchNorm statistics of the trial in ``folder``; none if none may lag.
 
     Each row has the file's ``round``, ``updates`` and ``remaining``. Raises :class:`FedshiftError` if the file is
     damaged.
