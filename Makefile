@@ -86,11 +86,13 @@ mutations: setup
 peers: setup
 	$(BIN)/python benchmarks/peers.py --engine stacked
 
-# Surgery on networks of timm and torchvision, in a virtual environment of its own (5 GB with torch's CUDA libraries).
+# The table of docs/zoo.md, networks of five libraries x methods x engines, and adapters against peft, in a virtual environment of its own
+# (6 GB with torch's CUDA libraries). What build/zoo has is not checked again.
 zoo:
 	test -x .venv-zoo/bin/python || $(PYTHON) -m venv .venv-zoo
 	.venv-zoo/bin/python -m pip install --quiet --constraint benchmarks/zoo.txt --requirement benchmarks/zoo.txt --editable .
-	OMP_NUM_THREADS=1 .venv-zoo/bin/python benchmarks/zoo.py
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest -q -n 0 tests/nn/test_adapters.py
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python benchmarks/zoo.py build/zoo
 
 # How the package is laid out, beside goals that nothing asserts: long files, imports between folders, the longest chain.
 structure: setup

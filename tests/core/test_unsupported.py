@@ -9,10 +9,10 @@ from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.step import client_step
-from fedshift.experiments.trial import make_network
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.gn import gn
+from fedshift.models import make_network
 from fedshift.utils.errors import UsageError
 
 KEY = torch.tensor(0)

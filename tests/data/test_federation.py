@@ -368,6 +368,10 @@ GOOD = Listed([(np.zeros(3), 0), (np.ones(3), 1)])
         ((Stream(), GOOD), "client 'a', train data: Stream has no length: give a map-style torch.utils.data.Dataset"),
         ((GOOD, Listed([])), "client 'a', test data: empty"),
         ((GOOD, Listed([{"x": 1}])), "client 'a', test data: sample 0 is a dict, not a pair (input, label)"),
+        (
+            (GOOD, Listed([({"input_ids": 1, "attention_mask": 1}, 0)])),
+            "client 'a', test data: sample 0 has the inputs 'input_ids', 'attention_mask', and networks take one array",
+        ),
         ((GOOD, Listed([*GOOD.samples, (np.zeros(4), 1)])), "sample 2 has shape (4,) and the first (3,): bring"),
         ((np.zeros((2, 3)), np.zeros(2)), "client 'a': ndarray, ndarray given: give four arrays, (x_train,"),
         (3, "client 'a': int given: give four arrays"),

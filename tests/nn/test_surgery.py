@@ -220,3 +220,34 @@ def test_new_parameters_are_entries_that_train_and_travel():
     gains = {name for name in plan.initial if name.endswith(".gain")}
     assert len(gains) == 19
     assert gains <= plan.trained & plan.loaded & plan.sent
+
+
+class Functional(nn.Module):
+    """A layer and a function that normalize."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.norm, self.function = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), function
+
+    def forward(self, x):
+        return self.function(self.norm(self.conv(x))).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("method", "function", "refused"),
+    [
+        (nonorm, lambda x: nn.functional.layer_norm(x, x.shape[1:]), "layer_norm"),
+        (gn, lambda x: nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4)), "batch_norm"),
+        (gn, lambda x: nn.functional.layer_norm(x, x.shape[1:]), None),  # gn keeps it
+        (nonorm, torch.relu, None),
+    ],
+)
+def test_normalization_without_a_layer_is_refused_where_it_should_go(method, function, refused):
+    x = torch.ones(1, 1, 8, 8)
+    if refused is None:
+        assert prepare(method(), Functional(function), optimizer=SGD(lr=0.1), sample=x)
+        return
+    with pytest.raises(
+        UsageError, match=rf"also normalizes without one: it \(Functional\) calls {refused}: make a layer"
+    ):
+        prepare(method(), Functional(function), optimizer=SGD(lr=0.1), sample=x)

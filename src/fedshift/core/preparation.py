@@ -22,6 +22,7 @@ from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
 from ..nn.linear import use_fast_linear, use_torch_func
 from ..nn.recognition import torch_kind
+from ..nn.surgery import FunctionCalls
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
@@ -127,6 +128,7 @@ def prepare(
     _check_sends(plan)
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
+        _check_functions(plan, sample)
         _check_groups(plan, sample)
         plan = replace(plan, smallest_batch=_smallest_batch(plan, sample, model))
         _check_features(plan, sample)
@@ -304,6 +306,23 @@ def _accepts(model: nn.Module, inputs: Tensor) -> bool:
     except Exception:  # a user's network may raise any type
         return False
     return True
+
+
+@torch.no_grad()
+def _check_functions(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` if surgery replaced normalization, and the model also normalizes without a layer."""
+    functions = {each for change in plan.method.surgery for each in getattr(change, "replaced", ())}
+    if not functions:
+        return
+    with suppress(Exception), FunctionCalls(plan.module, functions) as calls:  # errors are reported by _smallest_batch
+        forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
+    for name, layer, function in calls.found[:1]:
+        where = f"its layer {name!r}" if name else "it"
+        raise UsageError(
+            f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "
+            f"{where} ({type(layer).__name__}) calls {function.__name__}: make a layer of it, or use a method that "
+            "keeps normalization"
+        )
 
 
 @torch.no_grad()

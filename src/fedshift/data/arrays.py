@@ -206,9 +206,22 @@ def _require_pair(sample: Any) -> tuple[Any, Any]:
         names = [next((name for name in usual if name in sample), None) for usual in (INPUTS, LABELS)]
         if None not in names:
             return sample[names[0]], sample[names[1]]
+        inputs = {name: value for name, value in sample.items() if name != names[1]}
+        if names[1] and len(inputs) > 1:
+            return inputs, sample[names[1]]
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise UsageError(f"is a {type(sample).__name__}, not a pair (input, label)")
     return sample[0], sample[1]
+
+
+def refuse_several(x: object, where: str) -> None:
+    """Raise :class:`UsageError` if ``x`` are several inputs by name."""
+    if isinstance(x, Mapping):
+        raise UsageError(
+            f"{where} has the inputs {', '.join(map(repr, x))}, and networks take one array of a sample: bring them "
+            "together in one array and divide it in the network, or give a text's tokens alone and make the mask of "
+            "them there"
+        )
 
 
 def read_item(data: Any, number: int, where: str, split: Item) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -221,6 +234,7 @@ def read_item(data: Any, number: int, where: str, split: Item) -> tuple[NDArray[
         raise UsageError(
             f"{where}: sample {number} of {type(data).__name__} cannot be read: {describe_error(error)}"
         ) from error
+    refuse_several(x, f"{where}: sample {number}")
     mode = getattr(x, "mode", None)  # set for pictures; palette indices, for example, are not colors
     return np.asarray(x.convert("RGB") if isinstance(mode, str) and mode not in ("L", "RGB") else x), np.asarray(y)
 

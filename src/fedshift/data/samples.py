@@ -22,6 +22,7 @@ from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, Ref, UsageError
+from .arrays import refuse_several
 from .preparation import HALF, Augment, Scaling, scale_stored
 from .stores import FileStore, JoinedStore, Keys, LazyStore, channels_first, is_mapped, read_rows, to_tensor
 
@@ -417,6 +418,7 @@ def to_samples(x: ArrayLike | LazyStore, y: ArrayLike, where: str = "data", task
 
 def keep_or_map(x: ArrayLike | LazyStore, where: str) -> NDArray[Any] | LazyStore:
     """Return inputs as an array, or as a store if they are mapped from a file or are in a store already."""
+    refuse_several(x, where)
     return FileStore(x, where) if is_mapped(x) else x if isinstance(x, LazyStore) else np.asarray(x)
 
 

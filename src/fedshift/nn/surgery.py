@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
 
 from ..utils.errors import UsageError
 from .convolution import FastConv2d
@@ -29,6 +31,11 @@ from .scaled_std_conv import STANDARDIZED, ScaledStd, count_fan_in
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, HybridBatchNorm)
 """Normalization layers that may have entries."""
 NORMALIZATION = (*LEARNED, nn.LocalResponseNorm, nn.CrossMapLRN2d)
+Function = Callable[..., Tensor]
+FUNCTIONS: tuple[Function, ...] = (
+    F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm, F.local_response_norm
+)  # fmt: skip
+"""Functions that normalize, with which a network can do without a layer."""
 
 
 def replace_modules(module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
@@ -84,6 +91,43 @@ def _refuse_loss(name: str, layer: nn.Module, new: nn.Module) -> None:
         )
 
 
+class FunctionCalls(TorchFunctionMode):
+    """Inside the block, collects names of layers that call one of ``functions`` and do not normalize by their type.
+
+    Convolutions may standardize their kernels by such a function.
+    """
+
+    def __init__(self, module: nn.Module, functions: Collection[Function]) -> None:
+        super().__init__()
+        self.found: list[tuple[str, nn.Module, Function]] = []
+        self._module, self._functions = module, functions
+        self._entered: list[tuple[str, nn.Module]] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            handle
+            for name, layer in self._module.named_modules()
+            for handle in (
+                layer.register_forward_pre_hook(lambda each, _, at=name: self._entered.append((at, each))),
+                layer.register_forward_hook(lambda *_: self._entered.pop() and None, always_call=True),
+            )
+        ]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inside = self._entered[-1] if self._entered else ("", self._module)
+        if func in self._functions and not isinstance(inside[1], (*NORMALIZATION, _ConvNd)):
+            self.found.append((*inside, func))
+        return func(*args, **kwargs or {})
+
+
 def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Module]) -> nn.Module:
     """Return the layer of ``make`` followed by the parts of ``layer``; refuse an unrecognized ``layer``."""
     parts = require_understood(name, layer, what)
@@ -105,6 +149,7 @@ class BatchNormToGroupNorm:
 
     groups: int | None = None
     decides_normalization: ClassVar[bool] = True
+    replaced: ClassVar[tuple[Function, ...]] = (F.batch_norm,)
 
     def __str__(self) -> str:
         return "GroupNorm for BatchNorm"
@@ -136,6 +181,7 @@ class BatchNormToHybrid:
     """Replaces every BatchNorm by a HybridBatchNorm with the same parameters and statistics."""
 
     decides_normalization: ClassVar[bool] = True
+    replaced: ClassVar[tuple[Function, ...]] = (F.batch_norm,)
 
     def __str__(self) -> str:
         return "HybridBatchNorm for BatchNorm"
@@ -162,6 +208,7 @@ class RemoveNorm:
 
     required: bool = True
     decides_normalization: ClassVar[bool] = True
+    replaced: ClassVar[tuple[Function, ...]] = FUNCTIONS
 
     def __str__(self) -> str:
         return "no normalization"
