@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "fedshift"
-PACKAGES = ("core", "engines", "nn", "aggregation", "methods", "export", "analysis", "report", "diagnosis")
+PACKAGES = (
+    "aggregation", "analysis", "api", "core", "diagnosis", "engines", "export", "methods", "new_clients", "nn",
+    "report", "representations", "reproduce", "theory", "utils",
+)  # fmt: skip
 MOST = 2.0
 """Marker phrases per thousand words."""
 END = r"(?=[.,;:)]|$)"

@@ -599,7 +599,7 @@ def read_run(directory: str | Path, *, code: str | Sequence[str] = (), **given: 
             called, because directories may come from others. Functions in ``given`` need not be listed.
         given: Arguments of :func:`compare` that replace the directory's, such as ``model=...`` if the run used a
             function that a file cannot store. Only :meth:`Comparison.model`, :meth:`~Comparison.adapt` and
-            :meth:`~Comparison.features` need them: tables, figures and the page are made from records alone.
+            :meth:`~Comparison.features` need them: tables, figures and the page are made only from records.
 
     Raises:
         UsageError: there is no run, or no such argument.

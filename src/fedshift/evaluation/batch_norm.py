@@ -71,7 +71,7 @@ def observe_inputs(plan: Plan, hooks: dict[str, list[Hook]], *, training: bool) 
     plan.module.eval()
     layers = list_batch_norms(plan)
     for layer in layers.values():
-        layer.training = training  # not that of a dropout or an activation which the layer may hold
+        layer.training = training  # not of a dropout or an activation inside of the layer
     handles = [layers[name].register_forward_pre_hook(hook) for name, each in hooks.items() for hook in each]
     try:
         yield

@@ -97,7 +97,7 @@ def _find_grain(entry: Entry, plan: Plan, made: frozenset[str]) -> Reveals:
 
 def _list_sends(plan: Plan) -> Iterator[Disclosure]:
     for index, (bound, prefix) in enumerate(zip(plan.rules, plan.rule_names, strict=True)):
-        used = index in plan.defines("fold")  # the server makes of uploads what it broadcasts
+        used = index in plan.defines("fold")  # the server computes its broadcast from uploads
         for sends, once in ((bound.sends, False), (bound.prelude, True)):
             for name, send in sends.items():
                 receivers = "each" if send.passed_on else "all" if used else "server"

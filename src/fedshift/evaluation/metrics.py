@@ -1,4 +1,4 @@
-"""Evaluation of models on splits, as counts from which every metric derives.
+"""Evaluation of models on splits, as counts that determine every metric.
 
 ``personal`` is the model that a client would use, ``global`` the one that the server holds. A method such as FedBN has
 no global model, and with a personal method a client that never trained has no personal model.
@@ -139,7 +139,7 @@ def record_clients(
 ) -> dict[tuple[str, str], Records]:
     """Return the records of single samples of ``split`` by client and model (:mod:`fedshift.results.cases`).
 
-    Models are those of :func:`evaluate_clients`; clients with the same samples and model share records.
+    Models are as in :func:`evaluate_clients`; clients with the same samples and model share records.
     """
     shared, found = global_state(plan, server), dict[tuple[str, str], Records]()
     held = {client.name: client.splits[split] for client in data.clients if split in client.splits}

@@ -31,7 +31,7 @@ SKIP = "skip"
 """Value of ``unseen`` that gives clients that never trained no model."""
 Data = Literal["", "inputs", "labels"]
 DATA: tuple[Data, ...] = ("", "inputs", "labels")
-"""Parts of a new client's training data that a policy can use: none, inputs alone, inputs and labels."""
+"""Parts of a new client's training data that a policy can use: none, only inputs, inputs and labels."""
 Requirement = Callable[[Plan, Task], str]
 """Returns why a plan and a task do not meet it; empty if they do (``policy_requirements``)."""
 Count = Annotated[int, Field(ge=1)]
@@ -173,7 +173,7 @@ def parse_policies(asked: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def explain_inapplicable(plans: Iterable[Plan], wanted: Iterable[str], task: Task) -> list[str]:
-    """Return sentences that explain which of the policies ``wanted`` do not apply to which plans."""
+    """Return sentences that explain which of the policies ``wanted`` do not apply to some plans."""
     reasons: dict[tuple[str, str], list[str]] = {}
     plans = list(plans)
     for name in wanted:
@@ -246,7 +246,7 @@ def make_lone_state(
             f"unseen={name!r} takes {taken}, which never leave them: use {join_choices(others) or without}"
         )
     if made.data and len(train) < max(1, plan.smallest_batch):
-        raise UsageError(f"{{}} takes training samples, of which client {client!r} has {len(train)}", Ref(unseen=name))
+        raise UsageError(f"{{}} takes training samples, but client {client!r} has {len(train)}", Ref(unseen=name))
     context = PolicyContext(
         plan=plan, server=server, augment=augment, task=task, classes=classes, client=client,
         start=None if plan.has_global else {**plan.initial, **pick(server.shared, plan.loaded)},

@@ -11,7 +11,7 @@ from .batch_norm import list_batch_norm_parameters, list_norm_parameters
 
 
 def require_personal_models(plan: Plan, _: Task) -> str:
-    """Clients have models of their own."""
+    """Clients have personal models."""
     return "" if plan.personalizes else "the one global model, shown unchanged,"
 
 
@@ -32,7 +32,7 @@ def require_torch_statistics(plan: Plan, _: Task) -> str:
 
 
 def require_kept_statistics(plan: Plan, _: Task) -> str:
-    """Clients keep BatchNorm statistics of their own."""
+    """Clients keep personal BatchNorm statistics."""
     kept = any(norm_statistics(entry) and entry.name in plan.personal for entry in plan.entries)
     return "" if kept else "clients keep no BatchNorm statistics to compare"
 

@@ -1,4 +1,4 @@
-"""Lag of BatchNorm's running statistics behind the models that are measured, shown by estimating them anew.
+"""Lag of BatchNorm's running statistics behind the models that are measured, shown by re-estimating them.
 
 Running statistics move by r <- (1 - m) r + m b with the statistics b of each batch (momentum m, torch's form of Ioffe
 and Szegedy 2015, arXiv:1502.03167), so that after n updates they still hold the part (1 - m)^n of their initial values,
@@ -38,7 +38,7 @@ from .metrics import evaluate
 T = TypeVar("T")
 
 NEGLIGIBLE = 1e-6
-"""Part of the initial values from which on statistics are not measured again.
+"""Remaining part of the initial values up to which statistics are not re-estimated.
 
 Initial variances are 1, and those of a layer's inputs may be as small as 1e-4.
 """
@@ -77,7 +77,7 @@ def remaining_part(plan: Plan, updates: int) -> float:
 
 
 def may_lag(plan: Plan, server: ServerState, updates: int) -> bool:
-    """Return whether the statistics of the models after ``updates`` updates are worth estimating anew."""
+    """Return whether the statistics of the models after ``updates`` updates are worth re-estimating."""
     layers = list_batch_norms(plan).values()
     frozen = server.round > plan.freeze_from  # the last round's number from 0 is one less
     whole = any(layer.momentum is None for layer in layers)
@@ -101,7 +101,7 @@ def evaluate_reestimated(
     *,
     alone: bool = False,
 ) -> list[Row]:
-    """Return one row per client, split and existing model, with statistics estimated anew (moment ``reestimated``).
+    """Return one row per client, split and existing model, with re-estimated statistics (moment ``reestimated``).
 
     Args:
         plan: the trial's plan.

@@ -33,7 +33,7 @@ ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
 def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int, precision: str = "float32") -> nn.Module:
     """Make the network of ``model`` for a sample's shape and the classes; raise UsageError if the result is none.
 
-    In ``float64``, its parameters and buffers are converted; in other precisions they stay as they are.
+    In ``float64``, its parameters and buffers are converted; in other precisions they are unchanged.
     """
     try:
         network = model(shape, classes)
@@ -91,7 +91,7 @@ class _Output:
 
 @dataclass(frozen=True)
 class _OutputOf:
-    """A factory of networks that return one of the outputs of those of ``make``."""
+    """A factory of networks that return one of the outputs of the networks of ``make``."""
 
     make: ModelFactory
     output: str | int
@@ -180,7 +180,7 @@ class _Models(Catalog[ModelFactory]):
 
 
 MODELS = _Models("model", "models", _accept, adapt=_configure, spell=_spell, key=_spell)
-"""Networks by name; a function of yours is called with the shape of a sample and the number of classes."""
+"""Networks by name; your own function is called with the shape of a sample and the number of classes."""
 
 
 def describe_factory(model: ModelFactory) -> str:

@@ -56,7 +56,7 @@ def _dense_layers(widths: Sequence[int], first: int, *, norm: bool, dropout: boo
 
 
 def _conv_blocks(channels: int, layers: Iterable[_Convolution]) -> dict[str, nn.Module]:
-    """Return convolutions with BatchNorm and ReLU, and max-pooling where it is given, all numbered from 1."""
+    """Return convolutions with BatchNorm and ReLU, and optional max-pooling, numbered from 1."""
     made: dict[str, nn.Module] = {}
     for i, (after, kernel, stride, padding, pooling, groups) in enumerate(layers, start=1):
         made[f"conv{i}"] = nn.Conv2d(channels, after, kernel, stride, padding)

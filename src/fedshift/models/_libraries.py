@@ -2,7 +2,7 @@
 
 Each is made for the samples' channels and the number of classes by the library's own function, with random weights:
 nothing is downloaded. ``timm:resnet18(pretrained=True)`` starts from the library's weights, which its own loader takes
-from its cache or downloads; images are then scaled as the library says for these weights.
+from its cache or downloads; images are then scaled as the library prescribes for these weights.
 """
 
 from __future__ import annotations

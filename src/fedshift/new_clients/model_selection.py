@@ -81,7 +81,7 @@ def select_models(
         clients: Number of clients of the federation; leave-one-out leaves out each together with another.
 
     Returns:
-        Columns client, method (without its rate), policy, rate, score (by which it was chosen) and value. Clients with
+        Columns client, method (without its rate), policy, rate, score (which chose it) and value. Clients with
         a missing run are excluded.
 
     """

@@ -1,6 +1,6 @@
 """The user's network, which fedshift never trained, adapted to clients by the policies for new clients.
 
-It takes the place of a run's one global model: it is measured unchanged, with BatchNorm statistics of the client's
+It replaces a run's one global model: it is measured unchanged, with BatchNorm statistics of the client's
 inputs, and fine-tuned, completely or only its BatchNorm, by the local work of the settings.
 """
 

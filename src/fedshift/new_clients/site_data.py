@@ -1,4 +1,4 @@
-"""A new site's data, prepared like a run's own: image size, channels, scale, labels; and its overlap with the run."""
+"""A new site's data, prepared like a run's data: image size, channels, scale, labels; and its overlap with the run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load_site(
 def load_unlabeled(
     path: Path, spec: DataSpec, schema: Schema, progress: Progress | None = None, notices: list[str] | None = None
 ) -> Samples:
-    """Load unlabeled samples, from a folder of images or array ``x`` of an .npz file, as those of a run's ``schema``.
+    """Load unlabeled samples, from a folder of images or array ``x`` of an .npz file, as a run's ``schema`` describes.
 
     Images may be in subfolders. Every target of the result is 0 and has no meaning. ``notices`` receives a sentence if
     unreadable images are left out. Raises :class:`UsageError` as :func:`load_site` does.
@@ -92,7 +92,7 @@ def _read_array(path: Path) -> Samples:
 def _read_images(
     path: Path, spec: DataSpec, schema: Schema, progress: Progress | None, notices: list[str] | None
 ) -> Samples:
-    """Read the images in folder ``path`` and below it, decoded once as those of clients are."""
+    """Read the images in folder ``path`` and below it, decoded once, like clients' images."""
     wanted = "give a folder of images, or an .npz file with an array x"
     if not path.is_dir():
         raise UsageError(f"{path} is no folder: {wanted}")

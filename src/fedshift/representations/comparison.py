@@ -3,7 +3,7 @@
 Pairs of clients are compared on test images of both clients; the server is compared with each client on that client's
 test images. A similarity is the mean over images and channels, then over pairs.
 
-The server's model is the model from which each client started its last local work; each client's model is its own model
+The server's model is the initial model of each client's last local work; each client's model is its own model
 after local work. With one global model, all clients have the same model after aggregation and differ only after local
 work. With every method, each client is therefore trained one round further than the checkpoint, with the learning rate
 of the last round (a schedule may end at 0), and its model is taken before aggregation. The result depends only on the

@@ -150,7 +150,7 @@ class InfiniteWidthLimits:
 
     ``own`` [N]: lambda_min of each client's block. ``least`` and ``most``: lambda_min and lambda_max of G_inf and of
     G*_inf; ``least`` are mu_0 and mu_0* of theorem 4.4 and corollary 4.5. Compared with sampling: ``difference``, the
-    Frobenius norm of the difference relative to that of G_inf; ``worst``, the largest difference in standard errors of
+    Frobenius norm of the difference relative to G_inf's; ``worst``, the largest difference in standard errors of
     its entry; ``spread``, their root mean square, near 1 where sampling is the only difference.
     """
 
@@ -317,7 +317,7 @@ class TrainingCourse:
     guarantee: Floats
 
     def steps_to(self, share: float) -> tuple[int | None, int | None]:
-        """Return the steps after which ``share`` is left, measured and predicted; None where there were too few."""
+        """Return the steps until ``share`` remains, measured and predicted; None where there were too few."""
         measured, predicted = self.measured <= share, self.predicted <= share
         return (
             int(np.argmax(measured)) if measured.any() else None,
@@ -412,7 +412,7 @@ class ToyExample:
         return best, mean, np.array([np.interp(mean, self.w, row) for row in losses])
 
     def best_scales(self) -> tuple[Floats, float, Floats, Floats]:
-        """Return, at the true w, each client's best gamma, their mean, and the losses with its own and the mean."""
+        """Return, at the true w, each client's best gamma, their mean, and the losses with either."""
         along = self.surfaces[:, :, np.abs(self.w - TRUE).argmin()]
         best = self.gamma[along.argmin(axis=1)]
         mean = float(best.mean())
@@ -422,7 +422,7 @@ class ToyExample:
 def compute_toy(seed: int, points: int = 301) -> ToyExample:
     """Compute the losses on a grid of w from 0 to 3 and gamma from 0 to 4."""
     w, gamma = np.linspace(0, 3, points), np.linspace(0, 4, points)
-    products = np.linspace(0, w[-1] * gamma[-1], 4 * points)  # the loss depends on w gamma alone
+    products = np.linspace(0, w[-1] * gamma[-1], 4 * points)  # the loss depends only on w gamma
     raw, normalized, surfaces = [], [], []
     by_content, by_input = (cosines(samples=_COUNT, labels=labels, seed=seed) for labels in ("content", "input"))
     for content, other in zip(by_content.clients, by_input.clients, strict=True):
@@ -455,7 +455,7 @@ class TheoryResults:
 
 
 def check_theory(setting: TheorySettings) -> TheoryResults:
-    """Run every check; the result is a function of ``setting``, seed included, alone."""
+    """Run every check; the result depends only on ``setting``, which includes the seed."""
     samples, targets = make_clients(setting)
     found = compute_limits(setting, samples)
     widths, courses = compare_training(setting, samples, targets, found)

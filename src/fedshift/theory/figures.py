@@ -25,7 +25,7 @@ _LOOKS = tuple(
 )
 
 _ERRORS = (0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.6)
-"""Mean squared errors at which figure 2 changes its color: closer together where the model is good."""
+"""Mean squared errors where figure 2 changes its color: closer together where the model is good."""
 
 
 def save_panels(found: TheoryResults, directory: Path) -> list[Path]:

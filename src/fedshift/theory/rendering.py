@@ -14,7 +14,7 @@ from . import TheoryResults
 from .checks import METHODS, ROUNDING
 
 SHARES = (0.1, 0.01, 0.001)
-"""Shares of the initial squared residual to which steps are counted."""
+"""Shares of the initial squared residual until which steps are counted."""
 
 
 def render_theory(found: TheoryResults) -> Iterator[RenderableType]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 GROWN = 2**25
-"""Largest value in bytes to which glibc raises the first threshold; the second is then twice that."""
+"""Maximum in bytes of the first threshold, which glibc raises; the second is then twice that."""
 _holders = 0
 
 

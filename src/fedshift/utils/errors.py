@@ -25,13 +25,13 @@ def as_argument(name: str, *value: object) -> str:
 
 
 def as_flag(name: str, *value: object) -> str:
-    """Write a setting as on the command line: ``--validation 0.1``, ``--weights``; True is the flag alone."""
+    """Write a setting as on the command line: ``--validation 0.1``, ``--weights``; True is only the flag."""
     flag = f"--{name.replace('_', '-')}"
     return " ".join([flag, *(shlex.quote(str(each)) for each in value if each is not True)])
 
 
 class Ref:
-    """Settings to which a message refers: ``Ref("weights")``, or with a value, ``Ref(validation=0.1)``."""
+    """Settings in a message: ``Ref("weights")``, or with a value, ``Ref(validation=0.1)``."""
 
     def __init__(self, *names: str, **values: object) -> None:
         self.spelled: Final[list[tuple[Any, ...]]] = [*((name,) for name in names), *values.items()]
@@ -51,14 +51,14 @@ class Ref:
 
 
 class Sentence:
-    """A text whose last ``{}`` stand for ``parts``: references, other sentences, errors, or texts."""
+    """A text whose last ``{}`` are replaced by ``parts``: references, other sentences, errors, or texts."""
 
     def __init__(self, text: str, *parts: Part) -> None:
         self.text, self.parts = text, parts
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Names of the settings to which the text refers, each once."""
+        """Names of the settings in the text, each once."""
         return tuple(dict.fromkeys(name for part in self.parts if not isinstance(part, str) for name in part.settings))
 
     def render(self, spelling: Spelling) -> str:
@@ -74,7 +74,7 @@ class Sentence:
 
 
 class FedshiftError(Exception):
-    """Failure during a run (disk, checkpoint, divergence); the message is that of a :class:`Sentence`."""
+    """Failure during a run (disk, checkpoint, divergence); the message is a :class:`Sentence`."""
 
     exit_code = 1
 
@@ -107,7 +107,7 @@ class FedshiftError(Exception):
 
 
 Part: TypeAlias = Ref | Sentence | FedshiftError | str
-"""What stands for a ``{}`` in a message."""
+"""Replacement of a ``{}`` in a message."""
 
 
 class UsageError(FedshiftError, ValueError):

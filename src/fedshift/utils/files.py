@@ -31,7 +31,7 @@ from .processors import available_memory, describe_processors
 Found = TypeVar("Found")
 
 SCRATCH, MARKER = "fedshift-", ".alive"
-"""Beginning of the names of temporary directories, and suffix of the locked file beside each."""
+"""Beginning of the names of temporary directories, and suffix of each one's lock file."""
 MOST_EXPANSION, UNSUSPECTED = 200, 2**30
 """An archive that expands by more than the first factor, to more bytes than the second, is refused as malicious."""
 KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}

@@ -7,7 +7,7 @@ import re
 LONGEST = 500
 """Maximum number of characters to show of another machine's text."""
 _SEQUENCE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]")
-"""Colors and movements (ECMA-48, 5.4). Others have no length of their own, and could hide what follows them."""
+"""Colors and movements (ECMA-48, 5.4). Others have zero width, and could hide what follows them."""
 _CONTROL = re.compile(
     r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 
 Seconds = dict[str, float]
 OPERATIONS = "operations"
-"""Key under which the floating-point operations of training are counted beside the seconds."""
+"""Key of the floating-point operations of training among the seconds."""
 
 _now: ContextVar[Seconds | None] = ContextVar("profile", default=None)
 

@@ -1,4 +1,4 @@
-"""Keyed random streams: every random draw is a function of ``(seed, purpose, ...)`` alone.
+"""Keyed random streams: every random draw depends only on ``(seed, purpose, ...)``.
 
 Because no stream is shared, the order in which clients run, a resumed run and another engine cannot change a draw.
 Keys are hashed to 128 bits (BLAKE2b), so that streams of different keys do not collide.

@@ -52,7 +52,7 @@ def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item], thread
             return work(item), seconds
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the caller's own operations, between two results, run beside the others
+    torch.set_num_threads(1)  # the caller's own operations, between two results, run in parallel with the others
     with ThreadPoolExecutor(threads, "lanes", torch.set_num_threads, (1,)) as executor:
         ahead: deque[Future[tuple[Result, dict[str, float]]]] = deque()
         try:

@@ -1,4 +1,4 @@
-"""Distance of a model's BatchNorm statistics from those of a client's inputs.
+"""Distance between the BatchNorm statistics of a model and of a client's inputs.
 
 FedAP's (Lu et al. 2022, arXiv:2112.00734; formula from the authors' public code, microsoft/PersonalizedFL): the sum
 over layers of the Wasserstein distance between normal distributions with these means and variances, of independent

@@ -21,5 +21,5 @@ from ._distance import measure_distance
     requires=(require_personal_models, require_statistics, require_kept_statistics, require_torch_statistics),
 )  # fmt: skip
 def nearest_statistics(context: PolicyContext, train: Samples) -> State:
-    """Use the model of the client whose BatchNorm statistics are nearest to those of the new client's inputs."""
+    """Use the model whose BatchNorm statistics are nearest to the statistics of the new client's inputs."""
     return context.find_nearest(lambda state: measure_distance(context.plan, state, train))

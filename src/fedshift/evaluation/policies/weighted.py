@@ -19,7 +19,7 @@ from ..unseen_clients import PolicyContext
 from ._distance import measure_distance
 
 SMALLEST = 1e-14
-"""Minimum distance by which to divide."""
+"""Smallest divisor, in place of a smaller distance."""
 
 
 @policy(

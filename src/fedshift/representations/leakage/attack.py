@@ -132,7 +132,7 @@ def invert(
         seen: What the server has.
         source: The part of the upload to match.
         labels_B: Labels that the attacker assumes, in any order.
-        start_BCHW: Images from which the attack starts.
+        start_BCHW: Initial images of the attack.
         bounds: Smallest and largest value of a pixel, ``[C, 1, 1]`` each.
         settings: Settings of the attack.
 

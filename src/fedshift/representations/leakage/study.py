@@ -54,7 +54,7 @@ SMALLEST = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LeakageSettings:
-    """Settings of the study in addition to those of the experiment.
+    """Settings of the study in addition to the experiment's.
 
     Attributes:
         rounds: Numbers of training rounds after which uploads are attacked; 0 is the untrained network.

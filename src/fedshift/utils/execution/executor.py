@@ -31,7 +31,7 @@ class LaneLost(FedshiftError):
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A value that was put into an executor; as an argument of a call it stands for the value."""
+    """A value that was put into an executor; as an argument of a call it is replaced by the value."""
 
     held: Any
 
@@ -45,7 +45,7 @@ class Task:
 
 
 class Executor(ABC):
-    """Lanes that run calls. ``lanes``: how many calls run at once unless the caller says otherwise.
+    """Lanes that run calls. ``lanes``: default number of calls that run at once.
 
     ``lane_name``: what a lane is called in messages. ``shares_memory``: whether a value that is put is not copied for
     each lane that uses it.
@@ -68,7 +68,7 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, function: Callable[..., Any], *args: Any, lane: int | None = None) -> Task:
-        """Begin ``function(*args)`` on ``lane``, which is free, or on any that is; a handle stands for its value."""
+        """Begin ``function(*args)`` on ``lane``, which is idle, or on any idle lane; values replace their handles."""
 
     @abstractmethod
     def wait(self, tasks: list[Task]) -> list[Task]:

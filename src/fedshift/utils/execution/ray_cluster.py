@@ -1,7 +1,7 @@
 """The processors of a Ray cluster, on one host or many, as lanes: each call is a Ray task on one processor.
 
 Values lie in Ray's object store and are copied to the hosts that work on them; tensors are kept there as arrays of
-bytes, which Ray does not copy again. The cluster is that of ``RAY_ADDRESS``, or one started by this process on this
+bytes, which Ray does not copy again. The cluster is at ``RAY_ADDRESS``, or one started by this process on this
 host's loopback, which ends with it.
 """
 
@@ -67,7 +67,7 @@ class RayCluster(Executor):
 
     @override
     def drop(self, handle: Handle) -> None:
-        """Do nothing: Ray forgets a value when its handle is gone."""
+        """Do nothing: Ray drops a value when its handle is deleted."""
 
     @override
     def submit(self, function: Callable[..., Any], *args: Any, lane: int | None = None) -> Task:

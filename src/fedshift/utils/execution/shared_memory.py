@@ -57,7 +57,7 @@ class SharedMemoryBuffer:
         )
 
     def close(self) -> None:
-        """Release the memory, which lasts as long as a tensor lies in it."""
+        """Release the memory, which lasts as long as a tensor uses it."""
         os.close(self.fd)
 
     def _view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -41,7 +41,7 @@ START = (
 
 
 class Workers(Executor):
-    """A process for each lane; ``environments``: environment variables of each lane, of which there are then as many.
+    """A process for each lane; ``environments``: environment variables, one mapping for each lane.
 
     Without them there are as many lanes as are asked for at once. They start with one thread for torch.
     """
@@ -150,7 +150,7 @@ def _end_all(workers: dict[int, WorkerProcess], values: dict[int, tuple[SharedMe
 
 
 class WorkerProcess:
-    """A worker seen from its parent, which it does not outlive; ``environment``: variables of its own.
+    """A worker seen from its parent, which it does not outlive; ``environment``: its environment variables.
 
     ``task``: the call that it runs; ``known``: the values that it knows; ``buffer``: its call's arguments, then result.
     """
@@ -221,7 +221,7 @@ class Worker:
         self.values: dict[int, Any] = {}
 
     def serve(self) -> None:
-        """Run calls until the parent is gone."""
+        """Run calls until the parent ends."""
         while True:
             try:
                 kind, *given = pickle.loads(self.connection.recv_bytes())
