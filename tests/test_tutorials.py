@@ -275,7 +275,7 @@ def test_numbers_are_compared_by_their_units(shown, printed, close):
     assert is_close(shown, printed) == close
 
 
-LONG = {"segmentation", "paper-table", "new-hospital", "fine-tuning", "own-data"}
+LONG = {"segmentation", "volumes", "paper-table", "new-hospital", "fine-tuning", "own-data"}
 """Pages that take long even when hurried."""
 
 
