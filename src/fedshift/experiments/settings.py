@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -36,6 +37,8 @@ from ..utils.user_code import describe_error
 from .initial_weights import InitialWeights
 
 F = TypeVar("F", bound=Federation)
+TRIED = 2**20
+"""Largest number of random outputs for which users' metrics are tried out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +149,13 @@ class Settings(TrialSpec):
             given += [("metrics", part) for part in parts if part != ""]
         for setting, one in given:
             metric = _find_requested(one, task, setting)
-            if metric is not None and metric.name not in task.measured:
+            if metric is None:
+                continue
+            if (other := next((each for each in task.requested if each.name == metric.name), None)) is None:
                 metric.check(data.classes)
                 task = replace(task, requested=(*task.requested, metric))
+            elif not isinstance(one, str) and getattr(other, "function", None) is not getattr(metric, "function", None):
+                raise UsageError(f"two metrics are called {metric.name}: give the functions other names").about(setting)
         return data if task is data.task else replace(data, task=task)
 
     def draw_participants(self, seed: int, round: int, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -208,8 +215,17 @@ def _find_requested(given: object, task: Task, setting: str) -> Metric | None:
 
 
 def check_counts(data: Federation) -> None:
-    """Raise :class:`UsageError` unless the task of ``data``, if a user wrote it, counts what its metrics take."""
+    """Raise :class:`UsageError` unless the task of ``data`` and metrics on request count what a user wrote.
+
+    A user's metrics are computed for random outputs and each client's test targets, a user's task for one sample.
+    """
     task, train = data.task, next((client.train for client in data.clients if len(client.train)), None)
+    for metric in task.requested:
+        for split in {id(client.test): client.test for client in data.clients if len(client.test)}.values():
+            shape = task.output_shape(split.shape, data.classes)
+            y = split.targets(slice(0, max(1, TRIED // prod(shape)))).cpu()
+            drawn = torch.randn(len(y), *shape, generator=torch.Generator().manual_seed(0))
+            metric.try_out(task, drawn, y)
     if type(task) in TASKS.entries.values() or train is None:
         return
     try:

@@ -4,6 +4,7 @@ A federation has one task. Each is a file of this package; to add your own, subc
 counts that add up over batches and clients, so that pooled values need no sample twice.
 """
 
+from .catalog import METRICS as METRICS
 from .catalog import TASKS as TASKS
 from .catalog import describe_task as describe_task
 from .catalog import find_kind as find_kind
@@ -11,7 +12,6 @@ from .catalog import infer_task as infer_task
 from .catalog import restore_task as restore_task
 from .classification import CLASSIFICATION as CLASSIFICATION
 from .classification import Classification as Classification
-from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
 from .multilabel import Multilabel as Multilabel
 from .regression import Regression as Regression

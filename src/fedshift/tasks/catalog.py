@@ -1,4 +1,4 @@
-"""Tasks by name, and the task inferred from arrays of targets."""
+"""Tasks and metrics on request by name, and the task inferred from arrays of targets."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from ..config.catalog import Catalog
+from ..config.expressions import require_trusted
 from ..utils.errors import Ref, UsageError
-from ..utils.user_code import describe_error
+from ..utils.user_code import describe_error, find_import_path, identify_function
 from .classification import CLASSIFICATION, Classification
+from .metrics import F1, AveragePrecision, Brier, CalibrationError, Metric, TopK
 from .multilabel import Multilabel
+from .own_metrics import LIBRARIES, Given, find_of_library, is_updated, take_direction
+from .own_metrics import spell as spell_metric
 from .regression import Regression
 from .segmentation import Segmentation
 from .survival import Survival
@@ -46,6 +51,46 @@ _KINDS: Mapping[str, type[Task]] = {
 }
 TASKS = Catalog[Task]("task", _KINDS, _accept, adapt=_hide_requested)
 """Tasks; your own is a subclass of :class:`Task`."""
+
+
+def _accept_metric(given: object, text: str | None) -> Metric:
+    if isinstance(given, Given):
+        return given.to_metric(spell_metric(text or ""))
+    if isinstance(given, Metric):
+        return given
+    if not callable(given) and not is_updated(given):
+        known = ", ".join(METRICS.names())
+        raise UsageError(
+            f"{{}} is no metric: give one of {known}, or a function of outputs and targets", Ref(metric=given)
+        )
+    text = find_import_path(given) or identify_function(given)
+    return (Given(given()) if isinstance(given, type) else Given(given)).to_metric(text)
+
+
+def _spell_metric(metric: Metric) -> str | None:
+    return None if metric.name.startswith("__main__:") else metric.name  # another process has another __main__
+
+
+class _Metrics(Catalog[Metric]):
+    """The metrics of this package and of libraries."""
+
+    @override
+    def find(self, name: str) -> Callable[..., Any]:
+        library, _, metric = name.replace(":", ".").partition(".")
+        if library in LIBRARIES and metric and "." not in metric:
+            require_trusted("metric", f"{library}:{metric}")
+            return find_of_library(library, metric)
+        return super().find(name)
+
+
+METRICS = _Metrics(
+    "metric",
+    {"f1": F1, "top_k": TopK, "brier": Brier, "ece": CalibrationError, "average_precision": AveragePrecision},
+    _accept_metric,
+    adapt=take_direction,
+    spell=_spell_metric,
+)
+"""Metrics on request; your own is a function of outputs and targets (:mod:`fedshift.tasks.own_metrics`)."""
 
 
 def describe_task(task: Task) -> dict[str, Any]:

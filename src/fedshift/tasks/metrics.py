@@ -1,4 +1,4 @@
-"""Metrics that are counted on request, beside those of a task: ``brier``, ``top_k(k=3)``, or a user's function.
+"""Metrics that are counted on request, beside those of a task: ``brier``, ``top_k(k=3)``.
 
 Counts are those of :mod:`fedshift.results.schema`. Metrics that are means over samples add up over clients, and their
 results on single samples give differences an interval on new samples. Average precision and calibration error have
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from ..config.catalog import Catalog
-from ..utils.errors import Ref, UsageError
+from ..utils.errors import UsageError
 from .classification import split_rows
 from .task import Counts, Task
 
@@ -32,20 +31,25 @@ class Metric(ABC):
     """A metric on request.
 
     Attributes:
-        name: Its name in files and settings, which :data:`METRICS` reads.
+        name: Its name in files and settings, which :data:`~fedshift.tasks.METRICS` reads.
         tasks: Names of the tasks that it is for; empty: any.
+        travels: Whether sites of a deployment compute it.
 
     """
 
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    travels: ClassVar[bool] = True
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its name in files and settings, which :data:`METRICS` reads."""
+        """Its name in files and settings."""
 
     def check(self, outputs: int) -> None:  # noqa: B027 - most suit any number
         """Raise :class:`UsageError` if the metric says nothing for this number of classes, labels or targets."""
+
+    def try_out(self, task: Task, predictions: Tensor, y: Tensor) -> None:  # noqa: B027 - ours work
+        """Raise :class:`UsageError` if the metric cannot be computed for outputs like these."""
 
     @abstractmethod
     def count(self, task: Task, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
@@ -212,18 +216,3 @@ def _precisions(score_KN: Tensor, positive_KN: Tensor) -> Tensor:
 
 def _keep_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _accept(metric: object, text: str | None) -> Metric:
-    if not isinstance(metric, Metric):
-        raise UsageError("{} is no metric: give one of {}", Ref(metric=text or metric), ", ".join(METRICS.names()))
-    return metric
-
-
-METRICS = Catalog[Metric](
-    "metric",
-    {"f1": F1, "top_k": TopK, "brier": Brier, "ece": CalibrationError, "average_precision": AveragePrecision},
-    _accept,
-    spell=lambda metric: metric.name,
-)
-"""Metrics on request."""

@@ -245,6 +245,10 @@ class Coordinator:
     def _make_experiment(self, data: RemoteFederation) -> Experiment:
         methods, settings = make_methods(self.spec), self.population.make_settings(self.spec)
         data = settings.request_metrics(data)
+        if own := [metric.name for metric in data.task.requested if not metric.travels]:
+            raise UsageError(f"metric {own[0]} is code of this machine, which sites do not run: use another").about(
+                "metric"
+            )
         for method in methods:
             if method.pooled:
                 raise UsageError(f"{method.label} needs all data in one place: omit it across machines")

@@ -1,0 +1,217 @@
+"""Users' metrics, scorers of scikit-learn, and torchmetrics' interface: values, names, refusals, resumed runs."""
+
+import importlib.util
+import math
+import re
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sk
+
+import fedshift
+from fedshift.config.settings_file import FILE
+from fedshift.experiments.restoration import load_experiment
+from fedshift.report.paired_samples import sample_values
+from fedshift.report.tables import find_reported_rounds, pool_metric
+from fedshift.results.schema import compute_metric, is_lower_better, name_metric, rows_to_frame
+from fedshift.results.summary import read_summary
+from fedshift.tasks import METRICS, Classification, Multilabel, Regression
+from fedshift.utils.errors import FedshiftError, UsageError
+
+
+def margin(outputs, targets):
+    """The highest score minus that of the true class."""
+    return outputs.amax(dim=1) - outputs.gather(1, targets[:, None])[:, 0]
+
+
+margin.higher_is_better = False
+
+
+def largest_margin(outputs, targets):
+    return float(margin(outputs, targets).max()) if len(targets) > 1 else None
+
+
+class Power:
+    def __init__(self, power=2):
+        self.power = power
+
+    def __call__(self, outputs, targets):
+        return (margin(outputs, targets) ** self.power).numpy().tolist()
+
+
+class Recall:
+    """An object with the interface of torchmetrics."""
+
+    higher_is_better = True
+
+    def reset(self):
+        self.hits = self.count = 0
+
+    def update(self, outputs, targets):
+        self.hits += int(((outputs.argmax(1) == 1) & (targets == 1)).sum())
+        self.count += int((targets == 1).sum())
+
+    def compute(self):
+        return torch.tensor(self.hits / self.count) if self.count else torch.tensor(torch.nan)
+
+
+def draw(samples=30, classes=3):
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(samples, classes, generator=random), torch.randint(classes, (samples,), generator=random)
+
+
+def measure(task, given, outputs, y):
+    metric = METRICS.parse(given)
+    rows = rows_to_frame([type(task)(requested=(metric,)).measure(outputs, y, outputs.shape[1])])
+    return float(compute_metric(rows, metric.name).iloc[0])
+
+
+def test_values_of_samples_are_averaged_pooled_and_paired():
+    outputs, y = draw()
+    metric = METRICS.parse(margin)
+    assert metric.name == f"{__name__}:margin(lower_is_better=True)"
+    assert is_lower_better(metric.name)
+    assert name_metric(metric.name) == "margin"
+    expected = (outputs.numpy().max(axis=1) - outputs.numpy()[np.arange(30), y]).mean()
+    assert measure(Classification(), margin, outputs, y) == pytest.approx(expected)
+    task = Classification(requested=(metric,))
+    rows = [
+        {"method": "m", "seed": 0, "client": client, **task.measure(outputs[part], y[part], 3)}
+        for client, part in (("a", slice(0, 20)), ("b", slice(20, 30)))
+    ]
+    assert pool_metric(rows_to_frame(rows), metric.name).item() == pytest.approx(expected)
+    assert sample_values(task.record_all(outputs, y, 3), metric.name).x.mean() == pytest.approx(expected)
+
+
+def test_one_number_for_all_samples_is_that_of_a_client_alone():
+    outputs, y = draw()
+    assert measure(Classification(), largest_margin, outputs, y) == pytest.approx(float(margin(outputs, y).max()))
+    assert math.isnan(measure(Classification(), largest_margin, outputs[:1], y[:1]))
+    task = Classification(requested=(METRICS.parse(largest_margin),))
+    assert sample_values(task.record_all(outputs, y, 3), METRICS.parse(largest_margin).name) is None
+    rows = rows_to_frame([{"method": "m", "seed": 0, "client": "a", **task.measure(outputs, y, 3)}])
+    assert math.isnan(pool_metric(rows, METRICS.parse(largest_margin).name).item())
+
+
+def test_a_class_takes_arguments_and_its_name_makes_it_again():
+    outputs, y = draw()
+    text = f"{__name__}.Power( power=3,lower_is_better = True )"
+    name = METRICS.parse(text).name
+    assert name == f"{__name__}:Power(power=3, lower_is_better=True)"
+    assert METRICS.parse(name).name == name
+    assert name_metric(name) == "Power"
+    assert measure(Classification(), text, outputs, y) == pytest.approx(float((margin(outputs, y) ** 3).mean()))
+    assert METRICS.write_all(margin) == f"{__name__}:margin(lower_is_better=True)"
+    assert METRICS.write_all(lambda outputs, targets: 1.0) is None
+
+
+def test_numbers_come_in_the_unit_of_the_data():
+    scaled = Regression(scales=((10.0, 2.0),))
+    seen = []
+    metric = METRICS.parse(lambda outputs, targets: seen.append((outputs, targets)) or 0.0)
+    metric.count(scaled, torch.zeros(3, 1), torch.ones(3, 1), 1)
+    assert [each.flatten().tolist() for each in seen[0]] == [[10.0] * 3, [12.0] * 3]
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_scorers_of_scikit_learn_are_those_of_its_functions_on_classes(classes):
+    outputs, y = draw(40, classes)
+    share, chosen = outputs.double().softmax(1).numpy(), outputs.argmax(1).numpy()
+    found = {
+        name: measure(Classification(), f"sklearn:{name}", outputs, y)
+        for name in ("balanced_accuracy", "neg_log_loss", "roc_auc" if classes == 2 else "roc_auc_ovr")
+    }
+    area = sk.roc_auc_score(y, share[:, 1]) if classes == 2 else sk.roc_auc_score(y, share, multi_class="ovr")
+    assert list(found.values()) == pytest.approx([sk.balanced_accuracy_score(y, chosen), -sk.log_loss(y, share), area])
+
+
+def test_scorers_are_those_of_its_functions_on_labels_and_numbers():
+    outputs, y = torch.randn(30, 3, generator=torch.Generator().manual_seed(0)), torch.rand(30, 3).round()
+    assert measure(Multilabel(), "sklearn:f1_macro", outputs, y) == pytest.approx(
+        sk.f1_score(y, outputs > 0, average="macro")
+    )
+    assert measure(Multilabel(), "sklearn:average_precision", outputs, y) == pytest.approx(
+        sk.average_precision_score(y, outputs)
+    )
+    for targets in (1, 3):
+        given = outputs[:, :targets], y[:, :targets]
+        assert measure(Regression(), "sklearn:neg_mean_squared_error", *given) == pytest.approx(
+            -sk.mean_squared_error(given[1], given[0])
+        )
+
+
+def test_a_metric_that_is_updated_and_computed_is_torchmetrics():
+    outputs, y = draw()
+    assert measure(Classification(), Recall, outputs, y) == pytest.approx(
+        sk.recall_score(y, outputs.argmax(1), labels=[1], average="macro")
+    )
+    assert math.isnan(measure(Classification(), Recall(), outputs, y * 0))
+    assert not is_lower_better(METRICS.parse(Recall).name)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchmetrics") is not None, reason="it is installed")
+def test_an_absent_package_is_named_with_the_fix():
+    with pytest.raises(UsageError, match="needs the package: pip install torchmetrics"):
+        METRICS.parse("torchmetrics:MulticlassF1Score(num_classes=3)")
+
+
+def divide(outputs, targets):
+    return outputs / 0 if len(targets) < 0 else 1 / 0
+
+
+def infinite(outputs, targets):
+    return torch.where(torch.arange(len(targets)) == 2, torch.inf, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        (divide, r"metric divide \(.*own_metrics.py, line \d+\), called with outputs \[12, 3\] and targets \[12\], "
+                 r"failed: ZeroDivisionError: division by zero; in .*own_metrics.py, line \d+, in divide. A metric "),
+        (infinite, r"returned inf for sample 2: return a finite number"),
+        (lambda outputs, targets: outputs, r"returned shape \[12, 3\]: return one value for each sample, \[N\]"),
+        (lambda outputs, targets: {"loss": 1.0}, "returned a dict: return one value for each sample"),
+        (lambda outputs: 1.0, "takes 1 positional argument but 2 were given"),
+        ([margin, lambda outputs, targets: 1.0, lambda outputs, targets: 2.0], "two metrics are called .*lambda"),
+        ("sklearn:balanced", "did you mean 'balanced_accuracy'"),
+        ("no.module:at_all", "No module named 'no'"),
+    ],
+)  # fmt: skip
+def test_what_a_function_does_wrong_is_said_before_anything_starts(make, metric, told):
+    with pytest.raises(UsageError) as refused:
+        make(**({"metrics": metric} if isinstance(metric, list) else {"metric": metric}))
+    assert re.search(told, str(refused.value)), refused.value
+    assert {"metric", "metrics"} & set(refused.value.settings)
+
+
+def test_a_failure_in_a_round_says_how_to_go_on():
+    outputs, y = draw()
+    with pytest.raises(FedshiftError, match="All rounds so far are saved: correct it, and continue with resume=True"):
+        Classification(requested=(METRICS.parse(divide),)).measure(outputs, y, 3)
+
+
+def test_a_run_selects_by_a_function_and_is_restored_by_its_name(tiny_folder, tmp_path):
+    given = {"data": tiny_folder, "batch_size": 8, "validation": 0.3, "select": "best", "evaluate_every": 1}
+    fedshift.compare("fedavg", rounds=3, metric=margin, out=tmp_path / "run", **given)
+    name = METRICS.parse(margin).name
+    assert tomllib.loads((tmp_path / "run" / FILE).read_text())["metric"] == name
+    _, experiment = load_experiment(tmp_path / "run", code={f"{__name__}:margin"})
+    assert experiment.settings.metric == name
+    experiment.check_compatible(tmp_path / "run")
+    with pytest.raises(UsageError, match="margin' is a function of this machine that nobody allowed"):
+        load_experiment(tmp_path / "run")
+    summary = read_summary(tmp_path / "run")
+    held = summary.rows[(summary.rows["split"] == "validation") & (summary.rows["model"] == "personal")]
+    held = held[held["moment"] == "loaded"].assign(value=compute_metric(held, name))
+    best = int(held.groupby("round")["value"].mean().idxmin())
+    assert find_reported_rounds(summary).to_list() == [best]
+
+
+def test_a_function_of_a_notebook_is_asked_for_again(cli, tiny_folder, tmp_path):
+    fedshift.compare("fedavg", data=tiny_folder, rounds=1, metrics=[lambda outputs, y: 0.5], out=tmp_path / "run")
+    outcome = cli("compare", "--resume", tmp_path / "run")
+    assert outcome.code == 2
+    assert "metrics was given from Python, function" in outcome.err
+    assert "resume=" in outcome.err
