@@ -86,7 +86,8 @@ def compare_clients(
     """Return the difference of each method to each of :data:`REFERENCES` that was run, client by client.
 
     Methods that train on pooled data are left out, and so are ``single`` minus FedAvg, whose sign alone would differ,
-    and clients without a value of both. ``metric``: None for the run's.
+    and clients without a value of both. A run that was begun to compare with one method has no other reference.
+    ``metric``: None for the run's.
     """
     return _compare_clients(summary, metric or summary.metric, model, level)
 
@@ -98,7 +99,7 @@ def _compare_clients(summary: RunSummary, metric: str, model: str, level: float)
     others = [method for method in measured.values if not summary.methods[method].pooled]
     for kind in REFERENCES:
         reference = next((method for method in others if is_plain(method, kind)), None)
-        if reference is None:
+        if reference is None or summary.compare_with not in ("", reference):
             continue
         others.remove(reference)
         made = [
@@ -209,7 +210,7 @@ def _write_table(own: Sequence[ClientDifference], unit: Unit) -> TextTable:
 def describe_clients(summary: RunSummary) -> list[str]:
     """Return a sentence on each method and reference: how many clients gain and lose, and the worst.
 
-    Without ``single``, a last sentence says how to have it.
+    Without ``single``, a last sentence says how to have it, unless another method alone is compared with.
     """
     if len(summary.clients) < 2 or len(summary.methods) < 2:
         return []
@@ -219,7 +220,7 @@ def describe_clients(summary: RunSummary) -> list[str]:
         for reference, method in dict.fromkeys((each.reference, each.method) for each in found):
             own = [each for each in found if (each.reference, each.method) == (reference, method)]
             sentences.append(_count_clients(own, unit))
-    if not any(is_plain(method, "single") for method in summary.methods):
+    if not summary.compare_with and not any(is_plain(method, "single") for method in summary.methods):
         sentences.append("To see which clients gain over training alone, add method single.")
     return sentences
 
