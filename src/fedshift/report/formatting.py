@@ -367,7 +367,7 @@ def to_terminal(table: TextTable) -> RenderableType:
     for number, row in enumerate(table.rows, start=1):
         texts = [Text(cell.text, style="bold" if cell.best else "") for cell in row]
         grid.add_row(*texts, end_section=number == table.rule)
-    return grid if inside or not table.note else Group(grid, Text(fill(table.note, NARROW)))
+    return grid if inside or not table.note else Group(grid, Text(fill(table.note, NARROW, break_on_hyphens=False)))
 
 
 def write_table(
