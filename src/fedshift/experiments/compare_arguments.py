@@ -21,11 +21,14 @@ from ..core.optimizer import Optimizer
 from ..core.schedule import Schedule
 from ..data.augmentation import Augmentation
 from ..models import ModelFactory
-from ..tasks import Task
+from ..tasks import Metric, Task
 from .callbacks import Callback
 
 MethodLike: TypeAlias = str | Method | Callable[[], Method]
 """An expression such as ``"fedbn+fedprox(mu=0.1)"``, a method, or a function that makes one."""
+
+MetricLike: TypeAlias = str | Metric | Callable[[Tensor, Tensor], Any]
+"""A name, a metric on request, or a function of outputs and targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,9 @@ class CompareArguments(CompareSpec):
     loss: str | Loss | type[nn.Module] | Callable[[Tensor, Tensor], Tensor] = Spec.loss
     weights: str | Path | Mapping[str, Tensor] | None = Spec.weights
     augment: str | Augmentation | None = Spec.augment
+    metric: MetricLike = Spec.metric
+    metrics: MetricLike | Sequence[MetricLike] | None = Spec.metrics
+    compare_with: MethodLike | None = None
     task: str | Task | type[Task] | None = Spec.task
     newcomers: str | Sequence[str] | None = Spec.newcomers
     domains: str | Sequence[str] | None = Spec.domains
