@@ -188,7 +188,7 @@ def test_what_a_function_does_wrong_is_said_before_anything_starts(make, metric,
 
 def test_a_failure_in_a_round_says_how_to_go_on():
     outputs, y = draw()
-    with pytest.raises(FedshiftError, match="All rounds so far are saved: correct it, and continue with resume=True"):
+    with pytest.raises(FedshiftError, match="All rounds so far are saved: then continue with resume=True"):
         Classification(requested=(METRICS.parse(divide),)).measure(outputs, y, 3)
 
 

@@ -69,11 +69,11 @@ class OwnMetric(Metric):
             found = self.evaluate(task, predictions, y)
         except UsageError as error:
             raise FedshiftError(
-                "{}. All rounds so far are saved: correct it, and continue with {}", error, Ref(resume=True)
+                "{}. All rounds so far are saved: then continue with {}", error, Ref(resume=True)
             ) from error
-        return (
-            {"sums": {self.name: float(found.sum())}} if isinstance(found, Tensor) else {"values": {self.name: found}}
-        )
+        if isinstance(found, Tensor):
+            return {"sums": {self.name: float(found.sum())}}
+        return {"values": {self.name: found}}
 
     @override
     def record(self, task: Task, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
@@ -83,6 +83,11 @@ class OwnMetric(Metric):
     @override
     def try_out(self, task: Task, predictions: Tensor, y: Tensor) -> None:
         self.evaluate(task, predictions, y)
+
+    @property
+    def described(self) -> str:
+        """Name and place of the function, for messages."""
+        return self.text if isinstance(self.function, Updated) else describe_function(self.function)
 
     def call(self, task: Task, outputs: Tensor, targets: Tensor) -> Any:
         """Return what the function returns."""
@@ -94,15 +99,14 @@ class OwnMetric(Metric):
         Raises :class:`UsageError` naming the function, its place and the cause if it fails or returns anything else.
         """
         targets = task.decode(y.double()) if isinstance(task, Regression) else y
-        called = f"metric {describe_function(self.function)}, called with outputs {list(predictions.shape)} and targets"
-        called += f" {list(targets.shape)},"
+        shapes = f"outputs {list(predictions.shape)} and targets {list(targets.shape)}"
+        called = f"metric {self.described}, called with {shapes},"
         try:
             made = self.call(task, task.decode(predictions), targets)
         except Exception as error:
-            told = (
+            raise UsageError(
                 f"{called} failed: {describe_error(error)}. A metric is a function of outputs and targets: correct it"
-            )
-            raise UsageError(told).about("metric") from error
+            ).about("metric") from error
         if made is None:
             return None
         try:
@@ -176,6 +180,11 @@ class Scorer(OwnMetric):
     """A scorer of scikit-learn, of predictions and probabilities of all samples; a higher score is better."""
 
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
+
+    @property
+    @override
+    def described(self) -> str:
+        return self.text
 
     @override
     def call(self, task: Task, outputs: Tensor, targets: Tensor) -> float | None:
