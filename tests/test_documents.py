@@ -22,7 +22,7 @@ from fedshift.config.expressions import list_catalog
 from fedshift.config.spec import CompareSpec
 from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.data.digits import digits
-from fedshift.data.files import image_store, volume_decoding, volumes
+from fedshift.data.files import dicom, image_store, volume_decoding, volumes
 from fedshift.data.sources import SPLITS
 from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import shift_tests
@@ -321,7 +321,8 @@ def list_stated_numbers():
         ("docs/data.md", f"The cache is limited to {image_store.LIMIT:g} GB"),
         ("docs/medical-images.md", f"(the {volumes.KEPT / 2**20:.0f} MB used most recently are kept)"),
         ("docs/medical-images.md", f"its {low}th and {high}th percentiles become -1 and 1"),
-        ("docs/medical-images.md", f"more than {volume_decoding.MOST_BYTES / 1e9:.1f} GB"),
+        ("docs/medical-images.md", f"over {dicom.CLOSE:.0%} (and {dicom.ROUNDING:g} mm)".replace("%", " %")),
+        ("docs/medical-images.md", f"more than {dicom.MOST_BYTES / 1e9:.1f} GB"),
         ("docs/data.md", f"(Holm), is at most {shift_tests.LEVEL:g} and"),
         ("docs/data.md", f"batches of {BATCH}"),
         ("docs/data.md", f"(and more than {FEW_CLASSES}) is an error"),

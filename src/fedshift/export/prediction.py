@@ -24,10 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.files.image_decoding import SUFFIXES, Unreadable
+from ..data.files.dicom import holds_slices, is_stack
+from ..data.files.image_decoding import Unreadable
 from ..data.files.mask_writing import write_mask
 from ..data.files.volume_decoding import (
-    VOLUMES,
+    READABLE,
     VolumeHeader,
     decode_mask,
     find_difference,
@@ -74,7 +75,8 @@ def predict_files(
 
     Args:
         model: The model.
-        files: Images, directories of images, or for a model of tables, CSV files with its columns.
+        files: Images, directories of images, or for a model of tables, CSV files with its columns. For a model of
+            volumes, a folder of DICOM slices is one image.
         out: Directory to write, new or empty.
         masks: Directory of true masks with the names of the images, for segmentation.
         progress: Function of a word, the number of files done, and the number of all files.
@@ -88,8 +90,9 @@ def predict_files(
         raise UsageError(f"masks={masks}: {model.directory} is a model for {model.task}: leave the masks out")
     if not (model.inputs.takes_files or model.inputs.columns):
         raise UsageError(f"{model.directory} takes {model.inputs}, and no files: use fedshift.load in Python")
-    found = list_files(files, (".csv",) if model.inputs.columns else (*VOLUMES, *sorted(SUFFIXES)))
-    truths = _Truths(masks, found, len(model.classes)) if masks is not None else None
+    stacks = model.inputs.decoding.kind == "volume" and len(model.inputs.shape) == 4
+    found = list_files(files, (".csv",) if model.inputs.columns else READABLE, stacks=stacks)
+    truths = _Truths(masks, found, len(model.classes), stacks=stacks) if masks is not None else None
     if model.task == "segmentation":
         _require_distinct_names(found)
     out.mkdir(parents=True, exist_ok=True)
@@ -117,24 +120,33 @@ def _write_table(rows: Sequence[Row], out: Path) -> None:
     write_atomically(out / TABLE, escape_table(table).to_csv(index=False).encode())
 
 
-def list_files(given: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
+def list_files(given: Sequence[Path], suffixes: Sequence[str], *, stacks: bool = False) -> list[Path]:
     """Return ``given`` with each directory replaced by its files with one of ``suffixes``, in the order of their names.
 
-    Raises :class:`UsageError` for a path that does not exist, and a directory without such files.
+    With ``stacks``, a folder of DICOM slices, given or in a given directory, is one file. Raises :class:`UsageError`
+    for a path that does not exist, and a directory without such files.
     """
     found: list[Path] = []
     for path in given:
         if not path.exists():
             raise UsageError(f"{path} does not exist: give files, or directories of them")
-        own = [path]
-        if path.is_dir():
-            own = sorted(file for file in path.iterdir() if file.name.lower().endswith(tuple(suffixes)))
-        if not own:
-            raise UsageError(f"{path} has no files of {', '.join(suffixes)}: give files that the model takes")
-        found += own
+        whole = not path.is_dir() or (stacks and is_stack(path))
+        found += [path if path.name else path.resolve()] if whole else _list_directory(path, suffixes, stacks)
     if not found:
         raise UsageError("no files: give files, or directories of them")
     return found
+
+
+def _list_directory(path: Path, suffixes: Sequence[str], stacks: bool) -> list[Path]:
+    """Return the files in a directory as :func:`list_files` does; raise :class:`UsageError` if there are none."""
+    own = sorted(
+        file
+        for file in path.iterdir()
+        if (stacks and holds_slices(file) if file.is_dir() else file.name.lower().endswith(tuple(suffixes)))
+    )
+    if not own:
+        raise UsageError(f"{path} has no files of {', '.join(suffixes)}: give files that the model takes")
+    return own
 
 
 def _require_distinct_names(files: Iterable[Path]) -> None:
@@ -151,12 +163,15 @@ def _require_distinct_names(files: Iterable[Path]) -> None:
 
 
 class _Truths:
-    """True masks in ``directory``, one for each of ``images``; ``classes``: number of classes of the model."""
+    """True masks in ``directory``, one for each of ``images``.
 
-    def __init__(self, directory: Path, images: Sequence[Path], classes: int) -> None:
+    ``classes``: number of classes of the model; ``stacks``: folders of DICOM slices are masks, too.
+    """
+
+    def __init__(self, directory: Path, images: Sequence[Path], classes: int, *, stacks: bool) -> None:
         if not directory.is_dir():
             raise UsageError(f"masks={directory} is not a directory: give the directory of the true masks")
-        named = list_files([directory], (*VOLUMES, *sorted(SUFFIXES)))
+        named = _list_directory(directory, READABLE, stacks)
         _require_distinct_names(named)
         masks = {find_stem(file.name): file for file in named}
         lacking = [image for image in images if find_stem(image.name) not in masks]

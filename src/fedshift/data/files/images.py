@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
 from ...utils.words import join_some
+from .dicom import DICOM, holds_slices
 from .image_decoding import SUFFIXES
 from .image_store import ImageFacts, ImageFile, ImageStore
 from .read_options import ReadOptions
@@ -69,20 +70,20 @@ def list_unkept(stores: Iterable[ImageStore], reading: ReadOptions) -> list[str]
 def find_kind(source: object) -> str:
     """Return which kind of images directory ``source`` holds, one of :data:`KINDS`; empty if it holds none.
 
-    Images elsewhere than in folders of classes do not count beside tables or arrays.
+    Images elsewhere than in folders of classes, or of images and masks, do not count beside tables or arrays.
     """
     if not isinstance(source, Path) or not source.is_dir() or not holds_images(source):
         return ""
-    deep = any(file.suffix.lower() in SUFFIXES for file in source.glob("*/*/*"))
+    places = find_places(source)
+    deep = places or any(file.suffix.lower() in SUFFIXES for file in source.glob("*/*/*"))
     if not deep and any(file.suffix.lower() in (".npz", ".csv", ".tsv", ".parquet") for file in source.iterdir()):
         return ""
-    places = find_places(source)
     volumes = any(
-        is_volume(file.name)
+        any(is_volume(file.name) for file in files) or any(holds_slices(Path(series)) for series in deeper)
         for place in places
         for folder in list_content(place)[1]
         if folder.name.lower() == "images"
-        for file in list_content(Path(folder))[0]
+        for files, deeper in [list_content(Path(folder))]
     )
     return VOLUMES if volumes else MASKS if places else CLASSES
 
@@ -116,6 +117,8 @@ def holds_one_client(path: Path) -> bool:
     """Return whether the folders in ``path`` belong to one client: parts, or classes that directly contain images."""
     folders = list_content(path)[1]
     if folders and all(folder.name.lower() in PARTS for folder in folders):
+        return True
+    if {"images", "masks"} <= {folder.name.lower() for folder in folders}:
         return True
     inside = [list_content(Path(folder)) for folder in folders]
     return any(_is_image(file) for files, _ in inside for file in files) and not any(deeper for _, deeper in inside)
@@ -156,6 +159,8 @@ def list_files(
 ) -> tuple[tuple[ImageFile, ...], tuple[str, ...]]:
     """Return a client's images with ``suffixes``, ordered by part, class and name, and notices of ignored files.
 
+    If DICOM files are images, so are folders of them, each of which is one series of slices.
+
     Raises :class:`UsageError` if images are outside of class folders or below them, parts are unclear, or there are no
     images.
     """
@@ -164,10 +169,13 @@ def list_files(
     for part, folders in _find_parts(client, check=True).items():
         for folder in folders:
             files, deeper = list_content(Path(folder))
-            if deeper:
-                raise UsageError(f"{deeper[0].path} is a folder inside of a class folder: {LAYOUT}")
+            series = [each for each in deeper if set(DICOM) <= set(suffixes) and holds_slices(Path(each))]
+            other = next((each for each in deeper if each not in series), None)
+            if other is not None:
+                raise UsageError(f"{other.path} is a folder inside of a class folder: {LAYOUT}")
             images = [file for file in files if file.name.lower().endswith(tuple(suffixes))]
             lost = [file for file in files if file not in images]
+            images = sorted(images + series, key=lambda each: each.name)
             others.update(Path(file.name).suffix for file in lost if not _is_lost(file))
             if not images:
                 notices.append(f"client {name!r}: {folder.path} holds no image")

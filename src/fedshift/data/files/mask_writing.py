@@ -2,7 +2,8 @@
 
 A NIfTI mask has the spatial shape of its image, and the geometry of its header unchanged: pixdim, units, qform and
 sform with their codes (https://nifti.nimh.nih.gov/nifti-1/documentation/nifti1fields). Text in the header, which may
-name a patient, is not copied. Frames of a DICOM file become a NIfTI file with codes 0: their position is unknown.
+name a patient, is not copied. The mask of a folder of DICOM slices has their affine, with codes 1 (scanner). Frames of
+a DICOM file become a NIfTI file with codes 0: their position is unknown.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from .dicom import Series, read_series
 from .volume_decoding import NIFTI, read_volume_header
 
 _GEOMETRY = (
@@ -22,6 +24,7 @@ _GEOMETRY = (
     "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z",
 )  # fmt: skip
 _MILLIMETERS = 2
+_SCANNER = 1
 
 
 def write_mask(directory: Path, stem: str, classes: NDArray[np.uint8], image: Path) -> Path:
@@ -32,10 +35,12 @@ def write_mask(directory: Path, stem: str, classes: NDArray[np.uint8], image: Pa
         stem: Name of the file without suffix.
         classes: Class of each pixel or voxel, ``[D, H, W]`` or ``[H, W]``, on the axes of
             :func:`~fedshift.data.files.volume_decoding.decode_mask`.
-        image: The image, which can be read.
+        image: The image, a file or a folder of slices, which can be read.
 
     """
-    if image.name.lower().endswith(NIFTI):
+    if image.is_dir():
+        made = _to_series(classes, read_series(image))
+    elif image.name.lower().endswith(NIFTI):
         made = _to_nifti(classes, image)
     elif classes.ndim == 3:
         made = _stack(classes, read_volume_header(image).spacing)
@@ -52,16 +57,34 @@ def _to_nifti(classes: NDArray[np.uint8], image: Path) -> Any:
     given = nibabel.load(image)
     shape = given.shape[:3]
     places = (*shape, *(1,) * (3 - len(shape)))
-    turned = nibabel.orientations.io_orientation(given.header.get_best_affine())
-    order = np.argsort(turned[:, 0])[::-1]
-    straight = classes.reshape([places[axis] for axis in order]).transpose(2, 1, 0)
-    back = nibabel.orientations.ornt_transform(np.array([[0, 1], [1, 1], [2, 1]]), turned)
-    stored = nibabel.orientations.apply_orientation(straight, back).reshape(shape)
+    stored = _turn_back(classes, places, given.header.get_best_affine()).reshape(shape)
     header = type(given.header)()
     for name in _GEOMETRY:
         header[name] = given.header[name]
     header.set_data_dtype(np.uint8)
     return type(given)(np.ascontiguousarray(stored), None, header)
+
+
+def _to_series(classes: NDArray[np.uint8], series: Series) -> Any:
+    """Return a NIfTI image on the grid of a folder of slices: columns, rows, slices."""
+    nibabel = import_module("nibabel")
+    stored = _turn_back(classes, series.shape, series.affine)
+    made = nibabel.Nifti1Image(np.ascontiguousarray(stored), series.affine)
+    made.set_sform(series.affine, _SCANNER)
+    made.set_qform(series.affine, _SCANNER)
+    made.header.set_xyzt_units("mm")
+    return made
+
+
+def _turn_back(classes: NDArray[np.uint8], places: tuple[int, ...], affine: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Return classes on the patient's axes on the stored axes of an array of ``places`` voxels with an ``affine``."""
+    orientations = import_module("nibabel").orientations
+    turned = orientations.io_orientation(affine)
+    order = np.argsort(turned[:, 0])[::-1]
+    straight = classes.reshape([places[axis] for axis in order]).transpose(2, 1, 0)
+    back = orientations.ornt_transform(np.array([[0, 1], [1, 1], [2, 1]]), turned)
+    stored: NDArray[np.uint8] = orientations.apply_orientation(straight, back)
+    return stored
 
 
 def _stack(classes: NDArray[np.uint8], spacing: tuple[float, ...]) -> Any:

@@ -1,8 +1,11 @@
 """Headers and voxels of single medical images: NIfTI by nibabel, DICOM by pydicom (extra ``medical``).
 
-- Axes: a NIfTI array is reoriented to the nearest axes of the patient and becomes ``[C, D, H, W]`` with slices from
-  feet to head, rows from back to front, and columns from left to right; a fourth axis in the file is channels. An axis
-  of one slice is dropped: ``[C, H, W]``. A DICOM file is used as stored: an image, or frames ``[1, D, H, W]``.
+An image is a file, or a folder of DICOM slices, which are one volume (:mod:`fedshift.data.files.dicom`).
+
+- Axes: a NIfTI array, or the volume of a folder of slices, is reoriented to the nearest axes of the patient and becomes
+  ``[C, D, H, W]`` with slices from feet to head, rows from back to front, and columns from left to right; a fourth axis
+  of a NIfTI file is channels. An axis of one slice is dropped: ``[C, H, W]``. A DICOM file is used as stored: an image,
+  or frames ``[1, D, H, W]``.
 - Brightness has no common unit. Each volume (each channel, if there are several) is scaled from its 0.5th and 99.5th
   percentile to [-1, 1], and values beyond are clipped.
 - Masks are class numbers from 0 to 255. The mask of a one-slice image may be a picture that Pillow can read.
@@ -15,33 +18,41 @@ to read them.
 from __future__ import annotations
 
 import gzip
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib import import_module
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
 from ...utils.files import NotRegular, open_regular, require_regular
+from .dicom import (
+    CLOSE,
+    DICOM,
+    Series,
+    check_bytes,
+    count_frames,
+    load_library,
+    open_dicom,
+    read_patient,
+    read_series,
+    read_values,
+    stack_slices,
+)
 from .image_decoding import SUFFIXES, Unreadable, decode_image, read_header
 
-NIFTI, DICOM = (".nii", ".nii.gz"), (".dcm",)
+NIFTI = (".nii", ".nii.gz")
 VOLUMES = (*NIFTI, *DICOM)
 """Suffixes of files that this module reads."""
-MOST_BYTES = 2**31
-"""Maximum number of bytes to unpack for a volume's values."""
+READABLE = (*VOLUMES, *sorted(SUFFIXES))
+"""Suffixes of files that may be masks of these images."""
 MOST_EXPANSION = 1032
 """Maximum expansion factor of deflate, the compression of gzip."""
 PERCENTILES = (0.5, 99.5)
-CLOSE = 0.01
-"""Relative tolerance for the spacing of an image and its mask."""
 
 _HEADERS = {348: 1, 540: 2}
 """NIfTI version, by size of the header in bytes."""
@@ -50,7 +61,8 @@ _MILLIMETERS = {1: 1000.0, 3: 0.001}
 _UNIT_OF_LENGTH = 0b111
 _COMMENTS = 2**20
 """Maximum number of bytes to read between the header and the values."""
-_DEFLATED = "1.2.840.10008.1.2.1.99"
+_STRAIGHT = np.array([[0.0, 1], [1, 1], [2, 1]])
+"""Orientation of an array whose axes point to the patient's right, front and head."""
 
 Array = NDArray[Any]
 Window = tuple[float, float]
@@ -65,7 +77,8 @@ class VolumeHeader:
         channels: Number of channels.
         spacing: Millimeters between neighbors along these axes; empty if the file does not specify it.
         axes: Directions of the file's own axes, such as ``RAS`` (right, anterior, superior), if known.
-        affine: Transform of the file's voxels to millimeters, ``[4, 4]``; None: unknown.
+        affine: Transform of the voxels ``(column, row, slice)`` of the decoded array to millimeters, ``[4, 4]``; None:
+            unknown.
         placed: Whether the file says how its axes lie in the patient (NIfTI: a qform or sform).
         patient: DICOM's PatientID, in memory alone; empty if the file does not say it.
 
@@ -86,18 +99,20 @@ def is_volume(name: str) -> bool:
 
 
 def find_stem(name: str) -> str:
-    """Return a file's name without its suffix, which may be ``.nii.gz``."""
-    return name[: -len(".nii.gz")] if name.lower().endswith(".nii.gz") else Path(name).stem
+    """Return the name of a file or folder without the suffix of an image, if it has one."""
+    lower = name.lower()
+    return next((name.removesuffix(name[-len(each) :]) for each in reversed(READABLE) if lower.endswith(each)), name)
 
 
 def read_volume_header(file: Path) -> VolumeHeader:
     """Read the header of ``file`` without its voxels; raise :class:`Unreadable` if it cannot be used."""
     with _explain(file):
+        if file.is_dir():
+            return _describe_series(file, read_series(file))[0]
         if file.name.lower().endswith(NIFTI):
             return _describe_nifti(file)[0]
         if file.name.lower().endswith(DICOM):
-            with open_regular(file) as stream:
-                return _describe_dicom(_open_dicom(file, stream, whole=False))
+            return _describe_dicom(open_dicom(file, whole=False))
         picture = read_header(file)
         return VolumeHeader(shape=(picture.height, picture.width))
 
@@ -137,7 +152,7 @@ def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
     ``turn``: as in :func:`decode_volume`.
     """
     with _explain(file):
-        if is_volume(file.name):
+        if is_volume(file.name) or file.is_dir():
             values = _decode(file, turn)
         else:
             header = read_header(file)
@@ -156,15 +171,17 @@ def find_difference(image: VolumeHeader, mask: VolumeHeader) -> str | None:
     """Return how a mask's position differs from its image's, or None if the headers show no difference."""
     if mask.shape != image.shape:
         return f"has {_times(mask.shape)} voxels, but its image {{image}} has {_times(image.shape)}"
-    if mask.axes and image.axes and mask.axes != image.axes:
-        return f"has axes that point {mask.axes}, but its image {{image}} {image.axes}"
+    axes = f"has axes that point {mask.axes}, but its image {{image}} {image.axes}"
+    other_axes = bool(mask.axes and image.axes and mask.axes != image.axes)
+    if other_axes and (mask.affine is None or image.affine is None):
+        return axes
     if mask.spacing and image.spacing and not np.allclose(mask.spacing, image.spacing, rtol=CLOSE):
         return f"has a spacing of {_times(mask.spacing)} mm, but its image {{image}} {_times(image.spacing)} mm"
     if mask.affine is not None and image.affine is not None:
         corners = np.array(np.meshgrid(*([0.0, max(image.shape)],) * 3, [1.0])).reshape(4, -1)
         apart = np.linalg.norm((np.array(mask.affine) - np.array(image.affine))[:3] @ corners, axis=0).max()
         if apart > min(image.spacing) / 2 + CLOSE * max(image.shape) * max(image.spacing):
-            return f"lies up to {apart:.1f} mm elsewhere than its image {{image}}"
+            return axes if other_axes else f"lies up to {apart:.1f} mm elsewhere than its image {{image}}"
     return None
 
 
@@ -185,29 +202,31 @@ def _scale(values: Array, window: Window | None, *, by_channel: bool) -> NDArray
 
 def _decode(file: Path, turn: bool) -> Array:
     """Return the values of ``file``, ``[C, D, H, W]`` or ``[C, H, W]``."""
-    if file.name.lower().endswith(DICOM):
-        with open_regular(file) as stream:
-            found = _open_dicom(file, stream, whole=True)
-            header = _describe_dicom(found)
-            values = np.asarray(found.pixel_array)
-        slope, intercept = (
-            float(found.get(f"Rescale{name}", plain)) for name, plain in (("Slope", 1), ("Intercept", 0))
-        )
-        if (slope, intercept) != (1.0, 0.0):
-            values = values * slope + intercept
-        values = values.max() - values if found.get("PhotometricInterpretation") == "MONOCHROME1" else values
-        return np.moveaxis(values, -1, 0) if header.channels > 1 else values[None]
-    header, turned = _describe_nifti(file, turn)
-    image = _load("nibabel", file).load(file)
-    values = np.asanyarray(image.dataobj)
-    values = values.reshape(*values.shape[:3], *(1,) * (3 - values.ndim), header.channels)
-    values = _load("nibabel", file).orientations.apply_orientation(values, turned)
-    return np.ascontiguousarray(values.transpose(3, 2, 1, 0)).reshape(header.channels, *header.shape)
+    if file.is_dir():
+        series = read_series(file, whole=True)
+        described, turned = _describe_series(file, series, turn)
+        values = _brighten(stack_slices(series), series.slices[0]).transpose(2, 1, 0)[..., None]
+    elif file.name.lower().endswith(DICOM):
+        found = open_dicom(file, whole=True)
+        *_, channels = count_frames(found)
+        values = _brighten(read_values(found), found)
+        return np.moveaxis(values, -1, 0) if channels > 1 else values[None]
+    else:
+        described, turned = _describe_nifti(file, turn)
+        values = np.asanyarray(load_library("nibabel", file).load(file).dataobj)
+        values = values.reshape(*values.shape[:3], *(1,) * (3 - values.ndim), described.channels)
+    values = load_library("nibabel", file).orientations.apply_orientation(values, turned)
+    return np.ascontiguousarray(values.transpose(3, 2, 1, 0)).reshape(described.channels, *described.shape)
+
+
+def _brighten(values: Array, found: Any) -> Array:
+    """Return values of a DICOM image, or inverted ones if the smallest is the brightest."""
+    return values.max() - values if found.get("PhotometricInterpretation") == "MONOCHROME1" else values
 
 
 def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]:
     """Return the header of a NIfTI file, and the orientation with which its array is turned."""
-    nibabel = _load("nibabel", file)
+    nibabel = load_library("nibabel", file)
     require_regular(file)
     packed = file.name.lower().endswith(".gz")
     with open_regular(file) as stream:
@@ -225,7 +244,7 @@ def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]
     if dtype.kind not in "iuf" or not 2 <= len(shape) <= 4 or min(shape) < 1:
         raise Unreadable(f"holds values of type {dtype} and shape {_times(shape)}: 2 to 4 axes of numbers are read")
     count = math.prod(shape) * dtype.itemsize
-    _check_bytes(count, f"{_times(shape)} values of {dtype}")
+    check_bytes(count, f"{_times(shape)} values of {dtype}")
     length = file.stat().st_size
     if not 0 <= start <= size + _COMMENTS:
         raise Unreadable(f"says that its values begin at byte {start:g}: at most {size + _COMMENTS} are read before")
@@ -233,74 +252,61 @@ def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]
         raise Unreadable(f"is cut short: {length} bytes cannot hold {_times(shape)} values of {dtype}")
     affine = np.asarray(header.get_best_affine(), float)
     affine[:3] *= _MILLIMETERS.get(int(header["xyzt_units"]) & _UNIT_OF_LENGTH, 1.0)
+    channels = shape[3] if len(shape) == 4 else 1
+    places = (*shape[:3], *(1,) * (3 - len(shape)))
+    described, turned = _describe_grid(file, places, affine, turn)
+    placed = bool(header["qform_code"] or header["sform_code"])
+    return replace(described, channels=channels, placed=placed), turned
+
+
+def _describe_grid(
+    file: Path, places: tuple[int, ...], affine: NDArray[np.float64], turn: bool
+) -> tuple[VolumeHeader, Array]:
+    """Return the header of an array of ``places`` voxels, and the orientation with which it is turned.
+
+    ``affine``: transform of the array's voxels to millimeters. Raises :class:`Unreadable` if it has no inverse.
+    """
+    nibabel = load_library("nibabel", file)
     turned = nibabel.orientations.io_orientation(affine) if np.isfinite(affine).all() else np.full((3, 2), np.nan)
-    turned = turned if turn else np.array([[0.0, 1], [1, 1], [2, 1]])
+    turned = turned if turn else _STRAIGHT
     if not np.isfinite(turned).all():
         raise Unreadable("does not say in which direction its axes point (an affine matrix of rank 3)")
-    channels = shape[3] if len(shape) == 4 else 1
-    places, steps = (*shape[:3], *(1,) * (3 - len(shape))), nibabel.affines.voxel_sizes(affine)
+    steps = nibabel.affines.voxel_sizes(affine)
     order = np.argsort(turned[:, 0])[::-1].tolist()  # axes of the file that become superior, anterior, right
     wide = [axis for axis in order if places[axis] > 1]
     kept = wide if len(wide) == 2 else order
+    decoded = affine @ nibabel.orientations.inv_ornt_aff(turned, places)
     described = VolumeHeader(
         shape=tuple(places[axis] for axis in kept),
-        channels=channels,
         spacing=tuple(round(float(steps[axis]), 4) for axis in kept),
         axes="".join(nibabel.aff2axcodes(affine)),
-        affine=tuple(map(tuple, affine.tolist())),
-        placed=bool(header["qform_code"] or header["sform_code"]),
+        affine=tuple(map(tuple, decoded.tolist())),
     )
     return described, turned
 
 
-def _open_dicom(file: Path, stream: IO[bytes], *, whole: bool) -> Any:
-    """Return the data set in ``stream``, without its pixels unless ``whole``."""
-    pydicom = _load("pydicom", file)
-    if pydicom.filereader.read_file_meta_info(file).get("TransferSyntaxUID") == _DEFLATED:
-        raise Unreadable("is a deflated DICOM file, which does not say to what size it unpacks: save it uncompressed")
-    return pydicom.dcmread(stream, stop_before_pixels=not whole)
+def _describe_series(folder: Path, series: Series, turn: bool = True) -> tuple[VolumeHeader, Array]:
+    """Return the header of a folder of slices, and the orientation with which their array is turned."""
+    described, turned = _describe_grid(folder, series.shape, series.affine, turn)
+    return replace(described, patient=series.patient), turned
 
 
 def _describe_dicom(found: Any) -> VolumeHeader:
     """Return the header of a DICOM data set."""
-    height, width, bits = (int(found.get(name) or 0) for name in ("Rows", "Columns", "BitsAllocated"))
-    frames, channels = int(found.get("NumberOfFrames") or 1), int(found.get("SamplesPerPixel") or 1)
-    if min(height, width, bits, frames) < 1 or channels not in (1, 3) or (frames > 1 and channels > 1):
-        raise Unreadable(
-            f"holds no image that is read: {frames} frames of {height} x {width} with {channels} samples of {bits} bits"
-        )
+    frames, height, width, channels = count_frames(found)
     shape = (frames, height, width) if frames > 1 else (height, width)
-    _check_bytes(math.prod(shape) * channels * max(1, bits // 8), f"{_times(shape)} pixels of {bits} bits")
     steps = [float(step) for step in found.get("PixelSpacing") or ()]
     between = [float(found.get("SpacingBetweenSlices") or found.get("SliceThickness") or 0)] if frames > 1 else []
     spacing = (*between, *steps) if len(steps) == 2 and all(step > 0 for step in (*between, *steps)) else ()
     sides = [float(cosine) for cosine in found.get("ImageOrientationPatient") or ()]
     codes = "" if len(sides) != 6 else "".join(_point(sides[at : at + 3]) for at in (0, 3))
-    patient = str(found.get("PatientID") or "").strip()
-    return VolumeHeader(shape=shape, channels=channels, spacing=spacing, axes=codes, patient=patient)
+    return VolumeHeader(shape=shape, channels=channels, spacing=spacing, axes=codes, patient=read_patient(found))
 
 
 def _point(cosines: list[float]) -> str:
     """Return the direction of a DICOM axis: the patient's left, posterior, superior or their opposites."""
     axis = max(range(3), key=lambda number: abs(cosines[number]))
     return ("LPS" if cosines[axis] > 0 else "RAI")[axis]
-
-
-def _check_bytes(count: int, what: str) -> None:
-    if count > MOST_BYTES:
-        raise Unreadable(
-            f"says that it holds {what}, {count / 1e9:.1f} GB: at most {MOST_BYTES / 1e9:.1f} GB are unpacked"
-        )
-
-
-def _load(library: str, file: Path) -> ModuleType:
-    """Return an optional library; raise :class:`UsageError` with the package to install if it is missing."""
-    try:
-        made = import_module(library)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{file} needs the package {library} to be read: pip install 'fedshift[medical]'") from error
-    logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)  # it logs as errors what this module reports itself
-    return made
 
 
 @contextmanager
@@ -317,9 +323,6 @@ def _explain(file: Path) -> Iterator[None]:
     except MemoryError as error:
         raise UsageError(f"{file} does not fit into memory: use smaller volumes, or a machine with more") from error
     except Exception as error:
-        what = "NIfTI" if file.name.lower().endswith(NIFTI) else "DICOM"
-        raise Unreadable(f"is no {what} file that can be read ({str(error) or type(error).__name__})") from error
-
-
-READABLE = (*VOLUMES, *sorted(SUFFIXES))
-"""Suffixes of files that may be masks of these images."""
+        what = "series of DICOM slices" if file.is_dir() else "DICOM file"
+        what = "NIfTI file" if file.name.lower().endswith(NIFTI) else what
+        raise Unreadable(f"is no {what} that can be read ({str(error) or type(error).__name__})") from error

@@ -22,9 +22,10 @@ from ...tasks.segmentation import Segmentation
 from ...utils.errors import Ref, UsageError
 from ..resizing import resize_volume
 from ..stores import Keys, LazyStore, RecentArrays
+from .dicom import CLOSE
 from .image_decoding import Unreadable
 from .read_options import ReadOptions
-from .volume_decoding import CLOSE, VolumeHeader, Window, decode_volume
+from .volume_decoding import VolumeHeader, Window, decode_volume
 
 KEPT = 2**28
 """Bytes of decoded images to keep."""

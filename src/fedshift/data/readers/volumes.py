@@ -1,9 +1,9 @@
 """NIfTI and DICOM files with masks, for segmentation: ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
 
-Folders, names and class numbers are as in :mod:`fedshift.data.readers.masks`; single files are read by
-:mod:`fedshift.data.files.volume_decoding`. Masks are kept in memory, uint8 ``[N, D, H, W]``, or without D if files
-contain one slice. Images, float32 from -1 to 1, are decoded when a batch needs them, and the most recently used
-:data:`~fedshift.data.files.volumes.KEPT` bytes over all clients are kept.
+Folders, names and class numbers are as in :mod:`fedshift.data.readers.masks`; single files, and folders of DICOM slices
+that are one volume, are read by :mod:`fedshift.data.files.volume_decoding`. Masks are kept in memory, uint8
+``[N, D, H, W]``, or without D if files contain one slice. Images, float32 from -1 to 1, are decoded when a batch needs
+them, and the most recently used :data:`~fedshift.data.files.volumes.KEPT` bytes over all clients are kept.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     files, notices = list_clients(source, places, reading, READABLE)
     pairs = {name: pairing.pair_files(source, name, own) for name, own in files.items()}
     flat = [pair for own in pairs.values() for pair in own]
-    alien = next((image.path for image, _ in flat if not is_volume(image.path)), None)
+    images = (image.path for image, _ in flat)
+    alien = next((path for path in images if not is_volume(path) and not (source / path).is_dir()), None)
     if alien is not None:
         raise UsageError(
             f"{source / alien} is no NIfTI or DICOM file, and others are: put each kind into its own directory"
