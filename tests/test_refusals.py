@@ -312,7 +312,10 @@ def arrays_that_are_a_pipe(folder):
 def arrays_that_fill_memory(folder):
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (3 * 2**30,)})
-    with ZipFile(folder / "ann.npz", "w", ZIP_DEFLATED) as packed, packed.open("x_train.npy", "w") as entry:
+    with (
+        ZipFile(folder / "ann.npz", "w", ZIP_DEFLATED) as packed,
+        packed.open("x_train.npy", "w", force_zip64=True) as entry,
+    ):
         entry.write(header.getvalue())
         for _ in range(3 * 2**4):
             entry.write(bytes(2**26))
