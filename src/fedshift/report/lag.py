@@ -51,8 +51,9 @@ def describe_lag(summary: RunSummary) -> str:
     )
     part = float(table["remaining"].max())
     held = f", which still hold up to {100 * part:.2g} percent of their initial values," if part >= LEAST / 100 else ""
+    updates = int(table["updates"].min())
     return (
-        f"BatchNorm lags: running statistics{held} do not fit the models after {table['updates'].min():.0f} updates. "
+        f"BatchNorm lags: running statistics{held} do not fit the models after {updates} update{'s' * (updates != 1)}. "
         f"With statistics re-estimated on training data, means over clients would be: {changes}."
         f"{_describe_order(summary, lower=lower)}"
     )
