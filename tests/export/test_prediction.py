@@ -146,6 +146,23 @@ def test_pictures_of_any_size_have_masks_of_theirs_with_distances_in_pixels(tmp_
     assert not {name for name in row if "milliliters" in name or "mm" in name}
 
 
+def test_pixels_outside_of_the_field_of_view_do_not_count(tmp_path):
+    pixels = np.zeros((8, 12), np.uint8)
+    pixels[2:6, 4:8] = 255
+    truth, field = pixels.copy(), np.full_like(pixels, 255)
+    truth[:, 6:], field[:, 6:] = 0, 0  # the truth lacks what lies outside
+    for folder, values in (("images", pixels), ("masks", truth), ("fov", field)):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(values).save(tmp_path / folder / "eye.png")
+    eye = [tmp_path / "images" / "eye.png"]
+    (row,) = predict_files(pictures(16, 24), eye, tmp_path / "out", masks=tmp_path / "masks").rows
+    assert row["dice bright"] == 1
+    (tmp_path / "fov" / "eye.png").unlink()
+    (tmp_path / "fov").rmdir()
+    (row,) = predict_files(pictures(16, 24), eye, tmp_path / "whole", masks=tmp_path / "masks").rows
+    assert row["dice bright"] == pytest.approx(2 * 8 / (16 + 8))
+
+
 def test_rows_of_tables_and_images_with_a_class_have_their_predictions_in_the_table(tmp_path):
     columns = Column(name="age"), Column(name="sex", categories=("f", "m"))
     rows = make_model(

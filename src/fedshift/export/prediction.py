@@ -27,6 +27,7 @@ from torch import Tensor
 from ..data.files.dicom import holds_slices, is_stack
 from ..data.files.image_decoding import Unreadable
 from ..data.files.mask_writing import write_mask
+from ..data.files.masks import FIELDS, MASKS
 from ..data.files.volume_decoding import (
     READABLE,
     VolumeHeader,
@@ -165,22 +166,17 @@ def _require_distinct_names(files: Iterable[Path]) -> None:
 class _Truths:
     """True masks in ``directory``, one for each of ``images``.
 
+    A directory ``fov`` next to ``masks`` has the images' fields of view: pixels outside are ignored.
     ``classes``: number of classes of the model; ``stacks``: folders of DICOM slices are masks, too.
     """
 
     def __init__(self, directory: Path, images: Sequence[Path], classes: int, *, stacks: bool) -> None:
         if not directory.is_dir():
             raise UsageError(f"masks={directory} is not a directory: give the directory of the true masks")
-        named = _list_directory(directory, READABLE, stacks)
-        _require_distinct_names(named)
-        masks = {find_stem(file.name): file for file in named}
-        lacking = [image for image in images if find_stem(image.name) not in masks]
-        if lacking:
-            raise UsageError(
-                f"{len(lacking)} of {len(images)} images have no mask of the same name in {directory}, the first is "
-                f"{lacking[0]}: add it, or take the image away"
-            )
-        self._classes, self._masks = classes, {image: masks[find_stem(image.name)] for image in images}
+        self._classes, self._masks = classes, _match_masks(directory, images, stacks)
+        fields = directory.parent / FIELDS
+        known = directory.name.lower() == MASKS and fields.is_dir()
+        self._fields = _match_masks(fields, images, stacks) if known else {}
         self._two_values = classes == 2 and self._hold_two_values()
 
     def _hold_two_values(self) -> bool:
@@ -195,7 +191,19 @@ class _Truths:
 
     def read(self, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
         """Return the true mask of ``image``, whose header is ``header``; raise :class:`UsageError` if it is unfit."""
-        file = self._masks[image]
+        classes = self._decode(self._masks[image], image, header)
+        classes = (classes > 0).astype(np.uint8) if self._two_values else classes
+        wrong = (classes >= self._classes) & (classes != IGNORED)
+        if wrong.any():
+            raise UsageError(
+                f"has mask {self._masks[image]}, which has the value {classes[wrong][0]}: give classes "
+                f"0..{self._classes - 1}, or {IGNORED} where a pixel is ignored"
+            )
+        if image in self._fields:
+            classes[self._decode(self._fields[image], image, header) == 0] = IGNORED
+        return classes
+
+    def _decode(self, file: Path, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
         try:
             differs = find_difference(header, read_volume_header(file))
             classes = decode_mask(file)
@@ -205,14 +213,21 @@ class _Truths:
             raise UsageError(
                 f"has mask {file}, which {differs.replace('{image}', str(image))}: bring it to its image's grid"
             )
-        classes = (classes > 0).astype(np.uint8) if self._two_values else classes
-        wrong = (classes >= self._classes) & (classes != IGNORED)
-        if wrong.any():
-            raise UsageError(
-                f"has mask {file}, which has the value {classes[wrong][0]}: give classes 0..{self._classes - 1}, or "
-                f"{IGNORED} where a pixel is ignored"
-            )
         return classes
+
+
+def _match_masks(directory: Path, images: Sequence[Path], stacks: bool) -> dict[Path, Path]:
+    """Return the mask in ``directory`` that has the name of each of ``images``; raise :class:`UsageError` without."""
+    named = _list_directory(directory, READABLE, stacks)
+    _require_distinct_names(named)
+    masks = {find_stem(file.name): file for file in named}
+    lacking = [image for image in images if find_stem(image.name) not in masks]
+    if lacking:
+        raise UsageError(
+            f"{len(lacking)} of {len(images)} images have no mask of the same name in {directory}, the first is "
+            f"{lacking[0]}: add it, or take the image away"
+        )
+    return {image: masks[find_stem(image.name)] for image in images}
 
 
 def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths | None) -> Iterator[Row]:
