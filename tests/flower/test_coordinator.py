@@ -1,7 +1,10 @@
 """Who takes part in an experiment across machines, from its beginning to its end, and what it leaves."""
 
 import json
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -170,6 +173,22 @@ def test_pooling_is_refused_across_machines(tmp_path, machine):
     spec = spec_for("centralized")
     with pytest.raises(UsageError, match="needs all data in one place"):
         coordinator(spec, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"adapter": "lora()"}, "adapter lora.*every machine needs the same: give a file with their weights"),
+        ({"model": "timm:resnet18(pretrained=True)"}, "sites scale images by name, not as its pretrained weights need"),
+    ],
+)
+def test_what_machines_could_not_have_alike_is_refused(settings, words, tmp_path, monkeypatch):
+    for name in ("peft", "timm"):
+        package = ModuleType(name)
+        package.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, package)
+    with pytest.raises(UsageError, match=words):
+        coordinator(spec_for(**settings), SiteGrid({}), tmp_path / "served", Heard())
 
 
 @pytest.mark.slow

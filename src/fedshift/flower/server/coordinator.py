@@ -152,6 +152,12 @@ class Coordinator:
                 "they were trained with ({})",
                 Ref(normalize="imagenet"),
             )
+        if settings.adapter and not settings.weights:
+            raise UsageError(
+                f"adapter {settings.adapter}: fixed layers are never sent, so that every machine needs the same: "
+                "give a file with their weights, here and to each site ({})",
+                Ref("weights"),
+            )
         self.sent = {**asdict(self.spec), **PRIVATE, "weights": settings.weights and settings.weights.digest}
         self.refused: set[str] = set()
         self.path = self.directory / MACHINES / POPULATION
