@@ -34,11 +34,13 @@ def channels_in_a_group(channels, flat, wanted):
 
 
 def standardized(weight):
-    """FedWon's equation 3 with gains of one."""
+    """FedWon's equation 3 with gains of one, and the least variance of its listing 1."""
     flat = weight.flatten(1)
     if flat.shape[1] == 1:
         return weight
-    return ((flat - flat.mean(1, keepdim=True)) / (flat.var(1, keepdim=True) * flat.shape[1]).sqrt()).view_as(weight)
+    return (
+        (flat - flat.mean(1, keepdim=True)) / (flat.var(1, keepdim=True) * flat.shape[1]).clamp(min=1e-4).sqrt()
+    ).view_as(weight)
 
 
 def transposed(change, weight, groups):
