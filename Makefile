@@ -28,7 +28,8 @@ demo: setup
 	$(BIN)/fedshift compare --config examples/demo.toml
 
 demo-segmentation: setup
-	$(BIN)/fedshift compare --config examples/segmentation.toml
+	run=runs/segmentation-$$(date +%Y%m%d-%H%M%S); \
+	$(BIN)/fedshift compare --config examples/segmentation.toml --out $$run && $(BIN)/python examples/worst_cases.py $$run
 
 test: setup
 	$(TEST) -m "not slow $(BROWSER)"
