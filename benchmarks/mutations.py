@@ -165,6 +165,11 @@ ENGINES = (
 )  # fmt: skip
 
 DATA = (
+    Fault("slices-left-is-right", "data/files/dicom.py", "read_series", "affine[:3] *= _LPS_TO_RAS[:, None]", "pass",
+          "tests/data/files/test_dicom.py"),
+    Fault("slices-turned-by-file-names", "data/files/dicom.py", "stack_slices", "return np.stack(values)",
+          "return np.stack(values)[np.argsort([file.name for file in series.files])]",
+          "tests/data/files/test_dicom.py"),
     Fault("validation-samples-in-training", "data/federation.py", "Federation.hold_out",
           "train=client.train.take(index[held:])", "train=client.train.take(index)", "tests/data/test_federation.py"),
     Fault("drawn-test-rows-in-training", "data/partition.py", "split_stratified",

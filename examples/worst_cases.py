@@ -67,8 +67,9 @@ def draw(run: str, methods: list[str]) -> Path:
             place.set(xticks=[], yticks=[])
             place.set_title(f"{method}\n{100 * scores[method]:.1f}", fontsize=7)
         row[0].set_ylabel(name, fontsize=7)
-    figure.suptitle("Dice (%); green: true, orange: predicted", fontsize=7)
-    figure.tight_layout(pad=0.4, rect=(0, 0, 1, 1 - 0.3 / figure.get_figheight()))
+    inch = 1 / figure.get_figheight()
+    figure.suptitle("Dice (%); green: true, orange: predicted", fontsize=7, y=1 - 0.05 * inch)
+    figure.tight_layout(pad=0.4, rect=(0, 0, 1, 1 - 0.2 * inch))
     path = Path(run) / "worst-cases.png"
     figure.savefig(path, dpi=90)
     return path

@@ -1,5 +1,6 @@
 """Folders of DICOM slices: the volumes that they are, in voxels and millimeters, and which are refused."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from fedshift.data.assembly import read_folder
+from fedshift.data.files.dicom import read_series, stack_slices
 from fedshift.data.files.image_decoding import Unreadable
 from fedshift.data.files.volume_decoding import decode_mask, decode_volume, read_volume_header
 from fedshift.data.preparation import Decoding, Preparation
@@ -88,6 +90,18 @@ def test_a_folder_of_slices_is_the_volume_that_nibabel_writes(tmp_path, affine):
     np.testing.assert_allclose((LPS @ wrapped.affine)[:3, :2], affine[:3, [1, 0]], atol=1e-6)
 
 
+def test_slices_of_a_scanner_are_the_volume_that_another_library_reads(tmp_path):
+    """SimpleITK 2.5.7's values and geometry for these slices, which pydicom brings for its own tests."""
+    given = Path(pydicom.__file__).parent / "data/test_files/dicomdirtests/98892001/CT5N"
+    for file in given.iterdir():
+        shutil.copy(file, tmp_path / f"{file.name}.dcm")
+    series = read_series(tmp_path, whole=True)
+    affine = [[-0.488281, 0, 0, 72.199997], [0, -0.488281, 0, 143], [0, 0, 2.5, -1.2375], [0, 0, 0, 1]]
+    assert np.array_equal(series.affine, affine)
+    values = stack_slices(series)
+    assert (values.shape, values.min(), values.max(), values.sum()) == ((5, 16, 16), -888, 85, -177320)
+
+
 def test_values_are_in_hounsfield_units_by_the_slope_of_their_slice(tmp_path):
     stored = draw()
 
@@ -126,6 +140,9 @@ def test_a_client_has_a_folder_for_each_case_and_masks_on_any_axes(tmp_path):
             assert torch.equal(y, torch.from_numpy(np.flip((draw(row + 50) > 2000).T, (1, 2)).copy()).to(y.dtype))
     save_nifti(client / "masks" / "case.1.nii.gz", mask, SAGITTAL)
     with pytest.raises(UsageError, match=r"case\.1\.nii\.gz has .* but its image .*case\.1 "):
+        read_folder(tmp_path / "scans")
+    (client / "images" / "notes").mkdir()
+    with pytest.raises(UsageError, match=r"notes is a folder without \.dcm files"):
         read_folder(tmp_path / "scans")
     (tmp_path / "scans" / "participants.tsv").write_text("participant_id\n")
     with pytest.raises(UsageError, match="holds tables and medical images with masks: put each kind"):

@@ -169,8 +169,11 @@ def list_files(
     for part, folders in _find_parts(client, check=True).items():
         for folder in folders:
             files, deeper = list_content(Path(folder))
-            series = [each for each in deeper if set(DICOM) <= set(suffixes) and holds_slices(Path(each))]
+            slices = set(DICOM) <= set(suffixes)
+            series = [each for each in deeper if slices and holds_slices(Path(each))]
             other = next((each for each in deeper if each not in series), None)
+            if other is not None and slices:
+                raise UsageError(f"{other.path} is a folder without .dcm files: give slices this suffix, or move it")
             if other is not None:
                 raise UsageError(f"{other.path} is a folder inside of a class folder: {LAYOUT}")
             images = [file for file in files if file.name.lower().endswith(tuple(suffixes))]
