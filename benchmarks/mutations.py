@@ -200,7 +200,7 @@ FLOWER = (
           "check_upload(trial.plan, update.shared, update.memory)", "pass",
           "tests/flower/test_site.py"),
     Fault("counts-may-be-impossible", "flower/server/answers.py", "RowReader.read",
-          " or not self.task.is_possible(counts)", "",
+          " or not self.task.may_have(counts)", "",
           "tests/flower/test_hostile_answers.py"),
     Fault("site-says-its-own-weight", "flower/server/remote_engine.py", "RemoteEngine._check_update",
           "(report.weight, report.steps) != (used, len(steps))", "report.steps != len(steps)",
