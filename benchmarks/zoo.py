@@ -403,7 +403,8 @@ stay or freeze as it declares.
 **refused**: before training, in the words of that number below. An engine is named where it alone refuses; `auto` then
 takes another.
 
-**diverged**: with random weights and statistics frozen after one round, values grow until there is nothing to compare.
+**diverged**: from these random weights, losses become NaN, or inputs that differ by rounding end in states so different that there
+is nothing to compare.
 
 **WRONG**: a check failed.
 
