@@ -403,8 +403,8 @@ stay or freeze as it declares.
 **refused**: before training, in the words of that number below. An engine is named where it alone refuses; `auto` then
 takes another.
 
-**diverged**: from these random weights, losses become NaN, or inputs that differ by rounding end in states so different that there
-is nothing to compare.
+**diverged**: from these random weights, losses become NaN, or inputs that differ by rounding end in states that
+are too different to compare.
 
 **WRONG**: a check failed.
 
