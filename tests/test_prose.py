@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "fedshift"
 PACKAGES = (
-    "aggregation", "analysis", "api", "core", "diagnosis", "engines", "export", "methods", "new_clients", "nn",
+    "aggregation", "analysis", "api", "cli", "core", "diagnosis", "engines", "export", "methods", "new_clients", "nn",
     "report", "representations", "reproduce", "theory", "utils",
 )  # fmt: skip
 MOST = 2.0

@@ -88,7 +88,7 @@ def test_the_command_shows_and_verifies(served, cli, tmp_path):
     assert done.code == 0, done.err
     assert "train, round 1: trained; shared: " in done.out
     assert "7 entries; " in done.out
-    assert "The chain is whole, and not signed: no key is known (--key); last digest: " in done.out
+    assert "The chain is unbroken, and not signed: no key is known (--key); last digest: " in done.out
     found = [json.loads(line) for line in cli("ledger", served[0] / "photo", "--json").out.splitlines()]
     assert [entry["number"] for entry in found] == [1, 2, 3, 4, 5, 6, 7]
     (tmp_path / FILE).write_text("{}\n")

@@ -53,7 +53,7 @@ def tls(tmp_path):
         (["exp.toml", "--insecure", "--host", "0.0.0.0"], "in plain text to other machines"),
         (["exp.toml", "--tls", "nowhere"], "contains no ca.crt"),
         (["nothing.toml", "--insecure"], "no settings file"),
-        (["split.toml", "--insecure"], "split deals out data that are in one place"),
+        (["split.toml", "--insecure"], "split divides data that are in one place"),
         (["both.toml", "--insecure"], "has both method and methods"),
         (["wrong.toml", "--insecure"], "lrr"),
         (["exp.toml", "--insecure", "--log", "mlfow"], "unknown logger 'mlfow': did you mean 'mlflow'?"),

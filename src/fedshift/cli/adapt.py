@@ -81,8 +81,8 @@ def adapt(
         policies: Policies, comma-separated (see `fedshift list policies`), such as average,tent(steps=3), or your own
             functions, package.module:function. By default all that apply, except atp, with their default arguments.
         rounds: Rounds of the run's local work for policies that train.
-        unlabeled: Folder of images, or .npz file with an array x, to which policies that use inputs alone adapt; no
-            labels are needed. Without --data, models are made and saved, and nothing is measured.
+        unlabeled: Folder of images, or .npz file with an array x, for policies that adapt to unlabeled inputs. Without
+            --data, the adapted models are saved, and nothing is measured.
         on_data_error: Treatment of unreadable new images: refuse, or warn and ignore, which both skip them; by default
             as in the run.
         save: New directory for the models of the first seed (safetensors) and the table.
@@ -121,8 +121,8 @@ def adapt(
     if own != OwnNetwork():
         given = next(each.name for each in fields(own) if getattr(own, each.name) != each.default)
         raise UsageError(
-            f"--{given.replace('_', '-')} describes a network of your own, and {run} is a run, which has its own: give "
-            "one of the two"
+            f"--{given.replace('_', '-')} describes the network of a file of weights, but {run} is a run, whose "
+            "settings name its network: leave it out, or give a file of weights"
         )
     from torch import device as torch_device
 

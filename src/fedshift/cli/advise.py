@@ -98,13 +98,15 @@ def _say_steps(console: Console, bar: Progress) -> Progress:
 def _check_same(spec: AdviseSpec, directory: Path) -> None:
     """Raise :class:`UsageError` unless ``directory`` contains a search with the same settings."""
     if find_kind(directory) != "advise":
-        raise UsageError(f"{directory} holds no search of `fedshift advise`: give the directory of one, or start anew")
+        raise UsageError(
+            f"{directory} holds no search of `fedshift advise`: give the directory of a search, or start a new one"
+        )
     kept = AdviseSpec(**read_run_settings(directory).values)
     for each in fields(AdviseSpec):
         if each.name not in COMPUTING and getattr(kept, each.name) != getattr(spec, each.name):
             raise UsageError(
-                f"{directory} was begun with {each.name}={getattr(kept, each.name)!r}, and a search goes on as it was "
-                f"planned: leave --{each.name.replace('_', '-')} out, or start anew (--out)"
+                f"{directory} was begun with {each.name}={getattr(kept, each.name)!r}, and the settings of a search "
+                f"cannot change: leave --{each.name.replace('_', '-')} out, or start a new search (--out)"
             )
 
 

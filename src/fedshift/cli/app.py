@@ -127,11 +127,11 @@ LEAVE_OUT = (
 )
 
 
-RATES = "Learning rates at which --leave-out trains each method, comma-separated; --selection chooses one."
+RATES = "Learning rates, comma-separated: --leave-out trains each method with each, and --selection chooses one."
 SELECTION = (
     "Rules that choose a learning rate for each client that is left out, comma-separated, as DomainBed names them: "
-    "training, validation data of the clients that train; leave-one-out, of clients left out beside it, in further "
-    "runs; oracle, its own, an upper bound."
+    "training, on validation data of the clients that train; leave-one-out, on a second client that is left out, in "
+    "further runs; oracle, on data of the client itself, an upper bound."
 )
 
 
@@ -341,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "" not in sys.path:
         sys.path.append("")  # for methods and models in the current directory
     sys.exit(
-        copy_context().run(  # what a settings file may name is of this call alone
+        copy_context().run(  # the functions that a settings file may name hold for this call only
             _run_guarded,
             lambda: app(rest, exit_on_error=False, print_error=False, result_action="return_value"),
             debug,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..data.federation import Federation
 
 LOOKED_AT = (64, 64)
-"""Height and width in pixels to which images of several sizes are resized for display."""
+"""Height and width, in pixels, of displayed images if the data have several sizes."""
 Where = Annotated[str, Parameter(help="Directory of your own, benchmark or embedded data, as for --data.")]
 Reading = Annotated[DataSpec, Parameter(name="*")]
 Root = Annotated[
@@ -120,7 +120,7 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -
     """Draw each client's data: a sheet of samples, and the distribution of classes.
 
     Args:
-        out: Directory for the pictures, and for split.csv if a split is given; by default shown/NAME.
+        out: Directory for the pictures, and for split.csv with --split; by default shown/NAME.
 
     """
     from ..data.sources import load_source, prepare_clients, write_assignment

@@ -34,7 +34,7 @@ def init(
 
     Args:
         directory: New or empty directory, which becomes readable only by its owner.
-        host: Name or IP address by which nodes reach the coordinator; may be given several times.
+        host: Name or IP address of the coordinator for nodes; may be given several times.
         nodes: Comma-separated names of the nodes; `fedshift pki add` makes keys for more.
         days: Validity of the coordinator's certificate in days; the authority's is ten years.
 
@@ -83,11 +83,11 @@ def renew(
 
     Args:
         directory: Directory that `fedshift pki init` made, with ca.key.
-        host: Name or IP address by which nodes reach the coordinator; may be given several times. By default those of
-            the certificate before.
+        host: Name or IP address of the coordinator for nodes; may be given several times. By default the names in the
+            previous certificate.
         days: Validity of the certificate in days.
-        new_key: Replace the coordinator's key too; sites that allow it by its fingerprint must allow the new one. It is
-            no remedy for a theft: the stolen key stays valid with its certificate, and only a new authority ends that.
+        new_key: Replace the coordinator's key too; sites that allow it by its fingerprint must allow the new one. This
+            does not help after a theft: a stolen key stays valid with its certificate until you make a new authority.
 
     """
     from ..flower.transport.pki import renew_certificate
@@ -175,11 +175,11 @@ def serve(
         wait: Seconds to wait for the first --min-clients sites.
         update_bound: Maximum length of a site's update, as a multiple of the others'; larger ones are excluded. 0: no
             limit.
-        max_share: Greatest weight of one site among three or more, whatever number of samples it claims. 1: no limit.
-        metrics: Port of this machine's loopback interface at which Prometheus reads progress; by default none.
+        max_share: Greatest weight of one site among three or more, however many samples it claims. 1: no limit.
+        metrics: Port on this machine's loopback interface that serves progress to Prometheus; by default none.
         alert: Command (JSON on its standard input) or http(s) address (POST) that hears when a site is left out,
             training diverges, a round stalls or the experiment fails.
-        log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default those of the settings.
+        log: Loggers, comma-separated: tensorboard, mlflow, wandb, or none; by default as in the settings.
         code: Function on this machine, package.module:function, that the settings file may use as method or model; may
             be given several times. No others are called.
         out: Directory to write; by default a new one under runs/.
@@ -260,21 +260,23 @@ def join(
         weights: File of the experiment's initial weights, if it has any: the same file as the coordinator's.
         export: Directory for the site's model after the last round, with a model card, as from `fedshift export`.
         poll: Seconds between two requests to the coordinator; by default 3, as in Flower.
-        policy: TOML file with what this site offers ([data]), tells ([told]) and does not allow ([limits]), and which
-            coordinators and experiments may ask.
+        policy: TOML file that states what this site offers ([data]), discloses ([told]) and forbids ([limits]), and
+            which coordinators and experiments it accepts.
         target: Column of the table that may be predicted; for several labels or numbers, separated by commas.
         columns: Columns of the table that a model may see, comma-separated; by default all that have no other role.
-        groups: Column (or pattern of files' names) of patients, which never leaves and keeps their samples together.
-        task: Kind of prediction that is offered: multilabel, regression, ...; by default that of the data, for a table
-            classification.
-        account: File that counts what was sent of the data; by default account.json beside the site's directory.
+        groups: Column (or pattern of file names) that identifies patients; it never leaves the site, and samples of a
+            patient stay together.
+        task: Prediction task that the site offers: multilabel, regression, ...; by default the task of the data, for a
+            table classification.
+        account: File that counts uploads, measurements and descriptions of the data; by default account.json next to the
+            site's directory.
         keep_rounds: Earlier rounds of each method and seed whose states are kept, so that a coordinator can be restored
             from a copy that is so many rounds old.
         keep_gb: Disk space for these states, in GB (1e9 bytes); the last three of each method and seed are always kept.
         max_bytes_per_round: Most bytes of entries that a round may move, to and from this site together, repeated
             messages included; by default any number.
-        confirm: Before the first description, show what it tells, and before each method and seed the experiment and
-            the entries that will leave the site; go on after the answer y.
+        confirm: Show the description of the data before it is first sent, and before each method and seed the
+            experiment and the entries that will leave the site; continue only after the answer y.
         validate_only: Train nothing and upload no entries: measure the models that this site would use.
 
     """
@@ -338,7 +340,7 @@ def check(address: str, *, tls: Path, key: Path, state: Path | None = None, size
         tls: Directory with ca.crt, from `fedshift pki init`.
         key: The site's private key, from `fedshift pki init`.
         state: Directory that will hold the site's state; by default below sites.
-        size: Megabytes of the model, for estimates; by default what the coordinator says once it knows.
+        size: Size of the model in megabytes, for estimates; by default the coordinator reports it once it knows.
 
     """
     if size is not None and not 0 < size < 1e6:
@@ -373,10 +375,11 @@ def ledger(
         as_json: Print the entries as JSON, one per line, with everything reported and the digests of the data sent.
         since: Show entries after this number; all are verified.
         key: The site's key (.pub or .key), with which each entry must be signed; may be given several times. By default
-            the keys that the site wrote beside its ledger.
+            the keys that the site wrote next to its ledger.
         anchors: The coordinator's record of this ledger, machines/ledgers.jsonl in its run directory; each confirms
             the other.
-        account: File that counts what was sent of the data; by default account.json beside the site's folder.
+        account: File that counts uploads, measurements and descriptions of the data; by default account.json next to the
+            site's directory.
 
     """
     from ..flower.site.account import FILE
@@ -409,7 +412,7 @@ def ledger(
     signed = ", ".join(sorted({entry.signed for entry in entries}))
     print_line(
         console,
-        f"{len(entries)} entries; {total} left. The chain is whole, and "
+        f"{len(entries)} entries; {total} left. The chain is unbroken, and "
         + (f"each entry is signed with {signed}" if signed else "not signed: no key is known (--key)")
         + f"; last digest: {last.digest if last else 'none'}",
     )
@@ -462,7 +465,9 @@ def _make_spec(settings: dict[str, Any], path: Path) -> RunSpec | CompareSpec:
     if "method" in settings and "methods" in settings:
         raise UsageError(f"{path} has both method and methods: leave one of them out")
     if settings.get("split"):
-        raise UsageError(f"{path}: split deals out data that are in one place; sites hold their own: leave it out")
+        raise UsageError(
+            f"{path}: split divides data that are in one place, but each site has its data already: leave it out"
+        )
     return CompareSpec(**settings) if "methods" in settings else RunSpec(**settings)
 
 
@@ -474,7 +479,7 @@ def _ask(text: str, question: str) -> bool:
 
 
 def _split_names(texts: Iterable[str]) -> list[str]:
-    """Return the names in ``texts``, each of which may contain several, comma-separated."""
+    """Return the names in ``texts``; a text may contain several, comma-separated."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
@@ -486,7 +491,7 @@ def _explain_certificate(console: Console, directory: Path, made: Authority) -> 
         console, f"The coordinator's certificate is for {', '.join(made.hosts)}, until {made.until:%Y-%m-%d} (UTC)."
     )
     whose = fingerprint(load_key(directory / "server.crt"))
-    print_line(console, f"Its key, by which a site's policy may allow it (coordinators): {whose}")
+    print_line(console, f"Fingerprint of its key, for the coordinators that a site's policy allows: {whose}")
 
 
 def _explain_delivery(console: Console, names: tuple[str, ...]) -> None:

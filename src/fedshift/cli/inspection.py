@@ -75,7 +75,7 @@ def describe_method(model: str, method: str, shape: tuple[int, ...], classes: in
             yield Text("\n".join((f"Leaves a client {groups[0].when}:", *map(str, groups))))
     beside = [each for each in facts.leaves if each.source != MODEL]
     if beside:
-        yield Text("Beside entries: " + ", ".join(f"{each.name} ({each.bytes:,} bytes)" for each in beside))
+        yield Text("In addition to entries: " + ", ".join(f"{each.name} ({each.bytes:,} bytes)" for each in beside))
     yield Text(f"Kept by the server: {facts.kept}")
     yield Text(
         f"{parameters:,} trained parameters; {len(local)} of {len(facts.entries)} entries ({layers} layers) are local; "

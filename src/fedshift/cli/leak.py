@@ -34,7 +34,7 @@ def leak(
     Args:
         methods: Methods, comma-separated, as for fedshift compare.
         data: Data to use: 8-bit images with one class each, as for fedshift compare.
-        image_size: Height and width in pixels to which images are resized; small images are attacked faster.
+        image_size: Height and width of resized images in pixels; small images are attacked faster.
         model: Network, as for fedshift compare.
         rounds: Rounds of training after which uploads are attacked, comma-separated; 0 is the fresh network.
         batch_sizes: Samples of the batch behind an upload, comma-separated.

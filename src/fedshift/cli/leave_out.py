@@ -53,7 +53,9 @@ def run_without(
     directory = _check(spec, place)
     rules = parse_rules(selection) if selection else ()
     if rates and not rules:
-        raise UsageError("--rates makes candidates, of which --selection chooses: give it too, or see `fedshift sweep`")
+        raise UsageError(
+            "--rates needs --selection, the rule that chooses one of the rates: give both, or see `fedshift sweep`"
+        )
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
         from ..experiments.factory import anchor_paths
@@ -124,7 +126,10 @@ def _check(spec: CompareSpec, place: RunOptions) -> Path:
             f"--leave-out makes newcomers of one client after the other: leave out --newcomers {spec.newcomers}"
         )
     if place.resume and find_kind(place.resume) == "run":
-        raise UsageError(f"{place.resume} holds one comparison and none without clients: start anew (--out)")
+        raise UsageError(
+            f"{place.resume} holds one comparison of all clients, without runs that leave clients out: start a new "
+            "run (--out)"
+        )
     return choose_directory(place, "compare")
 
 
@@ -152,7 +157,7 @@ def _make_experiments(
         raise UsageError(f"{experiment.data.name} has one client: without it none is left to train")
     if pairs and len(everyone) < 3:
         raise UsageError(
-            "--selection leave-one-out leaves out two clients at a time: three are needed, of which one trains"
+            "--selection leave-one-out leaves out two clients at a time: three are needed, so that one can train"
         )
     rescaled = experiment.data.task != experiment.data.task.forget()
     return {

@@ -16,8 +16,8 @@ def predict(model: Path, *files: Path, out: Path, masks: Path | None = None) -> 
 
     Args:
         model: Directory that `fedshift export` wrote.
-        files: Images or directories of images; for a model of volumes, also folders of DICOM slices, each of which is
-            one image; for a model of tables, CSV files with its columns.
+        files: Images or directories of images; for a model of volumes, also folders of DICOM slices, one folder per
+            image; for a model of tables, CSV files with its columns.
         out: Directory to write, new or empty.
         masks: Directory of true masks with the names of the images; the table then has the Dice and the surface
             distances of each image.

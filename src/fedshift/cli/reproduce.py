@@ -80,7 +80,9 @@ def reproduce(
     data = data_root(DataSpec(root=str(root) if root else None))
     named = "--root " if root else "FEDSHIFT_DATA=" if os.environ.get("FEDSHIFT_DATA") else ""
     if named and not data.is_dir():
-        raise UsageError(f"{named}{data}: there is no such directory; give that of the data, or leave it out")
+        raise UsageError(
+            f"{named}{data}: there is no such directory; give the directory of the data, or leave the option out"
+        )
     _require_own_directory(out)
     use_threads(None)
     way = ReproductionOptions(root=data.resolve(), scale=scale, seeds=seeds, light=light, on_data_error=on_data_error)

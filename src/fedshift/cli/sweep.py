@@ -34,7 +34,7 @@ def sweep(
     require_packages(parse_loggers(spec.log))
     directory = choose_directory(output, "sweep")
     if output.resume and find_kind(output.resume) != "sweep":
-        raise UsageError(f"{output.resume} holds no sweep: give the directory of one, or start anew (--out)")
+        raise UsageError(f"{output.resume} holds no sweep: give the directory of a sweep, or start a new one (--out)")
     console, shown = Console(), Console(quiet=output.quiet)
     spec = anchor_paths(replace(spec, over=split_settings(spec.over)))
     wanted = make_combinations(spec, read_run_settings(output.resume).began if output.resume else None)
