@@ -51,13 +51,13 @@ def test_an_edited_or_damaged_file_is_refused(run):
     content = path.read_bytes()
     for place in range(len(content) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(FedshiftError, match=r"config.toml was edited or is damaged .*changed by flags, beside"):
+        with pytest.raises(FedshiftError, match=r"config.toml was edited or is damaged .*change settings, add flags"):
             read_run_settings(run)
     path.write_bytes(content[:-20])
     with pytest.raises(FedshiftError, match=r"it has no checksum|does not match"):
         read_run_settings(run)
     path.unlink()
-    with pytest.raises(FedshiftError, match=r"config.toml is missing, which says what was run: restore it"):
+    with pytest.raises(FedshiftError, match=r"config.toml is missing, which records what was run: restore it"):
         read_run_settings(run)
 
 

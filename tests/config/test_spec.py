@@ -117,8 +117,8 @@ def test_the_settings_of_a_resumed_run_are_those_it_was_begun_with(resolved, tmp
         ("[training]\nlr = 1", "'training' is a table; write settings at the top, key = value, without [tables]"),
         ("resume = 'there'", "unknown setting 'resume'"),
         ("spec = 1", "unknown setting 'spec'"),
-        ("lr = \n", "is no valid TOML: Invalid value (at line 1, column 6). Write lines such as"),
-        ("lr = 1\nlr = 2", "is no valid TOML: Cannot overwrite a value"),
+        ("lr = \n", "is not valid TOML: Invalid value (at line 1, column 6). Write lines such as"),
+        ("lr = 1\nlr = 2", "is not valid TOML: Cannot overwrite a value"),
         ("methods = ['fedavg']", "has 'methods': use it with `fedshift compare`"),
         ("lr = 'fast'", "--lr fast: should be a valid number"),
         ("lr = [1, 2]", "--lr 1,2: should be a valid number"),
@@ -143,7 +143,7 @@ def test_a_wrong_settings_file_is_one_message(resolved, tmp_path, text, said):
 def test_a_settings_file_that_is_no_text_is_refused(resolved, tmp_path):
     file = tmp_path / "settings.toml"
     file.write_bytes(b"\xff\xfe\x00")
-    assert "is no valid TOML: 'utf-8' codec can't decode" in resolved("run", "--config", file).err
+    assert "is not valid TOML: 'utf-8' codec can't decode" in resolved("run", "--config", file).err
     assert "no settings file at" in resolved("run", "--config", tmp_path).err
     assert "no settings file at gone.toml: give the path" in resolved("run", "--config", "gone.toml").err
     assert "no run to resume at gone/config.toml" in resolved("run", "--resume", "gone").err

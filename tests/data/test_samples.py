@@ -92,8 +92,8 @@ def test_arrays_that_cannot_be_written_are_fine():
     ("x", "y", "said"),
     [
         (np.zeros((4, 8, 8)), np.zeros(3), "samples of shape (4, 8, 8) and labels of shape (3,)"),
-        (np.zeros((4, 8, 8)), np.zeros((4, 2)), "labels one number a sample"),
-        (np.zeros((4, 8, 8)), np.array(1), "labels one number a sample"),
+        (np.zeros((4, 8, 8)), np.zeros((4, 2)), "labels one number per sample"),
+        (np.zeros((4, 8, 8)), np.array(1), "labels one number per sample"),
         (np.array(1), np.zeros(1), "samples need two or more dimensions"),
         (np.zeros(4), np.zeros(4), "samples need two or more dimensions"),
         (np.zeros((4, 8, 8)), np.array([0, 1, 0.5, 1]), "labels are not whole numbers"),

@@ -77,8 +77,8 @@ def test_arrays_become_targets_of_the_task(x, y, task, kind, classes):
         (X, np.where(NUMBERS > 1000, np.nan, NUMBERS), "regression", r"the target of sample \d is NaN or infinite"),
         (IMAGES, MASKS, "regression", r"targets of shape \(8, 5, 6\); give \[samples, targets\] for regression"),
         (X, LABELS, "multilable", "unknown task 'multilable': did you mean 'multilabel'"),
-        (X, LABELS, "torch.nn:Linear(in_features=2, out_features=2)", "is no task: give classification"),
-        (X, LABELS, 3, "task=3 is no task"),
+        (X, LABELS, "torch.nn:Linear(in_features=2, out_features=2)", "is not a task: give classification"),
+        (X, LABELS, 3, "task=3 is not a task"),
         (X, NUMBERS, "regression(standardize=3)", "standardize=3: give True, False, or mean and standard deviation"),
     ],
 )
@@ -225,7 +225,7 @@ def test_more_classes_than_samples_are_meant_only_if_their_number_is_given(label
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ((0, 255), "client 'ann', train data: masks hold 0 and 255 alone, and 255 means that a pixel is ignored"),
+        ((0, 255), "client 'ann', train data: masks hold only 0 and 255, and 255 means that a pixel is ignored"),
         ((0, 128), r"masks hold class 128, and only 2 of 0\.\.128 occur .*\(classes=129\)"),
         ((0, 1, 200), r"masks hold class 200, and only 3 of 0\.\.200 occur"),
     ],
@@ -240,7 +240,7 @@ def test_masks_of_classes_that_do_not_occur_are_refused(values, said):
 def test_one_client_that_writes_the_foreground_as_255_is_refused():
     ones, white = (np.resize(np.array(values, np.uint8), IMAGES.shape) for values in ((0, 1), (0, 255)))
     clients = {"ann": (IMAGES, ones, IMAGES, ones), "bob": (IMAGES, white, IMAGES, white)}
-    with pytest.raises(UsageError, match="client 'bob', train data: masks hold 0 and 255 alone"):
+    with pytest.raises(UsageError, match="client 'bob', train data: masks hold only 0 and 255"):
         federation(clients)
     assert federation(clients, classes=2).check().classes == 2  # ignored pixels, as said
 

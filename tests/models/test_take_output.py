@@ -137,7 +137,7 @@ def test_options_reach_the_factory_and_unknown_ones_are_named():
     assert MODELS.parse("unet_small( width=4 )")(SHAPE, 2).out.in_channels == 4
     for text, said in (
         ("unet-small(wide=4)", "unknown argument 'wide'; unet_small takes .*width=8"),
-        ("unet-small(4)", "is no name"),
+        ("unet-small(4)", "is not a name"),
         ("take_output(unet-small)", "argument.*output"),
         ("take_output(small-cn, output=0)", "small-cn.*small-cnn"),
         ("small-cnn(), small-cnn()", "give one, not 2"),

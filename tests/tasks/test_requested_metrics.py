@@ -126,7 +126,7 @@ def test_means_over_samples_have_an_interval_on_new_ones_and_biased_metrics_none
         ("average_precisio", Multilabel(), "did you mean 'average_precision'"),
         ("top_k(k=0)", Classification(), "give a whole number of classes"),
         ("top_k(n=3)", Classification(), "unknown argument 'n'"),
-        (3, Classification(), "metric=3 is no metric"),
+        (3, Classification(), "metric=3 is not a metric"),
     ],
 )
 def test_what_is_no_metric_of_the_task_is_refused(metric, task, told):

@@ -268,8 +268,8 @@ def join(
             patient stay together.
         task: Prediction task that the site offers: multilabel, regression, ...; by default the task of the data, for a
             table classification.
-        account: File that counts uploads, measurements and descriptions of the data; by default account.json next to the
-            site's directory.
+        account: File that counts uploads, measurements and descriptions of the data; by default account.json next to
+            the site's directory.
         keep_rounds: Earlier rounds of each method and seed whose states are kept, so that a coordinator can be restored
             from a copy that is so many rounds old.
         keep_gb: Disk space for these states, in GB (1e9 bytes); the last three of each method and seed are always kept.
@@ -378,8 +378,8 @@ def ledger(
             the keys that the site wrote next to its ledger.
         anchors: The coordinator's record of this ledger, machines/ledgers.jsonl in its run directory; each confirms
             the other.
-        account: File that counts uploads, measurements and descriptions of the data; by default account.json next to the
-            site's directory.
+        account: File that counts uploads, measurements and descriptions of the data; by default account.json next to
+            the site's directory.
 
     """
     from ..flower.site.account import FILE

@@ -1,6 +1,6 @@
 """Catalogs: lists of what a setting may name (methods, models, losses, tasks, ...), each next to what it lists.
 
-A value is given as a text, an expression (:mod:`fedshift.config.expressions`) of names of the list or of the user's
+A value is given as a text, an expression (:mod:`fedshift.config.expressions`) of names in the list or of users'
 functions, ``package.module:name``, or in Python as an object. ``parse`` reads either; ``write`` returns the text that a
 settings file stores, and only if ``parse`` makes an equal value of it.
 """
@@ -149,7 +149,7 @@ class Catalog(Generic[Value]):
             return None
         try:
             return text if self._key(self.parse(text, **supplied)) == self._key(value) else None
-        except UsageError:  # for example of a function that is elsewhere by now
+        except UsageError:  # for example, the function has moved
             return None
 
     def write_all(self, given: object) -> str | None:

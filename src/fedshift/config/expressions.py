@@ -227,7 +227,7 @@ def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]
         return _value(kind, node.left, lookup, _value(kind, node.right, lookup, *inner))
     call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
     if not isinstance(call.func, ast.Name | ast.Attribute):
-        raise UsageError(f"{kind} {ast.unparse(node)!r} is no name: write name, name(key=value) or name+name")
+        raise UsageError(f"{kind} {ast.unparse(node)!r} is not a name: write name, name(key=value) or name+name")
     function = lookup(ast.unparse(call.func))
     arguments = [_value(kind, argument, lookup) for argument in call.args] + list(inner)
     try:

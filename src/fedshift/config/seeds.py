@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-ALLOWED = "a number of seeds, 1 or more, or the seeds themselves, each once: 3,4,5 or 3..5, and 7, for one alone"
+ALLOWED = "a number of seeds, 1 or more, or the seeds themselves, each once: 3,4,5 or 3..5, or 7, for a single seed"
 PART = re.compile(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?")
 
 

@@ -1,7 +1,7 @@
 """The settings of a run as stored in its directory: ``config.toml`` with a final table, ``written``.
 
     [written]
-    directory = "/home/ann/project"   # in which the command was given: relative paths begin there
+    directory = "/home/ann/project"   # where the command ran: relative paths begin there
     from_here = "../.."               # the same, seen from the run directory, where all was moved together
     crc32 = "1a2b3c4d"                # checksum of everything above
 
@@ -28,9 +28,7 @@ FILE, WRITTEN = "config.toml", "written"
 COMMAND: ContextVar[str] = ContextVar("command", default="")
 """The command line of the program, which runs record; empty in Python."""
 _CHECKSUM = '\ncrc32 = "'
-_FIX = (
-    "restore it from a copy (settings are changed by flags, beside --resume), or start a new run in another directory"
-)
+_FIX = "restore it from a copy (to change settings, add flags to --resume), or start a new run in another directory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +128,7 @@ def read_run_settings(run: Path) -> RunSettings:
             raise ValueError("its checksum does not match")
         values = tomllib.loads(content.decode())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FedshiftError(f"{path} is missing, which says what was run: {_FIX}") from error
+        raise FedshiftError(f"{path} is missing, which records what was run: {_FIX}") from error
     except (OSError, ValueError) as error:
         raise FedshiftError(f"{path} was edited or is damaged ({error}): {_FIX}") from error
     place = values.pop(WRITTEN)

@@ -56,7 +56,7 @@ def _parse_number(value: Any) -> Any:
 
 
 def _read_participation(value: Any) -> Any:
-    """Return a number above 0 of a text, or a name of :data:`TURNS` as it is."""
+    """Convert a text to a number above 0; return a name of :data:`TURNS` unchanged."""
     if value in TURNS:
         return value
     try:
@@ -121,8 +121,8 @@ ESSENTIAL = "essential"
 class Expression:
     """Mark of a setting that may name users' functions; ``catalog``: what reads and writes it, ``core.loss:LOSSES``.
 
-    Its value is what was given: a text, or in Python an object. :class:`~fedshift.config.catalog.Catalog` parses either
-    when the experiment is made, so that this module imports no torch.
+    Its value is a text, or in Python an object. :class:`~fedshift.config.catalog.Catalog` parses either when the
+    experiment is made, so that this module imports no torch.
     """
 
     catalog: str = ""
@@ -137,14 +137,13 @@ class TrialSpec:
 
     participation: Annotated[Participation | None, Parameter(group=TRAINING)] = None
     """Clients that take part in a round: an integer is a number of clients, a number with a decimal point a fraction of
-    them; 1 is one client, 1.0 is all. By default all. With ordered or shuffled, it is one client, and each has its turn
-    before any has another: in the order of the tables, or in an order that is drawn anew for each cycle (cyclic weight
-    transfer)."""
+    them; 1 is one client, 1.0 is all. By default all. With ordered or shuffled, it is one client at a time, and all
+    take turns: in the order of the tables, or in an order that is redrawn for each cycle (cyclic weight transfer)."""
 
     engine: Annotated[str, Expression(), Parameter(group=COMPUTING)] = "auto"
     """Engine that runs the clients: sequential, one after another; stacked, side by side in one tensor program (small
     networks); pool, spread over processes (larger ones); ray, over the hosts of a Ray cluster (RAY_ADDRESS; without it
-    over processes); identity, all as one big batch (one plain step a round); auto chooses, by a timed step, but never
+    over processes); identity, all as one big batch (one plain step per round); auto chooses, by a timed step, but never
     ray. Engines agree up to rounding. Or your own subclass of fedshift.engines.engine.Engine, package.module:Class."""
 
     workers: Annotated[Positive | None, Parameter(group=COMPUTING)] = None
@@ -168,7 +167,7 @@ class TrialSpec:
     """Rounds between evaluations; the last is always evaluated. By default about ten evaluations in all."""
 
     metric: Annotated[Any, Expression("tasks:METRICS"), Parameter(group=MEASURING)] = "auto"
-    """Metric of the tables, by which the best round is selected, by default the task's first: of classification,
+    """Metric of the tables, which also selects the best round, by default the task's first: of classification,
     accuracy, balanced_accuracy (the mean over classes) or auc (area under the ROC curve, one class against the rest);
     of segmentation, dice, iou, accuracy or balanced_accuracy, with --task 'segmentation(surface=True)' also
     surface_distance or hausdorff95; of several labels, f1, auc or exact_match; of regression,
@@ -196,9 +195,9 @@ class TrialSpec:
     bytes each method reached it. Only evaluated rounds count, so evaluate every round to find the exact one."""
 
     operating_point: Annotated[str, Parameter(group=MEASURING)] = "youden"
-    """How reports on two classes choose the score from which on a sample counts as the second one, on each client's
-    validation data: youden (largest sum of sensitivity and specificity), sensitivity>=0.95 or specificity>=0.9 (then
-    the largest of the other). Without validation data the score is 0.5."""
+    """How reports on two classes choose the threshold of the score, on each client's validation data: youden (largest
+    sum of sensitivity and specificity), sensitivity>=0.95 or specificity>=0.9 (then the largest of the other). Without
+    validation data the score is 0.5."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -235,7 +234,7 @@ class DataSpec:
     """Accept clients whose training data contain only one class."""
 
     image_size: Annotated[Positive | None, Parameter(group=PREPARING)] = None
-    """Height and width in pixels to which images are resized; by default 28 if clients' arrays differ in size."""
+    """Height and width of resized images in pixels; by default 28 if clients' arrays differ in size."""
 
     normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=PREPARING)] = None
     """Scaling of images: half (to [-1, 1]), unit (to [0, 1]), imagenet (ImageNet's means and deviations) or client (the
@@ -264,8 +263,8 @@ class DataSpec:
 
     groups: Annotated[str | None, Parameter(group=FILES)] = None
     """Groups (patients) that are never divided between training, validation and test data or clients: a column of a
-    table, a pattern of files' names, '{group}_*.png', a .csv file with columns file and group, the name of arrays
-    beside x and y (patient for patient_train and patient_test), or an attribute of torch datasets."""
+    table, a pattern of file names, '{group}_*.png', a .csv file with columns file and group, the name of arrays next to
+    x and y (patient for patient_train and patient_test), or an attribute of torch datasets."""
 
     window: Annotated[str | None, Parameter(group=FILES, allow_leading_hyphen=True)] = None
     """Values LOW,HIGH of medical images that become -1 and 1, clipped beyond, such as -160,240 for soft tissue in
@@ -299,9 +298,9 @@ class Spec(DataSpec, TrialSpec):
     package.module:function, called with the shape of a sample and the number of classes; if its network returns
     several outputs, take_output(package.module:function, output='logits'). Or a network of an installed library, with
     random weights: timm:resnet18, torchvision:resnet18, monai:SegResNet, smp:Unet, hf:resnet; or with the library's
-    own, timm:resnet18(pretrained=True), and images scaled as these need. auto is unet-small for
-    masks, small-cnn for other images, resnet-1d for signals [C, L] and abide-mlp for other samples. In Python also such
-    a function."""
+    weights, timm:resnet18(pretrained=True), and images scaled as these weights need. auto is unet-small for masks,
+    small-cnn for other images, resnet-1d for signals [C, L] and abide-mlp for other samples. In Python also such a
+    function."""
 
     weights: Annotated[Any, Parameter(group=MODEL)] = None
     """File with the initial weights of every network, in place of random ones: a state dictionary, as .safetensors or
@@ -311,9 +310,9 @@ class Spec(DataSpec, TrialSpec):
     """Ignore the last layer of --weights, for example for different classes; it starts from random weights."""
 
     adapter: Annotated[Any, Expression("nn.adapters:ADAPTERS"), Parameter(group=MODEL)] = None
-    """Adapters of the network, lora(rank=8, targets='qkv|proj'), made by peft (pip install 'fedshift[lora]'): all is
-    fixed but small layers beside the targets, the last layer and normalization, and only these are trained and sent.
-    Targets are names of layers or their last parts, joined by |, with * for any text; or linear, or pointwise
+    """Adapters of the network, lora(rank=8, targets='qkv|proj'), made by peft (pip install 'fedshift[lora]'): only
+    small layers next to the targets, the last layer and normalization are trained and sent; all other weights are
+    frozen. Targets are names of layers or their last parts, joined by |, with * for any text; or linear, or pointwise
     (convolutions of one pixel). In Python also a value."""
 
     epochs: Annotated[Positive | None, ESSENTIAL, Parameter(group=TRAINING)] = None
@@ -368,7 +367,7 @@ class Spec(DataSpec, TrialSpec):
     names. In Python also a list of names."""
 
     seeds: Annotated[Seeds, ESSENTIAL, Parameter(group=TRAINING)] = 1
-    """Number of seeds, 0, 1, ...; or the seeds themselves, 3,4,5 or 3..5, and 7, (with a comma) for one alone. 3 or
+    """Number of seeds, 0, 1, ...; or the seeds themselves, 3,4,5 or 3..5, or 7, (with a comma) for a single seed. 3 or
     more give standard deviations and intervals. In Python also a list."""
 
     threads: Annotated[Positive | None, Parameter(group=COMPUTING)] = None
@@ -509,7 +508,7 @@ def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(
-            f'{path} is no valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
+            f'{path} is not valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
         ) from error
     values.pop(WRITTEN, None)
     return select_settings(values, path, allowed)

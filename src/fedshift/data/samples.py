@@ -439,7 +439,7 @@ def read_targets(x: NDArray[Any] | LazyStore, y: ArrayLike, where: str, task: Ta
     if x_array.ndim < 2 or y_array.ndim < 1 or len(x_array) != len(y_array):
         raise UsageError(
             f"{where}: samples of shape {x_array.shape} and labels of shape {y_array.shape}; "
-            "samples need two or more dimensions, and labels one number a sample"
+            "samples need two or more dimensions, and labels one number per sample"
         )
     task = task or infer_task(x_array, y_array, where)
     shape = x.shape if isinstance(x, LazyStore) else channels_first(x, where).shape

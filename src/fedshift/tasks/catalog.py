@@ -34,7 +34,9 @@ def _accept(task: object, text: str | None) -> Task:
             raise UsageError(f"task {task.__name__}() makes none: {describe_error(error)}") from error
     if not isinstance(task, Task):
         known = ", ".join(TASKS.names())
-        raise UsageError(f"{{}} is no task: give {known}, or a subclass of fedshift.tasks.Task", Ref(task=text or task))
+        raise UsageError(
+            f"{{}} is not a task: give {known}, or a subclass of fedshift.tasks.Task", Ref(task=text or task)
+        )
     return task
 
 
@@ -61,7 +63,7 @@ def _accept_metric(given: object, text: str | None) -> Metric:
     if not callable(given) and not is_updated(given):
         known = ", ".join(METRICS.names())
         raise UsageError(
-            f"{{}} is no metric: give one of {known}, or a function of outputs and targets", Ref(metric=given)
+            f"{{}} is not a metric: give one of {known}, or a function of outputs and targets", Ref(metric=given)
         )
     text = find_import_path(given) or identify_function(given)
     return (Given(given()) if isinstance(given, type) else Given(given)).to_metric(text)
@@ -132,6 +134,6 @@ def infer_task(x: NDArray[Any], y: NDArray[Any], where: str) -> Task:
         return Segmentation()
     raise UsageError(
         f"{where}: samples of shape {x.shape} and labels of shape {y.shape}; samples need two or more dimensions, and "
-        "labels one number a sample; of several, say what is predicted (task='multilabel', each label 0 or 1, or "
+        "labels one number per sample; for several numbers, name the task (task='multilabel', each label 0 or 1, or "
         "task='regression', numbers)"
     )

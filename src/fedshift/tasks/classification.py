@@ -23,7 +23,7 @@ SCORED = 10
 MOST_CLASSES = 1_000_000
 """Largest number of classes; a network with more outputs would take gigabytes."""
 FEW_CLASSES = 1_000
-"""Number of classes up to which most may lack samples (a small part of ImageNet)."""
+"""Up to this number of classes, most may lack samples (a small part of ImageNet)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class Classification(Task):
     def read_targets(self, y: NDArray[Any], shape: tuple[int, ...], where: str) -> Tensor:
         y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
         if y.ndim != 1:
-            raise UsageError(f"{where}: labels of shape {y.shape}; give one class a sample")
+            raise UsageError(f"{where}: labels of shape {y.shape}; give one class per sample")
         fractions = np.flatnonzero(~(np.isfinite(y) & (y == np.round(y)))) if y.dtype.kind == "f" else np.empty(0, int)
         if len(fractions):
             raise UsageError(
-                f"{where}: labels are not whole numbers; that of sample {fractions[0]} is {y[fractions[0]]}: give "
+                f"{where}: labels are not whole numbers; the label of sample {fractions[0]} is {y[fractions[0]]}: give "
                 "classes as 0, 1, 2, ..., or predict numbers (task='regression')"
             )
         if y.dtype.kind != "b" and len(beyond := np.flatnonzero((y >= MOST_CLASSES) | (y <= -MOST_CLASSES))):

@@ -1,9 +1,9 @@
-"""Metrics that are counted on request, beside those of a task: ``brier``, ``top_k(k=3)``.
+"""Metrics that are counted on request, in addition to a task's metrics: ``brier``, ``top_k(k=3)``.
 
-Counts are those of :mod:`fedshift.results.schema`. Metrics that are means over samples add up over clients, and their
-results on single samples give differences an interval on new samples. Average precision and calibration error have
-none: both are biased in small samples, by an amount that depends on the model, so that intervals from a variance alone
-(the delta method, a bootstrap) contain a difference of two models too seldom.
+:mod:`fedshift.results.schema` defines the counts. Metrics that are means over samples add up over clients, and their
+results on single samples yield an interval of differences for new samples. Average precision and calibration error have
+no interval: both are biased in small samples, by an amount that depends on the model, so that intervals from a variance
+alone (the delta method, a bootstrap) cover a difference of two models too rarely.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Metric(ABC):
         """Its name in files and settings."""
 
     def check(self, outputs: int) -> None:  # noqa: B027 - most suit any number
-        """Raise :class:`UsageError` if the metric says nothing for this number of classes, labels or targets."""
+        """Raise :class:`UsageError` if the metric is undefined for this number of classes, labels or targets."""
 
     def try_out(self, task: Task, predictions: Tensor, y: Tensor) -> None:  # noqa: B027 - ours work
         """Raise :class:`UsageError` if the metric cannot be computed for outputs like these."""
@@ -56,7 +56,7 @@ class Metric(ABC):
         """Return counts of a split, for the arguments of :meth:`Task.count`."""
 
     def record(self, task: Task, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
-        """Return results of single samples, ``[N]``; by default none beside those of the task."""
+        """Return results of single samples, ``[N]``, that the task lacks; by default none."""
         return {}
 
     def is_possible(self, counts: Counts) -> bool:

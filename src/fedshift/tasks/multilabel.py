@@ -37,7 +37,7 @@ class Multilabel(Task):
 
     @override
     def entropy(self, outputs: Tensor) -> Tensor:
-        """Return the sum of the labels' entropies, each that of a label with its predicted probability."""
+        """Return the sum of the entropies of the predicted probabilities of all labels."""
         share = outputs.sigmoid()
         return -(share * F.logsigmoid(outputs) + (1 - share) * F.logsigmoid(-outputs)).sum(1)
 

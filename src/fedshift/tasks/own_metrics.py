@@ -1,4 +1,4 @@
-"""Users' metrics, and those of installed libraries: functions of a model's outputs and the targets of a split.
+"""Metrics from users and installed libraries: functions of a model's outputs and the targets of a split.
 
 A function returns a value for each sample, ``[N]``, which add up over clients and have an interval on new samples, or
 one number for all samples together, which does neither. It is called with the outputs as an exported model gives them
@@ -94,7 +94,7 @@ class OwnMetric(Metric):
         return self.function(outputs, targets)
 
     def evaluate(self, task: Task, predictions: Tensor, y: Tensor) -> Tensor | float | None:
-        """Return the value of each sample, float64 ``[N]``, or that of all; None if they define none.
+        """Return the value of each sample, float64 ``[N]``, or one value of all; None if it is undefined.
 
         Raises :class:`UsageError` naming the function, its place and the cause if it fails or returns anything else.
         """
@@ -127,7 +127,7 @@ class OwnMetric(Metric):
 
 @dataclass(frozen=True)
 class Given:
-    """A function that an expression names, and whether a lower value is better; None: as the function says."""
+    """A function that an expression names, and whether a lower value is better; None: as the function declares."""
 
     function: Any
     lower: bool | None = None
@@ -258,6 +258,6 @@ def take_direction(function: Callable[..., Any], own: bool) -> Callable[..., Any
 
 
 def _read_number(value: Any) -> float | None:
-    """Return a number; None for NaN, by which libraries say that samples do not define a metric."""
+    """Return a number; None for NaN, which libraries return if the samples do not define a metric."""
     number = float(value)
     return None if math.isnan(number) else number

@@ -20,7 +20,7 @@ from ..utils.errors import UsageError
 from .task import Counts, Task
 
 ROUNDED = 1 + 1e-6
-"""Factor by which a sum of squares may fall short of the square of the sum, by rounding."""
+"""Tolerated ratio of a squared sum to its Cauchy-Schwarz bound, because both are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Regression(Task):
     """T numbers.
 
     Attributes:
-        standardize: Subtract the mean of each target and divide by its standard deviation: those of all clients'
-            training samples, or the given ones, ``((mean, deviation), ...)``, needed by sites that do not share theirs.
+        standardize: Subtract the mean of each target and divide by its standard deviation: statistics of all clients'
+            training samples, or given ones, ``((mean, deviation), ...)``, for sites that do not share theirs.
         scales: Mean and standard deviation that were removed from each target; empty if none were.
 
     """

@@ -115,7 +115,7 @@ class Segmentation(Task):
         for place, count in counts.items():
             if top <= 1 and count.nonzero()[:, 0].tolist() == [0, IGNORED]:
                 raise UsageError(
-                    f"{place}: masks hold 0 and {IGNORED} alone, and {IGNORED} means that a pixel is ignored: write 1 "
+                    f"{place}: masks hold only 0 and {IGNORED}, and {IGNORED} means that a pixel is ignored: write 1 "
                     f"in place of {IGNORED} if these are two classes, or else give their number ({{}})",
                     Ref(classes=2),
                 )

@@ -1,6 +1,6 @@
 """Distances between the surfaces of predicted and true masks, as sums that add up over images.
 
-The surface of a class consists of its pixels (voxels) with a side neighbor that has another class or lies outside the
+The surface of a class consists of its pixels (voxels) with a side neighbor that has another class or is outside the
 image. Each element of one surface has a distance to the nearest element of the other:
 
 - The average symmetric surface distance is the sum of the distances of both surfaces' elements over their number
@@ -65,7 +65,7 @@ def count_surfaces(predicted: Tensor, y: Tensor, known: Tensor, classes: int, sp
 
 
 def are_possible_surfaces(counts: Counts) -> bool:
-    """Return whether masks of ``samples`` images can have such sums beside ``hits``, ``support`` and ``predicted``."""
+    """Return whether the sums of distances are possible, given ``samples``, ``hits``, ``support`` and ``predicted``."""
     names = ("distances", "elements", "hausdorff", "surfaces", "hits", "support", "predicted")
     for number, values in enumerate(zip(*(counts[name] for name in names), strict=True)):
         distances, elements, hausdorff, surfaces, hits, support, predicted = values

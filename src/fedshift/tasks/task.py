@@ -32,7 +32,7 @@ class Task(ABC):
         metrics: Metrics that its counts define (:data:`fedshift.results.schema.METRICS`), the usual one first.
         loss: Default training loss (:data:`fedshift.core.loss.LOSSES`).
         output: Name of one output of the network: a class, a label or a target.
-        requested: Metrics that are counted on request (:mod:`fedshift.tasks.metrics`), beside those.
+        requested: Metrics that are counted in addition, on request (:mod:`fedshift.tasks.metrics`).
 
     """
 
@@ -105,7 +105,7 @@ class Task(ABC):
         return self
 
     def forget(self) -> Task:
-        """Return the task as it was before :meth:`prepare`."""
+        """Return the task without what :meth:`prepare` added."""
         return self
 
     def encode(self, y: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Task(ABC):
         return outputs
 
     def predict(self, outputs: Tensor) -> Tensor:
-        """Return what the network's ``outputs [N, ...]`` predict, by which metrics count; by default the outputs."""
+        """Return the predictions for metrics from the network's ``outputs [N, ...]``; by default the outputs."""
         return outputs
 
     def entropy(self, outputs: Tensor) -> Tensor:
