@@ -253,7 +253,7 @@ def make_task(**changed):
         ),
         (make_task(count=lambda *_: {}["y"]), "cannot count one sample: KeyError: 'y'; in .*python_settings"),
         (type("Mine", (Weighed,), {"__init__": lambda self, a: None}), r"task Mine\(\) makes none: .* missing 1"),
-        (3, "task=3 is no task: give classification, .* or a subclass of fedshift.tasks.Task"),
+        (3, "task=3 is not a task: give classification, .* or a subclass of fedshift.tasks.Task"),
     ],
 )
 def test_a_task_that_cannot_be_measured_is_refused_before_anything_starts(task, said, tiny, tmp_path):

@@ -350,7 +350,7 @@ def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
 def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | None]:
     """Return samples that hold each row of the stores of ``parts`` once, and the row of each sample in their sequence.
 
-    Copies therefore stay rows of one store, by which they are known. None: there are none, and the order is that of
+    Copies therefore stay rows of one store and are recognized. None: there are no copies, and the order is as in
     ``parts``.
     """
     groups: dict[tuple[int, Scaling], list[int]] = {}
@@ -428,7 +428,7 @@ def to_store(x: NDArray[Any] | LazyStore, where: str) -> Tensor | LazyStore:
 
 
 def read_targets(x: NDArray[Any] | LazyStore, y: ArrayLike, where: str, task: Task | None) -> Tensor:
-    """Return the targets ``y`` of inputs ``x``, of which only shape and type are used.
+    """Return the targets ``y`` of inputs ``x``; only shape and type of ``x`` are used.
 
     Arguments and errors are as in :func:`to_samples`.
     """
