@@ -115,8 +115,8 @@ def test_callbacks_are_named_by_expressions_and_wrong_ones_refused():
     (made,) = CALLBACKS.parse_all("tests.experiments.test_callbacks:Writer(prefix='x ')")
     assert made.prefix == "x "
     for given, said in (
-        (3, "callbacks=3 is no callback"),
-        (dict, "is no callback"),
+        (3, "callbacks=3 is not a callback"),
+        (dict, "is not a callback"),
         ("halve", "unknown callback 'halve'"),
     ):
         with pytest.raises(UsageError, match=said):

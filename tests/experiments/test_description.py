@@ -39,7 +39,7 @@ def test_nothing_that_was_left_to_fedshift_is_left_open(make, tmp_path):
         "optimizer": "SGD, learning rate 0.01",
         "local work in a round": "1 epoch, batches of 8 samples",
         "weight of a client": "its training samples",
-        "clients in a round": "2 of 3, drawn anew",
+        "clients in a round": "2 of 3, drawn at random",
         "evaluated after rounds": "2, 4, 5 of 5",
     }
     assert study["trained"]["engines"].keys() == {"fedavg", "fedwon"}

@@ -335,7 +335,7 @@ def test_in_a_comparison_the_other_trials_go_on(make, tmp_path, Listener):
             assert {row["round"] for row in rows_of(tmp_path / "run", f"{method}-seed{seed}")} == {1, 2}
         said = [text for text in watch.notices if text.startswith(f"fedprox(mu=1e30), seed {seed}: training diverged")]
         assert len(said) == 1
-        assert said[0].endswith("Its numbers are those of the round before.")
+        assert said[0].endswith("Its numbers are from the previous round.")
     with pytest.raises(Diverged):
         experiment.run(tmp_path / "run", resume=True)
 

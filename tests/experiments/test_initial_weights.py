@@ -129,7 +129,7 @@ def test_a_file_that_could_run_code_or_is_none_is_refused(cli, tmp_path, tiny_fo
         ("evil.pt", "holds more than tensors, which could run code, and is not read: save the state dictionary alone"),
         ("plain.pt", "holds more than tensors, which could run code"),
         ("cut.safetensors", "cut.safetensors cannot be read as weights ("),
-        ("list.pt", "holds no state dictionary, names with tensors, but list: save network.state_dict() alone"),
+        ("list.pt", "holds no state dictionary, names with tensors, but list: save only network.state_dict()"),
         ("epoch.pt", "holds no state dictionary, names with tensors, but epoch"),
         ("none.pt", "none.pt: give the path of a file that exists (--weights)"),
         ("list.zip", "list.zip: a file of weights ends in .safetensors or .pt, .pth, .bin: write one with"),

@@ -223,7 +223,11 @@ def test_an_id_that_was_removed_is_drawn_anew_and_said_once(make, tmp_path, tens
         watch = Recorder()
         make(log="tensorboard", rounds=1).run(tmp_path / "run", resume=number > 0, callback=watch)
         said.append(
-            [notice for notice in watch.notices if notice.startswith("logs/id.json is missing, by which MLflow")]
+            [
+                notice
+                for notice in watch.notices
+                if notice.startswith("logs/id.json is missing, which identifies this run for MLflow")
+            ]
         )
     assert list(map(len, said)) == [0, 0, 1, 0]
     assert path.read_text() != before

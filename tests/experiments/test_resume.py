@@ -340,7 +340,7 @@ def test_a_damaged_or_removed_checkpoint_is_refused_until_the_trial_is_removed(m
     with pytest.raises(FedshiftError, match="corrupt or truncated \\(its checksum does not match\\): restore the file"):
         make().run(tmp_path / "run", resume=True)
     checkpoint.unlink()
-    with pytest.raises(FedshiftError, match=r"checkpoint.safetensors is missing, but rounds are recorded beside it: "):
+    with pytest.raises(FedshiftError, match=r"checkpoint.safetensors is missing, but rounds are recorded next to it: "):
         make().run(tmp_path / "run", resume=True)
     rmtree(checkpoint.parent)
     make().run(tmp_path / "run", resume=True)

@@ -88,8 +88,8 @@ def test_one_client_and_all_are_different_values():
         (("epochs=1", "epochs=4"), "over epochs: it is given twice"),
         (("split=iid(clients=3",), "a bracket or a quotation mark is not closed"),
         (("methods=fedbn",), "over methods: every combination compares all methods: list them with --methods"),
-        (("log=wandb,none",), "over log: it changes no result: give it alone"),
-        (("seeds=1,3",), "over seeds: a sweep's table is over one such for all"),
+        (("log=wandb,none",), "over log: it changes no result: give a single value"),
+        (("seeds=1,3",), "over seeds: a sweep compares all combinations by the same value"),
         (("split=iid(clients=3),iidd(clients=3)",), "split=iidd-clients=3: unknown split 'iidd': did you mean 'iid'?"),
         (("schedule=constant,cosine(flor=0.1)",), "schedule=cosine-flor=0.1: schedule 'cosine(flor=0.1)'"),
         (
@@ -277,7 +277,7 @@ def test_other_settings_are_refused_for_what_was_begun(sweep, cli, tmp_path, pag
     assert (outcome.code, "out already holds a run: continue it (--resume out)" in outcome.err) == (2, True)
     for over in ((), ("--over", "epochs=1,2")):
         outcome = cli("sweep", "--resume", "out/epochs=1", *over)
-        assert (outcome.code, "out/epochs=1 holds no sweep: give the directory of one" in outcome.err) == (2, True)
+        assert (outcome.code, "out/epochs=1 holds no sweep: give the directory of a sweep" in outcome.err) == (2, True)
     outcome = cli("sweep", "--resume", "out", "--out", "there")
     assert "--out there and --resume out: a resumed run stays in its directory" in outcome.err
     outcome = cli("compare", "--resume", "out")

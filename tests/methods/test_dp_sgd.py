@@ -598,6 +598,6 @@ def test_what_epsilon_does_not_cover_is_said(make, tmp_path, Listener):
     plan = prepare(dp_sgd(METHODS["fedbabu"]()), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), optimizer=SGD(lr=0.1))
     assert list_uncovered(plan, settings, numbers) == (
         "measured losses and metrics", "models that clients fine-tune for use",
-        "the scaling of each table by its own training rows", "the scaling of targets by those of all clients",
+        "the scaling of each table by its own training rows", "the scaling of targets by statistics of all clients",
         "the initial weights, which count as public",
     )  # fmt: skip

@@ -191,7 +191,7 @@ def test_a_trial_that_is_damaged_or_not_there_stops_no_other(cli, run, tiny_fold
         assert [f"{method}: global model" in outcome.out for method in ("fedavg", "fedwon")] == [True, True]
         states.write_bytes(kept)
     (run / "config.toml").unlink()
-    assert "config.toml is missing, which says what was run: restore" in cli(*words).err
+    assert "config.toml is missing, which records what was run: restore" in cli(*words).err
 
 
 def test_rounds_that_a_run_has_not_done_are_told(cli, run, tiny_folder):

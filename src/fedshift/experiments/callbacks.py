@@ -202,8 +202,8 @@ def _accept(callback: object, _text: str | None) -> Callback:
         return callback
     if not callable(callback) or isinstance(callback, type):
         raise UsageError(
-            "{} is no callback: give a fedshift.Callback, a subclass, or a function of a trial and its round, called "
-            "at the end of each",
+            "{} is not a callback: give a fedshift.Callback, a subclass, or a function of a trial and its round, "
+            "called at the end of each",
             Ref(callbacks=callback),
         )
     return FunctionCallback(callback)

@@ -1,7 +1,7 @@
 """Clients' states, in memory while there is room and otherwise in files; a round writes only the states that changed.
 
 A log-structured store (Rosenblum and Ousterhout 1992). A segment is a file of consecutive states, each an ordinary
-safetensors file; it is written once, completely or not at all, and never changed. If less than half of a segment is
+safetensors file; it is written once, atomically, and never changed. If less than half of a segment is
 current, that part moves into the next one, so that files take at most about twice the space of the states.
 
 For a client that never trained, or that keeps nothing, only the number of steps is stored. Each state has a checksum

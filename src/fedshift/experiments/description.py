@@ -32,7 +32,7 @@ def describe_training(
     members = len([name for name in data.names if name not in settings.newcomers])
     drawn = len(settings.draw_participants(0, 1, tuple(map(str, range(members)))))
     samples = sum(len(client.train) for client in data.clients)
-    chosen = "in turn" if isinstance(settings.participation, str) else "drawn anew"
+    chosen = "in turn" if isinstance(settings.participation, str) else "drawn at random"
     threads = torch.get_num_threads()
     return {
         "data": f"{data.name}: {_count(len(data.clients), 'client')}, {_count(samples, 'training sample')}, "

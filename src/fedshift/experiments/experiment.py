@@ -51,7 +51,7 @@ from .trial_run import TrialRun, count_rounds_left, find_best
 SAMPLES = 8
 """Images of each client that a run keeps for its report."""
 VOLUMES = 1
-"""Number of volumes of each client of which a run keeps a slice."""
+"""Number of volumes per client from which a run keeps a slice."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,7 +82,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if not self.methods:
-            raise UsageError("no method is given: name at least one, for example fedavg")
+            raise UsageError("there is no method: name at least one, for example fedavg")
         for one, other in combinations(self.methods, 2):
             if one.name == other.name or to_file_name(one.label) == to_file_name(other.label):
                 raise UsageError(_explain_clash(one, other)).about("methods")
@@ -152,8 +152,9 @@ class Experiment:
             stop: event that ends the run after the rounds in progress once it is set.
             jobs: maximum number of trials that run side by side, in worker processes; it does not affect results.
                 ``auto``: as many as leave no processor idle, if that saves time.
-            workers: worker processes for trials and the pool engine, which stay open; None: the run starts its own.
-            runs: number of such runs to come, this one included, whose whole time is predicted; 0: none.
+            workers: worker processes for trials and the pool engine, which stay open; None: the run starts and closes
+                workers itself.
+            runs: number of similar runs, this one included, whose total duration is predicted; 0: no prediction.
 
         Returns:
             Whether the run reached its end.
@@ -243,7 +244,7 @@ class Experiment:
         conductor.run(InProcess(), alone, 1, self, workers, threads)
 
     def make_trial(self, method: str, seed: int, executor: Executor | None = None) -> Trial:
-        """Return the trial of the method with this label; a pool trains on ``executor``, if one is given."""
+        """Return the trial of the method with this label; a pool trains on ``executor`` unless it is None."""
         (chosen,) = (each for each in self.methods if each.label == method)
         return Trial(
             chosen, self.model, self.data, self.settings, seed, make_engine=self.make_engine, executor=executor
@@ -301,8 +302,8 @@ class Experiment:
         if then != self.reference:
             pairs = f"pairs with {then}" if then else "all pairs"
             raise UsageError(
-                f"{{}}: this run was begun to compare {pairs}, and results that are known do not choose others: leave "
-                "it as it was, or begin a new run",
+                f"{{}}: this run was begun to compare {pairs}, and comparisons must not be chosen once "
+                "results are known: leave the setting unchanged, or begin a new run",
                 Ref(compare_with=self.reference or "none"),
             )
 

@@ -65,9 +65,9 @@ def scale_for(model: ModelFactory, data: Federation) -> Federation:
 
 
 def make_optimizer(spec: Spec) -> Optimizer:
-    """Return the local optimizer that ``spec`` gives, a text with its learning rate and schedule or an object.
+    """Return the local optimizer of ``spec``, an expression with learning rate and schedule, or an object.
 
-    Raises :class:`UsageError` for a learning rate or a schedule beside an object, which has its own.
+    Raises :class:`UsageError` for a learning rate or a schedule next to an object, which contains both.
     """
     given, schedule = spec.optimizer, SCHEDULES.parse(spec.schedule, rounds=spec.rounds)
     if isinstance(given, str):
@@ -77,7 +77,7 @@ def make_optimizer(spec: Spec) -> Optimizer:
     if made is not given:  # a torch optimizer has no schedule, and as a class no learning rate
         beside -= {"schedule", *(["lr"] if made.lr == spec.lr else [])}
     for name in sorted(beside):
-        raise UsageError(f"{name} beside optimizer={made}: give {name} to the optimizer alone").about(name, "optimizer")
+        raise UsageError(f"{name} and optimizer={made}: set {name} only in the optimizer").about(name, "optimizer")
     return made
 
 
@@ -107,7 +107,7 @@ def name_reference(spec: RunSpec | CompareSpec, methods: Sequence[Method]) -> st
 
 
 def make_settings(spec: Spec, names: tuple[str, ...]) -> Settings:
-    """Return the settings in ``spec``; ``names``: all clients, to which patterns of newcomers are matched."""
+    """Return the settings in ``spec``; ``names``: all clients, which patterns of newcomers are matched against."""
     shared = {field.name: getattr(spec, field.name) for field in fields(TrialSpec)}
     share, amounts = spec.participation, {name: getattr(spec, name) for name in AMOUNTS}
     if isinstance(share, float) and share > 1 and not share % 1:

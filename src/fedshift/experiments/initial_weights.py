@@ -95,7 +95,7 @@ class InitialWeights:
         Raises :class:`UsageError` if they do not match: ``differences`` from the unchanged network, or other shapes.
         """
         if self.find_differences(plan.module):
-            changed = ", nor the one that the method makes of it" if plan.method.surgery else ""
+            changed = ", neither before nor after the method's changes to it" if plan.method.surgery else ""
             raise UsageError(
                 f"{self.source} does not fit the network{changed}: {'; '.join(differences)}. Name the network that "
                 "these weights are of ({}), or rename their entries",
@@ -112,7 +112,7 @@ class InitialWeights:
             if given is None or name in skipped or given.shape != tensor.shape or torch.equal(given.to(tensor), tensor):
                 continue
             raise UsageError(
-                f"method {plan.method.label!r} draws {name!r} anew, so that {self.source} would be lost: choose an "
+                f"method {plan.method.label!r} reinitializes {name!r}, so that {self.source} would be lost: choose an "
                 "option of the method that keeps weights, such as fedwon(init='keep')"
             )
 
@@ -209,7 +209,7 @@ def _unwrap(content: Any, source: str) -> State:
         keys = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
         raise UsageError(
             f"{source} holds no state dictionary, names with tensors, but {keys or 'nothing'}: save "
-            "network.state_dict() alone"
+            "only network.state_dict()"
         )
     state = {str(name): tensor.detach() for name, tensor in found.items()}
     for prefix in PREFIXES:

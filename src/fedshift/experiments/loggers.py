@@ -119,7 +119,7 @@ class TensorBoardLogger(Logger):
 class MLflowLogger(Logger):
     """One MLflow run per trial, in a SQLite file or on the server that ``MLFLOW_TRACKING_URI`` names.
 
-    A round is one batch, which the store accepts completely or not at all.
+    A round is one batch, which the store accepts or rejects as a whole.
     """
 
     STATUS: Mapping[str, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -256,7 +256,7 @@ class RecordLog:
         directory: run directory.
         config: settings of the run.
         metric: metric of the tables.
-        announce: called once with the place of each log, and again if the run is logged anew.
+        announce: called once with the place of each log, and again if the run is logged as a new one.
         warn: called if a logger fails during the run; the run then continues without it.
 
     Raises:
@@ -280,8 +280,8 @@ class RecordLog:
             folder = directory / LOGS
             if folder.is_dir() and not (folder / ID).exists():
                 announce(
-                    f"{LOGS}/{ID} is missing, by which MLflow and Weights & Biases know this run: there it is logged "
-                    "anew, as another"
+                    f"{LOGS}/{ID} is missing, which identifies this run for MLflow and Weights & Biases: they log it "
+                    "as a new run"
                 )
             given = {key: value for key, value in config.items() if value is not None}
             run = RunLabel(name=directory.resolve().name, id=_read_id(folder), config=given)
@@ -407,7 +407,7 @@ def _read_id(folder: Path) -> str:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_checked(path, {"id": token_hex(6)})
-    return str(read_checked(path, "remove it: the run is then logged anew under another id")["id"])
+    return str(read_checked(path, "remove it: the run is then logged under a new id")["id"])
 
 
 def _to_mlflow_key(name: str) -> str:

@@ -1,8 +1,8 @@
 """Uses of training data that epsilon does not account for: they are refused, or listed with epsilon.
 
-``dp_sgd`` hides what a sample adds to a gradient, and ``dp`` what a client adds to a mean. Whatever else depends on
-training data and reaches a model is covered by neither (Dwork and Roth 2014, section 2.3: only what is computed from
-the noisy results alone is postprocessing).
+``dp_sgd`` hides what a sample adds to a gradient, and ``dp`` what a client adds to a mean. Neither covers other
+quantities that depend on training data and reach a model (Dwork and Roth 2014, section 2.3: only computations on the
+noisy results are postprocessing).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _iterate_uncovered(plan: Plan, settings: Settings, data: Federation, trials:
     if not of_clients and any(isinstance(client.train.normalization, FeatureScaling) for client in data.clients):
         yield "the scaling of each table by its own training rows"
     if data.task != data.task.forget():
-        yield "the scaling of targets by those of all clients"
+        yield "the scaling of targets by statistics of all clients"
     if settings.weights is not None:
         yield "the initial weights, which count as public"
     if settings.select == "best":

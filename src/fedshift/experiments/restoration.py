@@ -194,7 +194,7 @@ def match_methods(text: str, known: Mapping[str, Method | MethodSummary]) -> lis
 
 
 def _match_exactly(text: str, known: Mapping[str, Method | MethodSummary]) -> list[str]:
-    """Return the label that is ``text``, else that of the method with this name or all these choices, in a list."""
+    """Return a list of the label equal to ``text``, else of the method with this name or with all these choices."""
     written = text.strip(), tidy(text)
     found = [each for each in dict.fromkeys(written) if each in known]
     return found or [label for label, each in known.items() if {each.name, each.text} & set(written)]

@@ -60,7 +60,7 @@ class Session:
             self.describe(trains=False)
         self._write()
         if lost:
-            self.say(f"{ENVIRONMENT} was damaged or removed: when this run was begun, and by which command, is lost")
+            self.say(f"{ENVIRONMENT} was damaged or removed: the time and the command that began this run are lost")
 
     def describe(self, *, trains: bool) -> None:
         """Write the run's description, on the first call; ``trains``: a round was added, so record this session too."""
@@ -84,7 +84,7 @@ class Session:
 
     def say_diverged(self, method: str, seed: int, error: Diverged) -> None:
         """Give the notice about a trial that diverged."""
-        self.say(f"{method}, seed {seed}: {error}. Its numbers are those of the round before.")
+        self.say(f"{method}, seed {seed}: {error}. Its numbers are from the previous round.")
 
     def end(self, *, finished: bool = False) -> None:
         """Write the final files of the session; ``finished``: every trial has reached its end."""

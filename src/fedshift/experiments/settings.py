@@ -59,7 +59,7 @@ class Settings(TrialSpec):
     """Training loss; None: the task's."""
 
     weights: InitialWeights | None = None
-    """Weights from which networks start; None: random ones."""
+    """Initial weights of networks; None: random ones."""
 
     adapter: Lora | None = None
     """Adapters of the network; None: the network is trained."""
@@ -71,7 +71,7 @@ class Settings(TrialSpec):
     """Clients that never take part in training."""
 
     moments: tuple[str, ...] = ("loaded",)
-    """Moments of an evaluated round at which models are measured: always ``loaded``, optionally ``trained``."""
+    """Moments of a round when models are measured: always ``loaded``, optionally ``trained``."""
 
     splits: tuple[str, ...] = ("test", "validation")
     """Splits to measure, of those that clients have."""
@@ -245,7 +245,7 @@ def check_counts(data: Federation) -> None:
 def start_network(
     model: ModelFactory, settings: Settings, seed: int, shape: tuple[int, ...], classes: int
 ) -> tuple[nn.Module, list[str]]:
-    """Return the network before surgery with its first weights, and how those of the settings differ if they do."""
+    """Return the network before surgery with its initial weights, and how the settings' weights differ from it."""
     with torch_stream(seed, "init"):
         network = make_network(model, shape, classes, settings.precision)
     given = settings.weights

@@ -34,10 +34,10 @@ LONGEST = 80
 """Maximum number of characters of a value in a directory name."""
 WHOLE = {
     "methods": "every combination compares all methods: list them with --methods",
-    "log": "it changes no result: give it alone",
+    "log": "it changes no result: give a single value",
     **dict.fromkeys(
         ("metric", "select", "target_metric", "seeds"),
-        "a sweep's table is over one such for all: give it alone",
+        "a sweep compares all combinations by the same value: give a single value",
     ),
 }
 """Settings that belong to the sweep as a whole, and the reason."""

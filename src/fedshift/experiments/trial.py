@@ -364,7 +364,7 @@ class Trial:
         if (lost := [name for name in names if name not in after]) and not self._remote:
             raise FedshiftError(
                 f"the engine {self.engine_choice.engine} gave no result of {join_some(map(repr, lost))} in round "
-                f"{number}: its train must yield each client that it is given"
+                f"{number}: its train must yield every client that it receives"
             )
         with timed_section("aggregation"):
             self.server = folding.finalize()

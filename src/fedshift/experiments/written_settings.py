@@ -1,7 +1,7 @@
-"""Settings as the records of a run store them: each as the text that makes its value again.
+"""Settings in a run's records: each is stored as text that parses to its value.
 
-A run from Python writes the same settings as one from the command line. An object is written as text if parsing that
-text makes an equal object; otherwise, as for a function of a notebook, a description stands in the table ``python``.
+A run from Python writes the same settings as one from the command line. An object is written as text if that text
+parses to an equal object; otherwise, as for a function of a notebook, the table ``python`` describes it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _write_data(data: Any) -> tuple[str | None, str]:
 
 
 def _describe(given: object, *made: object) -> str:
-    """Return what an object is that was ``given``, from which a catalog ``made`` values."""
+    """Describe the object ``given``, which a catalog turned into the values ``made``."""
     if all(isinstance(one, Method) for one in made):
         return ", ".join(one.label for one in made if isinstance(one, Method))
     function = getattr(made[0], "function", given)
