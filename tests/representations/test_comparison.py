@@ -314,7 +314,7 @@ def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path):
     with pytest.raises(UsageError, match=said):
         compare_representations(run)
     (run / "trials" / "fedbn-seed0" / "checkpoint.safetensors").unlink()
-    with pytest.raises(FedshiftError, match=r"no checkpoint at .*: the run has not got that far"):
+    with pytest.raises(FedshiftError, match=r"no checkpoint at .*: the run ended earlier"):
         compare_representations(run)
 
 

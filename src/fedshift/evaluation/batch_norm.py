@@ -91,7 +91,7 @@ def iterate_inputs(plan: Plan, data: Samples, batch_size: int, purpose: str) -> 
 def reestimate_statistics(plan: Plan, state: State, data: Samples, batches: int | None = None) -> State:
     """Return ``state`` with BatchNorm statistics replaced by mean and variance of each layer's inputs over ``data``.
 
-    Labels are not used. Layers normalize by batches of 250 samples in a keyed order, so that with more samples the
+    Labels are not used. Layers normalize by batches of 250 samples in a keyed order: if there are more samples, the
     inputs of a second BatchNorm layer depend on the batches. With too few samples to train the model, ``state`` is
     returned unchanged. ``batches``: most batches to use; None: all.
     """

@@ -83,7 +83,7 @@ class Policy:
         if hides_clients(plan) and self.takes_others(plan):
             return "clients' labels, or entries that they keep, have no noise of differential privacy"
         if of_samples and self.learns:
-            return "clients' labels, from which it learns, have no noise of differential privacy"
+            return "it learns from clients' labels, which have no noise of differential privacy"
         return ""
 
 

@@ -2,14 +2,14 @@
 
 Running statistics move by r <- (1 - m) r + m b with the statistics b of each batch (momentum m, torch's form of Ioffe
 and Szegedy 2015, arXiv:1502.03167), so that after n updates they still hold the part (1 - m)^n of their initial values,
-and the rest comes from models that training, or averaging over clients, has changed since. In short runs this alone
-may decide which method looks best. A model is therefore measured once more with statistics of training samples:
+and the rest comes from models that training, or averaging over clients, has changed since. In short runs this can
+decide which method appears best. A model is therefore measured once more with statistics of training samples:
 
 - Statistics that a client keeps (FedBN, SiloBN, single, personal models) are estimated on its own training samples.
 - Shared statistics (FedAvg) are estimated by each client on its own training samples, in the model that it would use,
   and averaged by the method's weights of uploads, as averaging makes them. Each client's own estimate would be another
   method, SiloBN. They are not measured across machines, where estimates would have to leave the sites.
-- Frozen statistics (FixBN after the switch) are part of the model that was trained, and HBN's are those of the round
+- Frozen statistics (FixBN after the switch) are part of the model that was trained, and HBN's belong to the round
   itself. Neither lags.
 
 Training and the measurements that tables report are not affected.
@@ -38,9 +38,9 @@ from .metrics import evaluate
 T = TypeVar("T")
 
 NEGLIGIBLE = 1e-6
-"""Remaining part of the initial values up to which statistics are not re-estimated.
+"""Remaining part of the initial values that is too small for statistics to be re-estimated.
 
-Initial variances are 1, and those of a layer's inputs may be as small as 1e-4.
+Initial variances are 1, and variances of a layer's inputs may be as small as 1e-4.
 """
 BATCHES = 4
 """Most batches of 250 training samples of a client on which statistics are estimated."""
@@ -106,8 +106,9 @@ def evaluate_reestimated(
     Args:
         plan: the trial's plan.
         server: the server's state.
-        clients: clients to measure, of which at most :data:`CLIENTS` are.
-        training: training samples of those that train, by name; with a pooled method those of all together.
+        clients: clients to measure; at most :data:`CLIENTS` of them are measured.
+        training: training samples of training clients, by name; with a pooled method, the samples of all clients
+            together.
         splits: splits to measure.
         measured: the federation's task and its number of classes.
         personal: returns the model that a client would use, None if it has none.

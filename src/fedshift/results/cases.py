@@ -40,10 +40,10 @@ Records = Mapping[str, NDArray[Any]]
 FILES = {"validation": "cases-validation.npz", "test": "cases.npz"}
 """File of each split's records."""
 CONSTANT = 1e-12
-"""Relative spread of a target, of the sum of its squares, up to which the target is constant but for rounding."""
+"""Largest spread of a target, relative to the sum of its squares, that rounding can cause if the target is constant."""
 _INDEX = "index"
 _END, _COMMENT = b"PK\x05\x06", b"\x08\x00"
-"""Beginning of an archive's last record, whose last two bytes are its comment's length: here that of a checksum."""
+"""Beginning of an archive's last record, and its last two bytes, the comment's length: the length of a checksum."""
 DAMAGE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip

@@ -17,8 +17,8 @@ REVEALS = {
 }
 """What a disclosure reveals, in words, from least to most."""
 RECEIVERS = {
-    "server": "the server alone",
-    "all": "the server; other clients in what it makes of all of a round's",
+    "server": "only the server",
+    "all": "the server; other clients only as combined over the clients of a round",
     "each": "the server; other clients also as one client sent it",
 }
 """Who receives a disclosure, in words."""
@@ -32,7 +32,7 @@ class Disclosure:
 
     Attributes:
         name: its name, as in messages and ledgers.
-        source: ``the model``, or the method that brings the rule which sends it.
+        source: ``the model``, or the method whose rule sends it.
         shape: its shape.
         dtype: its type, without ``torch.``.
         bytes: its size, without the at most 1,024 bytes in which a message names shape and type.

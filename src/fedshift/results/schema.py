@@ -293,7 +293,7 @@ def find_missing(row: Mapping[str, Any], metric: str) -> tuple[int, ...]:
 
     ``auc``, ``average_precision``: classes or labels that no sample has, or all; ``balanced_accuracy``: classes that no
     sample has; ``dice``, ``iou``, ``f1`` and distances of surfaces: likewise, without the background of masks; they
-    count nevertheless where they are predicted. ``r2``: targets without spread. It depends on the samples alone, not on
+    count nevertheless where they are predicted. ``r2``: targets without spread. It depends only on the samples, not on
     predictions.
     """
     if metric == "r2" and isinstance(row.get("square"), list):
@@ -361,20 +361,20 @@ class RunSummary:
     """Results of a finished or interrupted comparison, sufficient to make tables, figures and the page.
 
     ``methods`` by label, as requested; ``rounds`` planned; ``metric`` is the one that tables report, ``target_metric``
-    the value up to which rounds and bytes are counted (None: no target); ``select`` is ``last`` or ``best`` (round of
-    the best macro metric on validation data, never on test data); ``clients`` maps each name to the sizes of its
-    splits, ``samples`` to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the columns ``method``,
-    ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together exchanged in that round), and from run
-    directories also ``seconds`` (of training), ``elapsed``, ``ended`` and ``engine``; ``same_test`` maps
-    a client to an earlier client with the same test samples; ``majority`` maps a client to the class of most of its
+    the target: rounds and bytes are counted until it is reached (None: no target); ``select`` is ``last`` or ``best``
+    (round of the best macro metric on validation data, never on test data); ``clients`` maps each name to the sizes of
+    its splits, ``samples`` to a few images, uint8 ``[n, H, W, C]`` with C 1 or 3; ``traffic`` has the columns
+    ``method``, ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together exchanged in that round), and
+    from run directories also ``seconds`` (of training), ``elapsed``, ``ended`` and ``engine``; ``same_test`` maps a
+    client to an earlier client with the same test samples; ``majority`` maps a client to the class of most of its
     training samples (empty where sites hold the data, or have no classes); ``fingerprint`` is a digest of all samples;
-    ``task`` and ``metrics``: the federation's task, and the metrics that its counts define;
-    ``resolved`` describes what is trained, ``config`` has the requested settings; ``crossed`` has the rows of
-    cross-site validation, if requested, with ``owner``, the client whose model was measured (None: the server); ``lag``
-    has the rows of models whose BatchNorm statistics were estimated anew at the reported round, with ``updates``, the
-    number of times that running statistics were updated before, and ``remaining``, the part of their initial values
-    that they still hold; ``stopped`` says why trials ended before the last round, by method and seed; ``read_cases``
-    reads the records of single test samples of a method and seed, ``read_validation`` those of validation samples, None
+    ``task`` and ``metrics``: the federation's task, and the metrics that its counts define; ``resolved`` describes what
+    is trained, ``config`` has the requested settings; ``crossed`` has the rows of cross-site validation, if requested,
+    with ``owner``, the client whose model was measured (None: the server); ``lag`` has the rows of models whose
+    BatchNorm statistics were re-estimated at the reported round, with ``updates``, the number of times that running
+    statistics were updated before, and ``remaining``, the part of their initial values that they still hold;
+    ``stopped`` has the reasons why trials ended before the last round, by method and seed; ``read_cases`` reads the
+    records of single test samples of a method and seed, ``read_validation`` the records of validation samples, None
     where there are none; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds
     of scores are chosen (:func:`fedshift.analysis.clinical.parse_operating_point`); ``compare_with``: the method with
     which alone others are compared, as chosen before the run, by label; empty: all pairs of methods are.

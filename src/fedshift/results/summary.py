@@ -110,7 +110,7 @@ def require_series(path: Path) -> None:
     """Raise :class:`UsageError` if the run in ``path`` was begun with a version that differs by more than its patch."""
     try:
         then = str(read_environment(path)["packages"]["fedshift"])
-    except FedshiftError:  # it is lost, which the resumed run says
+    except FedshiftError:  # the resumed run reports that the file is lost
         return
     if not is_own_series(then):
         raise UsageError(

@@ -104,7 +104,7 @@ def require_recorded(folder: Path, rounds: Sequence[Row], saved: int) -> None:
 def require_checkpoint(folder: Path) -> None:
     """Raise :class:`FedshiftError` if the trial in ``folder`` has records but no checkpoint."""
     if not (folder / CHECKPOINT).exists() and any((folder / name).exists() for name in (METRICS, ROUNDS)):
-        raise FedshiftError(f"{folder / CHECKPOINT} is missing, but rounds are recorded beside it: {RESTART}")
+        raise FedshiftError(f"{folder / CHECKPOINT} is missing, but rounds are recorded next to it: {RESTART}")
 
 
 def load_facts(path: Path) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def read_header(path: Path) -> Mapping[str, Any]:
             raise ValueError("the checksum of its header does not match")
     except FileNotFoundError as error:
         raise FedshiftError(
-            f"no checkpoint at {path}: the run has not got that far (continue it with {{}}), or it was removed: "
+            f"no checkpoint at {path}: the run ended earlier (continue it with {{}}), or the file was removed: "
             f"{RESTART}",
             Ref(resume=True),
         ) from error

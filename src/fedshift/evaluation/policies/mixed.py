@@ -1,4 +1,4 @@
-"""Mixed statistics: alpha * stored + (1 - alpha) * those of the new client's inputs, means and variances alike.
+"""Mixed statistics: alpha * stored + (1 - alpha) * estimated on the new client's inputs, for means and variances.
 
 Schneider et al. 2020, arXiv:2006.16971; formula from their public code, ``BayesianBatchNorm`` of bethgelab/robustness,
 whose ``prior`` is alpha. You et al. 2021 call a fixed alpha alpha-BN (arXiv:2110.04065; only the abstract was
@@ -28,7 +28,7 @@ def mixed(
     context: PolicyContext, train: Samples, *, alpha: Annotated[float | None, Field(ge=0, le=1)] = None,
     prior: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 16.0,
 ) -> State:  # fmt: skip
-    """Use the average, with its BatchNorm statistics mixed with those of the new client's inputs.
+    """Use the average, with its BatchNorm statistics mixed with statistics of the new client's inputs.
 
     Each layer normalizes a batch of 250 samples by the mix with the statistics of this batch (variances unbiased, as in
     the authors' code), so that later layers get the inputs they will get in use; the result mixes in the statistics of

@@ -1,7 +1,7 @@
 """Tent: minimize the entropy of predictions over weight and bias of normalization layers.
 
 Wang et al. 2021, arXiv:2006.10726, in its offline form: one pass over the new client's inputs with ``steps`` steps of
-Adam on each batch, with BatchNorm normalizing by the batch; then BatchNorm statistics are set to those of all inputs.
+Adam on each batch, with BatchNorm normalizing by the batch; then BatchNorm statistics are estimated on all inputs.
 Other layers normalize as usual. Adam, ``lr`` and one step come from the authors' public code for CIFAR-10-C
 (DequanWang/tent), where a batch has 200 inputs.
 """
