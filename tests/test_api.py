@@ -337,7 +337,7 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"methods": []}, "no method is given"),
+        ({"methods": []}, "there is no method"),
         (
             {"methods": 3},
             "methods: 3 is not a method: give texts such as 'fedbn+fedprox(mu=0.1)', methods such as fedshift",
@@ -388,9 +388,9 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"loss": nn.MSELoss}, "loss MSELoss ("),
         ({"optimizer": 3}, "optimizer=3 is unknown: allowed are sgd and adamw"),
         ({"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS evaluates the loss"),
-        ({"optimizer": fedshift.SGD(lr=0.1), "lr": 0.2}, "lr beside optimizer=SGD(lr=0.1"),
-        ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr": 0.2}, "lr beside optimizer=SGD(lr=0.1"),
-        ({"optimizer": fedshift.SGD(lr=0.1), "schedule": "step(every=2)"}, "schedule beside optimizer=SGD(lr=0.1"),
+        ({"optimizer": fedshift.SGD(lr=0.1), "lr": 0.2}, "lr and optimizer=SGD(lr=0.1"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr": 0.2}, "lr and optimizer=SGD(lr=0.1"),
+        ({"optimizer": fedshift.SGD(lr=0.1), "schedule": "step(every=2)"}, "schedule and optimizer=SGD(lr=0.1"),
         ({"schedule": 3}, "schedule=3 is not a schedule: give a text such as 'cosine(floor=0.1)', fedshift.Cosine"),
         (
             {"augment": lambda x, rng: x[:1]},
@@ -401,7 +401,7 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
             "made NoneType of torch.float32 [2, 3, 8, 8]: return images of the same kind",
         ),
         ({"augment": lambda x: x}, "called with images [2, 3, 8, 8] and a generator, failed: "),
-        ({"augment": 3}, "augment=3 is no augmentation: give a text such as 'flip(), rotate(degrees=30)'"),
+        ({"augment": 3}, "augment=3 is not an augmentation: give a text such as 'flip(), rotate(degrees=30)'"),
         ({"out": 3}, "out=3: give a directory, or None"),
         ({"resume": 3}, "resume=3: give a directory, True or False"),
         ({"resume": True}, "resume=True: say which run to continue (out=DIRECTORY, or resume=DIRECTORY)"),
@@ -410,7 +410,7 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"progress": "yes"}, "progress='yes': give True or False"),
         ({"jobs": 0}, "jobs=0: give a number of trials of 1 or more, or 'auto'"),
         ({"jobs": "all"}, "jobs='all': give a number of trials of 1 or more, or 'auto'"),
-        ({"callbacks": 3}, "callbacks=3 is no callback: give a fedshift.Callback, a subclass, or a function"),
+        ({"callbacks": 3}, "callbacks=3 is not a callback: give a fedshift.Callback, a subclass, or a function"),
         ({"stop": True}, "stop=True: give an Event"),
     ],
 )

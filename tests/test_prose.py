@@ -10,8 +10,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "fedshift"
 PACKAGES = (
-    "aggregation", "analysis", "api", "cli", "core", "diagnosis", "engines", "export", "methods", "new_clients", "nn",
-    "report", "representations", "reproduce", "theory", "utils",
+    "aggregation", "analysis", "api", "cli", "config", "core", "data", "diagnosis", "engines", "evaluation",
+    "experiments", "export", "methods", "new_clients", "nn", "report", "representations", "reproduce",
+    "results", "tasks", "theory", "utils",
 )  # fmt: skip
 MOST = 2.0
 """Marker phrases per thousand words."""

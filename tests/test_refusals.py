@@ -114,7 +114,7 @@ def no_test_labels(rewrite):
             "samples of shape (17, 8, 8, 4); images are [N, H, W], [N, H, W, C] with 1 or 3 channels or",
         ),
         (other_features, "client 'bob', train data: samples of shape (5,) where others are images (C, H, W)"),
-        (text_in_place_of_arrays, "bob.npz is no .npz file, or is cut short: write it again with numpy.savez"),
+        (text_in_place_of_arrays, "bob.npz is not an .npz file, or is cut short: write it again with numpy.savez"),
         (objects, "bob.npz cannot be read without pickle (Object arrays cannot be loaded when allow_pickle=False)"),
         (no_test_labels, "bob.npz has no array 'y_test' (it has x_train, y_train, x_test): name the arrays"),
     ],
@@ -289,14 +289,14 @@ def test_an_error_of_a_network_in_training_names_its_line(cli, tiny_folder, tmp_
 def images_with_a_pipe(folder):
     write_images(folder)
     os.mkfifo(folder / "ann" / "cat" / "f.png")
-    return "1 of 9 files cannot be read: {folder}/ann/cat/f.png: is a pipe, not a regular file; mend or remove them"
+    return "1 of 9 files cannot be read: {folder}/ann/cat/f.png: is a pipe, not a regular file; repair or remove them"
 
 
 def masks_with_a_pipe(folder):
     write_images(folder, kinds=("images", "masks"), value=1)
     (folder / "ann" / "masks" / "0.png").unlink()
     os.mkfifo(folder / "ann" / "masks" / "0.png")
-    return "1 of 8 files cannot be read: {folder}/ann/masks/0.png: is a pipe, not a regular file; mend or remove them"
+    return "1 of 8 files cannot be read: {folder}/ann/masks/0.png: is a pipe, not a regular file; repair or remove them"
 
 
 def a_table_that_is_a_pipe(folder):

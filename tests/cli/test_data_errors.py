@@ -79,7 +79,7 @@ def test_files_that_cannot_be_read_go_by_the_same_switch(cli, photos, tmp_path, 
         refused = cli("run", "--data", photos, *WORDS, *choice, "--out", "out")
         assert refused.code == 2
         assert "broken.png" in refused.err
-        assert refused.err.endswith("mend or remove them, or leave them out (--on-data-error warn)\n")
+        assert refused.err.endswith("repair or remove them, or leave them out (--on-data-error warn)\n")
     done = cli("run", "--data", photos, *WORDS, "--on-data-error", "warn", "--out", "out")
     assert done.code == 0, done.err
     assert "note: 3 errors in the data: Client 'north': " in done.out

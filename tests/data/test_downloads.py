@@ -205,7 +205,7 @@ def test_a_file_that_is_not_the_published_one_is_not_kept(server, tmp_path, plac
 def test_a_refusal_of_the_server_is_told(server, tmp_path):
     server.status = 404
     with pytest.raises(
-        FedshiftError, match=r"file.bin cannot be fetched: the server says 404 Not Found. Try later, or get"
+        FedshiftError, match=r"file.bin cannot be fetched: the server answers 404 Not Found. Try later, or get"
     ):
         fetch("bench", card_of(server.url), tmp_path)
 

@@ -184,7 +184,7 @@ def test_names_with_blanks_and_classes_beyond_those_found(tmp_path, monkeypatch)
 def test_every_client_must_hold_pixels_to_be_scaled_as_pixels():
     x, y = np.zeros((6, 8, 8)), np.arange(6) % 2
     mixed = federation({"bytes": (x.astype(np.uint8), y, x.astype(np.uint8), y), "floats": (x, y, x, y)})
-    with pytest.raises(UsageError, match="those of client 'floats' are not"):
+    with pytest.raises(UsageError, match="client 'floats' has other samples"):
         normalize(mixed, "imagenet")
 
 

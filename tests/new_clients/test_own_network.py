@@ -85,7 +85,7 @@ def test_classes_that_do_not_fit_are_refused_with_the_fix(cli, network, folder, 
         ((), "its last layer is for 4 classes, and the data have 3"),
         (
             ("--class-names", "cat,dog,owl"),
-            "clinic has a class 'yak', which is not among those of the network, cat, dog",
+            "clinic has a class 'yak', which is not among the classes of the network, cat, dog",
         ),
         (("--seeds", 2), "--unlabeled, --methods, --seeds, --run-data and --code belong to a run"),
         (("--rounds", 0), "rounds=0: must be at least 1"),
@@ -96,7 +96,7 @@ def test_classes_that_do_not_fit_are_refused_with_the_fix(cli, network, folder, 
     assert "give the directory of a run, or for a network of your own its --model" in cli("adapt", "--data", "x").err
     with pytest.raises(UsageError, match="name all of its in the order of its scores"):
         fedshift.adapt_network(nn.Sequential(nn.Flatten(), nn.Linear(192, 9)), federation(ARRAYS))
-    assert "--model describes the network of a file of weights, but run is a run" in cli(*own[:3], "run", "--data", folder).err
+    assert "describes the network of a file of weights, but run is a run" in cli(*own[:3], "run", "--data", folder).err
 
 
 def test_a_folder_of_one_client_is_adapted_to_with_or_without_parts(cli, make, folder, tmp_path):

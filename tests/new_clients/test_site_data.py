@@ -63,7 +63,7 @@ def test_a_site_is_brought_to_the_runs_size_channels_scale_and_classes(tiny, tmp
     [
         (
             {"class_names": ("cat", "dog", "owl")},
-            "new has a class 'yak', which is not among those of the run's data, tiny, cat",
+            "new has a class 'yak', which is not among the classes of the run's data, tiny, cat",
         ),
         ({"classes": 1}, "new has labels up to 1, but the classes of the run's data, tiny, are 1"),
     ],
@@ -179,9 +179,12 @@ def test_one_file_of_arrays_is_one_client(tiny, tiny_folder):
         ),
         (
             {"ill": "maybe"},
-            "rome has a class 'maybe', which is not among those of the run's data, hospitals, no, yes: l",
+            "rome has a class 'maybe', which is not among the classes of the run's data, hospitals, no, yes: l",
         ),
-        ({"ill": "0"}, "rome has a class '0', which is not among those of the run's data, hospitals, no, yes: leave"),
+        (
+            {"ill": "0"},
+            "rome has a class '0', which is not among the classes of the run's data, hospitals, no, yes",
+        ),
     ],
 )
 def test_tables_that_do_not_fit_the_runs_are_refused_by_column(hospitals, tmp_path, changed, said):
@@ -274,11 +277,11 @@ def test_a_flat_folder_is_read_as_class_folders_are(tiny, tmp_path, mode, size):
 def test_broken_images_of_a_flat_folder_are_refused_or_skipped(tiny, tmp_path):
     pictures(tmp_path / "flat", {"": 4})
     (tmp_path / "flat" / "2.png").write_bytes(b"no image")
-    with pytest.raises(UsageError, match=r"1 of 4 files cannot be read: .*flat/2\.png: is no image"):
+    with pytest.raises(UsageError, match=r"1 of 4 files cannot be read: .*flat/2\.png: is not an image"):
         load_unlabeled(tmp_path / "flat", RunSpec(), tiny.schema)
     said = []
     assert len(load_unlabeled(tmp_path / "flat", RunSpec(on_data_error="warn"), tiny.schema, notices=said)) == 3
-    assert said[0].startswith("client 'flat': 1 of 4 files cannot be read, left out (2.png: is no image")
+    assert said[0].startswith("client 'flat': 1 of 4 files cannot be read, left out (2.png: is not an image")
 
 
 def test_images_in_folders_of_the_folder_count_and_hidden_ones_do_not(tiny, tmp_path):

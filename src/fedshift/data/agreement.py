@@ -1,8 +1,8 @@
-"""Whether the numbers of all splits and clients have one scale, and their labels one kind, decided for all at once.
+"""Check that the numbers of all splits and clients have the same scale, and their labels the same kind.
 
-8-bit pixels are scaled when a batch is taken, and floats are not. Arrays of both kinds, or floats from 0 to 1 beside
-gray levels stored as floats, would therefore reach the network at different scales. What is compared is the kind of
-values, in words that a site may tell others.
+8-bit pixels are scaled when a batch is taken, and floats are not. Arrays of both kinds, or floats from 0 to 1 together
+with gray levels stored as floats, would therefore reach the network at different scales. The checks compare kinds of
+values, in words that a site may disclose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FRACTIONS, SIGNED, LEVELS, FLOATS = (
 KINDS = (PIXELS, BITS, WHOLE, TABLE, FRACTIONS, SIGNED, LEVELS, FLOATS)
 """Kinds of values that samples hold."""
 IMAGE_LIKE = 16
-"""Numbers of a sample from which fractions beside gray levels are the same pixels at two scales; a few may differ."""
+"""Fractions and gray levels are the same pixels at two scales if samples have this many numbers; a few may differ."""
 
 
 def name_values(split: Samples) -> str:
@@ -38,7 +38,7 @@ def name_values(split: Samples) -> str:
         return FLOATS if split.dtype.is_floating_point else WHOLE
     try:
         low, high = split.find_range()
-    except FedshiftError:  # a lazy sample cannot be read, which the check says
+    except FedshiftError:  # a lazy sample cannot be read, which the check reports
         return FLOATS
     if low >= 0 and high <= 255 and _is_integral(split):
         return LEVELS if high > 1 else FLOATS
@@ -134,9 +134,9 @@ def refuse_other_labels(labels: Mapping[str, Collection[str]]) -> None:
 
 
 def refuse_other_class_names(names: Mapping[str, Sequence[str]]) -> None:
-    """Raise :class:`UsageError` unless all datasets, by their names in messages, say the same of labels 0, 1, ...
+    """Raise :class:`UsageError` unless the datasets, by their names in messages, agree on the names of labels.
 
-    An empty sequence says nothing, and a dataset may lack the last classes of others.
+    An empty sequence agrees with all, and a dataset may lack the last classes of others.
     """
     where = max(names, key=lambda each: len(names[each]), default="")
     for other, own in names.items():

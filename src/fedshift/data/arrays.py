@@ -29,7 +29,7 @@ Item = Callable[[Any], tuple[Any, Any]]
 class LazyDataset:
     """A map-style dataset whose items are decoded when a batch needs them, instead of all at once.
 
-    Random transforms draw anew each time, with a key of seed, client, step and item.
+    Random transforms are drawn each time, with a key of seed, client, step and item.
 
     Attributes:
         dataset: A torch dataset of pairs (input, target) or of dictionaries with both, or a HuggingFace dataset.
@@ -179,9 +179,9 @@ def _find_label(data: Any, target: str | None, skip: Sequence[str]) -> str:
 
 
 def list_class_names(part: Any, target: str | None = None, skip: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return what the labels 0, 1, ... of a dataset mean, if it says so; arguments as in :func:`read_part`.
+    """Return the names of the labels 0, 1, ... of a dataset, if it has any; arguments as in :func:`read_part`.
 
-    A ``ClassLabel`` of HuggingFace says so, and so does the ``classes`` attribute of a torch dataset (of torchvision).
+    They are in a ``ClassLabel`` of HuggingFace, or in the ``classes`` attribute of a torch dataset (of torchvision).
     """
     if isinstance(part, LazyDataset):
         part = None if part.targets is not None else part.dataset

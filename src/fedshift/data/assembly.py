@@ -1,6 +1,6 @@
 """Federations from scans: which samples are for testing, which files are left out, how many classes there are.
 
-Where a source says no split, test samples are drawn within each client, the same in every run: ``test_fraction`` of
+If a source has no split, test samples are drawn within each client, the same in every run: ``test_fraction`` of
 each class or, with groups (for example, all samples of one patient), whole groups, so that no group is on both sides.
 """
 
@@ -37,7 +37,7 @@ from .stores import LazyStore
 GROUPED = "files of one subject (sub-XX in names, or DICOM's PatientID) stay together, {} groups; --groups names others"
 """Notice of groups that nobody asked for."""
 SIGNALS = "samples of shape {} x {} are signals with {} channels; give gray images as [N, 1, H, W]"
-"""Notice of floats that are no images, although they have as many axes as gray ones."""
+"""Notice of floats that are not images, although they have as many axes as gray images."""
 
 
 def read_source(source: object, reading: ReadOptions) -> Federation:
@@ -54,9 +54,9 @@ def read_folder(
 
     Args:
         path: A directory with one of these layouts: ``client/class/*.png`` (jpg, tif, bmp), or
-            ``client/train/class/*.png`` with test and val beside train; images with masks in ``client/images/*`` and
+            ``client/train/class/*.png`` with test and val next to train; images with masks in ``client/images/*`` and
             ``client/masks/*`` (also NIfTI and DICOM), or with these folders in train, test and val; one ``.npz`` file
-            per client; ``client/train/x.npy`` and ``y.npy`` with test and optionally val beside train, whose inputs
+            per client; ``client/train/x.npy`` and ``y.npy`` with test and optionally val next to train, whose inputs
             stay on disk; one CSV or Parquet file per client. Or one table, with ``client_column``.
         domains: Names of the clients to read, in this order; None: all.
         classes: Number of classes; None: as found.
@@ -169,9 +169,9 @@ def _refuse_cut_groups(scan: Scan, sides: list[Sides]) -> None:
 def draw_groups(group: NDArray[np.generic], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Draw whole groups for testing, about ``fraction`` of the rows in total; return a mask of their rows ``[N]``.
 
-    In random order, each group that brings the number of rows closer to ``fraction * N`` is drawn; if none does, the
-    smallest group is drawn. At least one group remains, so a single group is never drawn. ``group`` contains the number
-    of each row's group ``[N]``. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
+    Groups are visited in random order and drawn if the number of rows gets closer to ``fraction * N``; if none is
+    drawn, the smallest group is. At least one group remains, so a single group is never drawn. ``group`` contains the
+    number of each row's group ``[N]``. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
     """
     if not 0 < fraction < 1:
         raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
@@ -268,10 +268,10 @@ def federation(
             :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
             (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
             ``x_train``, ... (optionally ``x_val`` and ``y_val``), or ``train``, ``test`` and ``validation``; or one
-            dataset, of which a fifth is drawn for testing. Datasets
-            are read once: a random transform is drawn once for each sample (``augment`` draws anew each time). Inputs
-            that are memory-mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a
-            batch needs them, like the items of a dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
+            dataset; a fifth of it is drawn for testing. Datasets are read once: a random transform is drawn once for
+            each sample (``augment`` draws for each batch). Inputs that are memory-mapped from a file
+            (``numpy.load(file, mmap_mode="r")``) stay there and are read when a batch needs them, like the items of a
+            dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
         name: Name of the data.
         classes: Number of classes; None: the largest training label of any client plus one.
         note: Description of the data in one sentence.

@@ -113,7 +113,7 @@ def _read_assignment(data: Federation, path: Path) -> Federation:
 def _read_origins(data: Federation, table: pd.DataFrame, path: Path) -> dict[tuple[str, str], Samples]:
     """Return the splits of ``data`` that ``table`` takes samples from, by client and split.
 
-    Those of one type and scaling are rows of one store, so that a sample that several clients take stays known as one.
+    Splits of one type and scaling share a store, so that a sample of several clients is recognized as one.
     """
     found: dict[tuple[str, str], Samples] = {}
     for (domain, source), group in table.groupby(COLUMNS[2:4], sort=False):

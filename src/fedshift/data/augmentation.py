@@ -132,7 +132,7 @@ def _accept(augment: object, text: str | None) -> Augmentation | None:
         return None
     if isinstance(augment, type) or not callable(augment):
         raise UsageError(
-            "{} is no augmentation: give a text such as 'flip(), rotate(degrees=30)', its value, or a function of "
+            "{} is not an augmentation: give a text such as 'flip(), rotate(degrees=30)', its value, or a function of "
             "images [B, C, H, W] in [0, 1] and a numpy generator that returns new images",
             Ref(augment=text or augment),
         )
@@ -182,7 +182,7 @@ def check_augmentable(data: Federation, augment: Augmentation) -> None:
         low, high = split.find_range()
         if not -1 <= low < 0 < high <= 1:
             raise UsageError(
-                f"augment takes pixels 0..255 or values around 0 from -1 to 1, but those of client {client.name!r} go "
+                f"augment takes pixels 0..255 or values around 0 from -1 to 1, but values of client {client.name!r} go "
                 f"from {low:g} to {high:g}: scale them (2 x - 1 for values from 0 to 1), or leave augment out"
             )
     first = data.clients[0].train
@@ -190,7 +190,7 @@ def check_augmentable(data: Federation, augment: Augmentation) -> None:
     if first.y.dim() == 3 and (functions := list(_list_functions(augment))):
         raise UsageError(
             f"augment: {functions[0]} is a function of images, and masks would not move with them: write it with "
-            "fedshift.data.augmentation.transform(moves=...), which says whether it moves pixels"
+            "fedshift.data.augmentation.transform(moves=...), which declares whether it moves pixels"
         )
 
 
@@ -211,9 +211,9 @@ def _try(augment: Augmentation, x: Tensor) -> Tensor:
 
 
 def mixes_images(augment: Augmentation, x: Tensor) -> bool:
-    """Return whether an image of a batch like ``x [B, C, H, W]``, with B of 2 or more, changes what becomes of others.
+    """Return whether an image of a batch like ``x [B, C, H, W]``, with B of 2 or more, changes the results of others.
 
-    The answer is found by trying: it is right about what a few draws show.
+    The answer comes from a few random draws, and can miss an influence that they do not show.
     """
     others = torch.cat([1 - x[:1], x[1:]])
     for number in range(MIX_TRIALS):
@@ -252,7 +252,7 @@ def _list_functions(augment: object) -> Iterator[object]:
 
 
 _FILL = Bound(lambda v: v in tuple(FILLS), f"{{!r}} is unknown: allowed are {', '.join(FILLS)}")
-_PROBABILITY = Bound(lambda v: 0 <= v <= 1, "{:g} is no probability: it must lie in [0, 1]")
+_PROBABILITY = Bound(lambda v: 0 <= v <= 1, "{:g} is not a probability: it must be in [0, 1]")
 _STRENGTH = Bound(lambda v: 0 <= v < float("inf"), "{:g} must be 0 or more")
 _SHARE = Bound(lambda v: 0 <= v <= 1, "{:g} must lie in [0, 1]")
 
@@ -262,7 +262,7 @@ def _is_length(value: float) -> bool:
 
 
 def _to_pixels(length: float, side: int) -> int:
-    """Return ``length`` in pixels: an integer as it is, a fraction as that share of ``side``."""
+    """Convert ``length`` to pixels: an integer is unchanged, a fraction is a share of ``side``."""
     return length if isinstance(length, int) else round(length * side)
 
 
@@ -419,8 +419,8 @@ def fedbn_office() -> Augmentation:
 def fedmmb_cifar() -> Augmentation:
     """Augment as FedMMB does for CIFAR-10: left-right flips, brightness, contrast, saturation and hue.
 
-    The paper does not give the strengths; these are our own. The paper doubled the training set once; here, every batch
-    is drawn anew.
+    The paper does not give the strengths; we chose these. The paper doubled the training set once; here, every batch is
+    augmented differently.
     """
     return sequence(flip(p=0.5), color_jitter(brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05))
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .samples import Samples, digest_each
 
 MANY_NUMBERS = 32
-"""Numbers per sample from which equal samples count as copies; with fewer, two people can have the same values."""
+"""Least numbers per sample for equal samples to count as copies; with fewer, two people can have the same values."""
 
 
 def number_samples(parts: Mapping[str, Samples]) -> dict[str, NDArray[np.int64]]:

@@ -40,7 +40,7 @@ from .samples import Samples
 
 CLIENTS = ("pen", "photo", "print", "faded", "worn")
 NOTE = (
-    "No download: scikit-learn's 1,797 real handwritten digits under four looks (plain; against a photograph, as in "
+    "No download: scikit-learn's 1,797 real handwritten digits in four styles (plain; against a photograph, as in "
     "MNIST-M; faded; worn), and digits rendered in matplotlib's fonts (as in SynthDigits). "
     "No handwritten digit is in two clients or in both train and test; training and test fonts differ."
 )

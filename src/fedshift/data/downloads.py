@@ -59,7 +59,7 @@ def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | Non
     if path.is_file():
         wrong = _describe_difference(remote, path)
         if wrong:
-            raise FedshiftError(f"{path} is not the published file ({wrong}): move it away to have it fetched anew")
+            raise FedshiftError(f"{path} is not the published file ({wrong}): move it away to download it again")
         return path
     part = path.with_name(path.name + ".part")
     by_hand = f"or get it by hand (see {card.homepage}) and put it at {path}"
@@ -72,7 +72,7 @@ def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | Non
             path.parent.rmdir()  # if empty
         if isinstance(error, HTTPError):
             error.close()
-            reason = f"the server says {error.code} {error.reason}. Try later"
+            reason = f"the server answers {error.code} {error.reason}. Try later"
         else:
             reason = f"{getattr(error, 'reason', None) or error}. Try again (what has come is kept, and goes on)"
         raise FedshiftError(f"{remote.url} cannot be fetched: {reason}, {by_hand}") from error

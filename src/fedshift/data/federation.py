@@ -40,7 +40,7 @@ from .stores import LazyStore
 
 LAZY = (
     "samples that are not in memory are read when a batch needs them, and not compared with each other before a run: "
-    "`fedshift data check` looks for copies"
+    "`fedshift data check` finds copies"
 )
 """Notice for a federation with lazy samples."""
 UNREPEATABLE = (
@@ -118,7 +118,7 @@ class Federation:
         note: Description of the data in one sentence.
         class_names: Meaning of the labels 0, 1, ...; empty if unknown.
         notices: Remarks on how the data were read; those about one client begin with ``client 'name':``.
-        faults: Remarks, in the same form, on files or folders that look like data but were skipped.
+        faults: Remarks, in the same form, on files or folders that could be data but were skipped.
         columns: Encodings of a table's columns, in the order of the inputs; empty if unknown.
 
     """
@@ -183,7 +183,7 @@ class Federation:
     def schema(self) -> Schema:
         """Return the meaning of samples and targets, for data that join these.
 
-        The scaling is that of all clients or, where theirs differ, the first client's, as fitted to its own samples.
+        The scaling is common to all clients or, if clients differ, the first client's, fitted to that client's samples.
         """
         made, scalings = self.describe_client(self.clients[0]), {client.train.normalization for client in self.clients}
         scaling = made.preparation.scaling
@@ -304,7 +304,7 @@ class Federation:
             if size and volumes:
                 raise UsageError(
                     f"image_size={size} resizes images (C, H, W), not samples of shape {volumes[0]}: leave it out, and "
-                    "bring volumes to one shape beforehand (those in NIfTI files are resized as they are read)"
+                    "resize volumes to one shape beforehand (volumes in NIfTI files are resized by the reader)"
                 )
             if size and any(len(shape) < 3 for shape in shapes.values()):
                 raise UsageError(f"{{}} resizes images, and {self.name!r} has none: leave it out", Ref(image_size=size))
@@ -426,7 +426,7 @@ class Federation:
 
 
 def _draw_groups(unit: NDArray[np.int64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return the samples of whole groups, at most ``count`` of them, or those of the smallest group.
+    """Return the samples of whole groups, at most ``count`` of them, or of the smallest group.
 
     Groups are numbers 0, 1, ..., one for each sample; in random order, each that fits is drawn.
     """

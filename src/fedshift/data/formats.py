@@ -81,7 +81,7 @@ def _parse_header(content: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def _check_header(path: Path, entry: zipfile.ZipInfo, content: IO[bytes]) -> None:
-    """Raise :class:`UsageError` if the size in an array's header differs from that of its entry in the archive."""
+    """Raise :class:`UsageError` if the size in an array's header differs from the size of its entry in the archive."""
     if not entry.filename.endswith(".npy"):
         return
     shape, dtype = _parse_header(content)
@@ -103,9 +103,9 @@ def read_npz(file: Path, names: Iterable[str]) -> dict[str, Numbers]:
 
 
 def read_csv(file: Path, kind: str, parse: Callable[[dict[str, str]], Row]) -> list[Row]:
-    """Return :func:`parse` of each row of a CSV file (TSV if named ``.tab``), a dictionary of its cells by column.
+    """Apply ``parse`` to each row of a CSV file (TSV if named ``.tab``), a dictionary of its cells by column.
 
-    Errors, those of ``parse`` too, call the file ``kind``.
+    Errors, also errors of ``parse``, call the file ``kind``.
     """
     with explain_errors(file, kind), open_regular(file) as content:
         table = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
@@ -145,7 +145,7 @@ def read_idx(path: Path, dimensions: int) -> Bytes:
     shape = tuple(int.from_bytes(content[at : at + 4]) for at in range(4, start, 4))
     if len(content) != start + math.prod(shape):
         raise UsageError(
-            f"{path} says it holds {' x '.join(map(str, shape))} bytes, and holds {max(0, len(content) - start)}: "
+            f"{path} should hold {' x '.join(map(str, shape))} bytes, and holds {max(0, len(content) - start)}: "
             "it is cut short or damaged; get it again"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

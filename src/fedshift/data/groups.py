@@ -1,6 +1,6 @@
 """Groups of samples that stay together, such as the images of one patient.
 
-They are named by files' paths or a table, and where nothing is said, by the subject in names as BIDS has them,
+File names or a table determine them, or by default the subject in file names, as in BIDS,
 ``sub-01_T1w.nii.gz`` (Gorgolewski et al. 2016, "The brain imaging data structure", Scientific Data 3). Samples keep
 numbers of groups, never names.
 """
@@ -20,7 +20,7 @@ from ..utils.errors import Ref, UsageError
 from .formats import read_csv
 
 MARK = "{group}"
-"""What stands for the group in a pattern."""
+"""Placeholder of the group in a pattern."""
 SUBJECT = re.compile(r"(?:^|[/_])(sub-[A-Za-z0-9]+)(?=[/_.]|$)")
 """A subject in the name or path of a file."""
 
@@ -30,8 +30,8 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
 
     Without ``groups``, it is the subject, if each file names one.
 
-    Otherwise ``groups`` is a pattern such as ``{group}_*.png``, in which ``*`` stands for anything: of the file's name
-    or, if it contains ``/``, of its path. Or it is a ``.csv`` file with columns ``file`` (a path or a name) and
+    Otherwise ``groups`` is a pattern such as ``{group}_*.png``, in which ``*`` matches anything: for the file's name
+    or, if it contains ``/``, for its path. Or it is a ``.csv`` file with columns ``file`` (a path or a name) and
     ``group``. Raises :class:`UsageError` naming a file without a group.
     """
     if groups is None:
@@ -60,7 +60,7 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
 
 
 def number_groups(names: Sequence[str]) -> Tensor:
-    """Return a number for each name, int64 ``[N]``, equal for equal ones; each empty name has its own, below 0."""
+    """Return a number for each name, int64 ``[N]``, equal for equal names; below 0 and unique for empty ones."""
     array = np.array(names, np.str_)
     numbers = np.unique(array, return_inverse=True)[1].astype(np.int64)
     return torch.from_numpy(np.where(array == "", -1 - np.arange(len(array)), numbers))

@@ -112,5 +112,5 @@ def _folder_name(rows: Any, column: str, row: Any) -> str:
     value, names = row[column], getattr(rows.features[column], "names", None)
     text = str(names[value] if names and isinstance(value, int) else value)
     if text in ("", ".", "..") or set(text) & set("/\\\0"):
-        raise ValueError(f"a class or client is called {text!r}, which is no name of a folder")
+        raise ValueError(f"a class or client is called {text!r}, which cannot be the name of a folder")
     return text

@@ -17,7 +17,7 @@ from .schema import Layout, Schema
 
 
 def join_schema(data: Federation, schema: Schema) -> Federation:
-    """Convert ``data`` to the shape, scale and labels of ``schema``, that of a run, and check them.
+    """Convert ``data`` to the shape, scale and labels of a run's ``schema``, and check them.
 
     Where the scaling of ``schema`` is fitted to each client, so it is here, to the training images. Raises
     :class:`UsageError` naming both if shapes, columns, classes or scales do not match.
@@ -46,7 +46,7 @@ def join_schema(data: Federation, schema: Schema) -> Federation:
 
 
 def _match_scale(data: Federation, schema: Schema) -> Federation:
-    """Return ``data``, with integers as floats if those of ``schema`` are; refuse samples of another scale."""
+    """Return ``data``, with integers as floats if ``schema`` has floats; refuse samples of another scale."""
     preparation, ours = schema.preparation, {f"{data.name}, {where}": s for where, s in data.named_splits().items()}
     for where, split in ours.items():
         if preparation.is_whole and not is_whole(split.store):
@@ -81,7 +81,7 @@ def match_labels(data: Federation, layout: Layout, whose: str) -> Federation:
         for name in ours:
             if name not in theirs:
                 raise UsageError(
-                    f"{data.name} has a class {name!r}, which is not among those of {whose} {', '.join(theirs)}: "
+                    f"{data.name} has a class {name!r}, which is not among the classes of {whose} {', '.join(theirs)}: "
                     "leave it out, or rename it"
                 )
         number = torch.tensor([theirs.index(name) for name in ours])

@@ -6,9 +6,9 @@ are distributed in the same way. Test samples are shared, so that every client i
 ``test='same'``, they are distributed by the same shares. No sample is lost or repeated, arrays are shared and not
 copied, and every draw has a keyed stream.
 
-Groups (such as the samples of one patient) move whole. A group counts as its most frequent class, with as many samples
-as it has, and goes to the client in whose share of that class the middle of the group lies, in random order. Sizes of
-clients therefore follow the shares up to the size of a group of each class, and labels as far as groups have one label.
+Groups (such as the samples of one patient) stay whole. A group counts as its most frequent class, with all its samples.
+Groups are put into random order, and each goes to the client whose share of that class contains its middle. Client
+sizes therefore follow the shares up to the size of one group of each class, and labels as far as groups have one label.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _partition(
                 repeated = (c.name for c in data.clients if int(c.train.distinct_rows.max()) + 1 < len(c.train))
                 raise UsageError(
                     f"{name}(clients={clients}): samples of client {next(repeated, data.names[0])!r} are repeated, and "
-                    "copies would come to several clients: put repeat() after it"
+                    "several clients would have copies: put repeat() after it"
                 )
         return replace(data, clients=tuple(part for whole in wholes for part in deal(whole[0], data, whole[1])))
 
@@ -340,7 +340,7 @@ def _partition(
 
 
 def _cut(y: Ints, shares: Floats, rng: np.random.Generator) -> list[Ints]:
-    """Shuffle the indices of ``y`` and cut them by ``shares``, or those of each class by its row of ``shares``."""
+    """Shuffle the indices of ``y`` and cut them by ``shares``, or each class by its row of ``shares``."""
     whole = shares.ndim == 1
     groups = [np.arange(len(y))] if whole else [np.flatnonzero(y == label) for label in range(len(shares))]
     cut = []
@@ -353,7 +353,7 @@ def _cut(y: Ints, shares: Floats, rng: np.random.Generator) -> list[Ints]:
 def _cut_groups(units: Ints, y: Ints, shares: Floats, minimum: int, rng: np.random.Generator) -> list[Ints]:
     """Cut whole groups by ``shares``, each as its most frequent class; ``units [N]``: each sample's group, 0, 1, ...
 
-    Random groups are moved from the largest parts to those with fewer than ``minimum`` samples. Raises
+    Random groups are moved from the largest parts to parts with fewer than ``minimum`` samples. Raises
     :class:`UsageError` if groups are too large for that.
     """
     sizes = np.bincount(units)
@@ -382,7 +382,7 @@ def _cut_groups(units: Ints, y: Ints, shares: Floats, minimum: int, rng: np.rand
 
 
 def _top_up(parts: list[Ints], minimum: int, rng: np.random.Generator) -> list[Ints]:
-    """Move random samples from the largest parts to those with fewer than ``minimum``."""
+    """Move random samples from the largest parts to parts with fewer than ``minimum``."""
     sizes = np.array([len(part) for part in parts])
     for poor in np.flatnonzero(sizes < minimum):
         while sizes[poor] < minimum:

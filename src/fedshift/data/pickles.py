@@ -53,7 +53,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Dtype:
-    """Stands in for ``numpy.dtype``: a type of numbers, text or objects, never a structure."""
+    """Safe replacement of ``numpy.dtype``: a type of numbers, text or objects, never a structure."""
 
     def __init__(self, code: str | bytes, *_: Any) -> None:
         code = code.decode("latin1") if isinstance(code, bytes) else code
@@ -67,7 +67,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands in for ``numpy.ndarray``."""
+    """Safe replacement of ``numpy.ndarray``."""
 
     array: NDArray[Any]
 
@@ -117,7 +117,7 @@ _ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
 def _require_plain(value: Any, where: Path | str, depth: int = _DEPTH) -> Any:
     """Replace stand-ins with their arrays; raise :class:`UsageError` for other objects."""
     if depth == 0:
-        raise UsageError(f"{where} holds containers more than {_DEPTH} deep: this is no published data set")
+        raise UsageError(f"{where} holds containers more than {_DEPTH} deep: this is not a published data set")
     if isinstance(value, _Array):
         value = value.array
         if value.dtype == object:

@@ -90,7 +90,7 @@ class Normalization:
 
     @property
     def stamp(self) -> str:
-        """Part of a fingerprint: what tells two scalings apart."""
+        """Part of a fingerprint that distinguishes scalings."""
         return f"{self.mean}{self.std}"
 
     def apply(self, x: Tensor, places: int, augment: Augment | None = None) -> Tensor:
@@ -379,7 +379,7 @@ def scale_stored(
     """Return copies ``x [..., C, *places]`` of stored samples as network inputs of type ``dtype``, possibly in place.
 
     Args:
-        x: Samples, of which a table's rows were scaled when they were read.
+        x: Samples; a table's rows were scaled when they were read.
         scaling: Scaling of 8-bit pixels.
         places: Number of axes after the channels.
         dtype: Type of the network's numbers.

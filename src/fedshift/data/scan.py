@@ -1,7 +1,7 @@
-"""What a source holds, told before any sample is read: clients, splits, targets and groups of its samples.
+"""Contents of a source, before any sample is read: clients, splits, targets and groups of its samples.
 
-A reader scans its source, and loads the samples when it is known which of them are for training
-(:func:`fedshift.data.assembly.assemble`), because files are left out, and values are scaled, by training samples alone.
+A reader scans its source, and loads the samples once the training samples are known
+(:func:`fedshift.data.assembly.assemble`), because only they decide which files are left out, and how values are scaled.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Scan:
         class_names: Meaning of the labels 0, 1, ...; empty if unknown.
         note: Description of the data in one sentence, in which ``{samples}`` and ``{clients}`` are counts.
         notices: Remarks on how the data were read.
-        faults: Remarks on files that look like data and are not read.
-        source: What the reader needs beside the sources of parts.
+        faults: Remarks on files that could be data and are not read.
+        source: What the reader needs in addition to the sources of parts.
 
     """
 
@@ -106,7 +106,7 @@ class Loaded:
     Attributes:
         stores: The store of each part.
         normalizations: The scaling of each part's samples; empty: pixels to [-1, 1].
-        decodings: How the files of each part's samples are decoded; empty: samples are no files.
+        decodings: How the files of each part's samples are decoded; empty: samples are not files.
         left_out: Files that cannot be used.
         columns: Encodings of a table's columns; empty for other data.
         notices: Remarks on how the samples were read.
@@ -124,7 +124,7 @@ class Loaded:
 
 
 Assign = Callable[[Part, Collection[str]], Sides]
-"""Function that returns the split of each sample of a part, of which the named files are left out."""
+"""Function that returns the split of each sample of a part, without the named files."""
 
 
 class Reader(Protocol):

@@ -63,6 +63,6 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema(Layout):
-    """A layout with the ``preparation`` by which samples become inputs."""
+    """A layout with the ``preparation`` that turns samples into inputs."""
 
     preparation: Preparation

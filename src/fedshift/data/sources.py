@@ -27,7 +27,7 @@ from .schema import Layout, Schema
 
 def _accept_change(change: object, text: str | None) -> Change:
     if not callable(change):
-        raise UsageError("{}: {} is no function of a federation", Ref(split=text), repr(change))
+        raise UsageError("{}: {} is not a function of a federation", Ref(split=text), repr(change))
     return change
 
 
@@ -40,7 +40,7 @@ def _accept_data(made: object, text: str | None) -> Federation:
 SPLITS = Catalog[Change](
     "split", {made.__name__: made for made in (*CHANGES, saved)}, _accept_change, spell=lambda _: None
 )
-"""Changes of a federation by name, in turn where there are several; a function of yours is called to make one."""
+"""Changes of a federation by name, applied in turn if there are several; users' functions are called to make one."""
 DATASETS = Catalog[Federation](
     "data", "data.datasets", _accept_data, spell=lambda _: None, settings=("root", "progress", "sites")
 )
@@ -72,9 +72,9 @@ def load_source(
             (:data:`~fedshift.data.readers.FORMS`).
         spec: Settings of the data.
         progress: Callback for progress.
-        differing: Height and width to which images of different sizes are resized; None: refuse such images.
+        differing: Height and width for resizing images of different sizes; None: refuse such images.
         schema: Layout of the data that user files join, see :class:`~fedshift.data.files.read_options.ReadOptions`.
-        task: The prediction task; None: the one in ``spec``, or else that of the data.
+        task: The prediction task; None: the one in ``spec``, or else the task of the data.
 
     """
     task = TASKS.parse(spec.task) if task is None and spec.task else task
@@ -175,7 +175,8 @@ def normalize(data: Federation, choice: str | None) -> Federation:
     for client in data.clients:
         if any(split.dtype != torch.uint8 for split in client.splits.values()):
             raise UsageError(
-                f"normalize={choice!r} is for images of pixels 0..255, which those of client {client.name!r} are not: "
+                f"normalize={choice!r} is for images of pixels 0..255, but client {client.name!r} has other "
+                "samples: "
                 "leave it out"
             )
     if choice == "client":

@@ -110,7 +110,7 @@ class LazyStore(ABC):
 
 
 class _Changed(LazyStore):
-    """A store whose samples are changed as they are read."""
+    """A store whose samples are changed when they are read."""
 
     def __init__(self, store: LazyStore, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__(store.where, len(store), change(torch.zeros(1, *store.shape[1:], dtype=store.dtype)))
@@ -156,7 +156,7 @@ def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor
 
 
 class FileStore(LazyStore):
-    """An array ``[N, ...]`` in a file, from which only the requested rows are read."""
+    """An array ``[N, ...]`` in a file; only the requested rows are read."""
 
     def __init__(self, array: np.memmap[Any, Any], where: str) -> None:
         root = array
@@ -180,7 +180,9 @@ class FileStore(LazyStore):
                     file.seek(self._offset + row * self._stride - self._before)
                     x[place] = np.ndarray(self._each, self._dtype, file.read(self._span), self._before, self._strides)
         except (OSError, TypeError) as error:
-            raise UsageError(f"{self._path} cannot be read ({error}): give a file that is whole, and stays") from error
+            raise UsageError(
+                f"{self._path} cannot be read ({error}): give a complete file, and keep it in place"
+            ) from error
         return to_tensor(x, self.where, copy=False)
 
 
@@ -291,7 +293,7 @@ class DatasetStore(LazyStore):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_cache")}
-        alone = replace(self._given, workers=0)  # a worker has no workers of its own
+        alone = replace(self._given, workers=0)  # a worker starts no workers
         return state | {"_file": None, "_given": alone, "threaded": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -372,7 +374,7 @@ def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
 def channels_first(x: Array, where: str) -> Array:
     """Return a view of samples ``[N, ...]`` with channels in the second place; raise :class:`UsageError` if unclear.
 
-    Floats ``[N, C, L]`` with L at least 2 C are signals and stay as they are; other samples of two axes are gray.
+    Floats ``[N, C, L]`` with L at least 2 C are signals and stay unchanged; other samples of two axes are gray images.
     """
     if x.ndim == 2 or (x.ndim == 3 and x.dtype.kind == "f" and x.shape[2] >= 2 * x.shape[1]):
         return x

@@ -160,7 +160,7 @@ def test_missing_and_damaged_images_are_refused_by_name(published):
     write_lists(published)
     (published / "webcam" / "mug" / "frame_0001.jpg").write_bytes(b"no image")
     with pytest.raises(
-        UsageError, match=r"'webcam': 1 of 30 images cannot be read, first .*mug/frame_0001.jpg: is no image"
+        UsageError, match=r"'webcam': 1 of 30 images cannot be read, first .*mug/frame_0001.jpg: is not an image"
     ):
         office_caltech10(published.parent, size=6)
     (published / "webcam" / "mug" / "frame_0001.jpg").unlink()

@@ -94,7 +94,7 @@ def test_a_file_of_the_publisher_that_is_missing_or_wrong_is_named(tmp_path):
     write_idx(tmp_path / "mnist")
     images = tmp_path / "mnist" / "t10k-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:-1])
-    with pytest.raises(UsageError, match="t10k-images-idx3-ubyte says it holds 10 x 28 x 28 bytes"):
+    with pytest.raises(UsageError, match="t10k-images-idx3-ubyte should hold 10 x 28 x 28 bytes"):
         mnist(tmp_path)
     images.unlink()
     with pytest.raises(UsageError, match=r"`fedshift data fetch mnist` fetches it, or put there the four files"):

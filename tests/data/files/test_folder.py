@@ -93,11 +93,11 @@ def another_member(file, rewrite):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (no_npz, "is no .npz file, or is cut short: write it again with numpy.savez"),
-        (cut_short, "is no .npz file, or is cut short"),
-        (empty, "is no .npz file, or is cut short"),
-        (a_single_array, "is no .npz file, or is cut short"),
-        (a_bare_pickle, "is no .npz file, or is cut short"),
+        (no_npz, "is not an .npz file, or is cut short: write it again with numpy.savez"),
+        (cut_short, "is not an .npz file, or is cut short"),
+        (empty, "is not an .npz file, or is cut short"),
+        (a_single_array, "is not an .npz file, or is cut short"),
+        (a_bare_pickle, "is not an .npz file, or is cut short"),
         (objects, "cannot be read without pickle (Object arrays cannot be loaded when allow_pickle=False)"),
         (damaged, "cannot be read without pickle (Bad CRC-32"),
         (damaged_and_compressed, "cannot be read without pickle"),

@@ -88,8 +88,8 @@ def bomb(file: Path):
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (text, "is no image in format PNG, JPEG, TIFF, BMP"), (nothing, "is empty"), (cut_short, "truncated"),
-        (cut_header, "Truncated File Read"), (damaged, "broken"), (of_another_format, "is no image in format"),
+        (text, "is not an image in format PNG, JPEG, TIFF, BMP"), (nothing, "is empty"), (cut_short, "truncated"),
+        (cut_header, "Truncated File Read"), (damaged, "broken"), (of_another_format, "is not an image in format"),
         (dangling, "No such file or directory"), (large, "could be decompression bomb"),
         (bomb, "could be decompression bomb"),
     ],
@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name_or_left_out(read, root, s
         said = refused(read, image_size=4)
         assert said.startswith(f"1 of 22 files cannot be read: {bad}: ")
         assert why in said
-        assert said.endswith("; mend or remove them, or leave them out (on_data_error='warn')")
+        assert said.endswith("; repair or remove them, or leave them out (on_data_error='warn')")
         data = read(image_size=4, on_unreadable="skip")
         assert data.note == "21 images of 2 clients"
         assert "client 'color': 1 of 12 files cannot be read, left out (color/cat/0.png: " in data.faults[0]

@@ -141,7 +141,7 @@ def test_other_files_and_empty_classes_are_noticed(read, root):
     assert data.class_names == ("cat", "dog", "empty")
     assert data.notices == (
         f"client 'color': {root / 'color' / 'empty'} holds no image",
-        "client 'gray': 1 files that are no images left out (no suffix)",
+        "client 'gray': 1 files that are not images left out (no suffix)",
     )
     assert data.faults == ("client 'gray': 1 image in a format that is not read, left out (.webp)",)
     assert data.select_clients(["color"]).faults == ()
@@ -176,7 +176,7 @@ def tree(tmp_path: Path, read):
         (["a/train/cat/0.png", "a/train/cat/more/1.png"], "tree/a/train/cat/more is a folder inside of a class folder"),
         (["a/train/cat/0.png", "a/dog/1.png"], "tree/a holds both train and dog, parts and classes"),
         (["a/test/cat/0.png", "a/val/cat/0.png"], "tree/a holds test, val but no train"),
-        (["a/train/x/0.png", "a/val/x/0.png", "a/valid/x/0.png"], "holds train, val, valid, of which two are the same"),
+        (["a/train/x/0.png", "a/val/x/0.png", "a/valid/x/0.png"], "holds train, val, valid, two of them for the same"),
         (["train/cat/0.png", "test/cat/1.png"], "tree holds test, train, but no folder of a client"),
         (
             ["a/cat/0.png", "b/"],

@@ -159,7 +159,7 @@ def test_two_values_of_which_one_is_no_class_are_refused(read, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda file: file.write_bytes(b"none"), "is no image in format PNG, JPEG, TIFF, BMP, GIF, PPM"),
+        (lambda file: file.write_bytes(b"none"), "is not an image in format PNG, JPEG, TIFF, BMP, GIF, PPM"),
         (lambda file: Image.new("RGB", (WIDE, HIGH), (1, 2, 3)).save(file), "is a mask in color"),
         (lambda file: Image.fromarray(np.full((HIGH, WIDE), 300, np.uint16)).save(file), "values from 300 to 300"),
         (lambda file: Image.new("L", (WIDE, HIGH)).save(file, "JPEG"), "is a mask in JPEG, which alters class numbers"),

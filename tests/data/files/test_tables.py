@@ -358,7 +358,7 @@ def test_a_column_called_split_with_these_values_is_used_unasked(read):
     frame = patients()
     said = read(frame.rename(columns={"part": "split"}), split_column=None)
     assert said.fingerprint == read(frame).fingerprint
-    assert said.notices == ("column 'split' says which rows are for training, validation and testing",)
+    assert said.notices == ("column 'split' assigns rows to training, validation and testing",)
 
 
 def test_a_column_called_split_with_other_values_is_a_feature(read):

@@ -35,8 +35,8 @@ class Card:
         samples: Sizes in words, including those used in the papers.
         license: License as stated by the publisher.
         layout: Expected files, in words.
-        find: Function that returns the files found in a folder, or None unless all are there.
-        lacks: Function that returns the benchmark's arguments that the files found do not support.
+        find: Function that returns the files in a folder, or None if any is missing.
+        lacks: Function that returns the benchmark's arguments that the available files do not support.
         remotes: Files that can be downloaded without an account.
         hub: Data set at huggingface.co; empty if there is none.
         generated: Whether fedshift generates or includes the data, so that no file is needed.

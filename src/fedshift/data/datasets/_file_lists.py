@@ -83,9 +83,9 @@ def list_from_lists(domains: DomainFolders, lists: Lists, labels: Mapping[str, i
 
 
 def read_text_lists(domains: DomainFolders, names: Mapping[str, str]) -> Lists:
-    """Read lists of lines ``<path> <label>``; empty unless all lists are there.
+    """Read lists of lines ``<path> <label>``; empty if any list is missing.
 
-    ``names`` gives the file name of each part's lists, with ``{}`` for the client. Lists are beside the clients'
+    ``names`` gives the file name of each part's lists, with ``{}`` for the client. Lists are next to the clients'
     folders, in a directory above, or in a folder ``splits`` there.
     """
     root = domains.root
@@ -96,9 +96,9 @@ def read_text_lists(domains: DomainFolders, names: Mapping[str, str]) -> Lists:
 
 
 def read_fedbn_lists(domains: DomainFolders) -> Lists:
-    """Read FedBN's published split, ``<domain>_train.pkl`` and ``<domain>_test.pkl``; empty unless all are there.
+    """Read FedBN's published split, ``<domain>_train.pkl`` and ``<domain>_test.pkl``; empty if any is missing.
 
-    Each contains image paths, starting from the directory above the data set's own, and the names of their classes
+    Each contains image paths, starting from the parent of the data set's directory, and the names of their classes
     (``data_utils`` in https://github.com/med-air/FedBN). The pickles are read without running code in them.
     """
     names = {"train": "{}_train.pkl", "test": "{}_test.pkl"}

@@ -36,7 +36,7 @@ DIGITS = tuple("0123456789")
 def make_single_card(name: str, *layouts: Layout, **facts: Any) -> Card:
     """Return the card of a data set, with further ``facts``, that :attr:`Card.find` reads in the first layout found.
 
-    Its files are all in a folder or in a directory ``name`` of it. The compact format comes last, see
+    Its files are all in a folder or in a directory ``name`` of it. The compact format is tried last, see
     :func:`find_packed`.
     """
 

@@ -46,7 +46,7 @@ def camelyon17(
     """Load Camelyon17 as WILDS publishes it, one client for each hospital.
 
     WILDS trains on hospitals 0, 3 and 4, selects on 1 and tests on 2, which corresponds to ``--newcomers hospital_2``.
-    Patches of a slide look alike, so whole slides of each hospital are used for testing.
+    Patches of a slide are similar, so whole slides of each hospital are used for testing.
 
     Args:
         root: Directory of the data.

@@ -94,5 +94,5 @@ def _load(found: Path, name: str) -> NDArray[np.uint8]:
         with tarfile.open(found) as archive:
             member = archive.extractfile(f"{_FOLDER}/{name}")
             if member is None:
-                raise ValueError("it is no file")
+                raise ValueError("it is not a file")
             return np.asarray(np.load(io.BytesIO(member.read()), allow_pickle=False))

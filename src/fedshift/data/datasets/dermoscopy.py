@@ -100,7 +100,7 @@ def ham10000(
     Args:
         root: Directory of the data.
         by: ``one`` client with all images, or one client for each ``site`` (four).
-        size: Side in pixels of the squares to which images are resized; None: 150 high and 200 wide as in FedMMB (the
+        size: Side in pixels of the resized square images; None: 150 high and 200 wide as in FedMMB (the
             published images are 450 x 600), or the size of the compact files (32 x 32).
         by_lesion: Split lesions with all their images; False: split images at random.
         test_fraction: Fraction used for testing, of the lesions of each class and site, or of the images.
@@ -150,7 +150,7 @@ def fed_isic2019(
     arXiv:2210.04620; 23,247 images of eight classes. FLamby's list gives each image's center, and whether it is for
     training or testing. Both sides share lesions that were photographed more than once: in HAM10000's four sources,
     434, 213 and 46 lesions are on both sides of vidir_modern, rosendahl and vienna_dias, and 9 lesions are in two
-    sources. Where lesions are known, they are groups of images, and ``fedshift data check`` finds those on both sides.
+    sources. Where lesions are known, they are groups of images, and ``fedshift data check`` finds groups on both sides.
 
     FLamby's images have 224 pixels on the shorter side after its resizing and color constancy; here they are resized to
     squares. Pixels are normalized with ImageNet's mean and standard deviation, as in FLamby.
@@ -279,7 +279,7 @@ def _read_isic_row(row: dict[str, str]) -> tuple[str, int, str, str]:
 
 
 def _find_lesion_tables(folder: Path) -> tuple[Path, Path] | None:
-    """Return the tables of ISIC 2019 and of HAM10000 that name lesions, or None unless both are there."""
+    """Return the tables of ISIC 2019 and of HAM10000 that name lesions, or None if either is missing."""
     ham, isic = _find_file(folder, _HAM_METADATA), folder / _ISIC_METADATA
     return None if ham is None or not isic.is_file() else (isic, ham)
 

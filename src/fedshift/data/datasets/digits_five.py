@@ -47,7 +47,7 @@ def _find_partitions(domain: str, folder: Path) -> Path | None:
 
 
 def _find_home(domain: str, folder: Path) -> Path | None:
-    """Return the directory under ``folder`` with the files of a domain; ``digits-five`` comes first."""
+    """Return the directory under ``folder`` with the files of a domain; ``digits-five`` is tried first."""
     for home in (folder / "digits-five", folder / "digits_five", folder):
         if _find_partitions(domain, home) or _SOURCES[domain][1].present(domain, home):
             return home

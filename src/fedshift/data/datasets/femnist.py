@@ -73,7 +73,7 @@ def femnist(root: Path, *, writers: int | None = None, least: int = 10) -> Feder
         raise UsageError(f"writers={writers}: {len(names)} have {least} training images; ask for at most as many")
     names = names[:writers]
     clients = tuple(ClientData.from_splits(name, {"train": train[name], "test": test[name]}) for name in names)
-    note = f"FEMNIST by writer, {len(names)} of those with {least} training images or more"
+    note = f"FEMNIST by writer, {len(names)} of the writers with {least} training images or more"
     made = Federation(name="femnist", clients=clients, classes=len(_CLASSES), note=note, class_names=_CLASSES)
     return made.check(allow_single_class=True)
 

@@ -131,8 +131,8 @@ def heart_disease(
 def fed_heart_disease(root: Path) -> Federation:
     """Load Fed-Heart-Disease as FLamby defines it (Ogier du Terrail et al. 2022, arXiv:2210.04620).
 
-    Columns and rows are those of ``heart_disease(missing="drop")``; the first values of cp and restecg have no feature,
-    numbers and codes alike are standardized by the client's training rows (with n - 1), and the split is FLamby's.
+    Columns and rows are as in ``heart_disease(missing="drop")``; the first values of cp and restecg have no feature,
+    both numbers and codes are standardized by the client's training rows (with n - 1), and the split is FLamby's.
 
     Args:
         root: Directory of the data.
@@ -191,7 +191,7 @@ def _read_table(file: Path) -> Floats:
     try:
         return np.array([[np.nan if cell == "?" else float(cell) for cell in row] for row in rows], np.float32)
     except ValueError as error:
-        raise UsageError(f"{file} holds what is no number ({error}): get it again") from error
+        raise UsageError(f"{file} holds a value that is not a number ({error}): get it again") from error
 
 
 def _encode(values: Floats, codes: tuple[int, ...] | None) -> NDArray[np.floating]:

@@ -86,8 +86,8 @@ def office_caltech10(
     Args:
         root: Directory of the data.
         size: Side of the images in pixels.
-        samples: Number of training images per client, from the start of its list; None: all. The order is that of
-            FedBN's lists (its authors' loaders use 62 samples and 50 for ``validation``), or random without the lists.
+        samples: Number of training images per client, from the start of its list; None: all. The order is as in FedBN's
+            lists (its authors' loaders use 62 samples and 50 for ``validation``), or random without the lists.
         validation: Number of validation images per client, from the end of its training list; None: no validation.
         test_fraction: Fraction of every class used for testing, if there are no lists from FedBN.
         progress: Called with ``(what is read, done, total)``.

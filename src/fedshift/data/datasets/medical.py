@@ -84,13 +84,13 @@ def feddg_fundus(root: Path, *, size: int = 384, progress: Progress | None = Non
     """Load FedDG's fundus images: optic disc and cup in four data sets of retinal photographs (Liu et al. 2021).
 
     arXiv:2103.06030. The data were compiled by DoFE (Wang et al. 2020, https://github.com/emma-sjwang/Dofe):
-    ``Domain1/train/ROIs/image/*.png`` with masks of the same names in ``mask``, and ``test`` beside ``train``, as
+    ``Domain1/train/ROIs/image/*.png`` with masks of the same names in ``mask``, and ``test`` next to ``train``, as
     listed in https://github.com/zzzqzhou/RAM-DSIR (dataset/fundus). Its loader (code/dataset/fundus.py) also defines
     the gray values: above 200 is background, 51 to 200 disc, and below cup.
 
     Args:
         root: Directory of the data.
-        size: Side in pixels of the squares to which images are resized; FedDG uses 384.
+        size: Side in pixels of the resized square images; FedDG uses 384.
         progress: Called with ``(what is read, done, total)``.
 
     Returns:
@@ -180,7 +180,7 @@ def fets2022(
     Args:
         root: Directory of the data.
         partitioning: 1 for ``partitioning_1.csv``, by institution, or 2 for ``partitioning_2.csv``.
-        size: Voxels to which volumes are resized, (slices, rows, columns) or one number; None: 155 x 240 x 240.
+        size: Voxels of the resized volumes, (slices, rows, columns) or one number; None: 155 x 240 x 240.
         test_fraction: Fraction of patients used for testing.
         progress: Called with ``(what is read, done, total)``.
 
@@ -218,13 +218,12 @@ def fed_ixi(
 
     arXiv:2210.04620; TorchIO's IXI Tiny (arXiv:2003.04696), 566 volumes, in FLamby's layout
     (https://github.com/owkin/FLamby, flamby/datasets/fed_ixi): ``IXI_sample/IXI002-Guys-0828/T1/*.nii.gz`` and
-    ``label/*.nii.gz``. FLamby's split is in its ``metadata_tiny.csv`` (Patient ID, Split), which is used if it is
-    beside the patients' folders or above; without it, ``test_fraction`` of each hospital's patients are used for
-    testing.
+    ``label/*.nii.gz``. FLamby's split is in its ``metadata_tiny.csv`` (Patient ID, Split), which is used if it is next
+    to the patients' folders or above; without it, ``test_fraction`` of each hospital's patients are used for testing.
 
     Args:
         root: Directory of the data.
-        size: Voxels to which volumes are resized, one number or three; FLamby uses 48 x 60 x 48.
+        size: Voxels of the resized volumes, one number or three; FLamby uses 48 x 60 x 48.
         test_fraction: Fraction of patients used for testing if FLamby's table is missing.
         progress: Called with ``(what is read, done, total)``.
 
@@ -246,7 +245,7 @@ def fed_ixi(
         number, center, *_ = folder.name.split("-")
         files = [sorted((folder / kind).glob("*.nii.gz")) for kind in ("T1", "label")]
         if center not in cases or not number[3:].isdecimal() or not all(files):
-            raise UsageError(f"{folder} is no patient of IXI, with T1 and label: get it again")
+            raise UsageError(f"{folder} is not a patient of IXI, with T1 and label: get it again")
         part = parts.get(int(number[3:]), "") if parts else ""
         if parts and part not in ("train", "test"):
             raise UsageError(f"{table} does not say whether {folder.name} is for training or testing: get it again")
@@ -269,7 +268,7 @@ def _list_prostate(folder: Path) -> list[_Case]:
             mask = masks.get(f"{name}_segmentation")
             if mask is None:
                 raise UsageError(
-                    f"{file} has no mask {find_stem(file.name)}_segmentation.nii.gz beside it: get it again"
+                    f"{file} has no mask {find_stem(file.name)}_segmentation.nii.gz next to it: get it again"
                 )
             cases.append(_Case(name=name, images=(file,), mask=mask))
     if not cases:

@@ -30,7 +30,7 @@ MOST_BYTES = 2**31
 CLOSE = 0.01
 """Relative tolerance for distances."""
 ROUNDING = 0.02
-"""Millimeters by which distances may differ because positions are rounded to 0.01 mm."""
+"""Largest difference of distances, in millimeters, that comes from positions rounded to 0.01 mm."""
 
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 _NO_IMAGES = {
@@ -53,7 +53,7 @@ class Series:
         slices: Their data sets.
         shape: Voxels along rows, columns and slices: ``(Columns, Rows, number of slices)``.
         affine: Transform of these voxels to millimeters in RAS, float64 ``[4, 4]``.
-        patient: PatientID, in memory alone; empty if the files do not have it.
+        patient: PatientID, only in memory; empty if the files do not have it.
 
     """
 
@@ -240,7 +240,7 @@ def _read_numbers(found: Any, name: str) -> tuple[Any, ...]:
 
 
 def _is_close(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Return whether numbers that are no counts differ only by rounding."""
+    """Return whether numbers other than counts differ only by rounding."""
     return all(isinstance(each, float) for each in one + other) and np.allclose(one, other, rtol=1e-3, atol=1e-4)
 
 

@@ -3,7 +3,7 @@
 The EXIF orientation (JEITA CP-3451, tag 0x0112) is applied, transparent images are composited over white, and only the
 first of several frames is read. Images are resized to the given size without keeping their aspect ratio, as in FedBN
 (Li et al. 2021, arXiv:2102.07623, section 5.1), bilinear with antialiasing. Only Pillow's readers for the
-formats below are allowed, whatever the file's name, so that no other program is ever started.
+formats below are allowed, under any file name, so that no other program is ever started.
 
 A mask contains one class number from 0 to 255 for each pixel: as gray, one bit, or palette indices. In GIF, whose
 writers order the palette as they like, it is the gray value of the color. It is resized to the nearest pixel.
@@ -123,14 +123,14 @@ def convert_image(
 def _open_image(file: Path) -> Iterator[Image.Image]:
     """Open an image lazily; convert any exception of Pillow for a damaged file into :class:`Unreadable`."""
     try:
-        # not by name: Pillow would memory-map plain gray TIFFs and rotate those with orientation 5 to 8 wrongly
+        # not by name: Pillow would memory-map plain gray TIFFs and rotate orientations 5 to 8 wrongly
         with open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
             yield image
     except Unreadable:
         raise
     except UnidentifiedImageError as error:
         empty = file.stat().st_size == 0
-        raise Unreadable("is empty" if empty else f"is no image in format {', '.join(_FORMATS)}") from error
+        raise Unreadable("is empty" if empty else f"is not an image in format {', '.join(_FORMATS)}") from error
     except NotRegular as error:
         raise Unreadable(str(error.strerror)) from error
     except OSError as error:

@@ -2,7 +2,7 @@
 
 A cache entry is a directory named by a digest (BLAKE2b) of the files' paths, sizes and modification times and of the
 reading options. It is written under a temporary name and then renamed, so that an entry is either complete or absent,
-even if two processes decode the same files at the same time. Pixels are written as they are decoded, so that memory
+even if two processes decode the same files at the same time. Pixels are written right after decoding, so that memory
 never holds more than one image per thread. The array is mapped copy-on-write (NumPy's mode "c"): pages are read on
 demand, and writes do not reach the file.
 
@@ -177,8 +177,8 @@ def decode_all(
 ) -> ImageStore:
     """Decode ``files`` as described by ``facts`` into an entry at ``place``, or into memory if it cannot be written.
 
-    ``training(broken)`` returns the rows of the training images, by which gray is scaled, once the broken files are
-    known.
+    ``training(broken)`` returns the rows of the training images, which determine the scaling of gray, once the broken
+    files are known.
     """
     shape = (len(files), facts.channels, facts.height, facts.width)
     dtype = np.dtype(np.float32 if facts.kind in _SCALED else np.uint8)
@@ -218,7 +218,7 @@ def decode_all(
 def _write_store(
     place: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[..., tuple[ImageFacts, dict[int, float]]]
 ) -> ImageStore:
-    """Fill an entry beside ``place`` and rename it to ``place``; raise :class:`OSError` if writing fails."""
+    """Fill an entry next to ``place`` and rename it to ``place``; raise :class:`OSError` if writing fails."""
     beside = place.with_name(f"{place.name}.{uuid4().hex}{BEGUN}")
     make_room(place.parent, math.prod(shape) * dtype.itemsize)
     beside.mkdir(parents=True)
@@ -322,7 +322,7 @@ def count_bytes(images: Path) -> int:
 
 
 def make_room(images: Path, size: int) -> None:
-    """Remove entries until ``size`` more bytes fit the limit, or only entries in use by this process are left."""
+    """Remove entries until ``size`` more bytes fit the limit, or only entries in use by this process remain."""
     known = entries(images)
     over = sum(entry.size for entry in known) + size - limit()
     now = time.time_ns()

@@ -56,7 +56,7 @@ def refuse_broken(path: Path, broken: Mapping[str, str], count: int, reading: Re
         raise UsageError(
             f"{len(broken)} of {count} files cannot be read: "
             f"{join_some(f'{path / file}: {why}' for file, why in broken.items())}; "
-            "mend or remove them, or leave them out ({})",
+            "repair or remove them, or leave them out ({})",
             Ref(on_data_error="warn"),
         )
 
@@ -70,7 +70,7 @@ def list_unkept(stores: Iterable[ImageStore], reading: ReadOptions) -> list[str]
 def find_kind(source: object) -> str:
     """Return which kind of images directory ``source`` holds, one of :data:`KINDS`; empty if it holds none.
 
-    Images elsewhere than in folders of classes, or of images and masks, do not count beside tables or arrays.
+    Images outside folders of classes, or of images and masks, do not count if there are tables or arrays.
     """
     if not isinstance(source, Path) or not source.is_dir() or not holds_images(source):
         return ""
@@ -127,7 +127,7 @@ def holds_one_client(path: Path) -> bool:
 def find_clients(path: Path) -> dict[str, Path]:
     """Return the clients' folders by name; raise :class:`UsageError` if ``path`` has another layout."""
     if not path.is_dir():
-        raise UsageError(f"{path} is no directory: give one in which {LAYOUT}")
+        raise UsageError(f"{path} is not a directory: give one in which {LAYOUT}")
     files, folders = list_content(path)
     stray = next(filter(_is_image, files), None)
     if stray is not None:
@@ -159,10 +159,10 @@ def list_files(
 ) -> tuple[tuple[ImageFile, ...], tuple[str, ...]]:
     """Return a client's images with ``suffixes``, ordered by part, class and name, and notices of ignored files.
 
-    If DICOM files are images, so are folders of them, each of which is one series of slices.
+    If DICOM files are images, so are folders of them; each folder is one series of slices.
 
-    Raises :class:`UsageError` if images are outside of class folders or below them, parts are unclear, or there are no
-    images.
+    Raises :class:`UsageError` if images are outside of class folders or below them, parts are unclear, or images are
+    missing.
     """
     name, found, notices = client.name, [], []
     others: Counter[str] = Counter()
@@ -191,7 +191,7 @@ def list_files(
                 found.append(ImageFile(Path(file).relative_to(root).as_posix(), part, folder.name, *stamp))
     if others:
         kinds = ", ".join(sorted(suffix or "no suffix" for suffix in others))
-        notices.append(f"client {name!r}: {others.total()} files that are no images left out ({kinds})")
+        notices.append(f"client {name!r}: {others.total()} files that are not images left out ({kinds})")
     if not found:
         raise UsageError(f"client {name!r} has no image ({', '.join(sorted(suffixes))}) in {client}: {LAYOUT}")
     return tuple(found), tuple(notices)
@@ -216,7 +216,7 @@ def _find_parts(client: Path, *, check: bool = False) -> dict[str, list[os.DirEn
         raise UsageError(f"{client} holds both {next(iter(named))} and {odd}, parts and classes: {LAYOUT}")
     if len(parts) < len(named):
         raise UsageError(
-            f"{client} holds {', '.join(named)}, of which two are the same part: "
+            f"{client} holds {', '.join(named)}, two of them for the same part: "
             "keep one folder each for train, validation and test"
         )
     if named and "train" not in parts:

@@ -32,8 +32,8 @@ class ReadOptions:
         target: Table column with the label; for several labels or numbers, columns separated by commas.
         task: The prediction task; None: classification, or segmentation if there are masks.
         split_column: Table column with train, validation or test.
-        groups: Groups (such as the samples of one patient) that stay together: a table's column, a pattern of files'
-            names or a table of files (:mod:`fedshift.data.groups`), or the name of arrays beside x and y.
+        groups: Groups (such as the samples of one patient) that stay together: a table's column, a pattern of file
+            names or a table of files (:mod:`fedshift.data.groups`), or the name of arrays next to x and y.
         window: Values ``LOW,HIGH`` of medical images that become -1 and 1; None: each image's percentiles.
         missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
         scaling: ``client`` standardizes numeric columns with the client's training rows.

@@ -325,7 +325,7 @@ def _date_error(name: str, example: str) -> UsageError:
 
 
 def choose_features(table: TableFile, features: Sequence[str], only: Collection[str]) -> list[str]:
-    """Return those of ``features`` that are in ``only``; raise :class:`UsageError` naming one that ``table`` lacks."""
+    """Return the ``features`` that are in ``only``; raise :class:`UsageError` naming one that ``table`` lacks."""
     for name in only:
         if name not in features:
             raise UsageError(f"{table.path} has no column {name!r} for inputs: columns are {', '.join(features)}")

@@ -1,4 +1,4 @@
-"""Readers of data, one for each kind, found by their files' names (those without an underscore in front)."""
+"""Readers of data, one module for each kind of data; modules that begin with an underscore are not readers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_reader(source: object) -> Reader:
     if isinstance(source, Path):
         raise UsageError(
             f"{source} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), with one "
-            ".npz, .csv or .parquet file a client, with client/train/x.npy and y.npy and test beside train, or one "
+            ".npz, .csv or .parquet file per client, with client/train/x.npy and y.npy and test next to train, or one "
             "table ({})",
             Ref("client_column"),
         )
@@ -51,7 +51,7 @@ def find_reader(source: object) -> Reader:
 def refuse_unused(reading: ReadOptions, honored: Collection[str], data: str) -> None:
     """Raise :class:`UsageError` for a changed option that readers honor and ``data`` do not, naming the readers' kinds.
 
-    The options of data that clients join are those of a run, and may be for another kind of data.
+    The options of joining clients come from a run, and may be for another kind of data.
     """
     if isinstance(reading.schema, Schema):
         return

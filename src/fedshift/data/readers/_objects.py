@@ -1,4 +1,4 @@
-"""Kinds of objects in memory; those of pandas and HuggingFace are known by their attributes, without importing them."""
+"""Kinds of objects in memory; objects of pandas and HuggingFace are recognized without importing these libraries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_whole(data: object) -> bool:
 
 
 def require_column(data: object, reading: ReadOptions) -> None:
-    """Raise :class:`UsageError` if it is not said which column of ``data`` holds the client of each row."""
+    """Raise :class:`UsageError` if no option names the column of ``data`` with the client of each row."""
     if reading.client_column is None and reading.schema is None:
         raise UsageError(
             f"data is one {type(data).__name__} of all clients: say which column holds the client of each row "

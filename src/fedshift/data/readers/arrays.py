@@ -1,7 +1,7 @@
 """Arrays and torch datasets in memory, by client: ``{client: (x_train, y_train, x_test, y_test)}`` and other forms.
 
-A torch dataset is read once, sample by sample; a :class:`~fedshift.data.arrays.LazyDataset` stays as it is. A client
-with one dataset has no test samples of its own, and they are drawn from it.
+A torch dataset is read once, sample by sample; a :class:`~fedshift.data.arrays.LazyDataset` is read for each batch. If
+a client has only one dataset, its test samples are drawn from it.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def can_read(source: object) -> bool:
 def scan(source: Path, reading: ReadOptions) -> Scan:
     """Return the clients in directory ``source``, which is one itself if it joins others.
 
-    Raises :class:`UsageError` if the directory has another layout, sizes differ and no size is given, or a client mixes
-    gray of 8 bits and of more.
+    Raises :class:`UsageError` if the directory has another layout, sizes differ without ``image_size``, or a client
+    mixes gray of 8 bits and of more.
     """
     require_task(source, reading, Classification)
     places = folders.choose_folders(source, reading)
@@ -155,7 +155,7 @@ def make_part(
     reading: ReadOptions,
     patients: Sequence[str] = (),
 ) -> Part:
-    """Return a client's images with their targets; without a test folder, those for training are to be divided.
+    """Return a client's images with their targets; without a test folder, training images are to be divided.
 
     ``patients``: patient of each file, by its content, which names its group where nothing else does.
     """
@@ -165,7 +165,7 @@ def make_part(
     group = find_groups(reading.groups, names)
     if not len(group) and all(patients):
         group = np.array(patients, np.str_)
-    if reading.groups is None and len(set(group.tolist())) < 2:  # names that tell nothing apart
+    if reading.groups is None and len(set(group.tolist())) < 2:  # names that distinguish nothing
         group = UNGROUPED
     return Part(
         client=client, where=f"client {client!r}", y=y, side=np.array([sides[file.part] for file in files], np.int8),
@@ -181,7 +181,7 @@ def inspect_images(
 ) -> Images:
     """Find every client's array in the cache, or read the headers of its files; all are read before any is decoded.
 
-    ``size``: height and width of the images, in place of those that ``reading`` says.
+    ``size``: height and width of the images, instead of the size in ``reading``.
     """
     asked = size or ((reading.image_size,) * 2 if reading.image_size else None)
     found: dict[str, ImageStore | Inspected] = {}

@@ -84,7 +84,9 @@ def _scan_file(name: str, file: Path, reading: ReadOptions) -> Iterator[Part]:
 def _open(file: Path) -> Iterator[NpzFile]:
     """Open a file of arrays; raise :class:`UsageError` if it is damaged or would need pickle."""
     if file.is_file() and not zipfile.is_zipfile(file):
-        raise UsageError(f"{file} is no .npz file, or is cut short: write it again with numpy.savez, or leave it out")
+        raise UsageError(
+            f"{file} is not an .npz file, or is cut short: write it again with numpy.savez, or leave it out"
+        )
     try:
         with open_arrays(file) as packed:
             yield packed

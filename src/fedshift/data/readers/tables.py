@@ -139,7 +139,7 @@ def scan_tables(tables: Sequence[TableFile], name: str, reading: ReadOptions) ->
     roles = reading.role_columns
     features = [name for name in tables[0].types if name not in roles]
     if not features:
-        raise UsageError(f"{tables[0].path} has no column beside {', '.join(roles)}: a table needs features")
+        raise UsageError(f"{tables[0].path} has no column except {', '.join(roles)}: a table needs features")
     if reading.schema and reading.schema.only is not None:
         features = schema.choose_features(tables[0], features, reading.schema.only)
     if reading.schema:
@@ -238,8 +238,8 @@ def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[Rea
     for name, count in Counter(roles).items():
         if name not in names and reading.schema:
             raise UsageError(
-                f"{tables[0].path} has no column {name!r}, by which {reading.schema.name!r}, the data that it joins, "
-                f"was read: call it so; columns are {', '.join(names)}"
+                f"{tables[0].path} has no column {name!r}, which {reading.schema.name!r}, the data that it joins, "
+                f"has: rename the column; columns are {', '.join(names)}"
             )
         if name not in names:
             raise unknown_name("column", name, names)
@@ -251,7 +251,7 @@ def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[Rea
                 f"{nested[0].path}: column {name!r} holds {nested[0].types[name]}: give it one value a row"
             )
     if reading.split_column is None and "split" in names and "split" not in roles and _is_split_column(tables):
-        notice = "column 'split' says which rows are for training, validation and testing"
+        notice = "column 'split' assigns rows to training, validation and testing"
         return replace(reading, split_column="split"), [notice]
     return reading, []
 
@@ -358,7 +358,7 @@ def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[Te
 
 
 def _refuse_other_labels(rows: TableRows, target: str) -> None:
-    """Refuse labels of different kinds at different clients, except True and False beside 0 and 1, which they mean."""
+    """Refuse labels of different kinds at different clients, except True and False for 1 and 0."""
     values, codes = rows.values[target], rows.codes[target]
     if _read_truths(values):
         return
@@ -370,7 +370,7 @@ def _refuse_other_labels(rows: TableRows, target: str) -> None:
 
 
 def _read_truths(values: Sequence[str]) -> dict[str, int]:
-    """Return the class of each of ``values`` if they are True and False beside 0 and 1, else nothing."""
+    """Return the class of each of ``values`` if they are True and False together with 0 and 1, else nothing."""
     meaning = {"true": 1, "false": 0}
     found = {value: meaning.get(value.casefold()) for value in values}
     rest = [value for value, truth in found.items() if truth is None]
@@ -432,7 +432,7 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
 
 
 def _read_sides(rows: TableRows, here: NDArray[np.intp], reading: ReadOptions) -> Sides:
-    """Return the split of the rows ``here`` that the split column says."""
+    """Return the split of the rows ``here`` from the split column."""
     column = reading.split_column
     if column is None:
         return np.full(len(here), UNSAID, dtype=np.int8)
@@ -441,7 +441,7 @@ def _read_sides(rows: TableRows, here: NDArray[np.intp], reading: ReadOptions) -
     if (side < 0).any():
         raise UsageError(
             f"{rows.describe_location(here[side < 0])}: {values[codes[side < 0][0]]!r} in column {column!r}, "
-            f"which says what rows are for; allowed are {', '.join(SIDES)}"
+            f"the split of rows; allowed are {', '.join(SIDES)}"
         )
     return side
 
