@@ -141,9 +141,12 @@ def test_a_site_is_no_authority(tmp_path):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ({"complete": False}, r"ca\.crt does not vouch for .*put those of intermediate authorities into server\.crt"),
+        (
+            {"complete": False},
+            r"ca\.crt does not vouch for .*append the certificates of intermediate authorities",
+        ),
         ({"names": ()}, r"server\.crt names no host \(subjectAltName\)"),
-        ({"rsa_key": True}, r"server\.key is no ECDSA key"),
+        ({"rsa_key": True}, r"server\.key is not an ECDSA key"),
     ],
 )
 def test_what_an_authority_lacks_is_named_before_the_start(made, said, tmp_path):
@@ -160,7 +163,7 @@ def test_a_key_of_another_certificate_or_with_a_passphrase_is_named_before_the_s
         Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
     )
     (own / "server.key").write_bytes(locked)
-    with pytest.raises(UsageError, match=r"server\.key is no private key without a passphrase"):
+    with pytest.raises(UsageError, match=r"server\.key is not a private key without a passphrase"):
         check_server(own)
 
 
@@ -222,7 +225,7 @@ def test_the_end_is_a_metric_and_what_is_no_certificate_is_named(authority, tmp_
     found = Prometheus(read_end(folder)).registry.get_sample_value("fedshift_certificate_end_timestamp_seconds")
     assert found == END.timestamp()
     (folder / "ca.crt").write_text("no")
-    with pytest.raises(UsageError, match=r"ca.crt is no certificate .*: take the file"):
+    with pytest.raises(UsageError, match=r"ca.crt is not a certificate .*: take the file"):
         read_end(folder)
 
 

@@ -165,7 +165,7 @@ UPLOADS = {
     "a record more": (beside, "it sent an unexpected record 'more'"),
     "numbers more": (numbers_beside, "it has records that nobody asked for"),
     "settings more": (settings_beside, "it has records that nobody asked for"),
-    "long facts": (long_facts, "its facts are no text of at most 16777216 letters"),
+    "long facts": (long_facts, "its facts are not a text of at most 16777216 letters"),
     "NaN": (changed(**{WEIGHT: lambda x: x * torch.nan}), r"entry '1\.weight' of the upload holds NaN or infinity"),
     "infinity": (changed(**{WEIGHT: lambda x: x / 0}), "of the upload holds NaN or infinity"),
     "shape": (changed(**{WEIGHT: lambda x: x[:-1]}), r"shape \(15, \d+\) in place of \(16, \d+\)"),

@@ -122,7 +122,7 @@ def test_what_is_offered_is_described_and_the_site_says_exactly_what_left(hospit
     assert hospital().facts["class_names"] == ("ill", "well")  # the site's own target
     counts = f"training samples by class: {', '.join(map(str, told['labels']))} (exact)"
     for line in ("columns and their categories: ward (A, B); dose", "2 classes: ill, well", counts):
-        assert f"told to the coordinator: {line}" in hospital.said
+        assert f"disclosed to the coordinator: {line}" in hospital.said
     *_, entry = read_ledger(tmp_path / "north")
     assert entry.content["told"]["labels"] == told["labels"]
     assert "Anna" not in json.dumps(entry.content)
@@ -145,7 +145,7 @@ def test_columns_that_are_not_offered_are_not_read(tmp_path, machine):
 
 def test_an_offered_column_that_the_table_lacks_is_named_at_the_site_alone(hospital):
     offer = SitePolicy().offering(target="outcome", columns=["dose", "crp"])
-    assert why(hospital(policy=offer)) == "its data cannot be used: its own log says why"
+    assert why(hospital(policy=offer)) == "its data cannot be used: its log has the reason"
     assert "has no column 'crp' for inputs" in hospital.said[-1]
 
 
@@ -169,7 +169,7 @@ def test_the_column_of_groups_is_no_target():
 def test_a_target_that_names_single_rows_is_refused_whatever_it_is_called(hospital):
     for target in ("number", "years"):  # of 40 rows, 40 and 23 different values
         answer = hospital(target, policy=SitePolicy().offering(target=target, columns=["dose"]))
-        assert why(answer) == "its data cannot be used: its own log says why"
+        assert why(answer) == "its data cannot be used: its log has the reason"
     assert "so it is an identifier, and the list of them would leave this site" in hospital.said[-1]
 
 
@@ -202,11 +202,11 @@ def test_numbers_are_rounded_and_rare_values_stay_as_the_site_has_it(hospital):
     none = hospital(policy=SitePolicy(told=Told(class_counts=False)).offering(target="outcome", columns=["dose"]))
     assert none.facts["labels"] is None
     rare = SitePolicy(told=Told(fewest=4)).offering(target="hiv", columns=["dose"])
-    assert why(hospital(policy=rare)) == "its data cannot be used: its own log says why"
+    assert why(hospital(policy=rare)) == "its data cannot be used: its log has the reason"
     assert "class 'yes' of the" in hospital.said[-1]
-    assert "and this site tells of at least 4" in hospital.said[-1]
+    assert "and this site discloses at least 4" in hospital.said[-1]
     ward = SitePolicy(told=Told(fewest=39)).offering(target="outcome", columns=["ward"], split_column=None)
-    assert why(hospital(policy=ward)) == "its data cannot be used: its own log says why"
+    assert why(hospital(policy=ward)) == "its data cannot be used: its log has the reason"
 
 
 @pytest.mark.parametrize("counts", [[5, 5, 15], [0, 7, 1], [30, 20, 10], [1, 1]])
@@ -393,7 +393,7 @@ def test_the_operator_agrees_to_the_whole_question(ask, questions, tmp_path):
     assert len(shown) == 1
     experiment = questions[0].facts["experiment"]
     assert f"experiment: {experiment}; its coordinator has the key {SIGNER}" in shown[0]
-    assert "rounds: 2, of which 2 end with measurements" in shown[0]
+    assert "rounds: 2, 2 with measurements" in shown[0]
     site = site_in(tmp_path, confirmation=asks)
     for changed in ({"trial": {"experiment": "renamed"}}, {"spec": {"rounds": 12}}, {"spec": {"lr": 0.5}}):
         assert ask(site, **changed).kind == "trained"

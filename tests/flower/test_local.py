@@ -161,7 +161,7 @@ def test_another_run_of_the_same_name_is_refused_with_what_to_do(local_grid, tmp
     start(grid, rounds=1)
     said = grid.seen[-1].error.reason
     assert "holds entries of round 2" in said
-    assert "server has done 0 rounds: to begin anew, remove that file or name the experiment otherwise" in said
+    assert "server has done 0 rounds: to start over, remove that file or rename the experiment" in said
     start(other := local_grid({3: counting(tmp_path, experiment="f")}), rounds=1)
     assert not any(message.has_error() for message in other.seen)
 

@@ -196,7 +196,7 @@ def test_a_key_is_rotated_under_its_name_and_revoked_and_what_it_signed_stays_ve
     assert not (place / "nodes" / "hospital-a.key").exists()
     assert [(place / "retired" / f"hospital-a-{n}.pub").read_bytes() for n in (1, 2)] == [first, second]
     for change in (rotate_key, revoke_key):
-        with pytest.raises(UsageError, match=r"'hospital-a' has no key in .*, where there are those of hospital-a 2"):
+        with pytest.raises(UsageError, match=r"'hospital-a' has no key in .*, which has keys of hospital-a 2"):
             change(place, "hospital-a")
     add_nodes(place, ["hospital-a"])  # which may come back
 
@@ -215,7 +215,7 @@ def test_keys_are_read_while_files_come_change_and_go(place):
     assert keys().keys() == {"c", "hospital-a 2"}
     assert keys()["c"] == kept
     assert len(heard) == 2
-    assert all("c.pub is no public key" in told for told in heard)
+    assert all("c.pub is not a public key" in told for told in heard)
     revoke_key(place, "c")
     revoke_key(place, "hospital-a 2")
     assert keys() == {}
@@ -350,7 +350,7 @@ def test_public_keys_that_cannot_be_told_apart_or_read_are_refused(place):
     with pytest.raises(UsageError, match=r"twin\.pub is the key of node 'hospital-a' too"):
         load_public_keys(place)
     (nodes / "twin.pub").write_text("no key")
-    with pytest.raises(UsageError, match=r"twin\.pub is no public key"):
+    with pytest.raises(UsageError, match=r"twin\.pub is not a public key"):
         load_public_keys(place)
     other = Ed25519PrivateKey.generate().public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     (nodes / "twin.pub").write_bytes(other)

@@ -74,7 +74,7 @@ def test_a_program_that_does_not_end_by_itself_is_ended(stand_in):
     assert program.code is None
     program.stop()
     assert program.code is not None
-    assert program.last_message() == "it said nothing"
+    assert program.last_message() == "it printed nothing"
 
 
 def test_why_a_program_ended_is_what_it_said_of_that(stand_in):
@@ -224,7 +224,7 @@ def test_a_site_says_that_a_proxy_is_on_the_way(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://ann:secret@proxy.example.org:3128")
     monkeypatch.setenv("NO_PROXY", "near.example.org")
     assert route("far.example.org:9091") == (
-        " by the proxy proxy.example.org:3128, as the environment says (NO_PROXY=far.example.org goes there directly)"
+        " by the proxy proxy.example.org:3128, set in the environment (NO_PROXY=far.example.org connects directly)"
     )
     assert route("near.example.org:9091") == route("far.example.org:9091", tls=None) == ""
     monkeypatch.setenv("ALL_PROXY", "socks5://other.example.org:1080")

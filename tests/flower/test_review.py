@@ -224,7 +224,7 @@ def test_whoever_runs_the_site_is_asked_once_and_shown_what_leaves(agreed, who, 
     [
         ("rounds = 0", "limits.rounds: Input should be greater than or equal to 1"),
         ("round = 3", "limits.round: Extra inputs are not permitted. It may set methods, models, keep"),
-        ("rounds", "is no TOML file"),
+        ("rounds", "is not a TOML file"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused_by_name(text, why, tmp_path):

@@ -126,7 +126,7 @@ def test_the_state_of_other_data_is_refused(asked):
     for file in asked.folder.glob("photo/*/*/state-*.safetensors"):
         shutil.copy(file, place)
     said = why(asked.site("print").answer(asked.again()))
-    assert said.startswith("the data of client 'print' are not those of round 1: give it the data that it began with")
+    assert said.startswith("the data of client 'print' differ from round 1: give it the data that it began with")
 
 
 def test_the_state_of_another_model_is_refused(asked):
@@ -317,7 +317,7 @@ def test_errors_in_a_sites_data_are_one_line_there_and_refused_without_a_word_of
             next(line for line in said if "in the data" in line)
         )
         said.clear()
-    assert why(answer) == "its data cannot be used: its own log says why"
+    assert why(answer) == "its data cannot be used: its log has the reason"
 
 
 def test_an_upload_with_an_entry_beyond_its_scope_does_not_leave(asked, monkeypatch):

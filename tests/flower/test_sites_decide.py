@@ -41,7 +41,7 @@ def test_a_site_is_asked_first_and_sends_no_more_than_it_allows(tmp_path, files,
     keys, record = tmp_path / "tls" / "nodes", tmp_path / "served" / "machines" / "ledgers.jsonl"
     done = cli("ledger", tmp_path / "pen", "--key", keys / "pen.pub", "--anchors", record)
     assert done.code == 0, done.err
-    assert "lines and agreed: told to the coordinator: name 'pen'" in done.out
+    assert "lines and agreed: disclosed to the coordinator: name 'pen'" in done.out
     assert "The coordinator's record confirms " in done.out
     assert "1 uploads, " in done.out
 
@@ -52,7 +52,7 @@ def test_an_upload_of_one_sample_does_not_leave_a_site_without_a_policy(tmp_path
     with machines(tmp_path, spec) as two:
         coordinator = two.serve("--min-clients", 2)
         sites = [two.join(name, policy=None) for name in two.names]
-        said = "an upload would be made of 1 different samples, and this site's policy asks for 16 (least_samples)"
+        said = "an upload would use 1 different samples, and this site's policy asks for 16 (least_samples)"
         for site in sites:
             site.says(said)
         until(lambda: coordinator.code is not None, "the end of", coordinator)

@@ -121,7 +121,9 @@ def test_text_that_names_single_rows_never_leaves_the_site(tmp_path, machine):
     grid = SiteGrid({1: site})
     with pytest.raises(FedshiftError, match="after 0 seconds there are 0"):
         coordinator(tables(tmp_path), grid, tmp_path / "served", heard, wait=0.0).run()
-    assert heard.notices[1:] == ["a node (number 1) does not take part: its data cannot be used: its own log says why"]
+    assert heard.notices[1:] == [
+        "a node (number 1) does not take part: its data cannot be used: its log has the reason"
+    ]
     assert (
         "column 'patient' contains text with 16 different values in 30 rows, and the list of values would leave"
         in said[0]
@@ -133,7 +135,7 @@ def test_a_cell_that_an_error_shows_is_shown_to_the_site_alone(tmp_path, machine
     said = []
     (site,) = hospitals(tmp_path / "all", tmp_path, say=said.append).values()
     hello = Exchange(kind="describe", facts={"spec": vars(tables("")), "labels": False})
-    assert site.answer(hello).facts["why"] == "its data cannot be used: its own log says why"
+    assert site.answer(hello).facts["why"] == "its data cannot be used: its log has the reason"
     assert "column 'patient' holds text such as 'P0x' and more than 50 different values" in said[0]
 
 
@@ -143,8 +145,8 @@ def test_a_site_says_which_categories_it_tells(tmp_path, machine):
     (site,) = hospitals(tmp_path / "all", tmp_path, say=said.append).values()
     told = site.answer(Exchange(kind="describe", facts={"spec": vars(tables("")), "labels": False})).facts
     assert told["columns"][1] == {"name": "ward", "categories": ("A", "B"), "holds": "numbers"}
-    assert "told to the coordinator: columns and their categories: age; ward (A, B); dose" in said
-    assert "told to the coordinator: 2 classes: ill, well" in said
+    assert "disclosed to the coordinator: columns and their categories: age; ward (A, B); dose" in said
+    assert "disclosed to the coordinator: 2 classes: ill, well" in said
 
 
 def test_sites_whose_columns_differ_are_refused_before_training(tmp_path, machine):

@@ -166,7 +166,7 @@ def test_ledger_and_confirmation_say_that_it_validates_only(tmp_path, machine, c
     assert "samples: 140 test" in described
     assert "this site validates only: nothing is trained here" in trial
     assert "leaves each round: nothing" in trial
-    assert "privacy: nothing is trained on these data; counts are told without noise" in trial
+    assert "privacy: nothing is trained on these data; counts are disclosed without noise" in trial
     entries = list(read_ledger(tmp_path / HELD))
     assert {entry.content["role"] for entry in entries if entry.content["event"] == "message"} == {"validates only"}
     assert not sum(map(count_bytes_left, entries))
@@ -231,5 +231,5 @@ def test_its_model_can_be_exported_there(image_sites, tmp_path, machine):
 @pytest.mark.slow
 def test_what_follows_from_training_images_is_refused_where_there_are_none(image_sites, tmp_path, machine):
     heard = serve(spec_of_images(normalize="client"), SiteGrid(image_sites), tmp_path / "served")
-    assert [text for text in heard.notices if "scales by training images, of which this site has none" in text]
+    assert [text for text in heard.notices if "scales by training images, which this site lacks" in text]
     assert [done.participants for done in heard.rounds] == [TRAINING] * 2

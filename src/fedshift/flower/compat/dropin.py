@@ -116,8 +116,8 @@ def resolve_plan(method: Method, model: nn.Module, seed: int = 0) -> Plan:
         raise UsageError(f"method {method.label!r} sends nothing, for which no server is needed: choose another method")
     if tied := model.state_dict().keys() - plan.initial.keys():
         raise UsageError(
-            f"entry {min(tied)!r} of the model is a second name of another, or is no tensor, so that it would travel "
-            "twice or not at all: give each tensor one name in the state_dict, or use `fedshift serve`"
+            f"entry {min(tied)!r} of the model is a second name of another, or is not a tensor, so that it would be "
+            "sent twice or never: give each tensor one name in the state_dict, or use `fedshift serve`"
         )
     return plan
 
@@ -147,6 +147,6 @@ def _refuse_rules_of_training(method: Method) -> None:
     for what, found in parts.items():
         if found:
             raise UsageError(
-                f"method {method.label!r} {what} ({', '.join(found)}), which is not possible in a training loop that "
-                "the app brings: run it by `fedshift serve` and `fedshift join`, or leave that part out"
+                f"method {method.label!r} {what} ({', '.join(found)}), which is not possible in an app's "
+                "training loop: run it by `fedshift serve` and `fedshift join`, or leave that part out"
             )

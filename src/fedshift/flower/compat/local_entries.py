@@ -1,6 +1,6 @@
 """A mod for a Flower ClientApp that keeps a method's local entries on the client: FedBN in an existing app.
 
-Before the app trains, the client's entries replace those in the received arrays; afterwards they are removed from the
+Before the app trains, the client's entries replace the received ones; afterwards they are removed from the
 reply and kept on disk or in Flower's context. The app sees complete models, and the server never sees local entries.
 """
 
@@ -64,7 +64,7 @@ class LocalStateStore(ABC):
         held = self._read()
         for state in held.values():
             try:
-                check_state(state, self.initial, "what is kept")
+                check_state(state, self.initial, "the kept state")
             except RefusedMessage as error:
                 raise FedshiftError(
                     f"{self.client} kept the entries of another model ({self.place}): {error}; use the model that it "
@@ -76,8 +76,8 @@ class LocalStateStore(ABC):
         if held and not usable:
             raise FedshiftError(
                 f"{self.client} holds entries of round {min(held)} ({self.place}), but the server has done {done} "
-                "rounds: to begin anew, remove that file or name the experiment otherwise; to go on, give the server "
-                "its state"
+                "rounds: to start over, remove that file or rename the experiment; to continue, restore the server's "
+                "state"
             )
         if max(usable, default=0) < last:
             found = f"are of round {max(usable)}" if usable else "are missing"
@@ -229,7 +229,7 @@ def keep_local(
     Args:
         model: the app's network; its values of the local entries are every client's starting point.
         method: the method, FedBN by default.
-        experiment: name of the experiment to which entries on disk belong; by default ``experiment`` in the run's
+        experiment: name of the experiment that owns entries on disk; by default ``experiment`` in the run's
             configuration. Without a name, entries are kept in Flower's context for one run, while the node is running.
         folder: directory for the entries, by default ``~/.fedshift/flower``.
 
@@ -243,7 +243,7 @@ def keep_local(
 def _single_record(message: Message, what: str) -> tuple[str, ArrayRecord]:
     records = list(message.content.array_records.items())
     if len(records) != 1:
-        raise FedshiftError(f"{what} holds {len(records)} array records, of which one is the model: send one")
+        raise FedshiftError(f"{what} holds {len(records)} array records: send only one, the model")
     return records[0]
 
 

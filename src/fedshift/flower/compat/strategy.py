@@ -177,7 +177,9 @@ class MethodStrategy(Strategy):
         except RefusedMessage as error:
             raise FedshiftError(f"{error}: give ArrayRecord(model.state_dict()) of the strategy's model") from error
         if others := sorted(arrays.keys() - self.plan.sent):
-            LOG.info("%d entries of initial_arrays stay here, since clients keep their own: %s", len(others), others)
+            LOG.info(
+                "%d entries of initial_arrays are not sent, since clients keep local ones: %s", len(others), others
+            )
         server = init_server(self.plan)
         self.server = replace(server, shared={name: shared[name] for name in server.shared})
         self._begun = True

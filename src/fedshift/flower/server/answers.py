@@ -35,7 +35,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class TrainedAnswer(BaseModel):
     """Facts sent with an upload: the round's samples and steps, summed training loss, and measurements if requested.
 
-    ``upload``: digest by which the client later identifies its state at this upload.
+    ``upload``: digest that later identifies the client's state at this upload.
     """
 
     model_config = STRICT
@@ -138,7 +138,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def _type_like(value: Any) -> Any:
-    """Return the type for counts such as ``value``; None stands for an area under a curve, which may be undefined."""
+    """Return the type for counts such as ``value``; None is an area under a curve, which may be undefined."""
     if isinstance(value, list):
         return Annotated[list[_type_like(value[0])], Field(min_length=len(value), max_length=len(value))]  # type: ignore[misc]
     if value is None:

@@ -228,7 +228,7 @@ class Coordinator:
                 self.report.on_notice(notice)
 
     def _is_trained(self) -> bool:
-        """Return whether no work that needs sites is left."""
+        """Return whether all work that needs sites is done."""
         return bool(self.population.clients) and self._make_experiment(self._to_federation()).is_trained(self.directory)
 
     def _to_federation(self) -> RemoteFederation:

@@ -27,8 +27,8 @@ class Prometheus(Callback):
         self._planned = self._gauge("rounds_planned", "Rounds of each trial")
         self._done = self._gauge("rounds_done", "Completed and saved rounds of a trial", *TRIAL)
         self._seconds = self._gauge("round_seconds", "Seconds that the last round took")
-        self._ended = self._gauge("last_round_timestamp_seconds", "Unix time at which the last round ended")
-        self._sites = self._gauge("sites", "Sites that took part in the last round")
+        self._ended = self._gauge("last_round_timestamp_seconds", "Unix time when the last round ended")
+        self._sites = self._gauge("sites", "Sites that participated in the last round")
         self._loss = self._gauge("training_loss", "Mean training loss of a site in its last round", "site")
         self._bytes = Counter(
             "fedshift_bytes",
@@ -37,7 +37,7 @@ class Prometheus(Callback):
             registry=self.registry,
         )
         if end:
-            ends = self._gauge("certificate_end_timestamp_seconds", "Unix time at which the certificate ends")
+            ends = self._gauge("certificate_end_timestamp_seconds", "Unix time when the certificate ends")
             ends.set(end.timestamp())
         self._notices = Counter("fedshift_notices", "Notices, such as sites that were left out", registry=self.registry)
 

@@ -84,7 +84,7 @@ class ListenOptions:
 
     @property
     def name(self) -> str:
-        """The host to which Flower's programs on this machine connect, one that the certificate covers."""
+        """The host that Flower's programs on this machine connect to; the certificate covers it."""
         certificate = read_certificates(self.tls / "server.crt")[0] if self.tls else None
         if certificate is None or is_for(certificate, self.here):
             return self.here
@@ -161,7 +161,7 @@ def serve(
 ) -> int:
     """Run ``spec`` in ``directory`` with the sites that connect; return an exit code, as ``fedshift run`` does.
 
-    All files are accessible only to their owner. ``from_round``: round to which the trial in progress first goes back;
+    All files are accessible only to their owner. ``from_round``: the trial in progress first goes back to this round;
     None: it continues where it stopped.
     """
     with owner_only():
@@ -237,7 +237,7 @@ class _Coordination:
 
     @property
     def near(self) -> str:
-        """The host at which programs on this machine reach the SuperLink, without a proxy, and its address."""
+        """The host, and its address, where programs on this machine reach the SuperLink without a proxy."""
         return self.reach.here if self.reach.name == self.reach.here else f"{self.reach.name}={self.reach.here}"
 
     def __enter__(self) -> _Coordination:

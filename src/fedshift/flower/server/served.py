@@ -20,7 +20,7 @@ from .registry import ClientRegistry
 
 
 def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
-    """Load the experiment of `fedshift serve` in ``directory``, from which the server's models can be restored.
+    """Load the experiment of `fedshift serve` in ``directory``, which allows restoring the server's models.
 
     Args:
         directory: Run directory.

@@ -1,9 +1,9 @@
 """Accounts: count the uploads, measurements and descriptions of a site's data over all experiments.
 
 A coordinator can rename an experiment, take another seed, or ask another program of the site. The account is therefore
-kept for the data: a book is that of a path and of a fingerprint of its files, and data that were moved, or that grew,
-keep theirs. It is one file beside the folders of a site's programs, which share it under a lock; an answer is counted
-before it leaves, and also if it is lost.
+kept for the data: a path and a fingerprint of its files identify a book, and data that were moved, or that grew, keep
+their book. It is one file next to the folders of a site's programs, which share it under a lock; an answer is counted
+before it is sent, even if it is lost afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENDS = 2**16
 class TrialUse:
     """Use of the data by one method and seed: answers sent, privacy spent, steps contained in uploads.
 
-    ``round``: the last one of which an upload was sent.
+    ``round``: the last round with an upload.
     ``last``: digest of the last question of each kind that was counted, since the same one again gives the same answer.
     """
 
@@ -48,7 +48,7 @@ class TrialUse:
 class Book:
     """Record of everything sent from the data at ``paths``, whose files had ``fingerprints``.
 
-    ``descriptions``: digests of the different ones that were told. ``trials``: by experiment, method and seed.
+    ``descriptions``: digests of all different descriptions that were sent. ``trials``: by experiment, method and seed.
     ``agreed``: who agreed to what, by the digest of the whole question.
     """
 
@@ -72,13 +72,13 @@ class Book:
         return self.trials.get(name, TrialUse())
 
     def count(self, what: Spending, *, without: str | None = None) -> int:
-        """Return how many of ``what`` left, except those of trial ``without``."""
+        """Count ``what`` over all trials except ``without``."""
         if what == "descriptions":
             return len(self.descriptions)
         return sum(getattr(each, what) for name, each in self.trials.items() if name != without)
 
     def sum_spent(self, *, without: str | None = None) -> float:
-        """Return the privacy spent by all uploads (:func:`.review.compute_spent`) except those of trial ``without``."""
+        """Return the privacy spent by all uploads (:func:`.review.compute_spent`) except in trial ``without``."""
         return math.fsum(each.spent for name, each in self.trials.items() if name != without)
 
     def absorb(self, other: Book) -> None:
@@ -103,7 +103,7 @@ class Account:
 
     @property
     def book(self) -> Book:
-        """The data's book as it is now."""
+        """The current book of the data."""
         return self._find(read_books(self.path)[0])[0]
 
     def check(self) -> None:
@@ -111,7 +111,7 @@ class Account:
         self.change(lambda _: None)
 
     def change(self, change: Callable[[Book], None]) -> None:
-        """Write what ``change`` makes of the data's book, unless it raises; other programs wait meanwhile."""
+        """Apply ``change`` to the data's book and write it, unless it raises; other programs wait meanwhile."""
         with self._locked():
             books, unsigned = read_books(self.path)
             book, others = self._find(books)
@@ -132,14 +132,14 @@ class Account:
             lock = FileLock(f"{self.path}.lock").acquire()
         except OSError as error:
             raise UsageError(
-                f"{self.path}, which counts what was sent of the data, cannot be written ({error.strerror}): name "
+                f"{self.path}, which counts what the data were used for, cannot be written ({error.strerror}): name "
                 "another file (--account)"
             ) from error
         with lock:
             yield
 
     def _find(self, books: Iterable[Book]) -> tuple[Book, list[Book]]:
-        """Return the data's book, made of all that are theirs, and the others."""
+        """Return the data's book, merged from all their books, and the other books."""
         book, others = Book(paths=[self.place], fingerprints=[self.fingerprint]), []
         for each in books:
             if self.place in each.paths or self.fingerprint in each.fingerprints:
@@ -177,9 +177,9 @@ def name_data(data: str, name: str | None) -> tuple[str, str]:
 
 
 def fingerprint_files(path: Path) -> str:
-    """Return a digest of the file ``path``, or of all files below it, whatever their names.
+    """Return a digest of the file ``path``, or of all files below it, ignoring their names.
 
-    It covers each file's size, first and last bytes: gigabytes of images are told apart in seconds.
+    It covers each file's size, first and last bytes, so that gigabytes of images take only seconds.
     """
     files = [path] if path.is_file() else [Path(at, name) for at, _, names in os.walk(path) for name in names]
     digests = []

@@ -1,7 +1,7 @@
 """``fedshift check``: whether a site's machine and network are fit for an experiment, before anything else runs.
 
-Each step of :class:`Checks` is about one thing and gives a :class:`Finding` with the fix. What needs a key is answered
-by the guard in front of the coordinator's SuperLink (:mod:`..transport.firewall`), for known keys alone.
+Each step of :class:`Checks` is about one thing and gives a :class:`Finding` with the fix. The guard in front of the
+coordinator's SuperLink (:mod:`..transport.firewall`) answers requests that need a key, only for known keys.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from .reasons import describe_offset, measure_offset
 SECONDS = 10.0
 """Time limit for a connection."""
 LEAST_PROBE, LONG_ENOUGH = 2**18, 1.0
-"""Bytes of the first probe of throughput, and seconds after which a larger one tells nothing new."""
+"""Bytes of the first probe of throughput, and duration in seconds that makes larger probes unnecessary."""
 DISK, COPIES_ON_DISK, EARLIER = 2**26, 6, 50
-"""Bytes that a site needs on disk beside copies of the model: states of three rounds, two models and the ledger; and
-states of so many earlier rounds (``join --keep-rounds``), which take no more than :data:`MOST_EARLIER`."""
+"""Bytes that a site needs on disk in addition to copies of the model: states of three rounds, two models and the
+ledger; and states of so many earlier rounds (``join --keep-rounds``), which take no more than :data:`MOST_EARLIER`."""
 MOST_EARLIER = 10**9
 """Bytes of ``join --keep-gb``."""
 MEMORY, COPIES_IN_MEMORY = 2**30, 8
@@ -55,7 +55,7 @@ MEGA = 1e6
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about ``what``; ``fix``: what to do about it, empty if all is well."""
+    """Result of checking ``what``; ``fix``: what to do about a problem, empty if there is none."""
 
     what: str
     text: str
@@ -68,7 +68,7 @@ class Checks:
     Args:
         link: the connection to the coordinator, with a key.
         folder: where the site will keep its state.
-        size: bytes of the model; None: what the coordinator says.
+        size: bytes of the model; None: as the coordinator reports.
 
     """
 
@@ -81,7 +81,7 @@ class Checks:
         self._said: dict[str, Any] = {}
 
     def run(self) -> Iterator[Finding]:
-        """Yield a finding for each check; those that need what failed are left out, and the last finding says so."""
+        """Yield a finding per check; skip checks that depend on a failed one, and report these in the last finding."""
         steps = (self.name, self.port, self.certificate, self.clock, self.key, self.versions)
         for step in steps:
             finding = step()
@@ -155,7 +155,7 @@ class Checks:
         return Finding("clock", text or f"within {abs(offset):.0f} s of the coordinator's", fix)
 
     def key(self) -> Finding:
-        """Ask the coordinator what it tells nodes whose key it has."""
+        """Ask the coordinator for facts that it discloses to nodes with a known key."""
         mark = fingerprint(self._key.public_key())
         try:
             answer = self._ask()
@@ -183,7 +183,7 @@ class Checks:
         return Finding("versions", told)
 
     def throughput(self) -> Iterator[Finding]:
-        """Measure throughput in both directions, and estimate what a round takes beside training."""
+        """Measure throughput in both directions, and estimate the duration of a round without training."""
         try:
             rates = {direction: self._measure(direction) for direction in ("down", "up")}
         except httpx.HTTPError as error:
@@ -201,7 +201,7 @@ class Checks:
         seconds = 2 * sizes["down"] / rates["down"] + sizes["up"] / rates["up"]
         text = (
             f"{sizes['down'] / MEGA:.2f} MB down twice and {sizes['up'] / MEGA:.2f} MB up take about {seconds:.0f} s, "
-            "beside training"
+            "without training"
         )
         late = "seconds" in sizes and seconds > sizes["seconds"]
         limit = (
@@ -224,7 +224,9 @@ class Checks:
         """Compare available memory with what the site's programs and the model take, without data."""
         need, free = MEMORY + COPIES_IN_MEMORY * self._model_bytes, available_memory()
         fix = "" if free >= need else "close other programs, or add memory"
-        return Finding("memory", f"{free / MEGA:.0f} MB available, {need / MEGA:.0f} MB needed beside the data", fix)
+        return Finding(
+            "memory", f"{free / MEGA:.0f} MB available, {need / MEGA:.0f} MB needed in addition to the data", fix
+        )
 
     @property
     def _sizes(self) -> dict[str, float] | None:

@@ -1,9 +1,9 @@
-"""The gate through which every question to a site passes, and every answer from it, whatever their kind.
+"""The gate that every question to a site passes, and every answer from it, of any kind.
 
-A kind of question declares what its answer is made of and what it spends (:data:`QUESTIONS`); one that declares nothing
+A kind of question declares the content of its answer and what it spends (:data:`QUESTIONS`); one that declares nothing
 is refused. The gate compares each question with the site's policy, with what its operator agreed to (the whole
 question: settings, rounds, experiment, the coordinator's key) and with what was sent before, and each answer with what
-its kind declares. Whatever leaves is counted and written to the ledger first.
+    its kind declares. Every answer is counted and written to the ledger before it leaves.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Asks:
         records: names of all records of arrays that it may have.
         spends: what is counted; None: nothing of the data leaves.
         of_trial: whether it is about a method and seed, which the operator and the policy must allow first.
-        steps: whether local steps are taken for an upload; without them it leaves once, before round 1, and is made of
-            all training samples.
+        steps: whether local steps are taken for an upload; without them it leaves once, before round 1, and is computed
+            from all training samples.
 
     """
 
@@ -95,7 +95,7 @@ class Work:
         bounds: first and last sample of each batch of a pass.
         steps: local steps of the round, counted from the trial's beginning.
         client: the client's state before the round.
-        reached: last round of which an upload left before.
+        reached: last round with an earlier upload.
 
     """
 
@@ -175,7 +175,7 @@ class Gate:
         return asks
 
     def agree(self, review: TrialReview, trial: Mapping[str, Any]) -> None:
-        """Raise :class:`RefusedMessage` unless policy and operator allow ``review``, which was made of ``trial``."""
+        """Raise :class:`RefusedMessage` unless policy and operator allow ``review``, the review of ``trial``."""
         self.policy.limits.check(review, self.account.book)
         whole = {"trial": trial, "coordinator": review.coordinator, "data": self.account.fingerprint}
         refusal = "whoever runs this site does not agree to the experiment"
@@ -345,22 +345,23 @@ class Gate:
 
 
 def describe_description(facts: Mapping[str, Any], counts: str) -> list[str]:
-    """Return exactly what a description tells, as lines of text; ``counts``: how numbers by class are told."""
+    """Return everything that a description discloses, as lines of text; ``counts``: precision of numbers by class."""
     names, labels = facts["class_names"], facts["labels"]
     shape = " x ".join(map(str, facts["shape"])) or "one value"
     samples = ", ".join(f"{number} {part}" for part, number in facts["samples"].items())
     lines = [
-        f"told to the coordinator: name {facts['name']!r}; samples: {samples}; {facts['dtype']} of shape {shape}, "
+        f"disclosed to the coordinator: name {facts['name']!r}; samples: {samples}; {facts['dtype']} of shape {shape}, "
         f"{', '.join(sorted(set(facts['values'].values()))) or 'of no known kind'}, scaled by "
         f"{facts['scale'] or 'the site itself'}; task {facts['task'].get('name')}",
-        f"told to the coordinator: {facts['classes']} classes{': ' + ', '.join(names) if names else ', without names'}",
+        f"disclosed to the coordinator: {facts['classes']} "
+        f"classes{': ' + ', '.join(names) if names else ', without names'}",
     ]  # fmt: skip
     if facts["columns"]:
         texts = [f"{each['name']} ({', '.join(each['categories'])})" if each["categories"] else each["name"]
                  for each in facts["columns"]]  # fmt: skip
-        lines.append(f"told to the coordinator: columns and their categories: {'; '.join(texts)}")
-    told = "not told" if labels is None else f"{', '.join(map(str, labels))} ({counts})"
-    lines.append(f"told to the coordinator: training samples by class: {told}")
+        lines.append(f"disclosed to the coordinator: columns and their categories: {'; '.join(texts)}")
+    told = "not disclosed" if labels is None else f"{', '.join(map(str, labels))} ({counts})"
+    lines.append(f"disclosed to the coordinator: training samples by class: {told}")
     return lines
 
 

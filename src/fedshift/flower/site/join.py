@@ -53,7 +53,7 @@ class CoordinatorLink:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UsageError(
-                f"{self.address!r} is no address: write HOST:PORT, for example coordinator.example.org:9091"
+                f"{self.address!r} is not an address: write HOST:PORT, for example coordinator.example.org:9091"
             )
         if self.tls is None:
             if self.key:
@@ -63,7 +63,8 @@ class CoordinatorLink:
             raise UsageError(f"--tls {self.tls}: no ca.crt there: bring it from where `fedshift pki init` was run")
         if self.key is None or not self.key.is_file():
             raise UsageError(
-                f"--key {self.key}: no such file: bring this node's key from where `fedshift pki init` was run"
+                f"--key {self.key}: no such file: copy this node's key from the machine where `fedshift pki init` was "
+                "run"
             )
 
     @property
@@ -75,7 +76,7 @@ class CoordinatorLink:
     def route(self) -> str:
         """A remark on the proxy between site and coordinator; empty if there is none."""
         proxy = find_proxy(self.host, secured=self.tls is not None)
-        says = f"as the environment says (NO_PROXY={self.host} goes there directly)"
+        says = f"set in the environment (NO_PROXY={self.host} connects directly)"
         return f" by the proxy {proxy}, {says}" if proxy else ""
 
     def to_arguments(self, port: int) -> list[str]:

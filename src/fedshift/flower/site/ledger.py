@@ -1,9 +1,9 @@
 """A site's own record: every question of the coordinator and its answer, and who agreed to what.
 
 It is a chain of signed JSON lines (:mod:`..transport.chain`), which a log collector can follow. An answer is sent only
-after its line is on disk. Each answer tells the coordinator the head of the chain, and each question the head of the
-coordinator's own record of these heads (:mod:`..server.anchors`), so that neither can rewrite its record unnoticed.
-Questions that nobody signed are not written, since anyone could fill the disk with them; the account counts them.
+after its line is on disk. Each answer contains the head of the chain, and each question the head of the coordinator's
+record of these heads (:mod:`..server.anchors`), so that neither can rewrite its record unnoticed. Questions that nobody
+signed are not written, since anyone could fill the disk with them; the account counts them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRAINS, VALIDATES = "trains", "validates only"
 
 
 class Ledger:
-    """The ledger in ``folder``, to which lines are appended, signed with the site's ``key``.
+    """The ledger in ``folder``; it appends lines signed with the site's ``key``.
 
     ``role``: what the site does, in words; it is written to each message's line.
     """
@@ -50,7 +50,7 @@ class Ledger:
             self.sign_with(key)
 
     def sign_with(self, key: ec.EllipticCurvePrivateKey) -> None:
-        """Sign each line from now on with ``key``, whose public key is kept beside the ledger."""
+        """Sign all further lines with ``key``; its public key is kept next to the ledger."""
         _remember(self._chain.path.with_name(KEYS), key.public_key())
         self._chain.key = key
 
@@ -58,14 +58,14 @@ class Ledger:
         self, asked: Exchange, answer: Exchange, disclosed: Sequence[Disclosure] = (),
         coordinator: Mapping[str, Any] | None = None, reached: int = 0,
     ) -> Head:  # fmt: skip
-        """Append a line for the question ``asked`` and its ``answer``, which has not been sent yet; return the head.
+        """Append a line for the question ``asked`` and its unsent ``answer``; return the head.
 
         ``disclosed``: what the answer's arrays reveal, and who receives them. ``coordinator``: head of its own record,
-        and its version. ``reached``: last round of which an upload left before; a round up to it is marked ``again``.
+        and its version. ``reached``: last round with an earlier upload; a round up to it is marked ``again``.
         """
         trial, round = asked.facts.get("trial"), asked.facts.get("round")
         if asked.kind == "train" and isinstance(round, int):
-            round += 1  # the question has the round of the model, from which the next round starts
+            round += 1  # the question has the round of the model, where the next round starts
         entry: dict[str, Any] = {
             "event": "message", "time": _now(), "role": self.role, "version": __version__,
             "run": asked.run, "signer": asked.signer,
@@ -116,7 +116,7 @@ class Ledger:
     def _describe(self, entries: ArrayRecord) -> dict[str, Any]:
         """Return the number, size and digest of the entries sent, and their names unless an earlier line has them.
 
-        The size is that of their values, as a review and a page give it; a message adds a header to each.
+        The size counts their values, as in reviews and pages; a message adds a header to each.
         """
         names, content = sorted(entries), sha256()
         for name in names:
@@ -135,7 +135,7 @@ class Ledger:
 def read_ledger(path: Path, keys: Sequence[ec.EllipticCurvePublicKey] | None = None) -> Iterator[Entry]:
     """Yield the entries of the ledger at ``path``, a file or a site's folder, each after it is verified.
 
-    ``keys``: the site's keys; None: those that it wrote beside its ledger.
+    ``keys``: the site's keys; None: the keys that it wrote next to its ledger.
 
     Raises :class:`FedshiftError` if there is no ledger, or at the first line that was changed or is not signed.
     """
@@ -169,7 +169,7 @@ def compare_anchors(entries: Sequence[Entry], path: Path, name: Path) -> str:
         if own.get(said["at"]) != said["digest"]:
             raise FedshiftError(
                 f"the coordinator was told at {said['time']} that entry {said['at']} of the ledger has the digest "
-                f"{said['digest']}, and in {name} it has not: the ledger was rewritten"
+                f"{said['digest']}, but its digest in {name} is another: the ledger was rewritten"
             )
     if not kept:
         raise FedshiftError(f"{path} knows no entry of {name}: it is another site's, or the ledger was rewritten")
@@ -206,7 +206,7 @@ def compare_anchors(entries: Sequence[Entry], path: Path, name: Path) -> str:
 
 
 def list_versions(entries: Iterable[Entry]) -> list[str]:
-    """Return which versions of fedshift answered and asked, and from which entry on, in words."""
+    """Describe which versions of fedshift answered and asked, with the first entry of each."""
     last, found = None, list[str]()
     for entry in entries:
         here, there = entry.content.get("version"), (entry.content.get("coordinator") or {}).get("version")
@@ -227,7 +227,7 @@ def _experiment_of(facts: Mapping[str, Any]) -> str | None:
 
 
 def _remember(path: Path, key: ec.EllipticCurvePublicKey) -> None:
-    """Add a key to the file of the site's public keys, unless it is there."""
+    """Add a key to the file of the site's public keys unless it contains the key."""
     line = key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n"
     if line not in (path.read_bytes() if path.exists() else b""):
         with path.open("ab") as file:

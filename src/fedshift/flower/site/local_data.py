@@ -36,7 +36,7 @@ def load_local(
         name: the client's name; required if ``data`` is the name of a data set.
         spec: how to read the data.
         place: a working folder.
-        layout: the merged columns of all sites' tables, used to read a table; without columns, the table's own.
+        layout: the merged columns of all sites' tables, used to read a table; without columns, the table's columns.
         test_alone: read a directory that has a ``test`` folder but no ``train`` folder, and use ``test`` for both.
 
     Raises:
@@ -50,7 +50,9 @@ def load_local(
         spec = replace(spec, test_fraction=DataSpec.test_fraction)  # the run's is for sites without a test part
     if not path.exists():
         if name is None:
-            raise UsageError(f"data {data!r} is no file or directory here; of data by name say which client (--name)")
+            raise UsageError(
+                f"data {data!r} is not a file or directory here; for data by name, choose a client (--name)"
+            )
         made = load_source(data, spec).select_clients([name]).fit_images(spec.image_size)
         layout.require_columns(made, layout.name)
         return made

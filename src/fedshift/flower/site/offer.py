@@ -33,7 +33,7 @@ KINDS = frozenset({"class", "label", "category", "target", "outcome", "diagnosis
 
 
 class Offer(BaseModel):
-    """The data that a site offers, and the columns of a table that have a role; names must be those of the settings.
+    """The data that a site offers, and the columns of a table that have a role; names must equal the settings'.
 
     Attributes:
         path: the data, as ``join --data``.
@@ -42,7 +42,7 @@ class Offer(BaseModel):
         groups: what never leaves and keeps samples of one patient together: a column, or a pattern of files' names.
         split_column: column with train, validation or test.
         client_column: column with the site's name.
-        task: kind of prediction, without arguments; by default that of the data, for a table classification.
+        task: prediction task, without arguments; by default the task of the data, for a table classification.
 
     """
 
@@ -61,7 +61,7 @@ class Offer(BaseModel):
             if is_identifier(name) or name in (self.groups, self.client_column, self.split_column):
                 raise ValueError(
                     f"target {name!r} identifies patients or parts of the data, and a target's values leave the site "
-                    "as names of classes: offer another column, or give this one a name that says what it holds"
+                    "as names of classes: offer another column, or give this one a name that describes its content"
                 )
             if self.columns and name in self.columns:
                 raise ValueError(f"column {name!r} is the target: leave it out of columns")
@@ -96,7 +96,7 @@ class Told(BaseModel):
     Attributes:
         class_counts: numbers of training samples by class, for losses with weights from them.
         round_to: these numbers are rounded down to multiples of this one; the rest counts to the most frequent class.
-        fewest: a class, or a category of text, with fewer samples at this site is not told: its data are refused.
+        fewest: a class, or a category of text, with fewer samples at this site is not disclosed: its data are refused.
 
     """
 
@@ -106,14 +106,14 @@ class Told(BaseModel):
     fewest: Annotated[int, Field(ge=1)] = 1
 
     def round_counts(self, counts: list[int]) -> list[int]:
-        """Return the training samples of each class as they are told; their sum is that of ``counts``."""
+        """Round the numbers of training samples by class before they are disclosed; their sum stays the same."""
         rounded = [number - number % self.round_to for number in counts]
         most = counts.index(max(counts))
         rounded[most] += sum(counts) - sum(rounded)
         return rounded
 
     def describe_counts(self) -> str:
-        """Return how numbers by class are told, in words."""
+        """Describe the precision of disclosed numbers by class."""
         return "exact" if self.round_to == 1 else f"rounded down to multiples of {self.round_to}"
 
     def check(self, data: Federation) -> None:
@@ -135,7 +135,7 @@ class Told(BaseModel):
         rare = {what: number for what, number in found.items() if 0 < number < self.fewest}
         for what, number in rare.items():
             raise UsageError(
-                f"{what} has {number} samples, and this site tells of at least {self.fewest} ([told] fewest): group "
+                f"{what} has {number} samples, and this site discloses at least {self.fewest} ([told] fewest): group "
                 "rare values, or leave them out"
             )
 

@@ -1,6 +1,6 @@
-"""A site's own file: what it offers, what it tells of it, and what it does not allow, whatever a coordinator asks.
+"""A site's policy file: what it offers, discloses and forbids, independently of a coordinator's questions.
 
-``[data]`` is the offer and ``[told]`` what a description may tell (:mod:`.offer`); ``[limits]`` bounds each experiment,
+``[data]`` is the offer and ``[told]`` the limits of a description (:mod:`.offer`); ``[limits]`` bounds each experiment,
 each upload, and all of them together.
 """
 
@@ -34,7 +34,7 @@ REPEATS = 2
 """How many times as often as planned an upload or a measurement may leave, since a lost one is asked for again."""
 
 UPLOADS = 10_000
-"""Maximum number of uploads of a site's data in all, if its policy says nothing."""
+"""Default of the maximum total number of uploads of a site's data."""
 
 
 class Limits(BaseModel):
@@ -43,7 +43,7 @@ class Limits(BaseModel):
     Attributes:
         methods: methods that may be trained; each part of a composition must be among them.
         models: networks that may be trained.
-        keep: entries, and what rules send beside them, that never leave.
+        keep: entries, and other tensors that rules send, that never leave.
         reveals: the most that anything that leaves may reveal: ``update``, ``client``, ``class`` or ``image``
             (:data:`~fedshift.results.disclosure.REVEALS`).
         passed_on: False: nothing leaves that other sites may receive as this one sent it.
@@ -53,8 +53,8 @@ class Limits(BaseModel):
             site took part in each round.
         sample_epsilon: largest epsilon of differential privacy for each of the site's samples over all uploads of all
             experiments, with ``secret`` noise that the site draws; a repeated round counts again.
-        least_samples: minimum number of different samples that an upload is made of.
-        least_steps: minimum number of local steps that an upload is made of; one step's upload is a gradient.
+        least_samples: minimum number of different samples used for an upload.
+        least_steps: minimum number of local steps before an upload; after one step, the upload is a gradient.
         uploads: maximum number of uploads over everything that the data ever took part in; by default twice ``rounds``
             or, without these, :data:`UPLOADS`.
         evaluations: the same for measurements.
@@ -135,25 +135,25 @@ class Limits(BaseModel):
         self._check_privacy(review.plan, review.uses, spent, f"{review.rounds} rounds")
 
     def check_upload(self, plan: Plan, uses: int, book: Book) -> None:
-        """Raise :class:`RefusedMessage` if one more upload spends too much privacy, whatever the settings say.
+        """Raise :class:`RefusedMessage` if one more upload spends too much privacy, under any settings.
 
-        ``uses``: those of the coming round's passes (:func:`.review.passes_of_round`, :func:`.review.count_uses`).
+        ``uses``: uses in the coming round's passes (:func:`.review.passes_of_round`, :func:`.review.count_uses`).
         """
         self._check_privacy(plan, uses, book.sum_spent(), "one more round")
 
     def check_size(self, samples: int, steps: int | None) -> None:
-        """Raise :class:`RefusedMessage` if an upload is made of too few different ``samples`` or ``steps``.
+        """Raise :class:`RefusedMessage` if an upload uses too few different ``samples`` or ``steps``.
 
         ``steps``: None where no steps are taken.
         """
         if samples < self.least_samples:
             raise RefusedMessage(
-                f"an upload would be made of {samples} different samples, and this site's policy asks for "
+                f"an upload would use {samples} different samples, and this site's policy asks for "
                 f"{self.least_samples} (least_samples): train on more in a round (epochs, batches, steps, batch_size)"
             )
         if steps is not None and steps < self.least_steps:
             raise RefusedMessage(
-                f"an upload would be made of {steps} local step{'s' * (steps > 1)}, so that samples could be computed "
+                f"an upload would follow {steps} local step{'s' * (steps > 1)}, so that samples could be computed "
                 f"from it, and this site's policy asks for {self.least_steps} (least_steps): take more steps in a "
                 "round (epochs, batches, steps, or a smaller batch_size)"
             )
@@ -189,7 +189,7 @@ class SitePolicy(BaseModel):
             whose certificate is of the site's authority.
         experiments: names of experiments that may ask, as ``fedshift serve`` prints them; patterns.
         data: what the site offers.
-        told: what a description may tell of it.
+        told: limits of what a description may disclose.
         limits: what is not allowed.
 
     """
@@ -210,19 +210,21 @@ class SitePolicy(BaseModel):
         except OSError as error:
             raise UsageError(f"--policy {path} cannot be read ({error.strerror})") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"--policy {path} is no TOML file ({error})") from error
+            raise UsageError(f"--policy {path} is not a TOML file ({error})") from error
         except ValidationError as error:
             raise UsageError(f"--policy {path}: {_explain(error)}") from None
 
     def offering(self, **named: object) -> SitePolicy:
         """Return the policy with an offer that ``named`` adds to; None adds nothing.
 
-        Raises :class:`UsageError` for what the policy's file says otherwise, or for an identifier as the target.
+        Raises :class:`UsageError` for a contradiction to the policy's file, or for an identifier as the target.
         """
         given = {key: value for key, value in named.items() if value is not None}
         for key, value in given.items():
             if (own := getattr(self.data, key)) not in (None, value):
-                raise UsageError(f"the policy offers {key} {own!r}, and {value!r} is given: give one of them")
+                raise UsageError(
+                    f"the policy offers {key} {own!r}, but the option names {value!r}: leave one of them out"
+                )
         try:
             offer = Offer.model_validate({**self.data.model_dump(), **given})
         except ValidationError as error:
@@ -234,7 +236,9 @@ class SitePolicy(BaseModel):
         given = {key: value for key, value in named.items() if value is not None}
         for key, value in given.items():
             if (own := getattr(self.limits, key)) is not None and own < value:
-                raise UsageError(f"the policy's {key} is {own}, and {value} is given: give no more than the policy")
+                raise UsageError(
+                    f"the policy's {key} is {own}, but the option allows {value}: give no more than the policy"
+                )
         try:
             limits = Limits.model_validate({**self.limits.model_dump(), **given})
         except ValidationError as error:

@@ -16,7 +16,7 @@ from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from ..transport.firewall import UNKNOWN
 
 AHEAD, BEHIND = SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
-"""Seconds by which a site's clock must be less ahead of the coordinator's, and less behind it."""
+"""Seconds that a site's clock may be ahead of the coordinator's, and behind it (both exclusive)."""
 SECONDS = 5.0
 """Seconds to wait for the coordinator's time."""
 NOT_FOUND = "404 Not Found"
@@ -26,7 +26,7 @@ IN_USE = "[code: 2004]"
 
 
 def explain_end(said: str, address: str, *, secured: bool) -> str:
-    """Return why the SuperNode whose last words are ``said`` was turned away; empty if it is not known better."""
+    """Explain why the SuperNode with the last words ``said`` was refused; empty if there is no better explanation."""
     if UNKNOWN in said or NOT_FOUND in said:
         return (
             "the coordinator does not know this site's key, or it was replaced or revoked: have this site's .pub put "
@@ -58,7 +58,7 @@ def describe_offset(seconds: float, now: datetime | None = None) -> str:
 def measure_offset(address: str, *, secured: bool) -> float | None:
     """Return by how many seconds this clock is ahead of the coordinator's, to a second; None if it does not answer.
 
-    Certificates are not checked, since that needs a clock that is right, and nothing but a time is read.
+    Certificates are not checked, since that needs a correct clock, and only a time is read.
     """
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

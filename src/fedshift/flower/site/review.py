@@ -1,6 +1,6 @@
 """How a site's operator sees an experiment before it trains: its method and seed as the site itself constructed them.
 
-What the coordinator says of them is not shown; :mod:`.policy` limits the same review, and :mod:`.gate` asks.
+The coordinator's claims about them are not shown; :mod:`.policy` limits the same review, and :mod:`.gate` asks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TrialReview:
         trial: name of experiment, method and seed.
         coordinator: fingerprint of the coordinator's key; empty: questions are not signed.
         measured: number of rounds after which the site's models are measured.
-        metrics: metrics that are measured beside loss and counts.
+        metrics: metrics that are measured in addition to loss and counts.
 
     """
 
@@ -69,12 +69,12 @@ class TrialReview:
 
     @property
     def uses(self) -> int:
-        """Those of all rounds (:func:`count_uses`)."""
+        """Uses in all rounds (:func:`count_uses`)."""
         return count_uses(self.plan, self.passes, self.copies)
 
     @property
     def leaving(self) -> tuple[Disclosure, ...]:
-        """Entries of the model, and what rules send beside them, that leave the site each round or before round 1."""
+        """Entries of the model, and other tensors that rules send, that leave the site each round or before round 1."""
         return () if self.validates else list_disclosures(self.plan)
 
     @property
@@ -97,7 +97,7 @@ class TrialReview:
     def privacy(self) -> str:
         """The guarantee of differential privacy, in words."""
         if self.validates:
-            return "nothing is trained on these data; counts are told without noise"
+            return "nothing is trained on these data; counts are disclosed without noise"
         said = []
         if mechanism := find_mechanism((self.plan.method.aggregate,)):
             said.append(describe_guarantee(mechanism, 1.0, self.rounds, self.uncovered))
@@ -130,12 +130,12 @@ class TrialReview:
             (
                 f"experiment: {self.trial.partition('/')[0] or 'none'}; its coordinator has {whose}",
                 f"method: {self.plan.method.label}, seed {self.seed}; model: {self.model}",
-                f"rounds: {self.rounds}, of which {self.measured} end with measurements; sites: {self.sites}; {work}",
+                f"rounds: {self.rounds}, {self.measured} with measurements; sites: {self.sites}; {work}",
                 f"weight of this site: {describe_weighting(self.plan.method)}",
                 *(groups or ["leaves each round: nothing"]),
                 f"kept by the server: {'nothing of this site' if self.validates else describe_kept(self.plan)}",
                 f"stays here: {', '.join(staying) or 'nothing'}",
-                f"also told: {told}",
+                f"also disclosed: {told}",
                 f"privacy: {self.privacy}",
                 f"user-defined functions that may be called: {', '.join(sorted(self.code)) or 'none'}",
             )

@@ -2,8 +2,8 @@
 
 An answer contains the entries that the method's scope sends, the rules' uploads, numbers of samples, and counts of
 correct predictions on the site's own test data. The site makes the same plan as the coordinator from the same settings,
-and the sequential engine does the work with the same streams, so that results equal those of ``fedshift run``, bit for
-bit.
+and the sequential engine does the work with the same streams, so that results equal the results of ``fedshift run``,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SiteState:
     coordinator names the round whose state is current (the *base*: the last round in which it used the client's
     upload). The base, its successor and its predecessor are always kept, so that a round can be repeated whose upload
     was late or spoiled the model, and others within ``retention``, so that a coordinator restored from an older copy
-    can repeat the rounds since then. A state also says which upload was made with it: the same round of two such pasts
+    can repeat the rounds since then. A state also records its upload: the same round of two such pasts
     need not have the same state.
     """
 
@@ -134,7 +134,7 @@ class SiteState:
             ) from error
         if facts["data"] != self.data:
             raise RefusedMessage(
-                f"the data of client {self.name!r} are not those of round {base}: give it the data that it began with, "
+                f"the data of client {self.name!r} differ from round {base}: give it the data that it began with, "
                 "or begin a new experiment"
             )
         if upload and facts.get("upload", upload) != upload:
@@ -251,7 +251,7 @@ class Site:
         folder: the site's own folder.
         device: torch device for the work.
         code: functions on this machine (``package.module:function``) that an experiment may name.
-        weights: file with weights from which an experiment may start networks; must be the same as the coordinator's.
+        weights: file with initial weights that an experiment may use; must be the same as the coordinator's.
         export: directory for the model of each trial, in the format of ``fedshift export``; None: write no models.
         checked: takes a question and its run number, and raises :class:`RefusedMessage` unless the question comes from
             the coordinator (``transport.signatures``).
@@ -259,9 +259,9 @@ class Site:
         policy: what the site offers and does not allow.
         confirmation: asks before the first description and each method and seed; None: nobody is asked.
         key: signs the ledger; None: it is not signed.
-        account: file of what the data were used for; None: ``account.json`` beside ``folder``.
+        account: file of what the data were used for; None: ``account.json`` next to ``folder``.
         validates: whether it only validates: it trains nothing, and measures the models that it would use.
-        retention: earlier states to keep, from which a coordinator that was restored from an older copy can go on.
+        retention: earlier states to keep, so that a coordinator that was restored from an older copy can continue.
 
     """
 
@@ -337,7 +337,7 @@ class Site:
             return self.gate.release(asks, question, answer, work), work
         except DataRefused as error:
             self.say(f"refused: {error.render(as_flag)}")
-            return _refuse("its data cannot be used: its own log says why"), None
+            return _refuse("its data cannot be used: its log has the reason"), None
         except (FedshiftError, OSError) as error:
             why = error.render(as_flag) if isinstance(error, FedshiftError) else str(error)
             self.say(f"refused: {why}")
@@ -479,7 +479,7 @@ class Site:
     def _evaluate_reestimated(
         self, trial: _Trial, server: ServerState, splits: tuple[str, ...], own: State | None
     ) -> Exchange:
-        """Return measurements of the client's model with its BatchNorm statistics estimated anew, on its own data."""
+        """Return measurements of the client's model with its BatchNorm statistics re-estimated on its data."""
         data = trial.data
         training = {} if self.validates else {client.name: client.train for client in data.clients}
         rows = evaluate_reestimated(
@@ -547,7 +547,7 @@ class Site:
         refuse_uncovered(plan, settings, data)
         experiment = str(asked["experiment"])
         if not experiment.isalnum():
-            raise RefusedMessage(f"{experiment!r} is no experiment's name")
+            raise RefusedMessage(f"{experiment!r} is not the name of an experiment")
         # by name, so that a site finds its state however the experiment spells the method
         folder = self.folder / experiment / f"{to_file_name(method.name)}-seed{seed}"
         review = TrialReview(
@@ -590,7 +590,7 @@ class Site:
     def _prepare(self, source: Federation, spec: DataSpec) -> Federation:
         """Return the data split, scaled and checked; without training samples if the site has only test samples."""
         if self._test_alone and spec.normalize == "client":
-            raise UsageError("normalize='client' scales by training images, of which this site has none: add some")
+            raise UsageError("normalize='client' scales by training images, which this site lacks: add some")
         if self._test_alone:
             spec = replace(spec, samples=None, validation=DataSpec.validation, allow_single_class=True)
         data = encode_targets(prepare_clients(source, spec))
@@ -629,7 +629,7 @@ class Site:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Return whether ``error`` says that memory ran out; torch has no type of its own for that on CPUs."""
+    """Return whether memory ran out; torch has no error class for it on CPUs."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -642,5 +642,5 @@ def _refuse(why: str, *, diverged: bool = False) -> Exchange:
 
 
 def _is_power(number: int) -> bool:
-    """Return whether ``number`` is a power of ten: what comes often is said seldom."""
+    """Return whether ``number`` is a power of ten; frequent events are reported at these numbers only."""
     return set(str(number)[1:]) <= {"0"} and str(number)[0] == "1"

@@ -1,4 +1,4 @@
-"""What a certificate says: the hosts that it is for, when it ends, and whether the authority vouches for it."""
+"""Contents of a certificate: its hosts, its end, and whether the authority signed it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 from ...utils.errors import UsageError
 
 NOTICE = timedelta(days=30)
-"""Time before the end of a certificate from which on it is announced."""
+"""Time between the first notice of a certificate's end and the end."""
 DAY = 86400.0
 
 
@@ -31,7 +31,7 @@ def list_hosts(certificate: x509.Certificate) -> tuple[str, ...]:
 
 
 def is_for(certificate: x509.Certificate, host: str) -> bool:
-    """Return whether the certificate is for ``host``; a star stands for the first part of a name (RFC 6125, 6.4.3)."""
+    """Return whether the certificate is for ``host``; a star matches the first part of a name (RFC 6125, 6.4.3)."""
     try:
         return str(ip_address(host)) in list_hosts(certificate)
     except ValueError:
@@ -45,7 +45,7 @@ def check_chain(chain: Sequence[x509.Certificate], roots: Sequence[x509.Certific
     For which hosts is another question: :func:`is_for`.
 
     Args:
-        chain: the server's certificate, then those of intermediate authorities.
+        chain: the server's certificate, then the certificates of intermediate authorities.
         roots: the trusted authorities.
 
     """
@@ -53,7 +53,7 @@ def check_chain(chain: Sequence[x509.Certificate], roots: Sequence[x509.Certific
     for name in list_hosts(chain[0]):
         try:
             verifier = policy.build_server_verifier(_name_subject(example_host(name)))
-        except ValueError:  # a name with an underscore, which is none of the Internet
+        except ValueError:  # a name with an underscore, which is invalid on the Internet
             continue
         try:
             verifier.verify(chain[0], list(chain[1:]))
@@ -81,13 +81,13 @@ def check_server(directory: Path) -> None:
         key = serialization.load_pem_private_key((directory / "server.key").read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
-            f"{directory / 'server.key'} is no private key without a passphrase ({error}): take the file that "
-            "`fedshift pki init` made, or that of your request to an authority"
+            f"{directory / 'server.key'} is not a private key without a passphrase ({error}): take the file that "
+            "`fedshift pki init` made, or the key of your request to an authority"
         ) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UsageError(
-            f"{directory / 'server.key'} is no ECDSA key, with which the coordinator signs its questions: request a "
-            "certificate for a key on the curve P-384"
+            f"{directory / 'server.key'} is not an ECDSA key, which the coordinator needs to sign its questions: "
+            "request a certificate for a key on the curve P-384"
         )
     if key.public_key() != chain[0].public_key():
         raise UsageError(f"{file} is not for the key in server.key: bring both from the same place")
@@ -99,7 +99,7 @@ def check_server(directory: Path) -> None:
         if read_end(directory) > datetime.now(UTC):
             raise UsageError(
                 f"{directory / 'ca.crt'} does not vouch for {file} ({error}): give the authority's certificate as "
-                "ca.crt, and put those of intermediate authorities into server.crt, after the coordinator's own"
+                "ca.crt, and append the certificates of intermediate authorities to server.crt"
             ) from error
 
 
@@ -113,7 +113,9 @@ def read_certificates(path: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no certificate ({error}): take the file that `fedshift pki init` made") from error
+        raise UsageError(
+            f"{path} is not a certificate ({error}): take the file that `fedshift pki init` made"
+        ) from error
 
 
 def read_ends(directory: Path) -> dict[str, datetime]:
@@ -131,7 +133,7 @@ def read_end(directory: Path) -> datetime:
 
 
 class EndNotice:
-    """Says once a day that a certificate in ``directory`` (None: there are none) ends soon, or has ended."""
+    """Daily notice that a certificate in ``directory`` (None: there are none) ends soon, or has ended."""
 
     def __init__(self, directory: Path | None, say: Callable[[str], None]) -> None:
         self._ends = read_ends(directory) if directory else {}

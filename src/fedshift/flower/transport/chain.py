@@ -49,7 +49,7 @@ class Head:
             raise ValueError("it has no number and digest")
         number, digest = facts["number"], facts["digest"]
         if type(number) is not int or not 0 <= number < 2**63 or not isinstance(digest, str) or len(digest) != 64:
-            raise ValueError("its number or digest is none")
+            raise ValueError("its number or digest is invalid")
         int(digest, 16)
         return Head(number=number, digest=digest)
 
@@ -118,7 +118,7 @@ def list_parts(path: Path) -> list[Path]:
 def read_chain(path: Path, keys: Sequence[ec.EllipticCurvePublicKey] = ()) -> Iterator[Entry]:
     """Yield the lines of the chain in ``path``, each after it is verified.
 
-    ``keys``: those of its writer; each line must be signed with one of them. Without keys, signatures are not verified.
+    ``keys``: the writer's keys; each line must be signed with one of them. Without keys, signatures are not verified.
 
     Raises :class:`FedshiftError` at the first line that was changed, or that none of ``keys`` signed.
     """
@@ -157,7 +157,7 @@ def load_key(path: Path) -> ec.EllipticCurvePublicKey:
             continue
         if isinstance(key, ec.EllipticCurvePublicKey):
             return key
-    raise UsageError(f"{path} is no key of a site and no certificate: give the .pub file that `fedshift pki` made")
+    raise UsageError(f"{path} is neither a site's key nor a certificate: give the .pub file that `fedshift pki` made")
 
 
 def _verify(line: bytes, key: ec.EllipticCurvePublicKey | None, where: str) -> None:
@@ -178,7 +178,7 @@ def _read_line(line: bytes, part: Path, place: int) -> dict[str, Any]:
         if type(content["number"]) is not int or not isinstance(content["previous"] + content["key"], str):
             raise TypeError("number, previous or key")
     except (ValueError, TypeError, KeyError) as error:
-        raise FedshiftError(f"{part}, line {place} was changed: it is no entry of a ledger") from error
+        raise FedshiftError(f"{part}, line {place} was changed: it is not an entry of a ledger") from error
     return content
 
 

@@ -1,10 +1,10 @@
-"""Bounds on a SuperLink's connections, which hold from the moment at which one is accepted, before TLS.
+"""Bounds on a SuperLink's connections, which apply as soon as one is accepted, before TLS.
 
 A connection costs memory before anything is known about who is at its other end: asyncio's TLS alone has a buffer of
 256 KiB for each. Here each listening socket counts its connections, by address, and refuses those beyond the bounds;
 and a connection on which no request is in progress must complete the next one's headers within :data:`SECONDS` and
-:data:`BYTES`. Addresses from which a node with a known key has come (``homes``) have a share of their own, so that
-strangers cannot take the place of known sites.
+:data:`BYTES`. A share is reserved for addresses of nodes that proved a known key (``homes``), so that strangers cannot
+crowd out known sites.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from typing_extensions import override
 
 MOST, OF_ADDRESS = 512, 32
-"""Connections in all, of which strangers have half; and of one address that is not known."""
+"""Most connections in total, half of them for strangers, and most connections of one unknown address."""
 SECONDS, BYTES = 15.0, 2**20
 """Time and bytes that a connection has for the handshake and the headers of its next request."""
 
@@ -28,7 +28,7 @@ SECONDS, BYTES = 15.0, 2**20
 class Connections:
     """The open connections of a SuperLink.
 
-    ``homes``: the address from which each node last came that proved a known key.
+    ``homes``: the last address of each node that proved a known key.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def find_place(host: str, own: str = "") -> str:
 class Connection(socket.socket):
     """An accepted connection: it is cut if the headers of a request take too long or too much.
 
-    ``peer``: host and port at the other end; ``place``: its address, as it is counted.
+    ``peer``: host and port at the other end; ``place``: the address that counts.
     """
 
     peer, place = ("", 0), ""
@@ -100,7 +100,7 @@ class Connection(socket.socket):
             self._left, self._deadline = BYTES, asyncio.get_running_loop().call_later(SECONDS, self.cut)
 
     def serve(self) -> None:
-        """Note that a request has begun, which has bounds of its own."""
+        """Note that a request has begun, which is bounded separately."""
         if self._deadline:
             self._deadline.cancel()
         self._deadline = None

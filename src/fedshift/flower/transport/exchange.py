@@ -26,9 +26,9 @@ HEAD = "ledger"
 VERSION = "version"
 """Fact of a question: the coordinator's version of fedshift."""
 UPLOAD = "upload"
-"""Fact of an upload, and of later questions: its digest, by which the client's state is known."""
+"""Fact of an upload, and of later questions: its digest, which identifies the client's state."""
 BACK = "went_back"
-"""Fact of an answer: the coordinator's record had (``had``) more entries before than the question says (``has``)."""
+"""Fact of an answer: the coordinator's record had (``had``) more entries before than the question states (``has``)."""
 LONGEST_FACTS = 2**24
 """Maximum number of characters in an exchange's facts as JSON."""
 LONGEST_ADDRESS = 100
@@ -106,7 +106,7 @@ class Exchange:
             if len(content) > 1 + len(content.array_records) or len(config) > 1:
                 raise ValueError("it has records that nobody asked for")
             if not isinstance(text, str) or len(text) > LONGEST_FACTS:
-                raise ValueError(f"its facts are no text of at most {LONGEST_FACTS} letters")
+                raise ValueError(f"its facts are not a text of at most {LONGEST_FACTS} letters")
             facts = json.loads(text)
             return Exchange(kind=str(facts.pop("kind")), facts=facts, arrays=dict(content.array_records))
         except Exception as error:  # untrusted JSON can make a parser fail in any way

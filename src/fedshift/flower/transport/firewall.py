@@ -41,14 +41,14 @@ from .connections import Connections, listen
 from .pki import PublicKeys
 
 GUARDED, LIMIT, SIZES = "guarded", "limit", "sizes"
-"""Files in a SuperLink's home: the first exists once its guard is active, the second says how much nodes may send, the
-third what a round moves (:func:`write_sizes`)."""
+"""Files in a SuperLink's home: the first exists once its guard is active, the second holds how much nodes may send, the
+third what a round transfers (:func:`write_sizes`)."""
 KEYS = "FEDSHIFT_KEYS"
 """Environment variable with the directory of the coordinator's keys; without it, nodes are not known by keys."""
 UNKNOWN = "the coordinator does not know this key"
 """What a node with such a key is answered."""
 FLEET, CHECK, PUBLIC_KEY = "/v1/fleet/", "/v1/fleet/check", b"flwr-public-key"
-"""Paths of nodes, that of ``fedshift check``, and the header with a node's key."""
+"""Paths for nodes, path for ``fedshift check``, and the header with a node's key."""
 MARGIN, LARGEST = 2**25, 2**24
 """Bytes allowed for everything except entries, and for one request; Flower sends entries in parts of 5 MiB."""
 SMALL, STRANGERS = 2**16, 2**22
@@ -262,7 +262,7 @@ def list_versions() -> dict[str, str]:
 
 
 def write_sizes(home: Path, *, down: int, up: int, seconds: float) -> None:
-    """Write for ``fedshift check`` how many bytes a round moves to and from a site, and its limit in seconds."""
+    """Write, for ``fedshift check``, the bytes to and from a site per round, and the round's limit in seconds."""
     write_atomically(home / SIZES, json.dumps({"down": down, "up": up, "seconds": seconds}).encode())
 
 
@@ -301,7 +301,7 @@ def allow_uploads(home: Path, count: int) -> None:
 
 
 async def _answer(send: Send, status: int, said: str = "") -> None:
-    """Answer with ``status``, and with ``said`` as a SuperNode repeats it."""
+    """Answer with ``status``, and with ``said`` in a form that a SuperNode prints."""
     body = json.dumps({"code": status, "detail": said}).encode() if said else b""
     headers = [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -345,8 +345,8 @@ def install_firewall(home: Path) -> None:
 
     It comes before anything else that uvicorn adds. Proxy headers are ignored, because a remote client can write any
     address into them. The file :data:`GUARDED` is written after the firewall has refused a test request from outside,
-    and before a port opens. The port's sockets are those of :mod:`.connections`, on asyncio's own event loop: uvloop
-    accepts connections without Python.
+    and before a port opens. The port's sockets come from :mod:`.connections`, on asyncio's event loop: uvloop accepts
+    connections without Python.
     """
     uvicorn = importlib.import_module("uvicorn")
     load, start, connections = uvicorn.Config.load, uvicorn.Server.startup, Connections()

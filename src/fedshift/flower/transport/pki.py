@@ -42,7 +42,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts for which every server certificate is valid."""
 DAYS, MOST_DAYS = 825, 3650
 """Default validity in days of the coordinator's certificate (the longest that strict clients accept from a server), and
-the maximum, for which the authority's own is valid."""
+the maximum, which is the authority's validity."""
 _SKEW = timedelta(hours=1)
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}\Z)({_LABEL}\.)*(?!\d+\Z){_LABEL}")
@@ -81,7 +81,7 @@ def make_authority(directory: Path, hosts: Iterable[str], names: Iterable[str], 
             f"{directory}`"
         )
     if directory.is_dir() and any(directory.iterdir()):
-        raise UsageError(f"{directory} is not empty: give a new directory, which will hold nothing but keys")
+        raise UsageError(f"{directory} is not empty: give a new directory, which will hold only keys")
     _check_days(days)
     certified = _list_certified(hosts)
     names = tuple(names)
@@ -108,8 +108,8 @@ def renew_certificate(
 
     Args:
         directory: where :func:`make_authority` made the authority, with its private key.
-        hosts: the coordinator's names or IP addresses; by default those of the certificate before.
-        days: validity in days, at most that of the authority.
+        hosts: the coordinator's names or IP addresses; by default the names in the previous certificate.
+        days: validity in days, at most the authority's.
         new_key: replace ``server.key`` too; sites whose policies name the coordinator's key must then name the new one.
 
     Raises:
@@ -149,7 +149,7 @@ def renew_certificate(
 def add_nodes(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
     """Make keys for more nodes of the authority in ``directory``, all or none, and return their names.
 
-    Raises :class:`UsageError` if there is no authority, if no name is given, or if a name is taken or invalid, and
+    Raises :class:`UsageError` if there is no authority, if names are missing, taken or invalid, and
     :class:`FedshiftError` if files cannot be written.
     """
     _require_authority(directory)
@@ -194,7 +194,7 @@ def load_public_keys(directory: Path) -> dict[str, bytes]:
         except FileNotFoundError:  # removed since
             continue
         except (ValueError, UnsupportedAlgorithm) as error:
-            raise UsageError(f"{path} is no public key ({error}): take the file that `fedshift pki` made") from error
+            raise UsageError(f"{path} is not a public key ({error}): take the file that `fedshift pki` made") from error
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise UsageError(f"{path}: Flower takes ECDSA keys on a NIST curve: take the file that `fedshift pki` made")
         pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
@@ -207,8 +207,8 @@ def load_public_keys(directory: Path) -> dict[str, bytes]:
 class PublicKeys:
     """The public keys of nodes in ``directory``, whose files may be added, replaced and removed at any time.
 
-    While a file cannot be read, perhaps because it is being written, files that are there keep the keys that they had,
-    and ``say`` is told.
+    While a file cannot be read, perhaps because it is being written, existing files keep their previous keys, and
+    ``say`` is called.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
@@ -255,7 +255,7 @@ def _require_node(directory: Path, name: str) -> None:
     known = sorted(path.stem for path in (directory / "nodes").glob("*.pub"))
     if name not in known:
         raise UsageError(
-            f"node {name!r} has no key in {directory / 'nodes'}, where there are those of {', '.join(known) or 'none'}"
+            f"node {name!r} has no key in {directory / 'nodes'}, which has keys of {', '.join(known) or 'none'}"
         )
 
 
@@ -370,9 +370,11 @@ def _load_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} is no private key ({error}): take the file that `fedshift pki init` made") from error
+        raise UsageError(
+            f"{path} is not a private key ({error}): take the file that `fedshift pki init` made"
+        ) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UsageError(f"{path} is no ECDSA key: take the file that `fedshift pki init` made")
+        raise UsageError(f"{path} is not an ECDSA key: take the file that `fedshift pki init` made")
     return key
 
 
@@ -388,7 +390,7 @@ def _retire(directory: Path, name: str) -> None:
 
 
 def _replace(directory: Path, files: Mapping[Path, bytes]) -> None:
-    """Write ``files`` in place of those that are there, each at once; private keys with mode 0600 from creation."""
+    """Write or replace ``files``, each atomically; private keys with mode 0600 from creation."""
     beside = directory / ".new"
     shutil.rmtree(beside, ignore_errors=True)
     _write(beside, {beside / path.relative_to(directory): content for path, content in files.items()})

@@ -48,7 +48,7 @@ COLOR, REASON = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"Exit Code: \d+\n(.+(?
 HINT = re.compile(r"^For more information check: .*$", re.MULTILINE)
 """What httpx writes after an error of HTTP."""
 CUT = re.compile(r"eof occurred|timed out")
-"""What OpenSSL says of a connection that ended or stalled, rather than of a certificate."""
+"""OpenSSL's messages about a connection that ended or stalled, rather than about a certificate."""
 VERSIONS = ("1.41", "1.42")
 """Minor versions of Flower that fedshift was run with."""
 NEAR = "FEDSHIFT_NEAR"
@@ -68,7 +68,7 @@ class Program:
     """One of :data:`PROGRAMS` as a child process; its output is appended to the file ``log``.
 
     ``home``: a private folder for the files it writes. ``more``: additional environment variables. ``near``: a host
-    that it reaches without a proxy, like this machine; NAME=ADDRESS: at this address, whatever name servers say.
+    that it reaches without a proxy, like this machine; NAME=ADDRESS: at this address, without asking name servers.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Program:
             text = HINT.sub("", COLOR.sub("", log.read().decode(errors="replace"))).strip()
         reasons = REASON.findall(text)
         lines = reasons[-1].splitlines()[:2] if reasons else text.splitlines()[-1:]
-        return " ".join(line.strip() for line in lines) or "it said nothing"
+        return " ".join(line.strip() for line in lines) or "it printed nothing"
 
 
 def make_environment(home: Path, more: Mapping[str, str], near: str = "") -> dict[str, str]:
@@ -240,7 +240,7 @@ def main() -> None:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
-    # A SuperNode whose connection breaks in a TLS handshake returns; its other threads would go on for ever.
+    # A SuperNode whose connection breaks in a TLS handshake returns; its other threads would never end.
     os._exit(code)
 
 
@@ -259,7 +259,7 @@ def check_flower() -> None:
     if ".".join(found.split(".")[:2]) not in VERSIONS:
         raise UsageError(
             f"flwr {found} is installed, but fedshift, which replaces parts of it, was run with "
-            f"{' and '.join(VERSIONS)} alone: pip install 'fedshift[flower]'"
+            f"only {' and '.join(VERSIONS)}: pip install 'fedshift[flower]'"
         )
 
 

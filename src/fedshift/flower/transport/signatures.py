@@ -3,7 +3,7 @@
 Anyone who can reach a SuperLink's port can submit runs to it, and nodes would answer their messages. With TLS, the
 coordinator therefore signs each question with the key of its certificate, and a site answers only questions that it can
 verify against the authority's certificate (``ca.crt``), perhaps through intermediate authorities. The certificate must
-be for the host that the site connects to: an authority of a hospital's own signs those of many other servers, too. The
+be for the host that the site connects to: a hospital's authority also signs certificates of many other servers. The
 signature (ECDSA with SHA-384) covers the facts, all bytes of the arrays, and Flower's run number, so that a recorded
 question cannot be replayed in another run.
 """
@@ -37,7 +37,7 @@ class Signer:
     def __init__(self, directory: Path, run: int) -> None:
         key = serialization.load_pem_private_key((directory / "server.key").read_bytes(), password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise UsageError(f"{directory / 'server.key'} is no ECDSA key: make it with `fedshift pki init`")
+            raise UsageError(f"{directory / 'server.key'} is not an ECDSA key: make it with `fedshift pki init`")
         self._run = run
         self.key = key
         self._certificate = (directory / "server.crt").read_text(encoding="utf-8")
@@ -105,10 +105,10 @@ def load_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
     except ValueError as error:
         raise UsageError(
-            f"{path} is no private key of a site ({error}): take the file that `fedshift pki` made"
+            f"{path} is not a private key of a site ({error}): take the file that `fedshift pki` made"
         ) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UsageError(f"{path} is no ECDSA key: make it with `fedshift pki`")
+        raise UsageError(f"{path} is not an ECDSA key: make it with `fedshift pki`")
     return key
 
 
