@@ -389,7 +389,7 @@ def test_an_augmentation_of_ones_own_is_found_in_its_module():
     [
         ("flop", "unknown augmentation 'flop': did you mean 'flip'? allowed are brightness_contrast, color_jitter"),
         ("flip(p=2)", "p=2 is not a probability: it must be in [0, 1]"),
-        ("sometimes(flip, p=-1)", "p=-1 is no probability"),
+        ("sometimes(flip, p=-1)", "p=-1 is not a probability"),
         ("flip(chance=1)", "unknown argument 'chance'; flip takes p=0.5, vertical=False"),
         ("rotate(degrees=-3)", "rotate: degrees=-3 must lie in 0..180"),
         ("rotate(fill='white')", "rotate: fill='white' is unknown: allowed are zeros, border, reflection"),

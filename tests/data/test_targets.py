@@ -67,7 +67,7 @@ def test_arrays_become_targets_of_the_task(x, y, task, kind, classes):
 @pytest.mark.parametrize(
     ("x", "y", "task", "said"),
     [
-        (X, LABELS, None, r"of several, say what is predicted \(task='multilabel', each label 0 or 1, or task='regr"),
+        (X, LABELS, None, r"for several numbers, name the task \(task='multilabel', each label 0 or 1, or task='regr"),
         (X, NUMBERS[:, 0], None, r"labels are not whole numbers; .* predict numbers \(task='regression'\)"),
         (IMAGES, MASKS[:, :4], None, "masks of 4 x 6 for images of 5 x 6"),
         (IMAGES, MASKS + 254, None, "masks with values from 254 to 256; give whole numbers"),

@@ -57,7 +57,7 @@ def test_every_seed_and_method_starts_from_them_and_fedwon_only_where_it_keeps_w
         common = trial.plan.initial.keys() & network.state_dict().keys()
         assert len(common) >= 8, name
         assert all(torch.equal(trial.plan.initial[key], network.state_dict()[key]) for key in common), name
-    with pytest.raises(UsageError, match=r"method 'fedwon' draws 'conv1.weight' anew, .*fedwon\(init='keep'\)"):
+    with pytest.raises(UsageError, match=r"method 'fedwon' reinitializes 'conv1.weight', .*fedwon\(init='keep'\)"):
         make(method="fedwon", **weights)._make_first_trials()
     # as the method makes the network, which is what it leaves behind
     trained = start_of(make(method="fedwon", seeds="7,"))

@@ -175,7 +175,7 @@ def test_one_file_of_arrays_is_one_client(tiny, tiny_folder):
         ({"chol": "high"}, "'chol' holds text such as 'high', but numbers in 'hospitals', the data that it joins"),
         (
             {"ill": None, "sick": "yes"},
-            "rome.csv has no column 'ill', by which 'hospitals', the data that it joins, was",
+            "rome.csv has no column 'ill' of 'hospitals', the data that it joins: ",
         ),
         (
             {"ill": "maybe"},

@@ -128,7 +128,7 @@ def test_a_compact_file_gives_the_same(published, tmp_path):
     ("line", "said"),
     [
         ("63.0,1.0,1.0", "has rows of 3 cells, expected were 14"),
-        (row(1, age="old"), "a value that is not a number"),
+        (row(1, age="old"), "holds a value that is not"),
     ],
 )
 def test_damaged_files_are_refused_by_name(published, line, said):

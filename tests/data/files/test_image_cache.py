@@ -118,7 +118,7 @@ def test_of_many_broken_files_five_are_named_and_all_are_counted(read, root):
     cut_short(root / "color" / "cat" / "4.PNG")
     said = refused(read, image_size=4)
     assert said.startswith("7 of 22 files cannot be read: ")
-    assert " and 2 more; mend" in said
+    assert " and 2 more; repair" in said
     assert said.count(str(root)) == 5
 
 

@@ -199,7 +199,7 @@ def test_another_arrangement_is_refused_with_the_folder_and_the_way_out(tree, fi
 
 
 def test_a_directory_that_is_none_is_refused(read, tmp_path):
-    assert f"{tmp_path / 'nowhere'} is no directory" in refused(read, tmp_path / "nowhere")
+    assert f"{tmp_path / 'nowhere'} is not a directory" in refused(read, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

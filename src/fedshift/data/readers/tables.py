@@ -238,8 +238,8 @@ def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[Rea
     for name, count in Counter(roles).items():
         if name not in names and reading.schema:
             raise UsageError(
-                f"{tables[0].path} has no column {name!r}, which {reading.schema.name!r}, the data that it joins, "
-                f"has: rename the column; columns are {', '.join(names)}"
+                f"{tables[0].path} has no column {name!r} of {reading.schema.name!r}, the data that it joins: "
+                f"rename a column; columns are {', '.join(names)}"
             )
         if name not in names:
             raise unknown_name("column", name, names)
