@@ -232,12 +232,12 @@ def test_descriptions_that_differ_are_counted_and_one_again_is_not(ask, tmp_path
 @pytest.mark.parametrize(
     ("spec", "limit"),
     [
-        ({"batch_size": 1, "batches": 1}, "made of 1 different samples, and this site's policy asks for 16"),
-        ({"batch_size": 1, "steps": 2}, "made of 2 different samples"),
-        ({"batch_size": 15, "steps": 1}, "made of 15 different samples"),
-        ({"samples": 8, "epochs": 40}, "made of 8 different samples"),
-        ({"batch_size": 24}, "made of 1 local step, so that samples could be computed from it"),
-        ({"method": "fedsmb"}, "made of 1 local step"),
+        ({"batch_size": 1, "batches": 1}, "use 1 different samples, and this site's policy asks for 16"),
+        ({"batch_size": 1, "steps": 2}, "use 2 different samples"),
+        ({"batch_size": 15, "steps": 1}, "use 15 different samples"),
+        ({"samples": 8, "epochs": 40}, "use 8 different samples"),
+        ({"batch_size": 24}, "follow 1 local step, so that samples could be computed from it"),
+        ({"method": "fedsmb"}, "follow 1 local step"),
     ],
 )
 def test_an_upload_from_which_samples_can_be_computed_does_not_leave_by_default(spec, limit, ask, tmp_path):
@@ -496,7 +496,7 @@ def test_flags_and_file_make_one_offer(made, cli, tmp_path):
     assert (offer.target, offer.columns, offer.groups, offer.task) == ("b", ["a", "c"], "case", "regression")
     assert site.account == tmp_path / "account.json"
     for flags, said in (
-        (("--groups", "patient"), "the policy offers groups 'case', and 'patient' is given"),
+        (("--groups", "patient"), "the policy offers groups 'case', but the option names 'patient'"),
         (("--target", "case"), "data: target 'case' identifies patients"),
         (("--data", tmp_path), "the policy offers path"),
     ):

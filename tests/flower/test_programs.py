@@ -418,7 +418,7 @@ def test_retries_that_cannot_be_set_start_nothing(monkeypatch):
 def test_a_version_of_flower_that_was_not_run_is_refused(found, monkeypatch):
     programs.check_flower()
     monkeypatch.setattr(programs, "version", lambda name: found)
-    with pytest.raises(UsageError, match=rf"flwr {found} is installed, but .* was run with 1.41 and 1.42 alone"):
+    with pytest.raises(UsageError, match=rf"flwr {found} is installed, but .* was run with only 1.41 and 1.42"):
         programs.check_flower()
 
 

@@ -103,7 +103,7 @@ def test_the_command_runs_what_the_rules_need_and_repeats_nothing(cli, tiny_fold
 def test_rates_and_rules_without_what_they_need_are_refused(cli, tiny_folder):
     for words, said in (
         (("--rates", "0.1"), "--rates and --selection belong to --leave-out"),
-        (("--leave-out", "all", "--rates", "0.1"), "of which --selection chooses"),
+        (("--leave-out", "all", "--rates", "0.1"), "--rates needs --selection"),
         (("--leave-out", "all", "--selection", "oracle"), "--selection chooses on validation data"),
         (
             ("--leave-out", "ann", "--selection", "leave-one-out", "--domains", "ann,bob", "--validation", 0.2),
