@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "fedshift"
 PACKAGES = (
     "aggregation", "analysis", "api", "cli", "config", "core", "data", "diagnosis", "engines", "evaluation",
-    "experiments", "export", "methods", "new_clients", "nn", "report", "representations", "reproduce",
+    "experiments", "export", "flower", "methods", "new_clients", "nn", "report", "representations", "reproduce",
     "results", "tasks", "theory", "utils",
 )  # fmt: skip
 MOST = 2.0
