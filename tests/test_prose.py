@@ -10,9 +10,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "fedshift"
 PACKAGES = (
-    "aggregation", "analysis", "api", "cli", "config", "core", "data", "diagnosis", "engines", "evaluation",
-    "experiments", "export", "flower", "methods", "new_clients", "nn", "report", "representations", "reproduce",
-    "results", "tasks", "theory", "utils",
+    "aggregation", "analysis", "api", "cli", "config", "console", "core", "data", "diagnosis", "engines",
+    "evaluation", "experiments", "export", "flower", "methods", "models", "new_clients", "nn", "report",
+    "representations", "reproduce", "results", "tasks", "theory", "utils",
 )  # fmt: skip
 MOST = 2.0
 """Marker phrases per thousand words."""

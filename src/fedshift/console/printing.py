@@ -1,7 +1,7 @@
 """The console on which everything is printed: text reaches a terminal without control and escape sequences.
 
-Text may come from another machine, from names of files or from a run directory of someone else. Styles and the cursor
-are rich's own, which it adds afterwards.
+Text may come from another machine, from names of files or from a run directory of someone else. Rich adds styles and
+cursor movements afterwards.
 """
 
 from __future__ import annotations

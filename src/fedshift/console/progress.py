@@ -76,7 +76,7 @@ class _Progress(Callback):
         self.now.number = self.rounds
 
     def _measure(self, rows: Iterable[Row]) -> dict[str, float]:
-        """Return the metric on test data, or on validation data alone, as printed, for the clients that define it."""
+        """Return the metric on test data, or only on validation data, as printed, for the clients that define it."""
         rows = [row for row in rows if (row["model"], row["moment"]) == ("personal", "loaded")]
         if rows:
             self.split = "test" if any(row["split"] == "test" for row in rows) else "validation"

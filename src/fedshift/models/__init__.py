@@ -1,6 +1,6 @@
 """Networks of the papers. A model is made by a factory ``make(sample_shape, classes) -> nn.Module``.
 
-Names resolve without a registry: ``digit-cnn-bn`` is ``fedshift.models.digits.digit_cnn_bn``; a factory of yours is
+Names resolve without a registry: ``digit-cnn-bn`` is ``fedshift.models.digits.digit_cnn_bn``; a user's factory is
 ``my_package.module:function``. ``unet(width=32)`` sets an option of a factory, and
 ``take_output(my_package.module:function, output='logits')`` one of several outputs. ``timm:resnet18`` is a network of
 an installed library (:data:`fedshift.models._libraries.LIBRARIES`).

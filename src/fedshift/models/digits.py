@@ -18,7 +18,7 @@ _SMALL: tuple[_Convolution, ...] = ((16, 3, 1, 1, _HALVED, None), (32, 3, 1, 1, 
 
 
 def _pooled_twice(shape: Shape, model: str) -> int:
-    """Return the pixels per channel after two 2 x 2 poolings; refuse samples that are no image or too small."""
+    """Return the pixels per channel after two 2 x 2 poolings; refuse samples that are not images or too small."""
     if len(shape) != 3 or min(shape[1:]) < 4:
         raise UsageError(
             f"model {model} takes images of at least 4 x 4 pixels, not samples of shape {shape}: "

@@ -1,6 +1,6 @@
 """Networks of FedSMB and FedMMB (Nasirigerdeh et al., arXiv:2011.07006, section 4): 2FNN, 3CFNN and 4CFNN.
 
-The first two are those of FedAvg (McMahan et al. 2017, arXiv:1602.05629, section 3), whose parameter counts show that
+The first two come from FedAvg (McMahan et al. 2017, arXiv:1602.05629, section 3), whose parameter counts show that
 convolutions keep the size; for 4CFNN, where the paper is silent, they do too. ReLU follows convolutions as well. The
 paper trains them in Keras and does not describe initialization; here it is PyTorch's.
 """

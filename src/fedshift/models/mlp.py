@@ -31,8 +31,8 @@ def abide_mlp(shape: Shape = (5995,), classes: int = 2) -> nn.Module:
 def synthetic_mlp(shape: Shape = (10,), classes: int = 2) -> nn.Module:
     """MLP of FedBN's synthetic experiment (arXiv:2102.07623, appendix F): 100 hidden neurons with BatchNorm, wide init.
 
-    Weights and biases of both layers are drawn from N(0, 10^2). The paper says so of its neurons, perhaps of the hidden
-    ones only; but with a narrow output layer FedBN and FedAvg hardly differ at its learning rate, 1e-5.
+    Weights and biases of both layers are drawn from N(0, 10^2). The paper states this for its neurons, perhaps for the
+    hidden ones only; but with a narrow output layer FedBN and FedAvg hardly differ at its learning rate, 1e-5.
     """
     dense = _dense_layers((_vector_length("synthetic-mlp", shape), 100, classes), 1, norm=True)
     network = nn.Sequential(OrderedDict({"flatten": nn.Flatten()} | dense))
@@ -46,8 +46,8 @@ def synthetic_mlp(shape: Shape = (10,), classes: int = 2) -> nn.Module:
 class ScaleNorm(_BatchNorm):
     """``weight * x / s`` for ``x [N, F]``: BatchNorm without centering and without shift.
 
-    In training ``s`` is the batch's root mean square (``about_mean``: its standard deviation). In evaluation it is that
-    of the last training batch, which under full batches, as in the paper, is that of all samples; ``momentum`` below 1
+    In training ``s`` is the batch's root mean square (``about_mean``: its standard deviation). In evaluation it comes
+    from the last training batch, which for full batches, as in the paper, contains all samples; ``momentum`` below 1
     averages over batches as in BatchNorm. ``running_var`` holds its square; ``running_mean`` stays zero.
     """
 

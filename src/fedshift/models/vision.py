@@ -1,8 +1,8 @@
 """Networks for pictures: AlexNet, VGG16, ResNet-18 and ResNet-20, MobileNetV2.
 
 - AlexNet as FedBN (arXiv:2102.07623, table 9) and FedWon (ICLR 2024, table 6) adapt it for 256 x 256 pictures. The
-  convolutions are those of Krizhevsky's one-column AlexNet (arXiv:1404.5997) with BatchNorm; FedBN normalizes the wide
-  FC layers too, FedWon drops half of their inputs instead. Average pooling to 6 x 6 lets pictures have any size.
+  convolutions come from Krizhevsky's one-column AlexNet (arXiv:1404.5997) with BatchNorm; FedBN normalizes the wide FC
+  layers too, FedWon drops half of their inputs instead. Average pooling to 6 x 6 lets pictures have any size.
 - VGG16 (Simonyan & Zisserman 2015, arXiv:1409.1556, table 1, column D) with torchvision's names and shapes. FedMMB's
   VGG16 (arXiv:2011.07006, section 4) is TensorFlow's, whose FC layers read the last feature map directly, without an
   average pool to 7 x 7 and without dropout.
