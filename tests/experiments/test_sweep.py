@@ -332,7 +332,7 @@ def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, 
         assert all((out / "tables" / f"{table}.{kind}").stat().st_size for kind in ("md", "tex"))
     drawn = {path.name for path in (out / "figures").iterdir()}
     names = ("rounds", "training-loss", "over-epochs", "over-batch-size")
-    assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    assert drawn == {f"{name}.{kind}" for name in names for kind in ("pdf", "png", "svg")}
     page = (out / "sweep.html").read_text()
     assert page.count('role="img" aria-label="macro') + page.count('aria-label="training loss') == 4 * 2  # values
     assert "No combination is named best, since no validation data were held out" in page
