@@ -64,7 +64,9 @@ def test_floats_from_minus_one_do_not_stand_beside_pixels_of_another_scaling(nor
         x, z = ARRAYS["bytes"], ARRAYS[test]
         np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=Y, x_test=z, y_test=Y)
     assert load_federation(str(tmp_path), DataSpec()).names == ("ann", "bob")
-    with pytest.raises(UsageError, match=f"normalize='{normalize}' is for images .*, but client 'bob' has other samples"):
+    with pytest.raises(
+        UsageError, match=f"normalize='{normalize}' is for images .*, but client 'bob' has other samples"
+    ):
         load_federation(str(tmp_path), DataSpec(normalize=normalize))
 
 
