@@ -212,6 +212,12 @@ def test_data_by_name_honor_no_option_of_readers(data):
     assert refused.value.settings == ("target",)
 
 
+def test_the_window_of_medical_images_is_not_that_of_a_benchmark():
+    with pytest.raises(UsageError) as refused:
+        load_source("abide", DataSpec(window="-160,240"))
+    assert refused.value.settings == ("window",)
+
+
 def test_every_option_is_honored_by_some_reader_and_every_reader_has_known_options():
     honored = set().union(*(reader.options for reader in READERS.values()))
     assert set(GIVEN) == honored == {*READ, "image_size"}

@@ -14,7 +14,7 @@ FEATURES, SAMPLES, TESTED = 32, 24, 140
 
 
 def network(shape, classes):
-    """A network of which only the last layer is trained, and whose BatchNorm has statistics of its own."""
+    """A network of which only the last layer is trained, and whose BatchNorm has other statistics than a new one."""
     backbone = nn.Sequential(nn.Conv2d(shape[0], 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2))
     for parameter in backbone.parameters():
         parameter.requires_grad_(False)

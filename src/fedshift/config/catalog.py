@@ -21,6 +21,7 @@ from .expressions import (
     find_user_function,
     list_catalog,
     read_catalog,
+    require_trusted,
     spell,
     split_expressions,
 )
@@ -60,6 +61,7 @@ class Catalog(Generic[Value]):
         join: Function of the values of an expression with commas, which makes one value; None: give one expression.
         setting: Setting whose value it reads; by default of the name ``kind``.
         settings: Supplied arguments that are settings by themselves, so that an expression cannot give them.
+        libraries: Functions that return what is called ``name`` in an installed library, ``library:name``, by library.
 
     """
 
@@ -75,10 +77,12 @@ class Catalog(Generic[Value]):
         join: Callable[..., Value] | None = None,
         setting: str | None = None,
         settings: Collection[str] = (),
+        libraries: Mapping[str, Callable[[str], Function]] | None = None,
     ) -> None:
         self.setting = setting or kind
         self.kind, self._entries, self._accept, self._adapt = kind, entries, accept, adapt
         self._spell, self._key, self._join, self._settings = spell, key, join, settings
+        self._libraries = libraries or {}
 
     @property
     def entries(self) -> Mapping[str, Function]:
@@ -91,6 +95,10 @@ class Catalog(Generic[Value]):
 
     def find(self, name: str) -> Function:
         """Return the function called ``name``; raise :class:`UsageError` with the nearest name if there is none."""
+        library, _, rest = name.replace(":", ".").partition(".")
+        if library in self._libraries and rest and "." not in rest:
+            require_trusted(self.kind, f"{library}:{rest}")
+            return self._libraries[library](rest)
         if {".", ":"} & set(name):
             return find_user_function(self.kind, name)
         written = spell(self._entries, name) if isinstance(self._entries, str) else name

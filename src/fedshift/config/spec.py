@@ -195,7 +195,7 @@ class TrialSpec:
     bytes each method reached it. Only evaluated rounds count, so evaluate every round to find the exact one."""
 
     operating_point: Annotated[str, Parameter(group=MEASURING)] = "youden"
-    """How reports on two classes choose the threshold of the score, on each client's validation data: youden (largest
+    """Rule for the threshold of reports on two classes, which each client's validation data set: youden (largest
     sum of sensitivity and specificity), sensitivity>=0.95 or specificity>=0.9 (then the largest of the other). Without
     validation data the score is 0.5."""
 

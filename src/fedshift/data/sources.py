@@ -151,7 +151,8 @@ def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federati
     if written not in known:
         near = unknown_name("data", written, [*EMBEDDED, *known])
         raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}").about("data")
-    refuse_unused(reading, {"image_size", *signature(known[written]).parameters}, written)
+    honored = {"image_size", *signature(known[written]).parameters} - {"window"}  # ABIDE's is another one, of frames
+    refuse_unused(reading, honored, written)
     given: dict[str, object] = {name: getattr(spec, name) for name in READ if name in reading.changed}
     given |= {"progress": reading.progress, "size": spec.image_size, "domains": reading.domains}
     given |= {"root": data_root(spec), "sites": given["domains"]}

@@ -1,4 +1,4 @@
-"""How long a run takes, predicted before its first round from a timed step of each method, and what would be shorter.
+"""Predict the duration of a run before its first round, from a timed step of each method, and suggest shorter runs.
 
 A prediction counts training and evaluation. It is right to a factor of about two on a machine that does nothing else.
 """

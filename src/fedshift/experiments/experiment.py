@@ -231,7 +231,11 @@ class Experiment:
                 choices = {}
             else:
                 callback.on_notice(f"{processes} trials run side by side, each in a process, with the same results")
-                side_by_side = [replace(run, choice=choices[run.number]) for run in begun if run.number in choices]
+                side_by_side = [
+                    replace(run, choice=choices[run.number], folder=run.folder.absolute())  # for any current directory
+                    for run in begun
+                    if run.number in choices
+                ]
                 conductor.run(workers, side_by_side, processes, shared, InProcess(), threads)
                 workers.drop(shared)
         alone = (

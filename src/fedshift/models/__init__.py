@@ -19,7 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from ..config.catalog import Catalog
-from ..config.expressions import list_catalog, require_trusted
+from ..config.expressions import list_catalog
 from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 from ._libraries import LIBRARIES, LibraryModel
@@ -168,18 +168,17 @@ def _spell(model: ModelFactory) -> str | None:
 
 
 class _Models(Catalog[ModelFactory]):
-    """The networks of the package and of libraries, and :func:`take_output`, which has a network as its argument."""
+    """The networks, and :func:`take_output`, which has a network as its argument."""
 
     @override
     def find(self, name: str) -> Callable[..., Any]:
-        library, _, network = name.replace(":", ".").partition(".")
-        if library in LIBRARIES and network and "." not in network:
-            require_trusted("model", f"{library}:{network}")
-            return LibraryModel(library, network)
         return take_output if name == take_output.__name__ else super().find(name)
 
 
-MODELS = _Models("model", "models", _accept, adapt=_configure, spell=_spell, key=_spell)
+MODELS = _Models(
+    "model", "models", _accept, adapt=_configure, spell=_spell, key=_spell,
+    libraries={library: partial(LibraryModel, library) for library in LIBRARIES},
+)  # fmt: skip
 """Networks by name; your own function is called with the shape of a sample and the number of classes."""
 
 

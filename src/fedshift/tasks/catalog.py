@@ -9,10 +9,8 @@ from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from ..config.catalog import Catalog
-from ..config.expressions import require_trusted
 from ..utils.errors import Ref, UsageError
 from ..utils.user_code import describe_error, find_import_path, identify_function
 from .classification import CLASSIFICATION, Classification
@@ -73,24 +71,13 @@ def _spell_metric(metric: Metric) -> str | None:
     return None if metric.name.startswith("__main__:") else metric.name  # another process has another __main__
 
 
-class _Metrics(Catalog[Metric]):
-    """The metrics of this package and of libraries."""
-
-    @override
-    def find(self, name: str) -> Callable[..., Any]:
-        library, _, metric = name.replace(":", ".").partition(".")
-        if library in LIBRARIES and metric and "." not in metric:
-            require_trusted("metric", f"{library}:{metric}")
-            return find_of_library(library, metric)
-        return super().find(name)
-
-
-METRICS = _Metrics(
+METRICS = Catalog[Metric](
     "metric",
     {"f1": F1, "top_k": TopK, "brier": Brier, "ece": CalibrationError, "average_precision": AveragePrecision},
     _accept_metric,
     adapt=take_direction,
     spell=_spell_metric,
+    libraries={library: partial(find_of_library, library) for library in LIBRARIES},
 )
 """Metrics on request; your own is a function of outputs and targets (:mod:`fedshift.tasks.own_metrics`)."""
 

@@ -35,7 +35,7 @@ from .task import Counts, Task
 LIBRARIES = ("sklearn", "torchmetrics")
 """Libraries whose metrics have names: ``sklearn:recall_macro``, ``torchmetrics:MulticlassF1Score(num_classes=4)``."""
 WANTED = "return one value for each sample, [N], or one number for all of them"
-"""What a metric's function has to return."""
+"""Requirement on the result of a metric's function, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)

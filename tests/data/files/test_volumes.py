@@ -12,6 +12,7 @@ from PIL import Image
 import fedshift
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
+from fedshift.data.files.image_decoding import Unreadable
 from fedshift.data.files.volume_decoding import decode_volume
 from fedshift.data.pictures import to_pictures
 from fedshift.data.sources import load_federation
@@ -360,6 +361,14 @@ def test_a_window_of_dicom_files_is_in_hounsfield_units(tmp_path):
     file = tmp_path / "slice.dcm"
     write_dicom(file, np.array([[0, 1024], [1064, 2024]], np.uint16), RescaleSlope=1.0, RescaleIntercept=-1024.0)
     assert decode_volume(file, window=(0.0, 80.0))[0].tolist() == [[-1.0, -1.0], [0.0, 1.0]]
+
+
+def test_inverted_dicom_files_have_no_window(tmp_path):
+    file = tmp_path / "slice.dcm"
+    write_dicom(file, np.array([[0, 1], [2, 3]], np.uint16), PhotometricInterpretation="MONOCHROME1")
+    assert decode_volume(file).argmax() == 0
+    with pytest.raises(Unreadable, match="no window is defined"):
+        decode_volume(file, window=(0.0, 2.0))
 
 
 def test_images_that_do_not_say_how_they_lie_are_noted(root):

@@ -95,7 +95,7 @@ def open_dicom(file: Path, *, whole: bool) -> Any:
         raise Unreadable(_NO_IMAGES[found.Modality])
     frames, times = (int(found.get(name) or 1) for name in ("NumberOfFrames", "NumberOfTemporalPositions"))
     if frames > 1 and (times > 1 or found.get("FrameIncrementPointer") in _IN_TIME):
-        raise Unreadable(f"has {frames} frames in time: write each time as a file of its own")
+        raise Unreadable(f"has {frames} frames in time: write each point in time to its own file")
     return found
 
 
@@ -195,15 +195,15 @@ def stack_slices(series: Series) -> Array:
 
 
 _COMMON = {
-    "SeriesInstanceUID": "put each series into a folder of its own",
-    "PatientID": "put the slices of each patient into a folder of their own",
+    "SeriesInstanceUID": "put each series into its own folder",
+    "PatientID": "put the slices of each patient into their own folder",
     "ImageOrientationPatient": "take localizers and slices of other planes away",
     "Rows": "take localizers and other images away",
     "Columns": "take localizers and other images away",
     "PixelSpacing": "take slices of another reconstruction away",
     "PhotometricInterpretation": "write all slices in one way",
 }
-"""What the slices of a volume have in common, and what to do otherwise."""
+"""Attributes that are equal in all slices of a volume, and how to repair a folder in which they differ."""
 _PRIVATE = {"SeriesInstanceUID", "PatientID"}
 """Attributes whose values may name a patient, and are not shown."""
 _COUNTS = {"ImagePositionPatient": 3, "ImageOrientationPatient": 6, "PixelSpacing": 2}

@@ -140,7 +140,7 @@ def decode_volume(file: Path, *, turn: bool = True, window: Window | None = None
     in Hounsfield units where the file has such, that become -1 and 1; None: the volume's :data:`PERCENTILES`.
     """
     with _explain(file):
-        values = _decode(file, turn)
+        values = _decode(file, turn, window)
         if not np.isfinite(values).all():
             raise Unreadable("has voxels that are NaN or infinite")
         return _scale(values, window, by_channel=file.name.lower().endswith(NIFTI))
@@ -200,16 +200,16 @@ def _scale(values: Array, window: Window | None, *, by_channel: bool) -> NDArray
     return scaled
 
 
-def _decode(file: Path, turn: bool) -> Array:
-    """Return the values of ``file``, ``[C, D, H, W]`` or ``[C, H, W]``."""
+def _decode(file: Path, turn: bool, window: Window | None = None) -> Array:
+    """Return the values of ``file``, ``[C, D, H, W]`` or ``[C, H, W]``; inverted ones are refused with a ``window``."""
     if file.is_dir():
         series = read_series(file, whole=True)
         described, turned = _describe_series(file, series, turn)
-        values = _brighten(stack_slices(series), series.slices[0]).transpose(2, 1, 0)[..., None]
+        values = _brighten(stack_slices(series), series.slices[0], window).transpose(2, 1, 0)[..., None]
     elif file.name.lower().endswith(DICOM):
         found = open_dicom(file, whole=True)
         *_, channels = count_frames(found)
-        values = _brighten(read_values(found), found)
+        values = _brighten(read_values(found), found, window)
         return np.moveaxis(values, -1, 0) if channels > 1 else values[None]
     else:
         described, turned = _describe_nifti(file, turn)
@@ -219,9 +219,14 @@ def _decode(file: Path, turn: bool) -> Array:
     return np.ascontiguousarray(values.transpose(3, 2, 1, 0)).reshape(described.channels, *described.shape)
 
 
-def _brighten(values: Array, found: Any) -> Array:
-    """Return values of a DICOM image, or inverted ones if the smallest is the brightest."""
-    return values.max() - values if found.get("PhotometricInterpretation") == "MONOCHROME1" else values
+def _brighten(values: Array, found: Any, window: Window | None) -> Array:
+    """Return values of a DICOM image, or inverted ones, which are in no unit, if the smallest is the brightest."""
+    if found.get("PhotometricInterpretation") != "MONOCHROME1":
+        return values
+    if window is not None:
+        raise Unreadable("shows its smallest values as the brightest (MONOCHROME1), for which no window is defined")
+    inverted: Array = values.max() - values
+    return inverted
 
 
 def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]:
