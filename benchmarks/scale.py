@@ -35,6 +35,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS, SAMPLED, SAMPLES = (10, 100, 1_000, 10_000), 100, 20
+IDLE = (10, 100, 1_000, 10_000, 100_000)
 MEGABYTE = 1e6
 
 
@@ -178,7 +179,7 @@ def kept(turns: int) -> None:
 
 
 def idle(turns: int) -> None:
-    """Print what clients cost that sit a round out: rounds of ten among ten and among 100,000, in turn."""
+    """Print what clients cost that sit a round out: rounds of ten among 10 to 100,000, in turn, as a table."""
     import torch
 
     from fedshift.config.expressions import list_catalog
@@ -193,7 +194,7 @@ def idle(turns: int) -> None:
     )
     with tempfile.TemporaryDirectory() as place:
         trials = {}
-        for count in (10, 100_000):
+        for count in IDLE:
             store = Samples(x=torch.randn(4 * count, 4), y=torch.arange(4 * count) % 10)
             clients = tuple(
                 ClientData(name=f"{k:06}", train=store.take(torch.arange(4 * k, 4 * k + 4)), test=store)
@@ -212,10 +213,16 @@ def idle(turns: int) -> None:
                         Path(place, str(count)), "checkpoint.safetensors"
                     )
                     seconds[count, part].append(time.perf_counter() - began)
-    few, many = trials
-    for part in ("round", "checkpoint"):
-        more = median(b - a for a, b in zip(seconds[few, part][1:], seconds[many, part][1:], strict=True))
-        print(f"{many - few:,} idle clients add {1000 * more:.0f} ms to a {part} (FedBN, ten clients a round).")
+    print("| FedBN, ten clients a round | ms a round | more than with 10 | ms a checkpoint | more than with 10 |")
+    print("|---|---:|---:|---:|---:|")
+    for count in IDLE:
+        cells = []
+        for part in ("round", "checkpoint"):
+            few, many = seconds[IDLE[0], part][1:], seconds[count, part][1:]
+            more = median(b - a for a, b in zip(few, many, strict=True))
+            cells += [f"{1000 * median(many):.1f}", f"{1000 * more:.1f}"]
+        print(f"| {count:,} clients | {' | '.join(cells)} |")
+    print()
 
 
 def write_digits(folder: Path) -> None:

@@ -13,7 +13,7 @@ from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.rule import Rule
 from fedshift.core.schedule import StepDecay
-from fedshift.core.server_round import fold_rules, receive
+from fedshift.core.server_round import ClientSizes, fold_rules, receive
 from fedshift.core.step import compute_gradients, transform_gradients
 from fedshift.engines import stepper
 from fedshift.methods.agc import agc
@@ -80,7 +80,7 @@ def test_the_server_computes_the_entries_that_a_rule_sets_and_no_others(course, 
     sets = frozenset().union(*(bound.sets for bound in plan.rules))
     for number in range(1, ROUNDS + 1):
         moment = running[number]
-        memory, made = fold_rules(plan, before, receive(plan, sorted(moment.updates.items()), SIZES))
+        memory, made = fold_rules(plan, before, receive(plan, sorted(moment.updates.items()), ClientSizes(plan, SIZES)))
         assert made.keys() == sets
         assert all(torch.equal(moment.server.shared[name], tensor) for name, tensor in made.items())
         assert all(map(is_equal, memory, moment.server.memory))

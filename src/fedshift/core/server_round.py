@@ -17,6 +17,35 @@ from .shares import bound_shares
 from .states import ServerState, Update
 
 
+class ClientSizes:
+    """Sizes of all clients that train, made once for all rounds of a trial, so that idle clients cost a round nothing.
+
+    ``samples``: number of training samples by client. ``max_share``: maximum weight of a client among three or more.
+    ``effective``: weight of each client by its size, within ``max_share``; ``total``: their sum.
+    """
+
+    def __init__(self, plan: Plan, samples: Mapping[str, int], max_share: float = 1.0) -> None:
+        self.samples, self.max_share, self._method = samples, max_share, plan.method
+        weighed = [self._method.weigh(samples=size, used=size) for size in samples.values()]
+        bounded = bound_shares(weighed, max_share)
+        self.effective, self.total = dict(zip(samples, bounded, strict=True)), sum(bounded)
+        triples = zip(samples, bounded, weighed, strict=True)
+        self._reductions = {name: after / before for name, after, before in triples if after != before}
+
+    def weigh_alone(self, name: str, update: Update) -> float:
+        """Return the weight of client ``name``, without regard to ``max_share``."""
+        return self._method.weigh(samples=self.samples[name], used=update.weight)
+
+    def weigh(self, updates: Sequence[tuple[str, Update]]) -> list[float]:
+        """Return the weights of ``updates`` in a mean.
+
+        A client whose size ``max_share`` reduces among all clients has the same reduction in rounds with few
+        participants.
+        """
+        raw = [self.weigh_alone(name, update) * self._reductions.get(name, 1.0) for name, update in updates]
+        return bound_shares(raw, self.max_share)
+
+
 def sums_suffice(plan: Plan) -> bool:
     """Return whether the server needs only the weighted sum of the clients' entries."""
     return plan.method.aggregate.sums and bool(plan.sent) and not plan.reads.entries
@@ -25,18 +54,14 @@ def sums_suffice(plan: Plan) -> bool:
 class StreamingAggregator:
     """Aggregates one round's uploads, which may arrive in any order.
 
-    ``names``: the participants. ``sizes``: number of training samples of every client that trains, including clients
-    that do not take part in the round. Uploads are aggregated in the order of the clients' names, so that the result
-    does not depend on the order of arrival. If the method averages entries, an upload is discarded once it and its
-    predecessors are added, and sums of uploads may be added instead. With a ``max_share`` below 1 (the maximum weight
-    of a client among three or more), uploads are stored until all weights are known.
+    ``names``: the participants. Uploads are aggregated in the order of the clients' names, so that the result does not
+    depend on the order of arrival. If the method averages entries, an upload is discarded once it and its predecessors
+    are added, and sums of uploads may be added instead. If ``sizes.max_share`` is below 1, uploads are stored until all
+    weights are known.
     """
 
-    def __init__(
-        self, plan: Plan, server: ServerState, names: Iterable[str], sizes: Mapping[str, int], max_share: float = 1.0
-    ) -> None:
-        self._plan, self._server, self._pending = plan, server, sorted(names, reverse=True)
-        self._sizes, self._max_share = sizes, max_share
+    def __init__(self, plan: Plan, server: ServerState, names: Iterable[str], sizes: ClientSizes) -> None:
+        self._plan, self._server, self._pending, self._sizes = plan, server, sorted(names, reverse=True), sizes
         self._arrived: dict[str, Update] = {}
         self._aggregated: list[tuple[str, Update]] = []
         self._mean = StreamingMean() if sums_suffice(plan) else None
@@ -54,9 +79,8 @@ class StreamingAggregator:
 
     def _aggregate(self, name: str) -> None:
         update = self._arrived.pop(name)
-        if self._mean and update.shared and self._max_share >= 1:
-            weight = self._plan.method.weigh(samples=self._sizes[name], used=update.weight)
-            self._mean.add(update.shared, weight)
+        if self._mean and update.shared and self._sizes.max_share >= 1:
+            self._mean.add(update.shared, self._sizes.weigh_alone(name, update))
             update = replace(update, shared={})
         self._aggregated.append((name, update))
 
@@ -65,12 +89,12 @@ class StreamingAggregator:
         for name in sorted(self._arrived):  # uploads sorted after a missing one
             self._aggregate(name)
         plan, server = self._plan, self._server
-        received = receive(plan, self._aggregated, self._sizes, self._max_share)
+        received = receive(plan, self._aggregated, self._sizes)
         shares = [each.share for each in received]
         memory, computed = fold_rules(plan, server, received)
         if self._mean:
-            if self._max_share < 1:
-                weights, _ = weigh(plan, self._aggregated, self._sizes, self._max_share)
+            if self._sizes.max_share < 1:
+                weights = self._sizes.weigh(self._aggregated)
                 for (_, update), weight in zip(self._aggregated, weights, strict=True):
                     self._mean.add(update.shared, weight)
             aggregated = Aggregated(entries=self._mean.result())
@@ -91,33 +115,14 @@ class StreamingAggregator:
         )
 
 
-def weigh(
-    plan: Plan, updates: Sequence[tuple[str, Update]], sizes: Mapping[str, int], max_share: float
-) -> tuple[list[float], dict[str, float]]:
-    """Return the weights of ``updates`` in a mean, and the effective size of every client.
-
-    ``sizes``: number of training samples of every client that trains. A client whose size ``max_share`` reduces among
-    all clients has the same reduction in rounds with few participants.
-    """
-    method = plan.method
-    raw = [method.weigh(samples=sizes[name], used=update.weight) for name, update in updates]
-    weighed = {name: method.weigh(samples=size, used=size) for name, size in sizes.items()}
-    effective = dict(zip(weighed, bound_shares(list(weighed.values()), max_share), strict=True))
-    lowered = {name: effective[name] / size for name, size in weighed.items() if effective[name] != size}
-    raw = [weight * lowered.get(name, 1.0) for (name, _), weight in zip(updates, raw, strict=True)]
-    return bound_shares(raw, max_share), effective
-
-
-def receive(
-    plan: Plan, updates: Sequence[tuple[str, Update]], sizes: Mapping[str, int], max_share: float = 1.0
-) -> list[Received]:
-    """Return the contributions of ``updates``, which are sorted by client name; see :func:`weigh` for arguments."""
-    raw, effective = weigh(plan, updates, sizes, max_share)
-    total, total_size, kinds = sum(raw), sum(effective.values()), tuple(map(type, plan.method.rules))
+def receive(plan: Plan, updates: Sequence[tuple[str, Update]], sizes: ClientSizes) -> list[Received]:
+    """Return the contributions of ``updates``, which are sorted by client name."""
+    raw, kinds = sizes.weigh(updates), tuple(map(type, plan.method.rules))
+    total = sum(raw)
     return [
         Received(
-            client=name, update=update, weight=weight / total, size=effective[name], share=effective[name] / total_size,
-            kinds=kinds,
+            client=name, update=update, weight=weight / total, size=sizes.effective[name],
+            share=sizes.effective[name] / sizes.total, kinds=kinds,
         )
         for (name, update), weight in zip(updates, raw, strict=True)
     ]  # fmt: skip
@@ -161,16 +166,17 @@ def fold_rules(
 def server_round(
     plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int]
 ) -> ServerState:
-    """Return the server's state after a round, given all uploads by client name."""
-    aggregator = StreamingAggregator(plan, server, updates, sizes)
+    """Return the server's state after a round, given all uploads by client name.
+
+    ``sizes``: number of training samples of every client that trains, including clients without an upload.
+    """
+    aggregator = StreamingAggregator(plan, server, updates, ClientSizes(plan, sizes))
     for name, update in updates.items():
         aggregator.add(name, update)
     return aggregator.finalize()
 
 
-def server_prelude(
-    plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: Mapping[str, int], max_share: float = 1.0
-) -> ServerState:
+def server_prelude(plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: ClientSizes) -> ServerState:
     """Return the server's state after the exchange before round 1, given all uploads by client name."""
-    received = receive(plan, sorted(updates.items()), sizes, max_share)
+    received = receive(plan, sorted(updates.items()), sizes)
     return replace(server, memory=fold_rules(plan, server, received, prelude=True)[0])

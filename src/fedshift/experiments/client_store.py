@@ -131,7 +131,7 @@ class ClientStore(Mapping[str, ClientState]):
             self._unsaved = {}
             self._shrink()
         self._folder = folder
-        used = set(segment.tolist())
+        used = set(np.flatnonzero(np.bincount(segment)).tolist())
         self._segments = {number: size for number, size in self._segments.items() if number in used}
         index = {"clients/steps": torch.tensor(self._steps)}
         if self._segments:

@@ -25,7 +25,7 @@ from ..core.kernel import broadcast, global_state, init_client, init_server, tra
 from ..core.method import Method
 from ..core.mixes import Mixes
 from ..core.preparation import apply_surgery
-from ..core.server_round import StreamingAggregator, server_prelude
+from ..core.server_round import ClientSizes, StreamingAggregator, server_prelude
 from ..core.states import ClientState, ServerState
 from ..core.work import square_uses
 from ..data.augmentation import check_augmentable
@@ -235,6 +235,10 @@ class Trial:
         return {name: len(split) for name, split in self.train.items()}
 
     @cached_property
+    def _client_sizes(self) -> ClientSizes:
+        return ClientSizes(self.plan, self._sizes, self.engine.max_share)
+
+    @cached_property
     def _place(self) -> dict[str, int]:
         """Position of each client in tables."""
         return {name: place for place, name in enumerate(dict.fromkeys((*self.data.names, *self.clients.names)))}
@@ -319,7 +323,7 @@ class Trial:
             return False
         began = time.perf_counter()
         updates = dict(self.engine.introduce(self.engine.find_available(self.clients.names)))
-        self.server = server_prelude(self.plan, self.server, updates, self._sizes, self.engine.max_share)
+        self.server = server_prelude(self.plan, self.server, updates, self._client_sizes)
         up = 0 if self.plan.method.pooled else sum(map(uplink_bytes, updates.values()))
         self._prelude, self._prelude_seconds = {"clients": len(updates), "up": up}, time.perf_counter() - began
         return True
@@ -335,7 +339,7 @@ class Trial:
         self.clients.spill(self.server.round)
         number = self.server.round + 1
         names = self._draw_participants(number)
-        folding = StreamingAggregator(self.plan, self.server, names, self._sizes, self.engine.max_share)
+        folding = StreamingAggregator(self.plan, self.server, names, self._client_sizes)
         after: dict[str, ClientState] = {}
         rows: list[Row] = []
         after_work: list[Row] = []

@@ -29,7 +29,7 @@ from ..core.method import Method
 from ..core.plan import Plan, forward
 from ..core.preparation import resolve_work
 from ..core.selection import Scope
-from ..core.server_round import StreamingAggregator
+from ..core.server_round import ClientSizes, StreamingAggregator
 from ..core.step import client_step_
 from ..core.work import Work
 from ..data.augmentation import Augmentation
@@ -144,7 +144,7 @@ def time_visits(plan: Plan) -> VisitCosts:
 
     def visit() -> None:
         _, update = client_final(plan, client_init(plan, client, server, planned_steps=1))
-        aggregator = StreamingAggregator(plan, server, ("client",), {"client": 1})
+        aggregator = StreamingAggregator(plan, server, ("client",), ClientSizes(plan, {"client": 1}))
         aggregator.add("client", replace(update, weight=1.0))
         aggregator.finalize()
 
