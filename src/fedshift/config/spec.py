@@ -45,6 +45,10 @@ def _join(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
+def _join_numbers(value: Any) -> Any:
+    return str(value) if type(value) in (int, float) else _join(value)
+
+
 def _parse_number(value: Any) -> Any:
     """Convert a numeric text to an integer or, with a decimal point, to a float; return other values unchanged."""
     for kind in (int, float) if isinstance(value, str) else ():
@@ -99,6 +103,7 @@ def _split_list(value: Any) -> Any:
 
 
 Names = Annotated[str, BeforeValidator(_join)]
+Lengths = Annotated[str, BeforeValidator(_join_numbers)]
 Several = Annotated[Any, BeforeValidator(_join_texts)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split_list)]
 Number = Annotated[float | int, BeforeValidator(_parse_number)]
@@ -269,6 +274,11 @@ class DataSpec:
     window: Annotated[str | None, Parameter(group=FILES, allow_leading_hyphen=True)] = None
     """Values LOW,HIGH of medical images that become -1 and 1, clipped beyond, such as -160,240 for soft tissue in
     Hounsfield units; by default the 0.5th and 99.5th percentiles of each image."""
+
+    spacing: Annotated[Lengths | None, Parameter(group=FILES)] = None
+    """Millimeters between voxels to which medical images are resampled, along columns, rows and slices: 1,1,3, one
+    number for all axes, or median, the median along each axis over all clients' files outside of test and validation
+    folders. By default files keep their voxels."""
 
     missing: Annotated[Literal["impute", "refuse"], Parameter(group=FILES)] = "impute"
     """Treatment of missing values in a table: filled in from the client's own training part, or refused."""

@@ -157,18 +157,21 @@ class Decoding:
             percentiles; ``array``, no files.
         bits: Bits of gray integers: the largest, ``2^bits - 1``, is stored as 1.
         window: Values of a medical image that become -1 and 1, in place of its percentiles.
+        spacing: Millimeters to which a medical image is resampled, along slices, rows and columns; empty: it is not.
 
     """
 
     kind: Literal["array", "byte", "integer", "real", "volume"] = "array"
     bits: int = 0
     window: tuple[float, float] | None = None
+    spacing: tuple[float, ...] = ()
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Decoding:
         """Return the decoding described by the result of ``asdict``."""
         window = facts.get("window")
-        return cls(**{**facts, "window": None if window is None else tuple(window)})
+        spacing = tuple(facts.get("spacing", ()))
+        return cls(**{**facts, "window": None if window is None else tuple(window), "spacing": spacing})
 
     def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
         """Return gray values ``pixels`` of kind ``integer`` or ``real`` from -1 to 1; values beyond become 1."""
@@ -322,9 +325,9 @@ class Preparation:
         channels, *size = self.shape
         try:
             if self.decoding.kind == "volume":
-                stored = resize_volume(
-                    torch.from_numpy(decode_volume(Path(str(file)), window=self.decoding.window)), tuple(size)
-                )
+                how = self.decoding
+                values = torch.from_numpy(decode_volume(Path(str(file)), window=how.window, spacing=how.spacing))
+                stored = values if how.spacing else resize_volume(values, tuple(size))
             else:
                 stored = torch.from_numpy(self._decode_image(file))
         except (Unreadable, FileNotFoundError) as error:

@@ -16,6 +16,7 @@ from ..core.method import Method
 from ..core.plan import Plan
 from ..data.datasets._card import get_card
 from ..data.federation import ClientData, Federation
+from ..data.files.volume_decoding import describe_spacing
 from ..data.nuclei import nuclei
 from ..data.preparation import Preparation
 from ..data.samples import Samples
@@ -193,7 +194,8 @@ def describe_network(plan: Plan, model: ModelFactory) -> str:
 def describe_settings(plan: Plan, settings: Settings, preparation: Preparation) -> dict[str, str]:
     """Return the resolved training settings by name."""
     share = settings.participation
-    return {
+    spacing = preparation.decoding.spacing
+    return ({"voxels": describe_spacing(spacing)} if spacing else {}) | {
         "local work per round": describe_work(plan.work),
         "weight of a client": describe_weighting(plan.method),
         "optimizer": describe_optimizer(plan.optimizer),

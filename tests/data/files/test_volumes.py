@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.ndimage import zoom
 
 import fedshift
 from fedshift.config.spec import DataSpec
@@ -15,6 +16,7 @@ from fedshift.data.assembly import read_folder
 from fedshift.data.files.image_decoding import Unreadable
 from fedshift.data.files.volume_decoding import decode_volume
 from fedshift.data.pictures import to_pictures
+from fedshift.data.resizing import resample_image, resample_mask
 from fedshift.data.sources import load_federation
 from fedshift.diagnosis.overview import make_overview
 from fedshift.tasks import Segmentation
@@ -381,3 +383,72 @@ def test_images_that_do_not_say_how_they_lie_are_noted(root):
     nibabel.save(mask, root / "b" / "masks" / "u.nii")
     (notice,) = (each for each in read_folder(root).notices if each.startswith("client"))
     assert notice.startswith("client 'b': 1 of 5 images do not say how their axes lie in the patient")
+
+
+def test_values_and_classes_are_resampled_as_by_scipy():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 9, 14, 12)), rng.integers(0, 4, (9, 14, 12)).astype(np.uint8)
+    grid = {"mode": "nearest", "grid_mode": True}
+    for before, after, size, coarse in (
+        ((2, 1, 1.2), (1.5, 1.3, 1), (12, 11, 14), False),
+        ((5, 1, 1.2), (3, 1.3, 1), (15, 11, 14), True),  # the nearest slice
+    ):
+        factors = np.array(size) / y.shape
+        steps = [((factors[0], 1, 1), 0), ((1, *factors[1:]), None)] if coarse else [(factors, None)]
+
+        def expect(values, order, steps=steps):
+            for each, degree in steps:
+                values = zoom(values, each, order=order if degree is None else degree, **grid)
+            return values
+
+        made = resample_image(x, before, after)
+        np.testing.assert_allclose(made, [expect(each, 3) for each in x], atol=1e-5)
+        shares = np.stack([expect((y == value).astype(float), 1) - 1e-5 * value for value in range(4)])  # ties: lower
+        assert np.array_equal(resample_mask(y, before, after), shares.argmax(axis=0))
+
+
+def test_a_ramp_in_millimeters_is_the_same_ramp_at_another_spacing(tmp_path):
+    slope = np.array([1.0, -2.0, 0.5])
+    for stem, spacing, shape in (("p", (1.0, 1.0, 2.0), (48, 40, 24)), ("q", (2.0, 1.6, 1.5), (24, 25, 32))):
+        matrix = affine("LAS", spacing, (20.0, -7.0, 3.0))
+        places = np.stack(np.indices(shape), axis=-1) @ matrix[:3, :3].T + matrix[:3, 3]
+        for part in ("train", "test"):
+            folder = tmp_path / "ramps" / "a" / part
+            save(folder / "images" / f"{stem}.nii", (places @ slope).astype(np.float32), matrix)
+            save(folder / "masks" / f"{stem}.nii", (places[..., 0] > 0).astype(np.uint8), matrix)
+    data = read_folder(tmp_path / "ramps", spacing="1.6,1.25,1.2", window="-300,300").check()
+    assert "images are resampled to 1.6 x 1.25 x 1.2 mm (right, front, head)" in data.notices
+    train, (depth, height, width) = data.client("a").train, (40, 32, 30)
+    assert train.shape == (1, depth, height, width)
+    for row, spacing, first, shape in ((0, (1, 1, 2), -27, (48, 40, 24)), (1, (2, 1.6, 1.5), -26, (24, 25, 32))):
+        low = np.array([first, -7, 3]) - np.array(spacing) / 2  # the outer corner to the left, back and feet
+        steps = np.array(shape) * spacing / (width, height, depth)
+        grid = np.stack(np.indices((width, height, depth)), axis=-1)
+        expected = ((low + (grid + 0.5) * steps) @ slope / 300).transpose(2, 1, 0)
+        inner = (slice(10, -10),) * 3
+        np.testing.assert_allclose(train.copy_rows(slice(None))[row, 0].numpy()[inner], expected[inner], atol=1e-5)
+    kept = data.describe_client(data.client("a")).preparation
+    assert type(kept).from_json(kept.to_json()) == kept
+    again, _ = kept.store(str(tmp_path / "ramps" / "a" / "train" / "images" / "p.nii"))
+    assert torch.equal(again[0], train.copy_rows(slice(0, 1))[0])
+
+
+def test_the_median_spacing_is_that_of_files_outside_of_test_folders(root):
+    for file in (root / "a" / "test").glob("*/*"):
+        save(file, np.asarray(nibabel.load(file).dataobj), affine(spacing=(5, 5, 5)))
+    with pytest.raises(UsageError, match="images differ in size at one spacing") as error:
+        read_folder(root, spacing="median")
+    assert "s.nii.gz would have 7 x 12 x 60 voxels" in str(error.value)  # 20, 25 and 30 mm at 3, 2 and 0.5 mm
+
+
+def test_a_spacing_that_cannot_be_had_is_refused(root):
+    for wrong in ("0", "1,2,3,4", "fine", "1,-1,1"):
+        assert refused(root, spacing=wrong).startswith(f"spacing={wrong!r}: give the millimeters between voxels")
+    assert "spacing='1,2' has 2 numbers, and images have 3 axes" in refused(root, spacing="1,2")
+    assert "image_size=9 would stretch the voxels" in refused(root, spacing="1", image_size=9)
+    made = nibabel.Nifti1Image(draw("u")[0], affine())
+    made.set_qform(None, code=0)
+    made.set_sform(None, code=0)
+    nibabel.save(made, root / "b" / "images" / "u.nii")
+    nibabel.save(nibabel.Nifti1Image(draw("u")[1], made.header.get_best_affine()), root / "b" / "masks" / "u.nii")
+    assert f"{root / 'b' / 'images' / 'u.nii'} does not say how far its voxels are apart" in refused(root, spacing="1")

@@ -35,6 +35,8 @@ class ReadOptions:
         groups: Groups (such as the samples of one patient) that stay together: a table's column, a pattern of file
             names or a table of files (:mod:`fedshift.data.groups`), or the name of arrays next to x and y.
         window: Values ``LOW,HIGH`` of medical images that become -1 and 1; None: each image's percentiles.
+        spacing: Millimeters between voxels to which medical images are resampled, ``columns,rows,slices`` or one number
+            for all axes; ``median``: the median over the files; None: files keep their voxels.
         missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
         scaling: ``client`` standardizes numeric columns with the client's training rows.
         schema: Layout of the data that these clients join, whose columns are used to read tables; a single file is then
@@ -56,6 +58,7 @@ class ReadOptions:
     split_column: str | None = None
     groups: str | None = None
     window: str | None = None
+    spacing: str | None = None
     missing: Literal["impute", "refuse"] = "impute"
     scaling: Literal["client", "none"] = "client"
     schema: Layout | None = None

@@ -6,6 +6,7 @@ An image is a file, or a folder of DICOM slices, which are one volume (:mod:`fed
   ``[C, D, H, W]`` with slices from feet to head, rows from back to front, and columns from left to right; a fourth axis
   of a NIfTI file is channels. An axis of one slice is dropped: ``[C, H, W]``. A DICOM file is used as stored: an image,
   or frames ``[1, D, H, W]``.
+- With a spacing, the values are then resampled to it (:mod:`fedshift.data.resizing`).
 - Brightness has no common unit. Each volume (each channel, if there are several) is scaled from its 0.5th and 99.5th
   percentile to [-1, 1], and values beyond are clipped.
 - Masks are class numbers from 0 to 255. The mask of a one-slice image may be a picture that Pillow can read.
@@ -30,6 +31,8 @@ from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
 from ...utils.files import NotRegular, open_regular, require_regular
+from ...utils.words import join_some
+from ..resizing import find_size, resample_image
 from .dicom import (
     CLOSE,
     DICOM,
@@ -53,6 +56,9 @@ READABLE = (*VOLUMES, *sorted(SUFFIXES))
 MOST_EXPANSION = 1032
 """Maximum expansion factor of deflate, the compression of gzip."""
 PERCENTILES = (0.5, 99.5)
+MEDIAN = "median"
+"""Spacing in words: the median of the files along each axis."""
+UNMEASURED = "does not say how far its voxels are apart: write a NIfTI file with a qform or sform, or give no spacing"
 
 _HEADERS = {348: 1, 540: 2}
 """NIfTI version, by size of the header in bytes."""
@@ -91,6 +97,15 @@ class VolumeHeader:
     affine: tuple[tuple[float, ...], ...] | None = None
     placed: bool = True
     patient: str = field(default="", repr=False)
+
+    @property
+    def measured(self) -> bool:
+        """Return whether the file says how far its voxels are apart."""
+        return bool(self.spacing) and self.placed
+
+    def resample(self, spacing: tuple[float, ...]) -> VolumeHeader:
+        """Return the header of the decoded array after resampling to ``spacing``; its affine is unknown."""
+        return replace(self, shape=find_size(self.shape, self.spacing, spacing), spacing=spacing, affine=None)
 
 
 def is_volume(name: str) -> bool:
@@ -133,16 +148,51 @@ def parse_window(text: str | None) -> Window | None:
     return low, high
 
 
-def decode_volume(file: Path, *, turn: bool = True, window: Window | None = None) -> NDArray[np.float32]:
+def parse_spacing(text: str | None) -> tuple[float, ...]:
+    """Return the millimeters that a text names, slices before rows before columns; one number stands for all axes.
+
+    Empty for no text and for :data:`MEDIAN`. Raises :class:`UsageError` for other texts.
+    """
+    if text is None or text == MEDIAN:
+        return ()
+    try:
+        steps = tuple(map(float, text.split(",")))
+    except ValueError:
+        steps = ()
+    if not (1 <= len(steps) <= 3 and all(0 < step < math.inf for step in steps)):
+        raise UsageError(
+            "{}: give the millimeters between voxels along columns, rows and slices, such as 1,1,3, one number for all "
+            f"axes, or {MEDIAN}",
+            Ref(spacing=text),
+        )
+    return steps[::-1]
+
+
+def describe_spacing(spacing: tuple[float, ...]) -> str:
+    """Return a spacing along slices, rows and columns in words, columns first."""
+    return f"{_times(spacing[::-1])} mm ({join_some(('right', 'front', 'head')[: len(spacing)])})"
+
+
+def decode_volume(
+    file: Path, *, turn: bool = True, window: Window | None = None, spacing: tuple[float, ...] = ()
+) -> NDArray[np.float32]:
     """Return the brightness in ``file``, ``[C, D, H, W]`` or ``[C, H, W]``, from -1 to 1; raise :class:`Unreadable`.
 
     ``turn``: reorient the array to the patient's axes; otherwise the file's last axis comes first. ``window``: values,
     in Hounsfield units where the file has such, that become -1 and 1; None: the volume's :data:`PERCENTILES`.
+    ``spacing``: resample to these millimeters between voxels along the array's axes; empty: keep the file's voxels.
     """
     with _explain(file):
-        values = _decode(file, turn, window)
+        values, header = _decode(file, turn, window)
         if not np.isfinite(values).all():
             raise Unreadable("has voxels that are NaN or infinite")
+        if spacing and not header.measured:
+            raise Unreadable(UNMEASURED)
+        if len(spacing) not in (0, len(header.shape)):
+            raise Unreadable(
+                f"has {len(header.shape)} axes, and the spacing {describe_spacing(spacing)} {len(spacing)}"
+            )
+        values = resample_image(values, header.spacing, spacing) if spacing else values
         return _scale(values, window, by_channel=file.name.lower().endswith(NIFTI))
 
 
@@ -153,7 +203,7 @@ def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
     """
     with _explain(file):
         if is_volume(file.name) or file.is_dir():
-            values = _decode(file, turn)
+            values, _ = _decode(file, turn)
         else:
             header = read_header(file)
             values, _ = decode_image(file, kind="mask", channels=1, height=header.height, width=header.width)
@@ -200,8 +250,11 @@ def _scale(values: Array, window: Window | None, *, by_channel: bool) -> NDArray
     return scaled
 
 
-def _decode(file: Path, turn: bool, window: Window | None = None) -> Array:
-    """Return the values of ``file``, ``[C, D, H, W]`` or ``[C, H, W]``; inverted ones are refused with a ``window``."""
+def _decode(file: Path, turn: bool, window: Window | None = None) -> tuple[Array, VolumeHeader]:
+    """Return the values of ``file``, ``[C, D, H, W]`` or ``[C, H, W]``, and its header.
+
+    Inverted values are refused with a ``window``.
+    """
     if file.is_dir():
         series = read_series(file, whole=True)
         described, turned = _describe_series(file, series, turn)
@@ -210,13 +263,14 @@ def _decode(file: Path, turn: bool, window: Window | None = None) -> Array:
         found = open_dicom(file, whole=True)
         *_, channels = count_frames(found)
         values = _brighten(read_values(found), found, window)
-        return np.moveaxis(values, -1, 0) if channels > 1 else values[None]
+        return np.moveaxis(values, -1, 0) if channels > 1 else values[None], _describe_dicom(found)
     else:
         described, turned = _describe_nifti(file, turn)
         values = np.asanyarray(load_library("nibabel", file).load(file).dataobj)
         values = values.reshape(*values.shape[:3], *(1,) * (3 - values.ndim), described.channels)
     values = load_library("nibabel", file).orientations.apply_orientation(values, turned)
-    return np.ascontiguousarray(values.transpose(3, 2, 1, 0)).reshape(described.channels, *described.shape)
+    straight = np.ascontiguousarray(values.transpose(3, 2, 1, 0))
+    return straight.reshape(described.channels, *described.shape), described
 
 
 def _brighten(values: Array, found: Any, window: Window | None) -> Array:

@@ -7,7 +7,7 @@ the most recently used :data:`KEPT` bytes over all clients are kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,12 @@ from typing_extensions import override
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import Ref, UsageError
 from ..resizing import resize_volume
+from ..schema import Schema
 from ..stores import Keys, LazyStore, RecentArrays
 from .dicom import CLOSE
 from .image_decoding import Unreadable
 from .read_options import ReadOptions
-from .volume_decoding import VolumeHeader, Window, decode_volume
+from .volume_decoding import UNMEASURED, VolumeHeader, Window, decode_volume, parse_spacing
 
 KEPT = 2**28
 """Bytes of decoded images to keep."""
@@ -43,6 +44,7 @@ class VolumeStore(LazyStore):
         recent: Cache of decoded samples, which stores may share.
         turn: Reorient arrays to the patient's axes.
         window: Values that become -1 and 1; None: each volume's percentiles.
+        spacing: Millimeters to which volumes are resampled before; empty: they keep their voxels.
 
     """
 
@@ -57,12 +59,13 @@ class VolumeStore(LazyStore):
         *,
         turn: bool = True,
         window: Window | None = None,
+        spacing: tuple[float, ...] = (),
     ) -> None:
         super().__init__(where, len(samples), torch.zeros(1, *shape))
         self._samples, self._recent, self._decode_one = (
             tuple(samples),
             recent,
-            partial(decode_volume, turn=turn, window=window),
+            partial(decode_volume, turn=turn, window=window, spacing=spacing),
         )
 
     @override
@@ -92,27 +95,79 @@ class VolumeStore(LazyStore):
         return made
 
 
+def refuse_other_kinds(path: Path, headers: Mapping[str, VolumeHeader]) -> None:
+    """Raise :class:`UsageError` if images differ in their number of channels or of axes."""
+    first: dict[tuple[int, int], str] = {}
+    for file, header in headers.items():
+        first.setdefault((header.channels, len(header.shape)), file)
+    if len(first) > 1:
+        one, other = (first[kind] for kind in sorted(first)[:2])
+        shapes = (_describe((headers[file].channels, *headers[file].shape)) for file in (one, other))
+        raise UsageError(
+            f"{path / one} has {next(shapes)}, and {path / other} {next(shapes)}: give all images the same number of "
+            "channels and of axes"
+        )
+
+
+def find_spacing(
+    path: Path, headers: Mapping[str, VolumeHeader], trained: Collection[str], reading: ReadOptions
+) -> tuple[float, ...]:
+    """Return the millimeters to which images are resampled along their axes; empty: they keep their voxels.
+
+    Args:
+        path: Directory of the images.
+        headers: Header of each image, by its path.
+        trained: Images over which a median is taken.
+        reading: The options, with the spacing asked for; clients that join others take that of these.
+
+    Raises:
+        UsageError: The text names no spacing, or the images cannot be resampled to it.
+
+    """
+    joined = reading.schema.preparation.decoding.spacing if isinstance(reading.schema, Schema) else None
+    asked = parse_spacing(reading.spacing) if joined is None else joined
+    if not headers or not (asked or (joined is None and reading.spacing)):
+        return asked
+    if reading.image_size is not None:
+        raise UsageError(
+            "{} would stretch the voxels to which {} resamples: leave one out",
+            Ref(image_size=reading.image_size),
+            Ref("spacing"),
+        )
+    unmeasured = [file for file, header in headers.items() if not header.measured]
+    if unmeasured:
+        raise UsageError(f"{path / unmeasured[0]} {UNMEASURED} ({len(unmeasured)} of {len(headers)} images)")
+    axes = len(next(iter(headers.values())).shape)
+    if not asked:
+        steps = np.array([headers[file].spacing for file in trained if file in headers])
+        asked = tuple(round(float(step), 4) for step in np.median(steps, axis=0))
+    spacing = asked * axes if len(asked) == 1 else asked
+    if len(spacing) != axes:
+        raise UsageError(
+            f"{{}} has {len(spacing)} numbers, and images have {axes} axes: give one number for each axis, or for all",
+            Ref(spacing=reading.spacing),
+        )
+    return spacing
+
+
 def find_common_shape(path: Path, headers: Mapping[str, VolumeHeader], reading: ReadOptions) -> Shape:
     """Return the channels and shape of all images; raise :class:`UsageError` if they differ and cannot be resized."""
     first: dict[Shape, str] = {}
     for file, header in headers.items():
         first.setdefault((header.channels, *header.shape), file)
-    kinds = sorted({(shape[0], len(shape) - 1) for shape in first})
-    if not kinds:
+    if not first:
         return 1, 1, 1
-    if len(kinds) > 1:
-        one, other = (
-            (shape, file) for kind in kinds[:2] for shape, file in first.items() if kind == (shape[0], len(shape) - 1)
-        )
-        raise UsageError(
-            f"{path / one[1]} has {_describe(one[0])}, and {path / other[1]} {_describe(other[0])}: give all images "
-            "the same number of channels and of axes"
-        )
-    channels, axes = kinds[0]
+    channels, *places = next(iter(first))
+    axes = len(places)
     if reading.image_size is not None:
         return channels, *(reading.image_size,) * axes
     if len(first) > 1:
         (shape, a), (another, b) = list(first.items())[:2]
+        if reading.spacing:
+            raise UsageError(
+                f"images differ in size at one spacing: {path / a} would have {_describe(shape)}, {path / b} "
+                f"{_describe(another)}: crop or pad them to one extent beforehand"
+            )
         raise UsageError(
             f"images differ in size: {path / a} has {_describe(shape)}, {path / b} {_describe(another)}: give one "
             "number of voxels for all axes ({}), or bring them to one grid beforehand",

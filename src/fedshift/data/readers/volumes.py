@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
@@ -21,23 +22,45 @@ from ..files import masks as pairing
 from ..files.image_store import read_all
 from ..files.masks import Pair
 from ..files.read_options import ReadOptions
-from ..files.volume_decoding import READABLE, decode_mask, find_difference, is_volume, parse_window, read_volume_header
-from ..files.volumes import KEPT, Shape, VolumeStore, choose_spacing, find_common_shape, list_unplaced
+from ..files.volume_decoding import (
+    READABLE,
+    decode_mask,
+    describe_spacing,
+    find_difference,
+    is_volume,
+    parse_spacing,
+    parse_window,
+    read_volume_header,
+)
+from ..files.volumes import (
+    KEPT,
+    Shape,
+    VolumeStore,
+    choose_spacing,
+    find_common_shape,
+    find_spacing,
+    list_unplaced,
+    refuse_other_kinds,
+)
 from ..preparation import Decoding
-from ..resizing import resize_mask
+from ..resizing import resample_mask, resize_mask
 from ..scan import Assign, Loaded, Scan
 from ..stores import RecentArrays
 from .images import list_clients, make_part, require_task
 
 holds = "medical images with masks"
-options = frozenset({"test_fraction", "image_size", "groups", "window"})
+options = frozenset({"test_fraction", "image_size", "groups", "window", "spacing"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Volumes:
-    """Files of all clients with what their headers and masks say; ``shape``: channels and voxels of all images."""
+    """Files of all clients with what their headers and masks say; ``shape``: channels and voxels of all images.
+
+    ``spacing``: millimeters to which images are resampled; empty: they keep their voxels.
+    """
 
     path: Path
+    spacing: tuple[float, ...]
     pairs: dict[str, tuple[Pair, ...]]
     shape: Shape
     broken: dict[str, str]
@@ -56,6 +79,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     """
     require_task(source, reading, Segmentation)
     parse_window(reading.window)
+    parse_spacing(reading.spacing)
     places = folders.choose_folders(source, reading)
     files, notices = list_clients(source, places, reading, READABLE)
     pairs = {name: pairing.pair_files(source, name, own) for name, own in files.items()}
@@ -75,14 +99,21 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
                 told = differs.replace("{image}", str(source / image.path))
                 raise UsageError(f"mask {source / mask.path} {told}: bring it to its image's grid")
     shown = {image.path: headers[image.path] for image, _ in flat if image.path in headers}
+    refuse_other_kinds(source, shown)
+    trained = {image.path for image, _ in flat if image.part in ("", "train")}
+    spacing = find_spacing(source, shown, trained or set(shown), reading)
+    before = {every[mask.path]: headers[image.path].spacing for image, mask in flat if image.path in headers}
+    if spacing:
+        shown = {file: header.resample(spacing) for file, header in shown.items()}
     shape = find_common_shape(source, shown, reading)
+
+    def read_mask(file: Path) -> NDArray[np.generic]:
+        mask = decode_mask(file)
+        mask = resample_mask(mask, before[file], spacing) if spacing and file in before else mask
+        return resize_mask(torch.from_numpy(mask), shape[1:]).numpy()
+
     readable = {mask.path: every[mask.path] for _, mask in flat if mask.path in headers}
-    decoded, unread = read_all(
-        readable,
-        lambda file: resize_mask(torch.from_numpy(decode_mask(file)), shape[1:]).numpy(),
-        "masks",
-        reading.progress,
-    )
+    decoded, unread = read_all(readable, read_mask, "masks", reading.progress)
     broken |= unread
     folders.refuse_broken(source, broken, len(every), reading)
     blank = np.zeros(shape[1:], np.uint8)
@@ -100,6 +131,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
             faults.append(folders.describe_broken(name, lost, 2 * len(own)))
     task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
+    resampled = [f"images are resampled to {describe_spacing(spacing)}"] if spacing else []
     task, said = choose_spacing(task, list(shown.values()), shape[1:])
     return Scan(
         name=source.resolve().name,
@@ -108,9 +140,9 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         classes=classes,
         checked=True,
         note="{samples} medical images with masks of {clients} clients",
-        notices=(*notices, *pairing.describe_values(white, pairs), *said),
+        notices=(*notices, *pairing.describe_values(white, pairs), *resampled, *said),
         faults=tuple(faults),
-        source=_Volumes(path=source, pairs=pairs, shape=shape, broken=broken),
+        source=_Volumes(path=source, spacing=spacing, pairs=pairs, shape=shape, broken=broken),
     )
 
 
@@ -120,9 +152,16 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     recent, window = RecentArrays(KEPT), parse_window(reading.window)
     return Loaded(
         stores=[
-            VolumeStore([(found.path / file,) for file in part.files], found.shape, part.where, recent, window=window)
+            VolumeStore(
+                [(found.path / file,) for file in part.files],
+                found.shape,
+                part.where,
+                recent,
+                window=window,
+                spacing=found.spacing,
+            )
             for part in scan.parts
         ],
-        decodings=[Decoding(kind="volume", window=window)] * len(scan.parts),
+        decodings=[Decoding(kind="volume", window=window, spacing=found.spacing)] * len(scan.parts),
         left_out=pairing.list_left_out(found.pairs, found.broken),
     )

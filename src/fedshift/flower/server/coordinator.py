@@ -27,6 +27,7 @@ from ...config.spec import CompareSpec, RunSpec
 from ...core.kernel import init_server
 from ...core.plan import Plan
 from ...data.federation import count_labels
+from ...data.files.volume_decoding import MEDIAN
 from ...engines.engine import Data
 from ...evaluation.communication import downlink_bytes, list_disclosures
 from ...experiments.callbacks import Callback, Callbacks
@@ -151,6 +152,11 @@ class Coordinator:
                 f"model {model}: sites scale images by name, not as its pretrained weights need: name the scaling that "
                 "they were trained with ({})",
                 Ref(normalize="imagenet"),
+            )
+        if self.spec.spacing == MEDIAN:
+            raise UsageError(
+                "{}: sites do not tell how far their voxels are apart; give the millimeters, such as 1,1,3",
+                Ref(spacing=MEDIAN),
             )
         if settings.adapter and not settings.weights:
             raise UsageError(
