@@ -93,6 +93,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
     "fedwon": {"agc": (0.64, 0.16, 2.56)},
     "fedyogi": {"lr": (0.01, 0.03, 0.1), "tau": (0.001, 0.01)},
     "fixbn": {"switch": (0.5, 0.25, 0.75)},
+    "fedplvm": {"lam": (100.0, 1.0, 0.1), "alpha": (0.25, 0.5)},
     "fpl": {"tau": (0.02, 0.1, 0.5), "lam": (1.0, 0.1)},
     "gn": {"groups": (None, 2, 4)},
     "greg": {"lam": (1.0, 0.1, 10.0)},

@@ -98,6 +98,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.fednova import fednova as fednova
     from .methods.fedpac import fedpac as fedpac
     from .methods.fedper import fedper as fedper
+    from .methods.fedplvm import fedplvm as fedplvm
     from .methods.fedproto import fedproto as fedproto
     from .methods.fedprox import fedprox as fedprox
     from .methods.fedrdn import fedrdn as fedrdn

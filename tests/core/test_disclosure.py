@@ -88,7 +88,7 @@ def of(name, **options):
 REVEALED = {
     "scaffold": {"update": "all"}, "fedheal": {"update": "server"}, "feddg_ga": {"client": "server"},
     "harmofl": {"client": "all"}, "hbn": {"client": "all"}, "feddg_elcfs": {"image": "each"},
-    "fedproto": {"class": "each"}, "fpl": {"class": "each"}, "fedrdn": {"client": "each"},
+    "fedplvm": {"class": "each"}, "fedproto": {"class": "each"}, "fpl": {"class": "each"}, "fedrdn": {"client": "each"},
     "fedpac": {"class": "each", "client": "all"},
 }  # fmt: skip
 """What the papers' rules send: what it reveals, and the widest that receive it; class counts are for the mean alone."""
@@ -125,7 +125,7 @@ def test_who_is_handed_single_uploads_is_said():
     single = {name for name, receivers in given.items() if "each" in receivers}
     assert single == {
         "fedap", "krum", "multi_krum", "median", "trimmed_mean", "geometric_median", "fedheal", "feddg_ga",
-        "feddg_elcfs", "fedcac", "fedpac", "fedproto", "fpl", "fedrdn",
+        "feddg_elcfs", "fedcac", "fedpac", "fedplvm", "fedproto", "fpl", "fedrdn",
     }  # fmt: skip
     assert describe_kept(of("fedavg")) == "nothing of single clients"
     kept = "the uploads of the last round, one by one; what fedap remembers of each client that took part"

@@ -206,7 +206,7 @@ METHODS = list_catalog("methods")
 NO_BATCH_NORM = {"fedap", "fedbn", "gperxan", "hbn", "silobn", "fixbn"}
 """Methods that act on BatchNorm, which is gone here."""
 LOSSES = (
-    "apfl", "ditto", "fedala", "feddg_elcfs", "feddg_ga", "fedpac", "fedproto", "fedrod", "fedsr", "fpl", "greg",
+    "apfl", "ditto", "fedala", "feddg_elcfs", "feddg_ga", "fedpac", "fedplvm", "fedproto", "fedrod", "fedsr", "fpl", "greg",
     "moon", "partialfed_adaptive",
 )  # fmt: skip
 REFUSED = dict.fromkeys(LOSSES, "changes the loss") | {

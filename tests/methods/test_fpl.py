@@ -24,20 +24,20 @@ def network(shape=(4,), classes=4):
     return nn.Sequential(nn.Linear(shape[0], 5), nn.Tanh(), nn.Linear(5, classes)).double()
 
 
-def data():
+def data(sizes=SIZES):
     """Clients of two looks; class 3 is ``e``'s alone, which lacks class 0."""
     rng = np.random.default_rng(0)
     clients = {}
-    for name, size in SIZES.items():
+    for name, size in sizes.items():
         y = np.arange(size) % 3 + (name == "e")
         x = rng.normal(3 * (name in "bd"), 1, (size, 4)) * (1 - 2 * (name in "bd")) + y[:, None]
         clients[name] = (x, y, x, y)
     return federation(clients)
 
 
-def trial(method, **given):
+def trial(method, clients=None, **given):
     settings = Settings(rounds=3, work=Work(batch_size=4, epochs=2), optimizer=SGD(lr=LR), evaluate_every=99, **given)
-    return Trial(method, network, data(), settings, SEED)
+    return Trial(method, network, clients or data(), settings, SEED)
 
 
 def finch(points):

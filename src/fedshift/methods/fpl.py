@@ -75,30 +75,43 @@ class ClusterPrototypes(Prototypes):
             if count - coarser_count == 1:
                 return labels_N
 
+    @classmethod
+    def summarize(cls, points_ND: Tensor) -> Tensor:
+        """Return the means of the clusters of points, ``[clusters, D]``."""
+        return _average(points_ND, cls.cluster(points_ND)) if len(points_ND) else points_ND
+
     @override
     def pull(self, z_BD: Tensor, y_B: Tensor, memory: State) -> Tensor:
         used_KM, clusters_KMD = memory["used"], memory["clusters"]
         count_K = used_KM.sum(dim=1)
         unbiased_KD = clusters_KMD.sum(dim=1) / count_K.clamp(min=1)[:, None]
-        square_B = (z_BD - unbiased_KD[y_B]).square().mean(dim=1)
         similarity_BP = normalize(z_BD, dim=1) @ normalize(clusters_KMD, dim=2).flatten(0, 1).T
-        logits_BP = (similarity_BP / self.tau).masked_fill(used_KM.flatten() == 0, UNUSED)
+        logits_BP = self.sharpen(similarity_BP).masked_fill(used_KM.flatten() == 0, UNUSED)
         places = torch.arange(len(count_K), device=y_B.device).repeat_interleave(used_KM.shape[1])
         positive_BP = logits_BP.masked_fill(places != y_B[:, None], UNUSED)
         contrast_B = logits_BP.logsumexp(dim=1) - positive_BP.logsumexp(dim=1)
-        return ((count_K > 0).to(z_BD.dtype)[y_B] * (contrast_B + square_B)).mean()
+        return ((count_K > 0).to(z_BD.dtype)[y_B] * (contrast_B + self.attract(z_BD, unbiased_KD[y_B]))).mean()
+
+    def sharpen(self, cosine: Tensor) -> Tensor:
+        """Return the logits of the contrast, given similarities in [-1, 1]."""
+        return cosine / self.tau
+
+    def attract(self, z_BD: Tensor, unbiased_BD: Tensor) -> Tensor:
+        """Return the loss of each feature, given the unbiased prototype of its class."""
+        return (z_BD - unbiased_BD).square().mean(dim=1)
 
     @override
     def combine(self, memory: State, uploads: Sequence[State]) -> State:
         before = memory["clusters"]
-        points_UKD = torch.stack([upload["prototypes"] for upload in uploads]).double().cpu()
-        counts_UK = torch.stack([upload["counts"] for upload in uploads]).cpu()
-        clusters = []
-        for label, counts_U in enumerate(counts_UK.unbind(dim=1)):
-            points_ND = points_UKD[counts_U > 0, label]
-            clusters.append(_average(points_ND, self.cluster(points_ND)) if len(points_ND) else points_ND)
+        points = [self.list_points(uploads, label).double().cpu() for label in range(len(before))]
+        clusters = [self.summarize(points_ND) for points_ND in points]
         together = (pad_sequence(each, batch_first=True) for each in (clusters, [x.new_ones(len(x)) for x in clusters]))
         return {name: each.to(before) for name, each in zip(("clusters", "used"), together, strict=True)}
+
+    def list_points(self, uploads: Sequence[State], label: int) -> Tensor:
+        """Return the prototypes of a class in all uploads, ``[N, D]``."""
+        counts_U = torch.stack([upload["counts"][label] for upload in uploads])
+        return torch.stack([upload["prototypes"][label] for upload in uploads])[counts_U > 0]
 
 
 @method
