@@ -223,21 +223,25 @@ def test_of_trials_side_by_side_each_keeps_its_figures():
     assert ["fedbn", "0", "of", "1", "60.00", "%", "in", "round", "1"] in found
 
 
-def test_the_notices_of_a_trial_that_ended_before_another_began_are_taken():
+def test_a_trial_may_end_after_another_began():
     row = {**TESTED, "client": "ann", "samples": 100, "support": [100], "hits": [40], "round": 1}
     console = Console(file=io.StringIO(), width=200)
     lines = PlainLines(console)
-    lines.on_run_begin(["fedavg", "fedbn"], [0], 1, ["ann"], "accuracy")
+    lines.on_run_begin(["fedavg", "fedbn", "gn"], [0], 1, ["ann"], "accuracy")
     lines.on_trial_begin("fedavg", 0, 0)
     lines.on_round_end(RoundResult(round=1, participants=("ann",), down=0, up=0, seconds=0.1, rows=[row]))
     lines.on_trial_begin("fedbn", 0, 0)
     lines.on_turn("fedavg", 0)
     lines.on_notice("said at the end of fedavg")
+    lines.on_trial_end("")
+    lines.on_trial_begin("gn", 0, 0)
     lines.on_turn("fedbn", 0)
     lines.on_round_end(RoundResult(round=1, participants=("ann",), down=0, up=0, seconds=0.1, rows=[row]))
+    lines.on_trial_end("")
     said = console.file.getvalue().splitlines()
     assert said[1] == "note: said at the end of fedavg"
     assert said[2].startswith("fedbn seed 0 round 1/1")
+    assert lines.left == 1  # rounds, of gn alone
 
 
 @pytest.mark.slow

@@ -206,8 +206,8 @@ METHODS = list_catalog("methods")
 NO_BATCH_NORM = {"fedap", "fedbn", "gperxan", "hbn", "silobn", "fixbn"}
 """Methods that act on BatchNorm, which is gone here."""
 LOSSES = (
-    "apfl", "ditto", "fedala", "feddg_elcfs", "feddg_ga", "fedpac", "fedplvm", "fedproto", "fedrod", "fedsr", "fpl", "greg",
-    "moon", "partialfed_adaptive",
+    "apfl", "ditto", "fedala", "feddg_elcfs", "feddg_ga", "fedpac", "fedplvm", "fedproto", "fedrod", "fedsr", "fpl",
+    "greg", "moon", "partialfed_adaptive",
 )  # fmt: skip
 REFUSED = dict.fromkeys(LOSSES, "changes the loss") | {
     "harmofl": "runs the model on samples before local work", "fedrdn": "changes the batch",

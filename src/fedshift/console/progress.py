@@ -30,6 +30,7 @@ class _TrialProgress:
     method: str
     seed: int
     number: int
+    ended: bool = False
     loss: dict[str, float] = field(default_factory=dict)
     figure: dict[str, float] = field(default_factory=dict)
 
@@ -51,16 +52,17 @@ class _Progress(Callback):
         self, methods: Sequence[str], seeds: Sequence[int], rounds: int, clients: Sequence[str], metric: str
     ) -> None:
         self.rounds, self.metric, self.alone = rounds, metric, len(methods) == 1
+        self.running = {}
 
     @override
     def on_trial_begin(self, method: str, seed: int, done: int) -> None:
         self.now = _TrialProgress(method=method, seed=seed, number=done)
-        left = [trial for trial in self.running.values() if trial.number < self.rounds]
+        left = [trial for trial in self.running.values() if not trial.ended]
         self.running = {(trial.method, trial.seed): trial for trial in (*left, self.now)}
 
     @override
     def on_turn(self, method: str, seed: int) -> None:
-        self.now = self.running.get((method, seed), self.now)  # a trial that has ended only gives notices
+        self.now = self.running[method, seed]
 
     @override
     def on_client_end(self, client: str, loss: float) -> None:
@@ -73,7 +75,7 @@ class _Progress(Callback):
 
     @override
     def on_trial_end(self, stopped: str) -> None:
-        self.now.number = self.rounds
+        self.now.number, self.now.ended = self.rounds, True
 
     def _measure(self, rows: Iterable[Row]) -> dict[str, float]:
         """Return the metric on test data, or only on validation data, as printed, for the clients that define it."""
