@@ -14,9 +14,9 @@ was left out, under each policy that needs no labels.
 
 The file of each cell is kept in OUT, and is not computed again: after Ctrl-C, the same command goes on. Several
 commands with different federations can share OUT. The federation with a pretrained network needs ``--weights``. With
-``--pack FILE``, nothing is trained, and all cells become one Parquet file, from which ``benchmarks/ranking.py`` makes
-the tables and figures of ``docs/benchmark.md``. ``--quick`` takes a minute or two: two federations, three methods, two
-budgets of one and two rounds.
+``--pack FILE``, nothing is trained, and all cells are added to one Parquet file, from which ``benchmarks/ranking.py``
+makes the tables and figures of ``docs/benchmark.md``. ``--quick`` takes a minute or two: two federations, three
+methods, two budgets of one and two rounds.
 """
 
 from __future__ import annotations
@@ -284,9 +284,13 @@ def list_methods() -> list[str]:
 
 
 def pack(out: Path, file: Path) -> None:
-    """Write the records of all cells in ``out`` to ``file``."""
+    """Write the records of all cells in ``out`` to ``file``, which keeps its records of other cells."""
     cells = [pd.read_parquet(each) for each in sorted(out.glob("*/*/*.parquet"))]
     table = pd.concat(cells, ignore_index=True)[[*COLUMNS]]
+    if file.exists():
+        before, cell = pd.read_parquet(file).astype({"left_out": object}), [*COLUMNS[:4]]
+        new = pd.MultiIndex.from_frame(table[cell])
+        table = pd.concat([before[~pd.MultiIndex.from_frame(before[cell]).isin(new)], table], ignore_index=True)
     table["value"] = table["value"].round(3).astype("float32")
     names = ["federation", "left_out", "method", "own", "measured", "client"]
     table = table.astype(dict.fromkeys(names, "category") | {"rounds": "int16", "seed": "Int8"})
@@ -311,7 +315,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=lambda text: [*map(int, text.split(","))], default=[*BUDGETS])
     parser.add_argument("--leave-out", action="store_true", help="leave out each site in turn")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="mobilenet_v2-b0353104.pth of torchvision")
-    parser.add_argument("--pack", type=Path, metavar="FILE", help="write the records of OUT to this file")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="add the records of OUT to this file")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     if given.pack:

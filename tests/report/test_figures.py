@@ -11,6 +11,7 @@ from fedshift.report import figures, make_figures, save_figures
 from fedshift.report.figures import make_panels, save_each, to_svg
 from fedshift.report.style import figure_settings, make_panel, make_styles
 from fedshift.report.tables import ONE_BY_ONE
+from fedshift.results.cases import Cases
 from tests.report.conftest import in_errors
 
 
@@ -52,6 +53,20 @@ def test_descriptions_hold_the_numbers(study):
     assert "fedavg 67.00 after round 2; fedbn 73.00" in texts["accuracy-macro"]
     assert "fedbn +6.00" in texts["difference"]
     assert "fedavg 67.00 at 3 kB" in texts["traffic"]
+
+
+def test_residuals_are_mean_errors_of_tenths_of_the_samples(study):
+    rng = np.random.default_rng(0)
+    target, error = rng.normal(size=(2, 30)), rng.normal(size=(2, 30))
+    records = {
+        (client, "personal"): {"target": target[number][:, None], "error": error[number][:, None]}
+        for number, client in enumerate(study.clients)
+    }
+    known = replace(in_errors(study), read_cases=lambda *_: Cases(round=2, records=records))
+    (panel,) = (panel for panel in make_panels(known) if panel.name == "residuals")
+    order = np.argsort(np.tile(target.ravel(), len(study.seeds)), kind="stable")
+    expected = np.tile(error.ravel(), len(study.seeds))[order].reshape(10, -1).mean(axis=1)
+    assert [y for _, y, text in panel.points if text.startswith("fedavg")] == pytest.approx(expected.tolist())
 
 
 def test_errors_are_drawn_as_they_are_on_an_axis_that_fits(study):

@@ -22,14 +22,12 @@ from tests.conftest import ARRAYS, left_behind, write_npz
 
 TRIAL = "trials/fedbn-seed1"
 STATES = {"checkpoint.safetensors", "best.safetensors", "clients-2.states", "clients-3.states"}
+RECORDS = ("cases.npz", "cases-validation.npz", "worst-cases.npz", "statistics.json")
 FILES = sorted(
     {"config.toml", "study.json", "environment.json", "notices.json", "samples.npz", "split.csv"}
-    | {
-        f"{TRIAL}/{name}"
-        for name in {"metrics.jsonl", "rounds.jsonl", "cases.npz", "cases-validation.npz", "statistics.json"} | STATES
-    }
+    | {f"{TRIAL}/{name}" for name in {"metrics.jsonl", "rounds.jsonl", *RECORDS} | STATES}
 )
-ASIDE = (f"{TRIAL}/cases.npz", f"{TRIAL}/cases-validation.npz", f"{TRIAL}/statistics.json")
+ASIDE = tuple(f"{TRIAL}/{name}" for name in RECORDS)
 WAYS_OUT = "restore|removed?|again|resume=|another directory"
 
 
@@ -54,7 +52,7 @@ class FinishedRun:
             evaluate_every=1, batch_size=8, batches=2, select="best", validation=0.3, seeds="1,", engine="sequential",
         )  # fmt: skip
         make_experiment(spec).run(self.path)
-        self.whole, self.cases, self.lag = self.read(), {}, ""
+        self.whole, self.cases, self.lag, self.pictures = self.read(), {}, "", []
         self.expected = {command: command(self) for command in FLIPS}
 
     def read(self) -> dict[str, bytes]:
@@ -73,10 +71,14 @@ class FinishedRun:
                 records = {key: {name: x.tolist() for name, x in each.items()} for key, each in cases.records.items()}
                 known = self.cases.setdefault(read is found.read_cases, (cases.round, records))
                 assert known == (cases.round, records)
+        pictures = [(each.client, each.row, each.image.tolist()) for each in found.read_pictures("fedbn", 2)]
+        assert pictures in ([], self.pictures or pictures)
+        self.pictures = self.pictures or pictures
         if len(found.lag):  # whoever removes it, as its own error says, has no notice about statistics
             self.lag = self.lag or found.lag.to_json()
             assert self.lag == found.lag.to_json()
-        named = ("lag", "rows", "traffic", "samples", "environment", "notices", "read_cases", "read_validation")
+        named = {"lag", "rows", "traffic", "samples", "environment", "notices"}
+        named |= {"read_cases", "read_validation", "read_pictures"}
         rest = {name: value for name, value in vars(found).items() if name not in named}
         return tables, images, repr(rest), found.environment, found.notices
 

@@ -15,11 +15,14 @@ OUTLINES = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (213, 
 """Colors of the classes 1, 2, ... in turn: Okabe and Ito's, "Color Universal Design" (2008)."""
 
 
-def to_pictures(split: Samples, rows: torch.Tensor | slice, classes: int) -> Bytes:
+def to_pictures(
+    split: Samples, rows: torch.Tensor | slice, classes: int, predicted: torch.Tensor | None = None
+) -> Bytes:
     """Return images as pictures uint8 ``[n, H, W, C]``; a volume is shown by the slice with the most labeled voxels.
 
     Floats are stretched from their lowest to their highest value. Channels that are neither gray nor red, green and
-    blue are averaged. Masks are drawn as outlines.
+    blue are averaged. Masks are drawn as outlines; with ``predicted`` masks, ``[n, ...]``, each picture has their
+    outlines on the right, and those of the true masks on the left.
     """
     x = split.copy_rows(rows).cpu().numpy()
     x = x if x.shape[1] in (1, 3) else x.mean(axis=1, keepdims=True)
@@ -27,15 +30,18 @@ def to_pictures(split: Samples, rows: torch.Tensor | slice, classes: int) -> Byt
         low, high = float(x.min()), float(x.max())
         x = ((x - low) / (high - low or 1.0) * 255).round().astype(np.uint8)
     masks = split.y[rows].cpu().numpy() if split.y.ndim == x.ndim - 1 else None
+    shown = [each for each in (masks, None if predicted is None else predicted.cpu().numpy()) if each is not None]
     if x.ndim == 5:
         depth = x.shape[2] // 2
         levels = [depth] * len(x) if masks is None else [_find_level(mask, depth) for mask in masks]
         x = np.stack([volume[:, level] for volume, level in zip(x, levels, strict=True)])
-        masks = None if masks is None else np.stack([mask[k] for mask, k in zip(masks, levels, strict=True)])
+        shown = [np.stack([mask[k] for mask, k in zip(each, levels, strict=True)]) for each in shown]
     images = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
-    if masks is None:
-        return images
-    return np.stack([draw_overlay(image, mask, classes) for image, mask in zip(images, masks, strict=True)])
+    outlined = [
+        np.stack([draw_overlay(image, mask, classes) for image, mask in zip(images, each, strict=True)])
+        for each in shown
+    ]
+    return np.concatenate(outlined, axis=2) if outlined else images
 
 
 def _find_level(mask: Bytes, middle: int) -> int:

@@ -6,10 +6,12 @@ no global model, and with a personal method a client that never trained has no p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -17,8 +19,9 @@ from ..core.kernel import global_state
 from ..core.plan import Plan, forward
 from ..core.states import ServerState
 from ..data.federation import ClientData, Federation
+from ..data.pictures import to_pictures
 from ..data.samples import Samples
-from ..results.cases import Records
+from ..results.cases import Picture, Records, rank_results
 from ..results.schema import Row
 from ..tasks.task import BATCH as BATCH
 from ..tasks.task import Task
@@ -26,6 +29,10 @@ from ..utils.state import State
 
 LARGE = 2**28
 """Maximum bytes of float32 inputs in an evaluation batch; with small samples, :data:`BATCH` limits the batch."""
+
+
+PICTURED, PICTURED_EACH = 8, 2
+"""Largest number of pictures of a method's worst results, and of those of one client."""
 
 
 def measured_splits(data: Federation) -> tuple[str, ...]:
@@ -163,3 +170,38 @@ def record_clients(
             (part,) = _predict(plan, own, [own_samples])
             found[client.name, "personal"] = record(own_samples, part)
     return found
+
+
+@torch.inference_mode()
+def picture_worst(
+    plan: Plan,
+    server: ServerState,
+    data: Federation,
+    personal: Callable[[ClientData], State | None],
+    records: Mapping[tuple[str, str], Records],
+) -> list[Picture]:
+    """Return pictures of the test images with the worst results, at most :data:`PICTURED`, the worst first.
+
+    ``records``: of :func:`record_clients`, on test data. Each client has at most :data:`PICTURED_EACH`.
+    """
+    shared, worst = global_state(plan, server), list[tuple[float, int, int]]()
+    for place, client in enumerate(data.clients):
+        found = records.get((client.name, "personal"))
+        if found and "loss" in found and len(client.test.shape) in (3, 4):
+            badness = rank_results(found)
+            ahead = np.argsort(-badness, kind="stable")[:PICTURED_EACH].tolist()  # NaN comes last
+            worst += [(-badness[row], place, row) for row in ahead if not np.isnan(badness[row])]
+    pictures: dict[tuple[int, int], NDArray[np.uint8]] = {}
+    shown = sorted(worst)[:PICTURED]
+    for place in dict.fromkeys(place for _, place, _ in shown):
+        client = data.clients[place]
+        rows = torch.tensor([row for _, owner, row in shown if owner == place])
+        own = personal(client) if plan.personalizes or shared is None else shared
+        masks = None
+        if own is not None and "predicted" in records[client.name, "personal"]:
+            single = _is_samplewise(plan)
+            outputs, _ = next(_predict(plan, own, [client.test.take(rows) if single else client.test]))
+            masks = (outputs if single else outputs[rows]).argmax(dim=1).to(torch.uint8)
+        images = to_pictures(client.test, rows, data.classes, masks)
+        pictures |= {(place, row): image for row, image in zip(rows.tolist(), images, strict=True)}
+    return [Picture(client=data.clients[place].name, row=row, image=pictures[place, row]) for _, place, row in shown]

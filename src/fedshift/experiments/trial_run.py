@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..engines.auto import EngineChoice
-from ..evaluation.metrics import measured_splits, record_clients
-from ..results.cases import FILES, measured_round, write_cases
+from ..evaluation.metrics import measured_splits, picture_worst, record_clients
+from ..results.cases import FILES, measured_round, write_cases, write_pictures
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import append_rows, cut_rows
 from ..results.schema import RESTART, Row, compute_metric, is_lower_better, name_metric, rows_to_frame
@@ -206,6 +206,9 @@ class TrialRun:
         for split, records in made.items():
             if all(records.values()):
                 write_cases(folder, reported, records, split)
+        if "test" in made and self.seed == self.experiment.seeds[0]:
+            facts = trial.plan, trial.server, trial.measured, trial.personal_state
+            write_pictures(folder, reported, picture_worst(*facts, made["test"]))
 
 
 def score_round(rows: Sequence[Row], settings: Settings) -> Score:

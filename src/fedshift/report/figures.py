@@ -43,6 +43,8 @@ from .tables import ONE_BY_ONE, QUANTILES, accuracy_table, find_reported_rounds,
 
 LOW = 0.05
 """Quantile over many clients that is plotted over rounds."""
+TENTHS, SPREAD = 10, (0.1, 0.9)
+"""Number of parts by target, and quantiles of errors, in the figure of residuals."""
 PARTIAL = "PARTIAL: "
 """Beginning of the title of a figure that compares runs of which some have not ended."""
 _METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -153,6 +155,7 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
         bars = [*clients, "macro"]
         yield _draw_distribution(summary, mark) if many else _draw_bars(summary, bars, mark)
         yield from _draw_calibration(summary)
+        yield from _draw_residuals(summary)
         yield from _draw_benefit(summary)
 
 
@@ -384,6 +387,41 @@ def _draw_calibration(summary: RunSummary) -> Iterator[FigurePanel]:
         f"{share.capitalize()} by {what}, test samples of all clients and seeds ({note}): {', '.join(handles)}."
     )
     yield FigurePanel(name="calibration", figure=figure, description=description, points=points, note=note)
+
+
+def _draw_residuals(summary: RunSummary) -> Iterator[FigurePanel]:
+    """Draw errors of the first target by its value, where errors of single samples are recorded."""
+    reported = find_reported_rounds(summary)
+    figure, axes = make_panel("Residuals", "target (mean of a tenth of the samples)", "prediction minus target")
+    handles: dict[str, Any] = {}
+    points: list[tuple[float, float, str]] = []
+    for method, style in make_styles(summary.methods).items():
+        cases = [summary.read_cases(method, seed) for seed in summary.seeds if (method, seed) in reported.index]
+        held = [
+            np.stack([records["target"][:, 0], records["error"][:, 0]])
+            for each in cases
+            if each is not None
+            for (_, model), records in each.records.items()
+            if model == "personal" and "error" in records
+        ]
+        if not held:
+            continue
+        target_N, error_N = np.concatenate(held, axis=1)
+        parts = np.array_split(np.argsort(target_N, kind="stable"), min(TENTHS, len(target_N)))
+        binned = [(float(target_N[part].mean()), float(error_N[part].mean())) for part in parts]
+        low, high = zip(*(np.quantile(error_N[part], SPREAD) for part in parts), strict=True)
+        at, mean = zip(*binned, strict=True)
+        axes.plot(at, mean, **style.line | {"markersize": 4})
+        axes.fill_between(at, low, high, color=style.color, alpha=0.14, linewidth=0)
+        handles[method] = make_legend_entry(style)
+        points += [(x, y, f"{method}: {format_signed(y, 3)} at {x:.4g}") for x, y in binned]
+    if not handles:
+        return
+    axes.axhline(0, color=INK, linewidth=0.8)
+    note = "lines: mean errors of tenths of the samples; bands: 80 % of the errors"
+    add_legend(figure, handles, note)
+    description = f"Errors by target, test samples of all clients and seeds ({note}): {', '.join(handles)}."
+    yield FigurePanel(name="residuals", figure=figure, description=description, points=points, note=note)
 
 
 def _draw_benefit(summary: RunSummary) -> Iterator[FigurePanel]:

@@ -82,12 +82,12 @@ def draw_legend_entry(style: MethodStyle) -> Markup:
     return embed_svg(to_svg(figure), f"legend-{style.number}", "")
 
 
-def encode_strip(images: np.ndarray) -> tuple[str, int, int]:
+def encode_strip(images: np.ndarray, most: int = MAX_SIDE) -> tuple[str, int, int]:
     """Return images ``uint8 [n, H, W, C]`` side by side as a PNG data URL, with its width and height in pixels.
 
-    Images larger than 96 pixels are reduced by a whole factor, each pixel the mean of its block.
+    Images larger than ``most`` pixels are reduced by a whole factor, each pixel the mean of its block.
     """
-    factor = -(-max(images.shape[1:3]) // MAX_SIDE)
+    factor = -(-max(images.shape[1:3]) // most)
     n, height, width = len(images), images.shape[1] // factor, images.shape[2] // factor
     blocks = images[:, : height * factor, : width * factor].reshape(n, height, factor, width, factor, -1)
     small = blocks.mean(axis=(2, 4)).round().astype(np.uint8)

@@ -76,6 +76,7 @@ from .tables import (
     traffic_table,
 )
 from .target_metric import describe_target, format_target_table, target_table
+from .worst_cases import list_worst_cases
 
 CLASSES = 8
 """Maximum number of mask classes with separate tables."""
@@ -231,6 +232,7 @@ def render_page(summary: RunSummary) -> str:
             (*_scope_table(name, method.entries), _leaving_table(method)) for name, method in summary.methods.items()
         ],
         clients=_client_table(summary),
+        worst=list_worst_cases(summary),
         strips={name: encode_strip(several) for name, several in images if len(several)},
         trained=make_table((), describe_run(summary).items()),
         changed=make_table((), flatten_settings(find_changed(summary.config))),

@@ -13,7 +13,8 @@
 
 ``area`` is the sample's part in the deviation of the mean area under the ROC curve (:mod:`fedshift.analysis.sampling`).
 The records stay where the samples are: a site neither makes nor sends them. ``cases-validation.npz`` holds the same of
-validation samples, where there are some, on which thresholds of scores are chosen.
+validation samples, where there are some, on which thresholds of scores are chosen. ``worst-cases.npz`` in the folder of
+a method's first seed holds pictures of the test samples with the worst results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ Records = Mapping[str, NDArray[Any]]
 """Arrays ``[N, ...]`` by name, with an entry for each sample."""
 FILES = {"validation": "cases-validation.npz", "test": "cases.npz"}
 """File of each split's records."""
+PICTURES = "worst-cases.npz"
 CONSTANT = 1e-12
 """Largest spread of a target, relative to the sum of its squares, that rounding can cause if the target is constant."""
 _INDEX = "index"
@@ -56,6 +58,59 @@ class Cases:
 
     round: int
     records: Mapping[tuple[str, str], Records]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Picture:
+    """A picture ``image`` of test sample number ``row`` (from 0) of ``client``, uint8 ``[H, W, C]``."""
+
+    client: str
+    row: int
+    image: NDArray[np.uint8]
+
+
+def rank_results(records: Records) -> NDArray[Any]:
+    """Return a number ``[N]`` for each sample that is larger for worse results; NaN: nothing is wrong.
+
+    For masks, 1 minus Dice, 2 |A and B| / (|A| + |B|), the mean over the classes except the background that are in
+    either mask (NaN: none is). Otherwise the loss (NaN: the predicted class is right).
+    """
+    if "predicted" in records:
+        hits, both = records["hits"][:, 1:], (records["support"] + records["predicted"])[:, 1:]
+        counted = both > 0
+        dice = np.divide(2 * hits, both, out=np.zeros(both.shape), where=counted).sum(axis=1)
+        classes = counted.sum(axis=1)
+        return np.where(classes > 0, 1 - dice / np.maximum(classes, 1), np.nan)
+    wrong = ~records["right"] if "right" in records else np.ones(len(records["loss"]), bool)
+    return np.where(wrong, records["loss"].astype(float), np.nan)
+
+
+def write_pictures(folder: Path, round: int, pictures: Sequence[Picture]) -> None:
+    """Write ``pictures`` atomically, in order; equal ones yield equal bytes."""
+    index = {"round": round, "of": [[picture.client, picture.row] for picture in pictures]}
+    packed = io.BytesIO()
+    arrays = {str(number): picture.image for number, picture in enumerate(pictures)}
+    np.savez_compressed(packed, **{_INDEX: np.frombuffer(json.dumps(index).encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
+    write_atomically(folder / PICTURES, packed.getvalue())
+
+
+def read_pictures(folder: Path, round: int) -> tuple[Picture, ...]:
+    """Return the pictures of a trial's ``folder`` after ``round``, none if it has others or none.
+
+    Raises :class:`FedshiftError` if the file is damaged.
+    """
+    path = folder / PICTURES
+    if not path.exists():
+        return ()
+    try:
+        with np.load(path) as packed:
+            index = json.loads(packed[_INDEX].tobytes())
+            known = [(client, row, packed[str(number)]) for number, (client, row) in enumerate(index["of"])]
+    except DAMAGE as error:
+        raise FedshiftError(f"{path} is damaged ({error}): remove it; reports go without these pictures") from error
+    if index["round"] != round:
+        return ()
+    return tuple(Picture(client=client, row=row, image=image) for client, row, image in known)
 
 
 def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Records], split: str = "test") -> None:

@@ -48,7 +48,7 @@ import pandas as pd
 
 from ..utils.checked_json import parse_checked
 from ..utils.errors import FedshiftError
-from .cases import CONSTANT, Cases
+from .cases import CONSTANT, Cases, Picture
 from .disclosure import Disclosure
 
 COLUMNS = (
@@ -407,6 +407,7 @@ class RunSummary:
     stopped: Mapping[tuple[str, int], str] = field(default_factory=dict)
     read_cases: Callable[[str, int], Cases | None] = lambda *_: None
     read_validation: Callable[[str, int], Cases | None] = lambda *_: None
+    read_pictures: Callable[[str, int], tuple[Picture, ...]] = lambda *_: ()
     class_names: tuple[str, ...] = ()
     operating_point: str = "youden"
     compare_with: str = ""

@@ -20,7 +20,7 @@ from ..config.settings_file import FILE
 from ..utils.checked_json import checksum, read_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
 from ..utils.version import __version__, find_series, is_own_series
-from .cases import read_cases
+from .cases import read_cases, read_pictures
 from .disclosure import Disclosure
 from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder
 from .schema import MethodSummary, Row, RunSummary, rows_to_frame
@@ -163,6 +163,7 @@ def read_summary(path: Path) -> RunSummary:
         notices=read_notices(path),
         read_cases=lambda method, seed: read_cases(trial_folder(path, method, seed)),
         read_validation=lambda method, seed: read_cases(trial_folder(path, method, seed), "validation"),
+        read_pictures=lambda method, number: read_pictures(trial_folder(path, method, facts["seeds"][0]), number),
     )
 
 
