@@ -32,20 +32,30 @@ def pairs(make_study):
     return make
 
 
-def test_a_heat_map_has_every_pair_and_marks_the_best_by_validation_never_by_test(pairs):
+def test_a_heat_map_has_the_validation_values_of_every_pair_and_marks_the_best(pairs):
     maps = make_heat_maps(pairs())
     assert list(maps) == ["fedavg", "fedbn"]
     cells = {method: [[cell.text for cell in row] for row in table.rows] for method, table in maps.items()}
     assert maps["fedavg"].header == ("epochs \\ batch_size", "10", "full")
-    assert cells["fedavg"] == [["1", "50.00", "♦ 55.00"], ["2", "90.00", "42.00"]]
-    assert cells["fedbn"] == [["1", "60.00", "40.00"], ["2", "♦ 65.00", "45.00"]]
+    assert cells["fedavg"] == [["1", "50.00", "♦ 70.00"], ["2", "60.00", "42.00"]]
+    assert cells["fedbn"] == [["1", "60.00", "40.00"], ["2", "♦ 80.00", "45.00"]]
+
+
+def test_without_validation_data_a_heat_map_has_test_values(pairs):
+    sweep = pairs()
+    points = tuple(
+        CurvePoint(each.keys, replace(each.summary, rows=each.summary.rows[each.summary.rows["split"] != "validation"]))
+        for each in sweep.points
+    )
+    cells = [[cell.text for cell in row] for row in make_heat_maps(replace(sweep, points=points))["fedavg"].rows]
+    assert cells == [["1", "50.00", "55.00"], ["2", "90.00", "42.00"]]
 
 
 def test_of_errors_the_lowest_on_validation_data_is_chosen(pairs, tmp_path, undrawn):
     sweep = pairs()
     points = tuple(CurvePoint(point.keys, in_errors(point.summary)) for point in sweep.points)
     cells = [cell.text for row in make_heat_maps(replace(sweep, points=points))["fedavg"].rows for cell in row]
-    assert cells == ["1", "10.000", "11.000", "2", "18.000", "♦ 8.400"]
+    assert cells == ["1", "10.000", "14.000", "2", "12.000", "♦ 8.400"]
     publish_sweep(replace(sweep, points=points), tmp_path, Console(quiet=True), {})
     assert "validation data are best, in units of the target" in (tmp_path / "sweep.html").read_text()
 
@@ -55,8 +65,8 @@ def test_all_methods_share_the_scale_of_shades(pairs):
         method: [cell.tone for row in table.rows for cell in row[1:]]
         for method, table in make_heat_maps(pairs()).items()
     }
-    assert tones["fedavg"] == ["shade-1", "shade-2", "shade-5", "shade-0"]  # 40 is the lowest and 90 the highest
-    assert tones["fedbn"] == ["shade-2", "shade-0", "shade-2", "shade-0"]
+    assert tones["fedavg"] == ["shade-1", "shade-4", "shade-2", "shade-0"]  # 40 is the lowest and 80 the highest
+    assert tones["fedbn"] == ["shade-2", "shade-0", "shade-5", "shade-1"]
 
 
 def test_of_errors_the_lowest_is_shaded_most(pairs):

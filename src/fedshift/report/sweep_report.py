@@ -100,6 +100,11 @@ class SweepResults:
         """The methods, in the order of the columns."""
         return tuple(self.points[0].summary.methods)
 
+    @property
+    def validated(self) -> bool:
+        """Whether all combinations were measured on validation data."""
+        return all((point.summary.rows["split"] == "validation").any() for point in self.points)
+
     def describe(self, index: int) -> str:
         """Return the settings of one combination in words."""
         return ", ".join(f"{key}={format_setting(key, value)}" for key, value in self.points[index].keys.items())
@@ -145,7 +150,7 @@ def _render_page(
         partial=sweep.partial,
         tables=tables,
         best=[f"{method} at {sweep.describe(index)}" for method, index in chosen.items()],
-        validated=all((point.summary.rows["split"] == "validation").any() for point in sweep.points),
+        validated=sweep.validated,
         heat_maps={} if sweep.partial else make_heat_maps(sweep),
         groups=[(title, [embed_panel(panel) for panel in panels]) for title, panels in groups],
         notes=dict.fromkeys(panel.note for _, panels in groups for panel in panels),
@@ -179,19 +184,21 @@ def _group_panels(sweep: SweepResults) -> Iterator[tuple[str, list[FigurePanel]]
 
 
 def make_heat_maps(sweep: SweepResults) -> dict[str, TextTable]:
-    """Return a shaded table per method if exactly two settings vary: the macro test metric of each pair of values.
+    """Return a shaded table per method if exactly two settings vary: the macro metric of each pair of values.
 
-    All tables share one scale, on which stronger shading is better. A diamond marks the pair that is best on
-    validation data.
+    Values are those of validation data, so that nobody chooses by test data; without validation data, of test data. All
+    tables share one scale, on which stronger shading is better. A diamond marks the pair that is best on validation
+    data.
     """
     varied = [key for key in sweep.keys if len({format_setting(key, point.keys[key]) for point in sweep.points}) > 1]
     if len(varied) != 2:
         return {}
     down, across = varied
     unit = difference_unit(sweep.points[0].summary.metric)
+    split = "validation" if sweep.validated else "test"
     means = [
         {m: mean_and_std(macro[m])[0] for m in sweep.methods}
-        for macro in (final_metric(p.summary) for p in sweep.points)
+        for macro in (seed_table(p.summary, split=split).loc["macro"] for p in sweep.points)
     ]
     known = [value for row in means for value in row.values() if np.isfinite(value)]
     worst, best = min(known, default=0.0), max(known, default=0.0)
@@ -274,7 +281,7 @@ def best_on_validation(sweep: SweepResults) -> dict[str, int]:
     its seeds are excluded, as are combinations that diverged with a seed.
     """
     summaries = [point.summary for point in sweep.points]
-    if len(summaries) < 2 or not all((summary.rows["split"] == "validation").any() for summary in summaries):
+    if len(summaries) < 2 or not sweep.validated:
         return {}
     macro = [seed_table(summary, split="validation").loc["macro"] for summary in summaries]
     best = {}
