@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 from torch import nn
 
+from fedshift.core.method import Method
 from fedshift.experiments.settings import Settings
+from fedshift.methods import METHODS
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.schema import read_rows
 from fedshift.results.summary import read_summary
 from fedshift.utils.errors import UsageError
+from tests.laws.course import make_trial, unequal
 
 
 def rows_of(path: Path, trial: str):
@@ -160,3 +163,18 @@ def test_a_client_of_one_sample_under_batch_normalization_is_refused(tiny_folder
     rewrite("bob", x_train=np.zeros((1, 8, 8, 3), np.uint8), y_train=np.zeros(1, np.int64))
     with pytest.raises(UsageError, match="client 'bob' has one training sample, over which batch normalization"):
         make(allow_single_class=True).run(tmp_path / "run")
+
+
+def test_clients_that_sit_a_round_out_are_not_weighed_in_it(monkeypatch):
+    sizes = {f"{number:03}": 4 for number in range(60)}
+    trial = make_trial(METHODS.parse("fedbn"), data=unequal(sizes), participation=2, rounds=9, evaluate_every=9)
+    trial.advance()
+    weighed, weigh = [], Method.weigh
+
+    def count(method, **given):
+        weighed.append(given)
+        return weigh(method, **given)
+
+    monkeypatch.setattr(Method, "weigh", count)
+    trial.advance()
+    assert 0 < len(weighed) <= 4

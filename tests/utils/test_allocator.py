@@ -1,5 +1,7 @@
 """Allocator: freed memory is kept inside the outermost block, even after errors, and no result depends on it."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,19 @@ def test_memory_is_given_back_after_an_exception(calls):
     with pytest.raises(KeyError), keep_freed_memory():
         raise KeyError
     assert calls == 2 * (KEPT + GIVEN_BACK)
+
+
+@pytest.mark.parametrize("frozen", [0, 10])
+def test_objects_from_before_are_not_collected_inside_unless_the_program_sees_to_it(monkeypatch, calls, frozen):
+    asked = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: asked.append(name))
+    with keep_freed_memory():
+        with keep_freed_memory():
+            pass
+        assert asked == ([] if frozen else ["freeze"])
+    assert asked == ([] if frozen else ["freeze", "unfreeze"])
 
 
 def missing(_):

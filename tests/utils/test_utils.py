@@ -1,5 +1,6 @@
 """Streams, states and errors."""
 
+import numpy as np
 import torch
 
 from fedshift.utils.errors import FedshiftError, UsageError, unknown_name
@@ -14,6 +15,13 @@ def test_streams_depend_on_every_part_of_the_key_and_on_nothing_else():
     assert [stream(*key).integers(0, 2**62) for key in keys] == draws
     assert key_bits(0, "a", "b", 1) != key_bits(0, "a", "b,1")
     assert key_bits(0, "x", 1) != key_bits(0, "x", "1")
+
+
+def test_a_stream_is_numpys_generator_of_its_key():
+    numpys = np.random.Generator(np.random.Philox(key=key_bits(3, "order", "mnist", 7)))
+    ours = stream(3, "order", "mnist", 7)
+    for draw in (lambda one: one.permutation(40), lambda one: one.normal(size=5), lambda one: one.integers(0, 9, 5)):
+        assert np.array_equal(draw(ours), draw(numpys))
 
 
 def test_streams_are_the_same_in_every_process_and_version():

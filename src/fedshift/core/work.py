@@ -141,19 +141,21 @@ def _bounds(samples: int, size: int, smallest: int) -> Bounds:
 
 
 def iterate_batches(seed: int, client: str, samples: int, bounds: Bounds, steps: range) -> Iterator[tuple[int, Tensor]]:
-    """Yield each step of ``steps`` with the indices (int64) of its samples among ``samples``."""
-    if len(bounds) == 1:
+    """Yield each of consecutive ``steps`` with the indices (int64) of its samples among ``samples``."""
+    count = len(bounds)
+    if count == 1:
         yield from ((step, torch.arange(samples)) for step in steps)
         return
-    reused = len(steps) < len(bounds) and samples <= KEPT_SAMPLES
-    draw = _kept_order if reused else _draw_order
-    order, current = None, -1
-    for step in steps:
-        number, position = divmod(step, len(bounds))
-        if order is None or number != current:
-            order, current = draw(seed, client, number, samples), number
-        start, stop = bounds[position]
-        yield step, order[start:stop]
+    draw = _kept_order if len(steps) < count and samples <= KEPT_SAMPLES else _draw_order
+    step = steps.start
+    while step < steps.stop:
+        epoch, first = divmod(step, count)
+        batches = bounds[first : first + steps.stop - step]
+        order = draw(seed, client, epoch, samples)[batches[0][0] : batches[-1][1]]
+        many = len(batches) > 1  # one call in place of one for each batch
+        parts = order.split_with_sizes([stop - start for start, stop in batches]) if many else (order,)
+        yield from enumerate(parts, step)
+        step += len(batches)
 
 
 def square_uses(

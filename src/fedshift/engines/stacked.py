@@ -259,11 +259,12 @@ class Stacked(Engine):
             mean.add_stacked(sent, list(map(self._weigh, lanes)))
         summed = SummedUploads(mean=mean, nbytes=nbytes(sent) // len(lanes))
         memory: tuple[State, ...] = ({},) * len(job.memory)
-        personal = pick(entries, plan.personal)
+        personal = _list_lanes(pick(entries, plan.personal), len(lanes))
+        kept = _list_lanes(optimizer if plan.optimizer.keep else {}, len(lanes))
         for number, (lane, count, loss_sum) in enumerate(zip(lanes, samples, loss_sums, strict=True)):
             client = ClientState(
-                personal={name: tensor[number] for name, tensor in personal.items()},
-                optimizer={n: t[number] for n, t in optimizer.items()} if plan.optimizer.keep else {},
+                personal=personal[number],
+                optimizer=kept[number],
                 memory=memory,
                 steps=lane.client.steps + len(lane.batches),
             )
@@ -273,22 +274,25 @@ class Stacked(Engine):
     def _finish_separately(
         self, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack, loss_sums: Sequence[float]
     ) -> Iterator[ClientResult]:
-        for number, (lane, loss_sum) in enumerate(zip(lanes, loss_sums, strict=True)):
-            client, update = client_final(self.plan, self._take_lane(lane, job, stack, number))
+        for done, loss_sum in zip(self._split_lanes(lanes, job, stack), loss_sums, strict=True):
+            client, update = client_final(self.plan, done)
             yield ClientResult(client=client, update=update, loss_sum=loss_sum)
 
-    def _take_lane(self, lane: _Lane, job: LocalTrainingState, stack: Stack, number: int) -> LocalTrainingState:
-        """Return a lane's job after its steps."""
-        parts = tuple({entry: tensor[number] for entry, tensor in state.items()} for state in stack)
-        steps, start = len(lane.batches), lane.client.steps
-        job = replace(job, start=start, done=start + steps, planned_steps=steps, samples=sum(lane.sizes))
-        return replace_parts(job, parts)
+    def _split_lanes(
+        self, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack
+    ) -> Iterator[LocalTrainingState]:
+        """Yield each lane's job after its steps."""
+        columns = [_list_lanes(state, len(lanes)) for state in stack]
+        for lane, parts in zip(lanes, zip(*columns, strict=True), strict=True):
+            steps, start = len(lane.batches), lane.client.steps
+            own = replace(job, start=start, done=start + steps, planned_steps=steps, samples=sum(lane.sizes))
+            yield replace_parts(own, parts)
 
     def _refuse_divergence(
         self, server: ServerState, lanes: Sequence[_Lane], job: LocalTrainingState, stack: Stack, losses_KS: Tensor
     ) -> None:
-        for number, lane in enumerate(lanes):
-            client, update = client_final(self.plan, self._take_lane(lane, job, stack, number))
+        for number, (lane, done) in enumerate(zip(lanes, self._split_lanes(lanes, job, stack), strict=True)):
+            client, update = client_final(self.plan, done)
             after = {**client.personal, **update.shared}
             refuse_divergence(losses_KS[number, : len(lane.batches)], after, lane.name, server)
 
@@ -523,6 +527,12 @@ def _separate(tensor: Tensor) -> Tensor:
     if lanes.ndim != 5 or not lanes.is_cpu:
         return lanes.contiguous()
     return lanes.flatten(0, 1).contiguous(memory_format=torch.channels_last).view(lanes.shape)
+
+
+def _list_lanes(state: State, lanes: int) -> list[State]:
+    """Return the states of all lanes, whose entries are rows of those of ``state``, ``[lanes, ...]``."""
+    columns = [tensor.unbind() for tensor in state.values()]
+    return [dict(zip(state, (rows[number] for rows in columns), strict=True)) for number in range(lanes)]
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:

@@ -344,6 +344,7 @@ class Trial:
         rows: list[Row] = []
         after_work: list[Row] = []
         measures, measuring = self._measures_trained(number), 0.0
+        common: Row = {"method": self.plan.method.label, "seed": self.seed, "round": number}
         down, up = len(names) * self._downlink_bytes(), self._prelude.get("up", 0) if number == 1 else 0
         for name, trained in self._train(names):
             with timed_section("aggregation"):
@@ -354,8 +355,8 @@ class Trial:
             used = int(trained.update.weight)
             rows.append(
                 {
-                    "client": name, "split": "train", "model": "personal", "moment": "trained", "samples": used,
-                    "loss_sum": trained.loss_sum, "hits": None, "support": None, "auc": None,
+                    **common, "client": name, "split": "train", "model": "personal", "moment": "trained",
+                    "samples": used, "loss_sum": trained.loss_sum, "hits": None, "support": None, "auc": None,
                 }
             )  # fmt: skip
             if measures:
@@ -377,11 +378,11 @@ class Trial:
             add_seconds({OPERATIONS: sum(row["samples"] for row in rows) * self._operations})
         seconds = time.perf_counter() - began - measuring + (self._prelude_seconds if number == 1 else 0)
         rows.sort(key=lambda row: self._place[row["client"]])
-        rows += sorted(after_work, key=lambda row: self._place[row["client"]])
+        measured = sorted(after_work, key=lambda row: self._place[row["client"]])
         if self.settings.is_evaluated(number):
             with timed_section("evaluation"):
-                rows += self.evaluate()
-        rows = [{"method": self.plan.method.label, "seed": self.seed, "round": number, **row} for row in rows]
+                measured += self.evaluate()
+        rows += [{**common, **row} for row in measured]
         took_part = tuple(name for name in names if name in after)
         return RoundResult(round=number, participants=took_part, down=down, up=up, seconds=seconds, rows=rows)
 

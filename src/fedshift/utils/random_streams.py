@@ -13,20 +13,38 @@ from hashlib import blake2b
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 Key = int | str
 
 
+def _digest(seed: int, purpose: str, *key: Key) -> bytes:
+    return blake2b(repr((seed, purpose, *key)).encode(), digest_size=16).digest()
+
+
 def key_bits(seed: int, purpose: str, *key: Key) -> int:
     """Return the 128-bit integer that identifies the stream ``(seed, purpose, *key)``."""
-    text = repr((seed, purpose, *key)).encode()
-    return int.from_bytes(blake2b(text, digest_size=16).digest(), "little")
+    return int.from_bytes(_digest(seed, purpose, *key), "little")
+
+
+class _GivenKey(ISeedSequence):
+    """The key of a generator, uint64 ``[2]``; without a seed, NumPy would first ask the system for entropy."""
+
+    def __init__(self, words: NDArray[np.uint64]) -> None:
+        self._words = words
+
+    @override
+    def generate_state(self, n_words: int, dtype: object = np.uint32) -> NDArray[np.uint64]:
+        return self._words
 
 
 def stream(seed: int, purpose: str, *key: Key) -> np.random.Generator:
-    """Return a separate NumPy generator (Philox, counter based) for this key."""
-    return np.random.Generator(np.random.Philox(key=key_bits(seed, purpose, *key)))
+    """Return a separate NumPy generator (Philox, counter based) for this key, :func:`key_bits`."""
+    words = np.frombuffer(_digest(seed, purpose, *key), "<u8")
+    return np.random.Generator(np.random.Philox(_GivenKey(words)))  # type: ignore[arg-type]  # its stub lacks ISeedSequence
 
 
 def draw_secret_normal(count: int) -> Tensor:
