@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
+from ..core.optimizer import SGD, Optimizer
 from ..evaluation.policy import list_policies
 from ..nn.adapters import list_constants
 from ..report.formatting import format_bytes
+from ..tasks.segmentation import Segmentation
 from ..utils.state import nbytes, pick
 from ..utils.words import join_choices, join_some
 from .private_training import list_uncovered
@@ -18,6 +20,8 @@ from .trial import Trial
 if TYPE_CHECKING:
     from .experiment import Experiment
 
+LOW_RATE, MASK_RATES = 0.03, (0.03, 0.1, 0.3)
+"""Rate of SGD without momentum below which a notice is given for segmentation, and rates to try (docs/tasks.md)."""
 MAX_NAMED = 5
 """Maximum number of clients that a notice lists."""
 
@@ -25,6 +29,8 @@ MAX_NAMED = 5
 def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     """Yield the notices about a trial of ``experiment`` that starts."""
     plan = trial.plan
+    if isinstance(trial.data.task, Segmentation):
+        yield from _list_low_rates(plan.optimizer)
     if trial.settings.adapter:
         yield f"{plan.method.label}: {describe_adapter(trial)}"
     for bound in plan.rules:
@@ -54,6 +60,17 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
         yield (
             f"{trial.plan.method.label} keeps models on its clients, and not all take part in every round: one that "
             f"never did has none and is not measured. --unseen {join_choices(list_policies())} gives it one"
+        )
+
+
+def _list_low_rates(optimizer: Optimizer) -> Iterator[str]:
+    """Yield a notice if the learning rate of SGD is low for masks; momentum multiplies it by 1 / (1 - momentum)."""
+    if isinstance(optimizer, SGD) and optimizer.lr < LOW_RATE * (1 - optimizer.momentum):
+        low, usual, high = (f"{rate * (1 - optimizer.momentum):g}" for rate in MASK_RATES)
+        yield (
+            f"a learning rate of {optimizer.lr:g} is low for segmentation, whose masks may stay empty for many rounds: "
+            f"set lr={usual}, or choose a rate on validation data (fedshift sweep --over lr={low},{usual},{high} "
+            "--validation 0.2)"
         )
 
 
