@@ -370,7 +370,7 @@ GOOD = Listed([(np.zeros(3), 0), (np.ones(3), 1)])
         ((GOOD, Listed([{"x": 1}])), "client 'a', test data: sample 0 is a dict, not a pair (input, label)"),
         (
             (GOOD, Listed([({"input_ids": 1, "attention_mask": 1}, 0)])),
-            "client 'a', test data: sample 0 has the inputs 'input_ids', 'attention_mask', and networks take one array",
+            "client 'a', test data: they have the inputs 'input_ids', 'attention_mask'",
         ),
         ((GOOD, Listed([*GOOD.samples, (np.zeros(4), 1)])), "sample 2 has shape (4,) and the first (3,): bring"),
         ((np.zeros((2, 3)), np.zeros(2)), "client 'a': ndarray, ndarray given: give four arrays, (x_train,"),

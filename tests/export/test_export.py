@@ -488,3 +488,44 @@ def signs(shape, classes):
     with torch.no_grad():
         network.weight.copy_(torch.tensor([-1.0, 1.0]).reshape(2, 1, 1, 1, 1))
     return network
+
+
+class Several(nn.Module):
+    """A network of a gray image, a row of numbers, a category and a mask."""
+
+    def __init__(self, shapes, classes):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(shapes["image"][0], 4, 3), nn.BatchNorm2d(4)
+        self.row, self.site, self.head = nn.Linear(3, 4), nn.Embedding(5, 4), nn.Linear(4, classes)
+
+    def forward(self, image, row, site, mask):
+        seen = torch.relu(self.norm(self.conv(image))).mean(dim=(2, 3))
+        return self.head(seen + self.row(row * mask) + self.site(site))
+
+
+def test_a_model_of_several_inputs_predicts_as_the_network_called_by_hand(tmp_path):
+    rng, y = np.random.default_rng(0), np.arange(12) % 2
+    x = {
+        "image": rng.integers(0, 256, (12, 6, 5), dtype=np.uint8), "row": rng.normal(size=(12, 3)).astype(np.float32),
+        "site": rng.integers(0, 5, 12), "mask": rng.random((12, 3)) < 0.7,
+    }  # fmt: skip
+    found = fedshift.compare(
+        data={"a": (x, y, x, y)}, model=Several, methods="fedavg", rounds=2, seeds=1, batch_size=4,
+        out=tmp_path / "run", progress=False,
+    )  # fmt: skip
+    network = found.model("fedavg")
+    image, row, site, mask = (torch.from_numpy(each) for each in x.values())
+    by_hand = network((image[:, None] / 127.5 - 1), row, site, mask).detach()
+    model = fedshift.load(found.export(tmp_path / "model", onnx=False))
+    assert torch.allclose(model(x), by_hand, atol=1e-6)
+    one = {name: each[3] for name, each in x.items()}
+    assert torch.allclose(model(one), by_hand[3], atol=1e-6)
+    names = [str(each) for each in by_hand.argmax(1).tolist()]
+    assert model.predict(x) == found.predict("fedavg", None, x) == names
+    program = torch.export.load(tmp_path / "model" / "program.pt2").module()
+    assert torch.allclose(program(image[:, None] / 127.5 - 1, row, site, mask), by_hand, atol=1e-6)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert (
+        "image [N, 1, 6, 5] (pixels, divided by 127.5, minus 1), row [N, 3] (float32), site [N] (int64), mask" in card
+    )
+    assert "scores = program(image, row, site, mask)" in card

@@ -91,3 +91,56 @@ def test_weights_that_cannot_be_had_are_refused_before_training():
     experiment, _ = make("timm:resnet18(pretrained=True)")
     with pytest.raises(UsageError, match=r"its pretrained weights cannot be had .*no connection.*bring the cache here"):
         experiment.make_trial("fedavg", 0)
+
+
+class Tokens(nn.Module):
+    """A network as HuggingFace's: more optional inputs than are given, and an object as the output."""
+
+    def __init__(self, num_labels):
+        super().__init__()
+        self.embedding, self.classifier = nn.Embedding(9, 4), nn.Linear(4, num_labels)
+
+    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, labels=None, **kwargs):
+        assert not kwargs
+        assert labels is token_type_ids is None
+        mask = attention_mask[..., None].float()
+        return SimpleNamespace(logits=self.classifier((self.embedding(input_ids) * mask).sum(1) / mask.sum(1)))
+
+
+def test_a_network_of_huggingface_is_given_tokens_and_mask_by_name(monkeypatch):
+    made = ModuleType("transformers")
+    made.AutoConfig = SimpleNamespace(for_model=lambda name, **given: {"name": name, **given})
+    made.AutoModelForSequenceClassification = SimpleNamespace(
+        from_config=lambda config: {"bert": Tokens}[config.pop("name")](**config)
+    )
+    monkeypatch.setitem(sys.modules, "transformers", made)
+    rng, y = np.random.default_rng(0), np.arange(6) % 2
+    x = {"attention_mask": np.tril(np.ones((6, 6), np.int64)), "input_ids": rng.integers(0, 9, (6, 6))}
+    spec = CompareSpec(data={"a": (x, y, x, y)}, model="hf:bert", methods="fedavg")
+    experiment = make_experiment(spec)
+    trial = experiment.make_trial("fedavg", 0)
+    trial.introduce()
+    trial.advance()
+    network = trial.make_network()
+    assert network.state_dict().keys() == trial.server.shared.keys() == Tokens(2).state_dict().keys()
+    network.load_state_dict(trial.server.shared)
+    given = {name: torch.from_numpy(each) for name, each in x.items()}
+    (row,) = (row for row in trial.evaluate() if row["split"] == "test" and row["model"] == "global")
+    scores = network(**given)
+    assert sum(row["hits"]) == int((scores.argmax(1) == torch.from_numpy(y)).sum())
+    assert torch.equal(network(trial.train["a"].inputs(slice(None))), scores)
+    assert MODELS.write(experiment.model) == "hf:bert"
+    wrong = {"input_ids": x["input_ids"], "mask": x["attention_mask"]}
+    with pytest.raises(UsageError, match=r"'input_ids', 'mask', and the network's forward takes input_ids=None, att"):
+        make_experiment(CompareSpec(data={"a": (wrong, y, wrong, y)}, model="hf:bert", methods="fedavg")).make_trial(
+            "fedavg", 0
+        )
+    for model, said in (
+        ("small-cnn", "model small-cnn takes one input, and the data have 'attention_mask', 'input_ids': give a"),
+        ("timm:resnet18", "model timm:resnet18 takes one input, and the data have"),
+        ("auto", "model='auto': no network of fedshift takes the inputs 'attention_mask', 'input_ids'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            make_experiment(CompareSpec(data={"a": (x, y, x, y)}, model=model, methods="fedavg")).make_trial(
+                "fedavg", 0
+            )

@@ -193,7 +193,9 @@ def _adapt_own(
     names = tuple(name.strip() for name in (own.class_names or "").split(",") if name.strip())
     with show_loading(console) as progress:
         new = load_clients(data, spec, names, clients, progress)
-        trial = make_trial(resolve_model(own.model, new.sample_shape, new.task), new, make_settings(spec, new.names))
+        trial = make_trial(
+            resolve_model(own.model, new.sample_shape, new.task, new.inputs), new, make_settings(spec, new.names)
+        )
         made = adapt_own(trial, wanted, rounds=rounds, save=save)
     _print_results(console, made, trial.settings, 1, rounds, save)
     for notice in (*new.notices, *made.notices, *made.inapplicable):

@@ -214,6 +214,7 @@ def inspect(
 
     console, classes = make_console(), spec.classes or 10
     sizes: tuple[int, ...] = (3, 28, 28)
+    inputs: Any = ()
     if data is None and replace(spec, classes=None) != DataSpec():
         raise UsageError("settings of reading data belong to --data: give it, or leave them out")
     if data is not None:
@@ -223,13 +224,13 @@ def inspect(
         print_parts(console, [*describe_source(made), *format_notices(made)])
         if model is None and method is None:
             return 0
-        sizes, classes, model = made.sample_shape, made.classes, model or "auto"
+        sizes, classes, inputs, model = made.sample_shape, made.classes, made.inputs, model or "auto"
     if shape:
         try:
             sizes = tuple(int(size) for size in shape.split(","))
         except ValueError as error:
             raise UsageError(f"shape {shape!r}: write whole numbers with commas, for example 3,28,28") from error
-    for part in describe_method(model or "small-cnn", method or "fedbn", sizes, classes):
+    for part in describe_method(model or "small-cnn", method or "fedbn", sizes, classes, inputs):
         console.print(part)
     return 0
 

@@ -108,7 +108,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
             made = scale_alike(made, load_federation(where, spec, progress))
         except UsageError as error:
             refusal = f"Training would refuse these data: {error.render(as_flag)}."
-    print_parts(console, [describe(made), *format_notices(made), *render_quality(found)])
+    print_parts(console, [describe(made), *_explain_inputs(made), *format_notices(made), *render_quality(found)])
     if refusal:
         print_parts(console, [Text(refusal, style="bold red")])
     _write_json(console, {**found.as_dict(), "notices": (*made.notices, *made.faults), "refusal": refusal}, json)
@@ -138,8 +138,15 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -
         if spec.split:
             files.append(directory / "split.csv")
             write_atomically(files[-1], write_assignment(source, spec).encode())
-    print_parts(console, [describe(made), *format_notices(made), *map(str, files)])
+    print_parts(console, [describe(made), *_explain_inputs(made), *format_notices(made), *map(str, files)])
     return 0
+
+
+def _explain_inputs(made: Federation) -> Iterator[Text]:
+    """Yield the layout of samples with several inputs, of which single values are neither compared nor drawn."""
+    if made.inputs:
+        named = ", ".join(map(str, made.inputs))
+        yield Text(f"Inputs: {named}. Their values are not compared or drawn by column.")
 
 
 @data.command

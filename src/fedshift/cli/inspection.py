@@ -19,6 +19,7 @@ from ..experiments.description import describe_weighting
 from ..experiments.factory import resolve_model
 from ..methods import METHODS
 from ..models import make_network
+from ..nn.several_inputs import Inputs
 from ..results.disclosure import MODEL, group_disclosures
 from ..tasks import Segmentation
 from ..utils.errors import UsageError
@@ -32,6 +33,8 @@ def describe_source(data: Federation) -> Iterator[RenderableType]:
     listed = ", ".join(f"{name} {count:,}" for name, count in zip(names, counts, strict=False))
     unit = "pixels" if isinstance(data.task, Segmentation) else "samples"
     yield Text(f"Training {unit} of each {data.task.output}: {listed}")
+    if data.inputs:
+        yield Text(f"Inputs: {', '.join(map(str, data.inputs))}")
     if data.columns:
         kinds = (
             f"{column.name} ({'number' if column.categories is None else ', '.join(column.categories)})"
@@ -42,19 +45,25 @@ def describe_source(data: Federation) -> Iterator[RenderableType]:
         yield Text(data.note)
 
 
-def describe_method(model: str, method: str, shape: tuple[int, ...], classes: int) -> Iterator[Table | Text]:
-    """Yield a table of every named entry of ``model`` with ``method``, and the bytes of one client in one round."""
+def describe_method(
+    model: str, method: str, shape: tuple[int, ...], classes: int, inputs: Inputs = ()
+) -> Iterator[Table | Text]:
+    """Yield a table of every named entry of ``model`` with ``method``, and the bytes of one client in one round.
+
+    ``inputs``: layout of samples with several inputs.
+    """
     if classes < 1 or min(shape) < 1:
         raise UsageError(f"shape {shape} and classes {classes}: numbers of 1 or more")
     chosen, *others = METHODS.parse_all(method)
     if others:
         raise UsageError(f"inspect takes one method, not {method!r}: join them with + to compose, or inspect each")
-    factory = resolve_model(model, shape)
+    factory = resolve_model(model, shape, inputs=inputs)
     model = getattr(factory, "__name__", model).replace("_", "-") if model == "auto" else model
     network = make_network(factory, shape, classes)
     plan = prepare(chosen, network, optimizer=SGD(lr=0.0), sample=torch.zeros(1, *shape))
     facts = summarize_method(plan)
-    table = Table(title=Text(f"{chosen.name} on {model}, {shape} -> {classes}"), box=None, title_justify="left")
+    taken = ", ".join(map(str, inputs)) or str(shape)
+    table = Table(title=Text(f"{chosen.name} on {model}, {taken} -> {classes}"), box=None, title_justify="left")
     for title in ("entry", "layer", "shape", "bytes"):
         table.add_column(title, justify="right" if title == "bytes" else "left", overflow="fold")
     for title in ("loaded", "sent", "local", "trained"):

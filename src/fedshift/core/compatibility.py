@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..nn.hybrid_batch_norm import HybridBatchNorm
+from ..nn.several_inputs import find_inputs, name_inputs
 from ..tasks import Classification, Task
 from ..utils.errors import UsageError
 from .aggregation import Aggregation
@@ -56,6 +57,8 @@ def check_compatibility(plan: Plan) -> None:
         ).about("batch_size")
     if method.gradient is not None:
         _check_separate_samples(plan, f"{method.gradient.source_method} combines the gradients of single samples")
+    if inputs := find_inputs(plan.module):
+        _check_several_inputs(plan, name_inputs(inputs))
     nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
     if nothing_to_aggregate and (method.server is not None or not method.aggregate.sums):
         raise UsageError(
@@ -151,6 +154,17 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
             raise UsageError(
                 f"{name}: {bound.rule.source_method} computes from the entries of single clients, beside those that "
                 f"{needs.entries_only}: remove one of the two"
+            )
+
+
+def _check_several_inputs(plan: Plan, names: str) -> None:
+    """Raise :class:`UsageError` if a rule works on the samples themselves, which are rows of several inputs."""
+    for index, bound in enumerate(plan.rules):
+        if bound.rule.requires.one_input or index in plan.defines("batch"):
+            why = bound.rule.requires.one_input or f"{bound.rule.source_method} changes the samples of a batch"
+            raise UsageError(
+                f"method {plan.method.label!r}: {why}, and here each sample has the inputs {names}: remove "
+                f"{bound.rule.source_method}, or give one input"
             )
 
 

@@ -359,7 +359,8 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
     state, inputs = clone(plan.initial), to_inputs(plan, sample)
     plan.set_mode(training=True, frozen=True)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=inputs.device)):
-        compute_outputs(plan, state, inputs.expand(plan.smallest_batch, *sample.shape[1:]) + 0.5)
+        moved = inputs + 0.5 if inputs.is_floating_point() else inputs
+        compute_outputs(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]))
     for entry in plan.entries:
         if norm_statistics(entry) and not torch.equal(state[entry.name], plan.initial[entry.name]):
             raise UsageError(

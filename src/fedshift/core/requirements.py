@@ -23,6 +23,7 @@ class Requirements:
         entries_only: Clients send only the model's entries, and no rule reads the entries of single clients. The
             message ends with this use of them.
         classes: Each sample has one class. The message starts with this use of classes.
+        one_input: A sample is one array, such as an image. The message starts with this use of it.
 
     """
 
@@ -32,3 +33,4 @@ class Requirements:
     momentum: bool = False
     entries_only: str = ""
     classes: str = ""
+    one_input: str = ""

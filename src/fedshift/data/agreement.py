@@ -8,15 +8,17 @@ values, in words that a site may disclose.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from math import prod
 
 import torch
 from torch import Tensor
 
+from ..nn.several_inputs import Inputs, divide_rows
 from ..utils.errors import FedshiftError, UsageError
 from .preparation import HALF, FeatureScaling
-from .samples import CHUNK, Samples
+from .samples import CHUNK, Samples, map_store
 
 PIXELS, BITS, WHOLE, TABLE = "8-bit pixels", "8-bit pixels of 0 and 1", "whole numbers", "columns of a table"
 FRACTIONS, SIGNED, LEVELS, FLOATS = (
@@ -103,10 +105,23 @@ def name_scales(splits: Mapping[str, Samples]) -> dict[str, str]:
     return {where: kinds[id(split.store)] for where, split in splits.items()}
 
 
-def check_scales(splits: Mapping[str, Samples], shape: tuple[int, ...]) -> None:
-    """Raise :class:`UsageError` unless all ``splits``, by their names in messages, have one scale."""
+def check_scales(splits: Mapping[str, Samples], shape: tuple[int, ...], inputs: Inputs = ()) -> None:
+    """Raise :class:`UsageError` unless all ``splits``, by their names in messages, have one scale, or each input."""
+    for each in inputs:
+        if each.kind == "floats":  # all pixels have one scale
+            part = partial(take_part, inputs=inputs, name=each.name)
+            stores = {id(split.store): map_store(split.store, part) for split in splits.values()}
+            named = {f"{where}, input {each.name!r}": split for where, split in splits.items()}
+            check_scales({where: s.with_samples(stores[id(s.store)]) for where, s in named.items()}, each.shape)
+    if inputs:
+        return
     half = all(split.normalization == HALF for split in splits.values() if split.dtype == torch.uint8)
     refuse_other_scales(name_scales(splits), shape, half=half)
+
+
+def take_part(x: Tensor, inputs: Inputs, name: str) -> Tensor:
+    """Return the input ``name`` of rows ``x [N, P]``."""
+    return divide_rows(x, inputs)[name]
 
 
 def refuse_other_labels(labels: Mapping[str, Collection[str]]) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Subset
 from ..utils.errors import Ref, UsageError
 from ..utils.user_code import describe_error
 from .groups import MARK, find_groups
+from .inputs import arrange, refuse_several
 
 INPUTS, LABELS = ("image", "img", "x", "pixel_values", "features"), ("label", "labels", "y", "target", "fine_label")
 """Usual names of the input and label columns of a HuggingFace dataset."""
@@ -84,7 +85,7 @@ def item_reader(data: Any, where: str, target: str | None = None, skip: Sequence
         raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
     if is_hub_dataset(data):
         inputs, label = find_columns(data, where, target, skip)
-        return lambda row: (row[inputs], row[label])
+        return lambda row: ({name: row[name] for name in inputs}, row[label])
     return _require_pair
 
 
@@ -152,8 +153,8 @@ def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.st
     return values.astype(np.str_)
 
 
-def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[str, str]:
-    """Return the names of the input and label columns of a HuggingFace dataset."""
+def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[list[str], str]:
+    """Return the names of the input columns, all that hold images or arrays, and of the label column of HuggingFace."""
     names, label = [name for name in data.column_names if name not in skip], _find_label(data, target, skip)
     if label not in names:
         raise UsageError(
@@ -161,13 +162,13 @@ def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str])
         )
     rest = [name for name in names if name != label]
     found = [name for name in rest if holds_arrays(data, name)]
-    inputs = next(iter(found if len(found) == 1 else [name for name in INPUTS if name in rest]), None)
-    if inputs is None:
+    found = found or [name for name in INPUTS if name in rest][:1]
+    if not found:
         raise UsageError(
             f"{where}: which of the columns {', '.join(rest)} holds the inputs is not clear: leave one of images or "
-            "arrays (select_columns)"
+            "arrays, or several, which are then several inputs by name (select_columns)"
         )
-    return inputs, label
+    return found, label
 
 
 def _find_label(data: Any, target: str | None, skip: Sequence[str]) -> str:
@@ -202,30 +203,30 @@ def holds_arrays(data: Any, column: str) -> bool:
 
 
 def _require_pair(sample: Any) -> tuple[Any, Any]:
+    """Return input and target; of a dictionary, all other entries of numbers are inputs, and texts are none."""
     if isinstance(sample, Mapping):
-        names = [next((name for name in usual if name in sample), None) for usual in (INPUTS, LABELS)]
-        if None not in names:
-            return sample[names[0]], sample[names[1]]
-        inputs = {name: value for name, value in sample.items() if name != names[1]}
-        if names[1] and len(inputs) > 1:
-            return inputs, sample[names[1]]
+        usual, label = (next((name for name in names if name in sample), None) for names in (INPUTS, LABELS))
+        rest = {name: x for name, x in sample.items() if name != label}
+        inputs = {name: x for name, x in rest.items() if name == usual or _holds_numbers(x)}
+        if label and inputs:
+            return inputs, sample[label]
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise UsageError(f"is a {type(sample).__name__}, not a pair (input, label)")
     return sample[0], sample[1]
 
 
-def refuse_several(x: object, where: str) -> None:
-    """Raise :class:`UsageError` if ``x`` are several inputs by name."""
-    if isinstance(x, Mapping):
-        raise UsageError(
-            f"{where} has the inputs {', '.join(map(repr, x))}, and networks take one array of a sample: bring them "
-            "together in one array and divide it in the network, or give a text's tokens alone and make the mask of "
-            "them there"
-        )
+def _holds_numbers(x: Any) -> bool:
+    """Return whether a value is a picture, a number or an array of numbers, rather than a file's name, for example."""
+    if isinstance(getattr(x, "mode", None), str):
+        return True
+    return not isinstance(x, str | Mapping) and x is not None and np.asarray(x).dtype.kind in "uifb"
 
 
-def read_item(data: Any, number: int, where: str, split: Item) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return an item's input and target as arrays, separated by ``split``; raise :class:`UsageError` if this fails."""
+def read_item(data: Any, number: int, where: str, split: Item) -> tuple[Any, NDArray[Any]]:
+    """Return an item's input, or dictionary of inputs, and target as arrays, separated by ``split``.
+
+    Raises :class:`UsageError` if this fails.
+    """
     try:
         x, y = split(data[number])
     except UsageError as error:
@@ -234,20 +235,38 @@ def read_item(data: Any, number: int, where: str, split: Item) -> tuple[NDArray[
         raise UsageError(
             f"{where}: sample {number} of {type(data).__name__} cannot be read: {describe_error(error)}"
         ) from error
+    if isinstance(x, Mapping) and len(x) > 1:
+        return {name: _to_array(each) for name, each in x.items()}, np.asarray(y)
+    x = arrange(x, ())
     refuse_several(x, f"{where}: sample {number}")
+    return _to_array(x), np.asarray(y)
+
+
+def _to_array(x: Any) -> NDArray[Any]:
     mode = getattr(x, "mode", None)  # set for pictures; palette indices, for example, are not colors
-    return np.asarray(x.convert("RGB") if isinstance(mode, str) and mode not in ("L", "RGB") else x), np.asarray(y)
+    return np.asarray(x.convert("RGB") if isinstance(mode, str) and mode not in ("L", "RGB") else x)
 
 
-def _read_samples(data: Any, where: str, split: Item) -> tuple[np.ndarray, np.ndarray]:
+def _read_samples(data: Any, where: str, split: Item) -> tuple[Any, np.ndarray]:
     inputs, labels = [], []
     for number in range(len(data)):
         x, y = read_item(data, number, where, split)
         inputs.append(x)
         labels.append(y)
-        if inputs[-1].shape != inputs[0].shape:
-            raise UsageError(
-                f"{where}: sample {number} has shape {inputs[-1].shape} and the first {inputs[0].shape}: bring all to "
-                "one shape (a transform of the dataset)"
-            )
+        require_shape(x, inputs[0], number, where)
+    if isinstance(inputs[0], Mapping):
+        return {name: np.stack([x[name] for x in inputs]) for name in inputs[0]}, np.stack(labels)
     return np.stack(inputs), np.stack(labels)
+
+
+def require_shape(x: Any, first: Any, number: int, where: str) -> None:
+    """Raise :class:`UsageError` unless the item with this ``number`` has the inputs and shapes of the ``first``."""
+    found, known = (
+        {name: each.shape for name, each in one.items()} if isinstance(one, Mapping) else one.shape
+        for one in (x, first)
+    )
+    if found != known:
+        raise UsageError(
+            f"{where}: sample {number} has shape {found} and the first {known}: bring all to one shape (a transform of "
+            "the dataset; pad texts to one length)"
+        )

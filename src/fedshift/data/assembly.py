@@ -27,6 +27,7 @@ from ..utils.random_streams import stream
 from ..utils.words import join_some
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
+from .inputs import require_layout
 from .partition import split_stratified
 from .preparation import ARRAY, HALF, Scaling
 from .readers import arrays, find_reader, refuse_unused
@@ -78,6 +79,8 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     """
     task = scan.task or (Segmentation() if scan.parts and scan.parts[0].y.dtype == torch.uint8 else CLASSIFICATION)
     _refuse_fraction(scan, reading)
+    for part in scan.parts[1:]:
+        require_layout(part.inputs, scan.parts[0].inputs, part.where, scan.parts[0].where)
     assign = partial(assign_splits, task=task, reading=reading)
     sides = [assign(part, ()) for part in scan.parts]
     loaded = reader.load(scan, reading, assign)
@@ -117,6 +120,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         faults=(*scan.faults, *loaded.faults),
         columns=loaded.columns,
         task=task,
+        inputs=scan.parts[0].inputs if scan.parts else (),
     )
 
 
@@ -268,10 +272,11 @@ def federation(
             :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
             (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
             ``x_train``, ... (optionally ``x_val`` and ``y_val``), or ``train``, ``test`` and ``validation``; or one
-            dataset; a fifth of it is drawn for testing. Datasets are read once: a random transform is drawn once for
-            each sample (``augment`` draws for each batch). Inputs that are memory-mapped from a file
-            (``numpy.load(file, mmap_mode="r")``) stay there and are read when a batch needs them, like the items of a
-            dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
+            dataset; a fifth of it is drawn for testing. Several inputs of a sample are a dictionary of arrays in place
+            of one array, by the names of the network's parameters, and so in a dataset's samples. Datasets are read
+            once: a random transform is drawn once for each sample (``augment`` draws for each batch). Inputs that are
+            memory-mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a batch needs
+            them, like the items of a dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
         name: Name of the data.
         classes: Number of classes; None: the largest training label of any client plus one.
         note: Description of the data in one sentence.

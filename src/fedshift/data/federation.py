@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..nn.several_inputs import Inputs, name_inputs
 from ..tasks.classification import CLASSIFICATION, MOST_CLASSES
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError, unknown_name
@@ -120,6 +121,7 @@ class Federation:
         notices: Remarks on how the data were read; those about one client begin with ``client 'name':``.
         faults: Remarks, in the same form, on files or folders that could be data but were skipped.
         columns: Encodings of a table's columns, in the order of the inputs; empty if unknown.
+        inputs: Layout of a sample's row if a network is given several inputs; empty: a sample is one array.
 
     """
 
@@ -132,6 +134,7 @@ class Federation:
     faults: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ()
     task: Task = CLASSIFICATION
+    inputs: Inputs = ()
 
     def __post_init__(self) -> None:
         if self.classes > MOST_CLASSES:
@@ -141,7 +144,10 @@ class Federation:
 
     def __repr__(self) -> str:
         """List the clients with the size of each split and the number of classes in their training data."""
-        shapes = dict.fromkeys(describe_shape(split) for client in self.clients for split in client.splits.values())
+        named = [f"inputs {', '.join(map(str, self.inputs))}"] if self.inputs else []
+        shapes = dict.fromkeys(
+            named or [describe_shape(split) for client in self.clients for split in client.splits.values()]
+        )
         title = f"Federation {self.name!r}: {len(self.clients)} clients, {self.outputs}"
         parts = [name for name in ("train", "validation", "test") if any(name in c.splits for c in self.clients)]
         rows = [("client", *parts, PLURALS[self.task.output])]
@@ -201,7 +207,8 @@ class Federation:
             decoding=client.decoding,
             scaling=scaling,
             columns=self.columns if isinstance(scaling, FeatureScaling) else (),
-            values=tuple(sorted(set(name_scales(splits).values()))),
+            values=() if self.inputs else tuple(sorted(set(name_scales(splits).values()))),
+            inputs=self.inputs,
         )
         return Schema(
             name=self.name, task=self.task, classes=self.classes, class_names=self.class_names, columns=self.columns,
@@ -306,6 +313,12 @@ class Federation:
                     f"image_size={size} resizes images (C, H, W), not samples of shape {volumes[0]}: leave it out, and "
                     "resize volumes to one shape beforehand (volumes in NIfTI files are resized by the reader)"
                 )
+            if size and self.inputs:
+                raise UsageError(
+                    f"{{}} resizes samples of one image, and those of {self.name!r} have the inputs "
+                    f"{name_inputs(self.inputs)}: leave it out, and resize images beforehand",
+                    Ref(image_size=size),
+                )
             if size and any(len(shape) < 3 for shape in shapes.values()):
                 raise UsageError(f"{{}} resizes images, and {self.name!r} has none: leave it out", Ref(image_size=size))
             return self._match_types()
@@ -369,7 +382,7 @@ class Federation:
     def fingerprint(self) -> str:
         """Digest of every sample and label, so that a run is never resumed with other data."""
         known: dict[tuple[int, int, int], bytes] = {}
-        whole = blake2b(digest_size=16)
+        whole = blake2b("".join(map(str, self.inputs)).encode(), digest_size=16)
         for client in self.clients:
             for name, split in client.splits.items():
                 samples = id(split.store), id(split.rows), id(split.y)
@@ -413,7 +426,7 @@ class Federation:
                 raise UsageError(
                     f"{where}: samples of shape {shape} where others have {common}: bring all to one shape"
                 )
-        check_scales(self.named_splits(), common)
+        check_scales(self.named_splits(), common, self.inputs)
         return self
 
     def named_splits(self) -> dict[str, Samples]:

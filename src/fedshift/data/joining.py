@@ -11,6 +11,7 @@ from ..tasks import Classification
 from ..utils.errors import UsageError
 from .agreement import name_scales, refuse_other_scales
 from .federation import PLURALS, Federation
+from .inputs import require_layout
 from .preparation import HALF, Normalization
 from .samples import is_whole, map_store
 from .schema import Layout, Schema
@@ -25,6 +26,7 @@ def join_schema(data: Federation, schema: Schema) -> Federation:
     whose = f"the run's data, {schema.name},"
     if data.columns:  # else arrays, prepared elsewhere
         schema.require_columns(data, whose)
+    require_layout(data.inputs, schema.preparation.inputs, data.name, whose.removesuffix(","))
     shape = schema.preparation.shape
     images = len(shape) == len(data.sample_shape) == 3
     data = data.fit_images(shape[1] if images and shape[1] == shape[2] else None)
@@ -56,6 +58,8 @@ def _match_scale(data: Federation, schema: Schema) -> Federation:
             lambda split: split.with_samples(map_store(split.store, Tensor.float)) if is_whole(split.store) else split
         )
         ours = {f"{data.name}, {where}": s for where, s in data.named_splits().items()}
+    if preparation.inputs:
+        return data
     theirs = {f"the run's {'other ' * at}data": kind for at, kind in enumerate(preparation.values)}
     refuse_other_scales(theirs | name_scales(ours), preparation.shape, half=preparation.scaling == HALF)
     return data

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from ..nn.several_inputs import Input, Inputs, divide_rows
 from ..utils.errors import UsageError
 from .columns import Column
 from .files.image_decoding import Kind, Unreadable, convert_image, decode_image, find_kind, read_header
 from .files.volume_decoding import decode_volume
+from .inputs import join_inputs
 from .resizing import resize, resize_volume
 
 Augment = Callable[[Tensor], Tensor]
@@ -195,7 +197,8 @@ class Preparation:
         decoding: How a file of a sample is decoded.
         scaling: Scaling of stored pixels, or of a table's raw rows; without effect on other samples.
         columns: Encodings of a table's columns in its raw rows; empty for other samples.
-        values: Kinds of values that samples hold (:data:`~fedshift.data.agreement.KINDS`).
+        values: Kinds of values that samples hold (:data:`~fedshift.data.agreement.KINDS`); empty for several inputs.
+        inputs: Layout of a sample's row if a network is given several inputs; empty: a sample is one array.
 
     """
 
@@ -205,6 +208,7 @@ class Preparation:
     scaling: Scaling = HALF
     columns: tuple[Column, ...] = ()
     values: tuple[str, ...] = ()
+    inputs: Inputs = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -242,6 +246,13 @@ class Preparation:
         return not isinstance(self.scaling, FeatureScaling)
 
     def __str__(self) -> str:
+        if self.inputs:
+            kinds = {"pixels": "pixels, divided by 127.5, minus 1", "integers": "int64", "bools": "bool"}
+            parts = (f"{each.name} [{', '.join(map(str, ('N', *each.shape)))}]" for each in self.inputs)
+            told = (
+                f"{part} ({kinds.get(each.kind, self.dtype)})" for part, each in zip(parts, self.inputs, strict=True)
+            )
+            return f"several inputs: {', '.join(told)}"
         sizes = ", ".join(map(str, ("N", *self.shape)))
         if self.is_image:
             kind = "pixels from 0 to 255" if self.dtype == "uint8" else "pixels as the run read them"
@@ -249,6 +260,15 @@ class Preparation:
         if self.columns:
             return f"{self.dtype} [{sizes}], a table's rows: a number each column, 1 or 0 each category, NaN if missing"
         return f"{self.dtype} [{sizes}], numbers as the run read them"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the inputs of a program: ``x``, unless there are several."""
+        return tuple(each.name for each in self.inputs) or ("x",)
+
+    def divide(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of a program for stored samples ``x [N, ...]``: these, or the several inputs in rows."""
+        return tuple(divide_rows(x, self.inputs).values()) if self.inputs else (x,)
 
     def scale(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a network's inputs in its type ``dtype`` for stored samples, or a table's raw rows, ``x [N, ...]``."""
@@ -265,6 +285,8 @@ class Preparation:
             facts[kind] = self.scaling.to_json()
         if self.columns:
             facts["columns"] = [{"name": column.name, "categories": column.categories} for column in self.columns]
+        if self.inputs:
+            facts["inputs"] = [asdict(each) for each in self.inputs]
         return facts | {"values": list(self.values)}
 
     @classmethod
@@ -282,6 +304,7 @@ class Preparation:
         return cls(
             shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), decoding=Decoding.from_json(facts["decoding"]),
             scaling=scaling, columns=columns, values=tuple(facts["values"]),
+            inputs=tuple(Input(**each) for each in facts.get("inputs", ())),
         )  # fmt: skip
 
     def store(self, samples: Any) -> tuple[Tensor, bool]:
@@ -289,12 +312,15 @@ class Preparation:
 
         Args:
             samples: An image (file, PIL image or pixel array), a table row (a mapping from columns to values), or an
-                array; or several: a list of images or rows, a data frame, or an array with one more dimension.
+                array; or several: a list of images or rows, a data frame, or an array with one more dimension. For
+                several inputs, a dictionary of arrays by name, of one sample or of several.
 
         Raises:
             UsageError: The samples cannot be brought to this form.
 
         """
+        if self.inputs and not isinstance(samples, np.ndarray | Tensor):
+            return self._join(samples)
         if self.columns and not isinstance(samples, np.ndarray | Tensor):
             return self._encode_rows(samples)
         if isinstance(samples, str | Path | Image.Image):
@@ -302,6 +328,20 @@ class Preparation:
         if isinstance(samples, list | tuple) and samples and (self.is_image or isinstance(samples[0], str | Path)):
             return torch.stack([one[0] for one, _ in map(self.store, samples)]), False
         return self._arrange_array(samples)
+
+    def _join(self, samples: Any) -> tuple[Tensor, bool]:
+        """Return rows of a dictionary of inputs, of one sample or of several, or of a list of them."""
+        if isinstance(samples, list | tuple) and samples:
+            return torch.cat([self._join(each)[0] for each in samples]), False
+        if not isinstance(samples, Mapping):
+            raise UsageError(
+                f"samples are a {type(samples).__name__}: the model takes {self}: give a dictionary of these names"
+            )
+        arrays = {name: np.asarray(array) for name, array in samples.items()}
+        single = all(each.name in arrays and arrays[each.name].shape in _list_shapes(each) for each in self.inputs)
+        arrays = {name: array[None] for name, array in arrays.items()} if single else arrays
+        rows = torch.from_numpy(join_inputs(arrays, self.inputs, "samples"))
+        return rows.to(self.torch_dtype), single
 
     def _encode_rows(self, samples: Any) -> tuple[Tensor, bool]:
         single = isinstance(samples, Mapping)
@@ -374,6 +414,13 @@ class Preparation:
         if tuple(x.shape[1:]) != self.shape:
             raise UsageError(f"samples have shape {tuple(np.shape(samples))}: {wanted}")
         return x.contiguous(), single
+
+
+def _list_shapes(one: Input) -> list[tuple[int, ...]]:
+    """Return the shapes that an input of one sample may have; of pixels, also with channels last or, gray, none."""
+    channels, *places = one.shape or (1,)
+    moved = [(*places, channels), *([tuple(places)] if channels == 1 else [])]
+    return [one.shape, *(moved if one.kind == "pixels" else [])]
 
 
 def scale_stored(

@@ -8,7 +8,7 @@ Samples are stored unscaled, and become a network's inputs when a batch is taken
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from math import prod
 from typing import Any
@@ -18,13 +18,14 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from ..nn.several_inputs import Inputs
 from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, Ref, UsageError
-from .arrays import refuse_several
+from .inputs import arrange, channels_first, find_layout, is_mapped, join_inputs, refuse_several, to_tensor
 from .preparation import HALF, Augment, Scaling, scale_stored
-from .stores import FileStore, JoinedStore, Keys, LazyStore, channels_first, is_mapped, read_rows, to_tensor
+from .stores import FileStore, JoinedStore, Keys, LazyStore, read_rows
 
 CHUNK = 1000
 """Number of samples to check, resize or hash at a time."""
@@ -420,6 +421,18 @@ def keep_or_map(x: ArrayLike | LazyStore, where: str) -> NDArray[Any] | LazyStor
     """Return inputs as an array, or as a store if they are mapped from a file or are in a store already."""
     refuse_several(x, where)
     return FileStore(x, where) if is_mapped(x) else x if isinstance(x, LazyStore) else np.asarray(x)
+
+
+def join_several(x: Any, where: str, names: Sequence[str] = ()) -> tuple[NDArray[Any] | LazyStore, Inputs]:
+    """Return inputs as :func:`keep_or_map` does, or as rows with their layout if they are several.
+
+    ``names``: the inputs' order, if these are their names.
+    """
+    x = arrange(x, names)
+    if not isinstance(x, Mapping):
+        return keep_or_map(x, where), ()
+    inputs = find_layout(x, where)
+    return join_inputs(x, inputs, where), inputs
 
 
 def to_store(x: NDArray[Any] | LazyStore, where: str) -> Tensor | LazyStore:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..nn.several_inputs import Inputs
 from ..tasks.task import Task
 from ..utils.errors import unknown_name
 from .columns import Column
@@ -48,6 +49,7 @@ class Part:
         files: File of each sample; empty if samples are not files.
         group: Group of each sample ``[N]``, whose samples stay together; empty if there are no groups.
         source: What the reader loads the samples from.
+        inputs: Layout of samples with several inputs; empty: a sample is one array.
 
     """
 
@@ -59,14 +61,17 @@ class Part:
     files: tuple[str, ...] = ()
     group: NDArray[np.str_] = field(default_factory=lambda: UNGROUPED)
     source: Any
+    inputs: Inputs = ()
 
     @classmethod
     def whole(
-        cls, client: str, where: str, y: Tensor, split: str, source: Any, group: NDArray[np.str_] = UNGROUPED
-    ) -> Part:
+        cls, client: str, where: str, y: Tensor, split: str, source: Any, group: NDArray[np.str_] = UNGROUPED,
+        inputs: Inputs = (),
+    ) -> Part:  # fmt: skip
         """Return all rows of a store as samples of ``split``; an empty text: its samples are to be divided."""
         side = np.full(len(y), SPLITS.index(split) if split else UNSAID, np.int8)
-        return cls(client=client, where=where, y=y, side=side, rows=np.arange(len(y)), group=group, source=source)
+        rows = np.arange(len(y))
+        return cls(client=client, where=where, y=y, side=side, rows=rows, group=group, source=source, inputs=inputs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

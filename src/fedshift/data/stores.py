@@ -21,14 +21,14 @@ import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeGuard
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -38,9 +38,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from ..nn.several_inputs import Inputs
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.random_streams import Key, key_bits, torch_stream
-from .arrays import Item, LazyDataset, find_targets, item_reader, read_item
+from .arrays import Item, LazyDataset, find_targets, item_reader, read_item, require_shape
+from .inputs import arrange, find_layout, join_inputs, to_tensor
 
 REPEATED = 4
 """Number of times to decode the first item, to check whether the result is always the same."""
@@ -186,18 +188,6 @@ class FileStore(LazyStore):
         return to_tensor(x, self.where, copy=False)
 
 
-def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:
-    """Return whether ``x`` is an array mapped from a file, without changes that exist only in memory."""
-    return (
-        isinstance(x, np.memmap)
-        and getattr(x, "_mmap", None) is not None
-        and x.filename is not None
-        and x.mode != "c"
-        and x.dtype.kind in "uifb"
-        and len(x) > 0
-    )
-
-
 class RecentArrays:
     """The most recently used arrays by key, at most ``most`` bytes in total; threads may share it."""
 
@@ -226,15 +216,22 @@ class RecentArrays:
 
 
 class DatasetStore(LazyStore):
-    """Inputs of a :class:`~fedshift.data.arrays.LazyDataset`; ``targets [N, ...]``: targets of all its samples."""
+    """Inputs of a :class:`~fedshift.data.arrays.LazyDataset`; ``targets [N, ...]``: targets of all its samples.
 
-    def __init__(self, given: LazyDataset, where: str, target: str | None = None) -> None:
+    ``inputs``: layout of the samples if they are several inputs by name, in the order of ``names`` if these are the
+    names; the store then has their rows.
+    """
+
+    def __init__(self, given: LazyDataset, where: str, target: str | None = None, names: Sequence[str] = ()) -> None:
         self._given, self._item = given, item_reader(given.dataset, where, target)
         self._file: Any = None
         self._begin()
-        (x, _), *again = (_decode(self._decoder(where), [0], ())[0] for _ in range(REPEATED))
-        self.repeats = all(np.array_equal(x, other, equal_nan=x.dtype.kind == "f") for other, _ in again)
-        self._each = x.shape
+        self.where, self.inputs = where, Inputs()
+        self._first, *again = (_decode(self._decoder(where), [0], ())[0][0] for _ in range(REPEATED))
+        if isinstance(self._first, Mapping):
+            self.inputs = find_layout(arrange({name: each[None] for name, each in self._first.items()}, names), where)
+        x, *others = (self._join(each, 0) for each in (self._first, *again))
+        self.repeats = all(np.array_equal(x, other, equal_nan=x.dtype.kind == "f") for other in others)
         super().__init__(where, len(given.dataset), to_tensor(x[None], where))
         self.draws, self.threaded = given.cache_bytes == 0, given.workers > 1
         found = find_targets(given, where, target)
@@ -259,12 +256,12 @@ class DatasetStore(LazyStore):
             missing = [row for row in dict.fromkeys(rows.tolist()) if row not in found]
             for row, (x, y) in zip(missing, self._run(missing, key), strict=True):
                 self._require_same(row, x, y)
-                found[row] = x
+                found[row] = self._join(x, row)
             for row, x in found.items():
                 self._cache.keep(row, x)
         return to_tensor(np.stack([found[row] for row in rows.tolist()]), self.where)
 
-    def _run(self, rows: Sequence[int], key: Keys) -> list[tuple[Array, Array]]:
+    def _run(self, rows: Sequence[int], key: Keys) -> list[tuple[Any, Array]]:
         """Decode ``rows``, in worker processes if there are any."""
         workers = min(self._given.workers, len(rows))
         if self._given.workers < 2 or not rows:
@@ -277,12 +274,16 @@ class DatasetStore(LazyStore):
         done = Parallel(n_jobs=self._given.workers)(delayed(_decode_from)(self._file.name, p, key) for p in parts)
         return [pair for part in done for pair in part]
 
-    def _require_same(self, row: int, x: Array, y: Array) -> None:
-        if x.shape != self._each:
-            raise UsageError(
-                f"{self.where}: sample {row} has shape {x.shape} and the first {self._each}: bring all to one shape (a "
-                "transform of the dataset)"
-            )
+    def _join(self, x: Any, row: int) -> Array:
+        """Return the inputs ``x`` of a sample as a row, if there are several."""
+        if not self.inputs:
+            return np.asarray(x)
+        one = {name: each[None] for name, each in x.items()}
+        joined: Array = join_inputs(one, self.inputs, f"{self.where}: sample {row}")[0]
+        return joined
+
+    def _require_same(self, row: int, x: Any, y: Array) -> None:
+        require_shape(x, self._first, row, self.where)
         known = np.asarray(self.targets[row])
         if known.size != y.size or not np.array_equal(known.reshape(-1), y.reshape(-1)):
             raise UsageError(
@@ -301,7 +302,7 @@ class DatasetStore(LazyStore):
         self._begin()
 
 
-def _decode(decoder: tuple[Any, Item, str], rows: Sequence[int], key: Keys) -> list[tuple[Array, Array]]:
+def _decode(decoder: tuple[Any, Item, str], rows: Sequence[int], key: Keys) -> list[tuple[Any, Array]]:
     """Return the input and target of each of ``rows``, decoded with ``key``."""
     dataset, item, where = decoder
     found = []
@@ -311,7 +312,7 @@ def _decode(decoder: tuple[Any, Item, str], rows: Sequence[int], key: Keys) -> l
     return found
 
 
-def _decode_from(path: str, rows: Sequence[int], key: Keys) -> list[tuple[Array, Array]]:
+def _decode_from(path: str, rows: Sequence[int], key: Keys) -> list[tuple[Any, Array]]:
     return _decode(_load_decoder(path), rows, key)
 
 
@@ -348,44 +349,3 @@ def _find_transforms(dataset: object) -> Iterator[Any]:
             yield part
     if (whole := getattr(dataset, "dataset", None)) is not None:
         yield from _find_transforms(whole)
-
-
-def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
-    """Return samples ``[N, ...]`` as a tensor, channels first; without ``copy``, it may share memory with ``x``.
-
-    For shapes and types see :func:`fedshift.data.samples.to_samples`; raises :class:`UsageError` for others.
-    """
-    convert = np.array if copy else np.asarray
-    if x.ndim == 2:
-        kept = x.dtype if x.dtype in (np.int64, np.float64) else np.dtype(np.float32)
-        return torch.from_numpy(convert(x, dtype=kept, order="C"))
-    x = channels_first(x, where)
-    if x.dtype.kind == "b":
-        return torch.from_numpy(np.where(x, np.uint8(255), np.uint8(0)))  # black and white, as in image files
-    if x.dtype.kind == "f":
-        return torch.from_numpy(convert(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
-    if x.dtype != np.uint8 and x.size and (x.min() < 0 or x.max() > 255):
-        raise UsageError(
-            f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255: scale them, or give floats"
-        )
-    return torch.from_numpy(convert(x, dtype=np.uint8, order="C"))
-
-
-def channels_first(x: Array, where: str) -> Array:
-    """Return a view of samples ``[N, ...]`` with channels in the second place; raise :class:`UsageError` if unclear.
-
-    Floats ``[N, C, L]`` with L at least 2 C are signals and stay unchanged; other samples of two axes are gray images.
-    """
-    if x.ndim == 2 or (x.ndim == 3 and x.dtype.kind == "f" and x.shape[2] >= 2 * x.shape[1]):
-        return x
-    if x.ndim == 3:
-        x = x[:, None]
-    elif x.ndim == 4 and x.shape[3] in (1, 3):
-        x = x.transpose(0, 3, 1, 2)
-    elif x.ndim > 5 or (x.shape[1] not in (1, 3) and (x.shape[-1] in (1, 3) or x.shape[-1] < min(x.shape[1:-1]))):
-        raise UsageError(
-            f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] with 1 or 3 channels or "
-            "[N, C, H, W] with any, volumes [N, C, D, H, W], signals [N, C, L], features [N, D]: bring channels to the "
-            "second place (numpy.moveaxis)"
-        )
-    return x

@@ -18,12 +18,13 @@ import torch
 
 from ..data.federation import ClientData, Federation
 from ..data.files.read_options import Progress
+from ..nn.several_inputs import name_inputs
 from ..tasks import find_kind
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
 from .advice import Advice, advise
 from .concept_shift import concept_shift, predict_by_neighbors
-from .feature_shift import feature_shift
+from .feature_shift import TwoSample, feature_shift
 from .inputs import appearance_features, classifier_features, gather_samples, principal_components, to_vectors, warm_up
 from .shift_tests import LEVEL, SIZES, Evidence, Ints, ShiftFinding, assess, label_skew, layer_shift, quantity_skew
 from .targets import group_targets, read_targets, remove_targets, target_skew
@@ -99,6 +100,8 @@ def diagnose(
 ) -> Diagnosis:
     """Test the training data of ``data``, of any task, for shifts between clients, and recommend methods.
 
+    Features and concepts of samples with several inputs are not tested.
+
     Args:
         data: Federation with at least two clients.
         seed: Seed of every random draw; the result depends only on the data and the arguments.
@@ -146,51 +149,57 @@ def diagnose(
     sizes = tuple(len(client.train) for client in data.clients)
     sized = quantity_skew(sizes, stream(seed, "diagnose/sizes"), permutations)
 
-    now("layers")
-    moments = warm_up(x, torch.from_numpy(y), data.classes if kind == "classification" else int(y.max()) + 1, seed)
-    if features == "network":
-        inputs = principal_components(
-            np.concatenate([part for each in moments for part in (each.mean, each.square)], axis=1), seed
-        )
-        seen = classifier_features(inputs)
+    disagree, layers = False, tuple[Layer, ...]()
+    if data.inputs:
+        names = name_inputs(data.inputs)
+        concept = Evidence(untestable_because=f"samples have several inputs, {names}, and the test compares one array")
+        two_sample = TwoSample(evidence=concept)
     else:
-        inputs = principal_components(to_vectors(x), seed)
-        seen = classifier_features(inputs, appearance_features(x))
+        now("layers")
+        moments = warm_up(x, torch.from_numpy(y), data.classes if kind == "classification" else int(y.max()) + 1, seed)
+        if features == "network":
+            inputs = principal_components(
+                np.concatenate([part for each in moments for part in (each.mean, each.square)], axis=1), seed
+            )
+            seen = classifier_features(inputs)
+        else:
+            inputs = principal_components(to_vectors(x), seed)
+            seen = classifier_features(inputs, appearance_features(x))
 
-    now("features")
-    if kind != "classification":
-        seen = remove_targets(kind, seen, numbers, y)
-    two_sample = feature_shift(
-        seen, y, client, len(rows), stream(seed, "diagnose/features"), permutations, GROUPED.get(kind, "class")
-    )
-    now("concepts")
-    trusted, disagree = y, False
-    concept = Evidence(untestable_because=f"the test compares the classes of similar samples, and {kind} has none")
-    if kind == "classification":
-        strata = predict_by_neighbors(inputs, y)
-        marginal = feature_shift(seen, strata, client, len(rows), stream(seed, "diagnose/marginal"), permutations)
-        concept = concept_shift(
-            inputs, y, strata, client, marginal.evidence.clients or (None,) * len(rows),
-            align=two_sample.evidence.p is not None and two_sample.evidence.p <= LEVEL,
-            rng=stream(seed, "diagnose/concepts"), permutations=permutations,
-        )  # fmt: skip
-        disagree = (
-            concept.p is not None and concept.p <= LEVEL and (concept.statistic or 0) >= SIZES["concept shift"][0]
+        now("features")
+        if kind != "classification":
+            seen = remove_targets(kind, seen, numbers, y)
+        two_sample = feature_shift(
+            seen, y, client, len(rows), stream(seed, "diagnose/features"), permutations, GROUPED.get(kind, "class")
         )
-        if disagree:
-            two_sample, trusted = marginal, strata
+        now("concepts")
+        trusted = y
+        concept = Evidence(untestable_because=f"the test compares the classes of similar samples, and {kind} has none")
+        if kind == "classification":
+            strata = predict_by_neighbors(inputs, y)
+            marginal = feature_shift(seen, strata, client, len(rows), stream(seed, "diagnose/marginal"), permutations)
+            concept = concept_shift(
+                inputs, y, strata, client, marginal.evidence.clients or (None,) * len(rows),
+                align=two_sample.evidence.p is not None and two_sample.evidence.p <= LEVEL,
+                rng=stream(seed, "diagnose/concepts"), permutations=permutations,
+            )  # fmt: skip
+            disagree = (
+                concept.p is not None and concept.p <= LEVEL and (concept.statistic or 0) >= SIZES["concept shift"][0]
+            )
+            if disagree:
+                two_sample, trusted = marginal, strata
+        now("layers by client")
+        layers = tuple(
+            Layer(
+                name=each.layer,
+                evidence=layer_shift(
+                    each, trusted, client, len(rows), stream(seed, "diagnose/layers", each.layer), permutations
+                ),
+            )
+            for each in moments
+        )
     evidence |= {"feature shift": two_sample.evidence, "quantity skew": sized, "concept shift": concept}
     findings = assess(evidence)
-    now("layers by client")
-    layers = tuple(
-        Layer(
-            name=each.layer,
-            evidence=layer_shift(
-                each, trusted, client, len(rows), stream(seed, "diagnose/layers", each.layer), permutations
-            ),
-        )
-        for each in moments
-    )
     images = x.ndim == 4
     return Diagnosis(
         federation=data.name,

@@ -198,7 +198,12 @@ def _format_features(chosen_F: Bools, part: SplitSurvey, names: Sequence[str]) -
 
 
 def name_features(data: Federation) -> list[str]:
-    """Return the column of each feature of a table, and for a column of text the category; empty for other data."""
+    """Return the column of each feature of a table, and for a column of text the category; empty for other data.
+
+    For several inputs, the name and the place of each value.
+    """
+    if data.inputs:
+        return [f"{each.name}[{number}]" for each in data.inputs for number in range(each.size)]
     return [
         repr(column.name) if column.categories is None else f"{column.name!r} = {category!r}"
         for column in data.columns
@@ -253,12 +258,12 @@ def judge_scales(data: Federation) -> Iterator[QualityFinding]:
     """Find samples whose values reach the network at different scales, or seem to."""
     splits = {where: split for where, split in data.named_splits().items() if len(split)}
     try:
-        check_scales(splits, data.sample_shape)
+        check_scales(splits, data.sample_shape, data.inputs)
     except UsageError as error:
         text = str(error)
         yield _make_finding("types", f"Samples have different scales: {text[:1].upper()}{text[1:]}.", data.names)
         return
-    kinds = name_scales(splits)
+    kinds = {} if data.inputs else name_scales(splits)
     if {FRACTIONS, SIGNED} <= set(kinds.values()):
         places = defaultdict[str, list[str]](list)
         for where, kind in kinds.items():

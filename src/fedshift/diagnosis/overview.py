@@ -46,9 +46,10 @@ def describe(data: Federation) -> Table:
     for client, has_K, each in zip(data.clients, has_CK, facts, strict=False):
         sizes = [f"{len(client.splits[name]):,}" if name in client.splits else "-" for name in splits]
         shape = " x ".join(map(str, client.train.shape))
+        kind = f"{shape} {str(client.train.dtype).removeprefix('torch.')}"
         table.add_row(
             Text(client.name), *sizes, str(has_K.sum() or data.classes),
-            f"{shape} {str(client.train.dtype).removeprefix('torch.')}", *(each.get(name, "") for name in columns),
+            Text(", ".join(each.name for each in data.inputs) or kind), *(each.get(name, "") for name in columns),
         )  # fmt: skip
     if len(data.clients) > SHOWN:
         table.add_row(Text(f"and {len(data.clients) - SHOWN:,} more", style="dim"))
@@ -102,8 +103,8 @@ def make_overview(data: Federation) -> dict[str, Figure]:
     """Return figures of the training data by name.
 
     ``samples`` (for images): a sheet with some images of each client and the outlines of their masks. ``features`` (for
-    vectors): the features in which clients differ most. ``classes``: the number of each client's samples, or pixels, of
-    each class.
+    vectors of one input): the features in which clients differ most. ``classes``: the number of each client's samples,
+    or pixels, of each class.
     """
     classes = list(data.class_names) or [str(number) for number in range(data.classes)]
     counts = pd.DataFrame(_count_classes(data), index=list(data.names), columns=classes)
@@ -111,7 +112,7 @@ def make_overview(data: Federation) -> dict[str, Figure]:
     dimensions = len(data.clients[0].train.shape)
     if dimensions in (3, 4):
         figures["samples"] = _draw_sheet(data, classes)
-    if dimensions == 1:
+    if dimensions == 1 and not data.inputs:
         trained = [part for part in survey_splits(data) if part.split == "train"]
         columns = name_features(data) or [f"column {number}" for number in range(data.clients[0].train.shape[0])]
         means, stds = (

@@ -65,6 +65,7 @@ def examine(data: Federation) -> Quality:
     """Read every sample of ``data`` once and report all faults.
 
     This includes the faults that :meth:`Federation.check` raises one at a time, so that they are reported together.
+    Values of several inputs are not compared, column by column.
     """
     surveys, names = survey_splits(data), name_features(data)
     classified = isinstance(data.task, Classification)
@@ -76,8 +77,8 @@ def examine(data: Federation) -> Quality:
         *judge_form(surveys),
         *judge_scales(data),
         *judge_duplicates(data, surveys),
-        *judge_constant(surveys, names),
-        *judge_scale(surveys, names),
+        *(() if data.inputs else judge_constant(surveys, names)),
+        *(() if data.inputs else judge_scale(surveys, names)),
         *judge_names(data),
         *judge_groups(data),
         *(judge_classes(data, surveys) if classified else judge_targets(data, surveys)),

@@ -36,7 +36,7 @@ def describe_training(
     threads = torch.get_num_threads()
     return {
         "data": f"{data.name}: {_count(len(data.clients), 'client')}, {_count(samples, 'training sample')}, "
-        f"{data.outputs}, samples of shape {' x '.join(map(str, data.sample_shape))}",
+        f"{data.outputs}, {_describe_samples(data)}",
         "network": describe_factory(model),
         "trained parameters": _by_method(plans, lambda plan: f"{count_parameters(plan):,}"),
         "scaling of inputs": "at the sites" if remote else describe_scaling(data),
@@ -48,6 +48,12 @@ def describe_training(
         "evaluated after rounds": describe_rounds(settings),
         "computed on": f"{settings.device}, {settings.precision}, {_count(threads, 'thread')} of torch",
     }
+
+
+def _describe_samples(data: Federation) -> str:
+    if data.inputs:
+        return f"samples of the inputs {', '.join(map(str, data.inputs))}"
+    return f"samples of shape {' x '.join(map(str, data.sample_shape))}"
 
 
 def count_parameters(plan: Plan) -> int:

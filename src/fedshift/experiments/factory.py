@@ -25,8 +25,9 @@ from ..data.partition import match_names
 from ..data.preparation import Normalization
 from ..data.sources import data_root, load_source, prepare_clients, write_assignment
 from ..methods import METHODS
-from ..models import MODELS, LibraryModel, ModelFactory
+from ..models import MODELS, LibraryModel, ModelFactory, NetworksOfInputs
 from ..nn.adapters import ADAPTERS
+from ..nn.several_inputs import Inputs, name_inputs
 from ..tasks import CLASSIFICATION, Segmentation, Task
 from ..utils.errors import Ref, UsageError
 from .experiment import Experiment
@@ -39,9 +40,19 @@ SAVED = re.compile(r"""(\bsaved\(\s*(?:path\s*=\s*)?)(['"])(.+?)\2""")
 """The path in a split such as ``saved(path='split.csv')``."""
 
 
-def resolve_model(name: Any, shape: tuple[int, ...], task: Task = CLASSIFICATION) -> ModelFactory:
-    """Return the function of the network ``name``, or ``name``; ``auto`` depends on a sample's shape and the task."""
-    return MODELS.parse(name_model(name, shape, task))
+def resolve_model(name: Any, shape: tuple[int, ...], task: Task = CLASSIFICATION, inputs: Inputs = ()) -> ModelFactory:
+    """Return the function of the network ``name``, or ``name``; ``auto`` depends on a sample's shape and the task.
+
+    With several ``inputs``, its networks divide rows into them.
+    """
+    if inputs and isinstance(name, str) and name == AUTO:
+        raise UsageError(
+            f"{{}}: no network of fedshift takes the inputs {name_inputs(inputs)}: give a function "
+            "(sample_shape, classes) -> nn.Module whose network has parameters of these names (docs/data.md)",
+            Ref(model=AUTO),
+        )
+    made = MODELS.parse(name_model(name, shape, task))
+    return NetworksOfInputs(made, inputs) if inputs else made
 
 
 def name_model(name: Any, shape: tuple[int, ...], task: Task = CLASSIFICATION) -> Any:
@@ -169,7 +180,7 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
     ADAPTERS.parse(spec.adapter)
     source = load_source(spec.data, spec, progress).fit_images(spec.image_size)
     data = prepare_clients(source, spec)
-    model = resolve_model(spec.model, data.sample_shape, data.task)
+    model = resolve_model(spec.model, data.sample_shape, data.task, data.inputs)
     data = data if spec.normalize else scale_for(model, data)
     settings = make_settings(spec, data.names)
     return Experiment(

@@ -32,7 +32,7 @@ class ExportedModel:
 
     """
 
-    def __init__(self, directory: Path, description: Mapping[str, Any], program: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, directory: Path, description: Mapping[str, Any], program: Callable[..., Tensor]) -> None:
         self.directory, self.classes = directory, tuple(description["classes"])
         self.inputs, self.facts = Preparation.from_json(description["input"]), description["model"]
         self.task = str(description.get("task", "classification"))
@@ -52,7 +52,8 @@ class ExportedModel:
 
         Args:
             samples: An image (file, PIL image or pixel array), a table row (a mapping from columns to values), or an
-                array; or several: a list of images or rows, a data frame, or an array with one more dimension.
+                array; or several: a list of images or rows, a data frame, or an array with one more dimension. For a
+                network with several inputs, a dictionary of arrays by name, for one sample or for several.
 
         Raises:
             UsageError: The samples do not have the model's input format.
@@ -78,7 +79,7 @@ class ExportedModel:
     def _score(self, samples: Any) -> tuple[Tensor, bool]:
         """Return the program's outputs ``[N, ...]``, and whether there was a single sample."""
         x, single = self.inputs.store(samples)
-        return self._program(x), single
+        return self._program(*self.inputs.divide(x)), single
 
 
 def name_predictions(predictions: Tensor, task: str, classes: Sequence[str]) -> Any:

@@ -182,7 +182,11 @@ def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
 def _describe_use(facts: ModelFacts, preparation: Preparation, files: Mapping[str, int]) -> Iterator[str]:
     file = '"image.png"' if preparation.is_image and preparation.decoding.kind != "volume" else '"image.nii.gz"'
     argument = file if preparation.takes_files else "row" if preparation.columns else "x"
-    yield f"Input: {preparation}. Scaling is part of the program; `model.json` describes it."
+    taken = ", ".join(preparation.names)
+    if preparation.inputs:
+        argument = "{" + ", ".join(f'"{each.name}": {each.name}' for each in preparation.inputs) + "}"
+    scaled = " Scaling is part of the program; `model.json` describes it." if not preparation.inputs else ""
+    yield f"Input: {preparation}.{scaled}"
     yield f"Output: {describe_output(facts)}."
     if "program.pt2" in files:
         yield (
@@ -193,10 +197,10 @@ def _describe_use(facts: ModelFacts, preparation: Preparation, files: Mapping[st
         yield "Without fedshift, only with torch:"
         yield (
             '```python\nimport torch\n\nprogram = torch.export.load("program.pt2").module()\n'
-            f"{facts.answer} = program(x)\n```"
+            f"{facts.answer} = program({taken})\n```"
         )
     if "model.onnx" in files:
-        yield f"`model.onnx` takes the same `x` and returns `{facts.answer}`, in any ONNX runtime."
+        yield f"`model.onnx` takes the same `{taken}` and returns `{facts.answer}`, in any ONNX runtime."
     if preparation.is_image:
         height, width = preparation.shape[1:]
         yield (

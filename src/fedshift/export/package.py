@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from operator import eq
@@ -145,12 +145,17 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     computed = low or plan.dtype
     program = Program(network, model.schema.preparation, plan.dtype, plan.image_format, low=low, task=model.schema.task)
     notices: list[str] = []
-    answers: dict[str, Callable[[Tensor], Tensor]] = {}
+    answers: dict[str, Callable[..., Tensor]] = {}
     try:
         traced = trace(program)
         save_program(traced, folder / PROGRAM)
         answers[PROGRAM] = torch.export.load(folder / PROGRAM).module()
-        reason = save_onnx(traced, folder / ONNX, computed=computed, output=model.facts.answer) if onnx else ""
+        inputs = model.schema.preparation.names
+        reason = (
+            save_onnx(traced, folder / ONNX, computed=computed, output=model.facts.answer, inputs=inputs)
+            if onnx
+            else ""
+        )
     except Exception as error:  # tracing a user's network may raise any type
         notices.append(
             f"no {PROGRAM}: torch cannot trace the network ({first_line(error)}); weights and card are complete"
@@ -158,7 +163,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
         reason = "it is converted from that program"
     if reason:
         notices.append(f"no {ONNX}: {reason}")
-    elif onnx and (session := _open_onnx(folder / ONNX)):
+    elif onnx and (session := _open_onnx(folder / ONNX, model.schema.preparation.names)):
         answers[ONNX] = session
     files = {file.name: file for file in sorted(folder.iterdir())}
     description: dict[str, Any] = {
@@ -187,14 +192,16 @@ def _load_state(model: TrainedModel) -> nn.Module:
     return merge_adapters(network).eval()
 
 
-def _open_onnx(path: Path) -> Callable[[Tensor], Tensor] | None:
+def _open_onnx(path: Path, names: Sequence[str]) -> Callable[..., Tensor] | None:
     """Return the ONNX program as a function, or None if no runtime is installed."""
     try:
         import onnxruntime
     except ImportError:
         return None
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
+    return lambda *x: torch.from_numpy(
+        session.run(None, {name: each.numpy() for name, each in zip(names, x, strict=True)})[0]
+    )
 
 
 def _check(model: TrainedModel, name: str, loaded: ExportedModel) -> list[str]:

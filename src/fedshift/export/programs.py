@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.plan import to_memory_format
 from ..data.preparation import Preparation
+from ..nn.several_inputs import call_with
 from ..tasks import CLASSIFICATION, Task
 from ..utils.errors import UsageError
 
@@ -48,11 +49,12 @@ class Program(nn.Module):
         self.preparation, self.network = preparation, network
         self.dtype, self.layout, self.low = dtype, layout, low
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return scores or numbers ``[N, outputs]`` for raw samples ``x [N, ...]``."""
-        x = to_memory_format(self.preparation.scale(x, self.dtype), self.layout)
+    def forward(self, *x: Tensor) -> Tensor:
+        """Return scores or numbers ``[N, outputs]`` for raw samples ``x [N, ...]``, or for each of several inputs."""
+        names = [each.name for each in self.preparation.inputs]
+        x = tuple(to_memory_format(self.preparation.scale(each, self.dtype), self.layout) for each in x)
         with torch.autocast("cpu", self.low) if self.low else nullcontext():
-            scores: Tensor = self.network(x)
+            scores: Tensor = call_with(self.network, dict(zip(names, x, strict=True))) if names else self.network(*x)
         return self.task.decode(scores.to(self.dtype) if self.low else scores)
 
 
@@ -69,8 +71,10 @@ def require_samplewise(network: nn.Module) -> None:
 def trace(program: Program) -> torch.export.ExportedProgram:
     """Trace ``program`` for any number of samples; exceptions from torch are not caught."""
     sample = torch.zeros(TRACED, *program.preparation.shape, dtype=program.preparation.torch_dtype)
+    parts = program.preparation.divide(sample)
+    sizes = tuple({0: torch.export.Dim("N")} for _ in parts)
     with _quiet(), torch.no_grad():
-        return torch.export.export(program.eval(), (sample,), dynamic_shapes=({0: torch.export.Dim("N")},))
+        return torch.export.export(program.eval(), parts, dynamic_shapes=(sizes,))
 
 
 def save_program(traced: torch.export.ExportedProgram, path: Path) -> None:
@@ -80,9 +84,12 @@ def save_program(traced: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def save_onnx(
-    traced: torch.export.ExportedProgram, path: Path, *, computed: torch.dtype, output: str = "scores"
-) -> str:
+    traced: torch.export.ExportedProgram, path: Path, *, computed: torch.dtype, output: str = "scores",
+    inputs: Sequence[str] = ("x",),
+) -> str:  # fmt: skip
     """Write an ONNX program whose output is named ``output``; ``computed``: number format of its layers.
+
+    ``inputs``: names of its inputs.
 
     Returns "", or the reason if the program cannot be written.
     """
@@ -94,7 +101,9 @@ def save_onnx(
         return "the packages onnx and onnxscript are missing (pip install 'fedshift[export]')"
     try:
         with _quiet():
-            converted = torch.onnx.export(traced, input_names=["x"], output_names=[output], dynamo=True, verbose=False)
+            converted = torch.onnx.export(
+                traced, input_names=list(inputs), output_names=[output], dynamo=True, verbose=False
+            )
             assert converted is not None
             converted.save(path)
     except Exception as error:  # three packages may raise any type

@@ -99,7 +99,10 @@ class SentAmplitudes(Rule):
     frequencies: int
     observes: int
     features: str = "last"
-    requires = Requirements(shared_entries="FedDG-ELCFS trains on images in the styles of clients that share a model")
+    requires = Requirements(
+        shared_entries="FedDG-ELCFS trains on images in the styles of clients that share a model",
+        one_input="FedDG-ELCFS mixes amplitudes of images",
+    )
 
     @override
     def bind(self, plan: Plan) -> Bound:

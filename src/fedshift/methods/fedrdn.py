@@ -85,7 +85,10 @@ class ClientStatistics(Rule):
     layer: str = field(default="", repr=False)
     personalizes = "start"
     buffers_alone = True
-    requires = Requirements(shared_entries="FedRDN normalizes by statistics of clients with which a model is shared")
+    requires = Requirements(
+        shared_entries="FedRDN normalizes by statistics of clients with which a model is shared",
+        one_input="FedRDN normalizes the channels of images",
+    )
 
     @override
     def bind(self, plan: Plan) -> Bound:

@@ -20,14 +20,26 @@ from typing_extensions import override
 
 from ..config.catalog import Catalog
 from ..config.expressions import list_catalog
+from ..nn.several_inputs import Inputs, name_inputs, take_inputs
 from ..utils.errors import UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 from ._libraries import LIBRARIES, LibraryModel
 
-__all__ = ["MODELS", "LibraryModel", "ModelFactory", "describe_factory", "make_network", "take_output"]
+__all__ = [
+    "MODELS",
+    "LibraryModel",
+    "ModelFactory",
+    "NetworksOfInputs",
+    "describe_factory",
+    "make_network",
+    "take_output",
+]
 
 ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
-"""Function that makes a network for the shape of a sample and a number of classes."""
+"""Function that makes a network for the shape of a sample and a number of classes.
+
+For several inputs, the shape is a dictionary of the inputs' shapes by name.
+"""
 
 
 def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int, precision: str = "float32") -> nn.Module:
@@ -41,8 +53,8 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int, prec
         raise
     except Exception as error:
         raise UsageError(
-            f"the model cannot be made for samples of shape {shape} and {classes} classes ({describe_error(error)}): "
-            "give a function (sample_shape, classes) -> nn.Module that takes them"
+            f"the model cannot be made for samples of shape {getattr(model, 'shapes', shape)} and {classes} classes "
+            f"({describe_error(error)}): give a function (sample_shape, classes) -> nn.Module that takes them"
         ).about("model") from error
     if not isinstance(network, nn.Module):
         raise UsageError(
@@ -100,6 +112,33 @@ class _OutputOf:
         return take_output(self.make(shape, classes), self.output)
 
 
+@dataclass(frozen=True)
+class NetworksOfInputs:
+    """A factory of the networks of ``make`` for several ``inputs``, into which they divide rows.
+
+    ``make`` is called with a dictionary of the inputs' shapes by name in place of a sample's shape.
+    """
+
+    make: ModelFactory
+    inputs: Inputs
+
+    @property
+    def shapes(self) -> Any:
+        """The shape of each input of a sample, by name."""
+        return {each.name: each.shape for each in self.inputs}
+
+    def __call__(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Return a network that takes rows; :class:`UsageError` if it takes other inputs."""
+        known = _spell(self.make) or ""
+        if known and (self.make.library != "hf" if isinstance(self.make, LibraryModel) else ":" not in known):
+            raise UsageError(
+                f"model {known} takes one input, and the data have {name_inputs(self.inputs)}: give a function "
+                "(sample_shape, classes) -> nn.Module whose network has parameters of these names"
+            ).about("model")
+        network = self.make(self.shapes, classes)
+        return take_inputs(network, self.inputs) if isinstance(network, nn.Module) else network
+
+
 N = TypeVar("N", bound=nn.Module)
 
 
@@ -153,6 +192,8 @@ def _configure(factory: Callable[..., Any], _own: bool) -> Callable[..., ModelFa
 
 
 def _spell(model: ModelFactory) -> str | None:
+    if isinstance(model, NetworksOfInputs):
+        return _spell(model.make)
     if isinstance(model, LibraryModel):
         return str(model)
     if isinstance(model, _OutputOf):
@@ -184,7 +225,8 @@ MODELS = _Models(
 
 def describe_factory(model: ModelFactory) -> str:
     """Return the name of the function that makes networks, as ``--model`` takes it where it can."""
-    return MODELS.write(model) or identify_function(model)
+    made = model.make if isinstance(model, NetworksOfInputs) else model
+    return MODELS.write(made) or identify_function(made)
 
 
 def __dir__() -> list[str]:

@@ -97,9 +97,10 @@ def _take_logits(_module: nn.Module, _given: object, made: Any) -> Any:
     return made.logits
 
 
-def _hf(library: Any, name: str, shape: tuple[int, ...], classes: int, options: Mapping[str, Any]) -> nn.Module:
-    images = len(shape) == 3
-    given: dict[str, Any] = {"num_labels": classes, **({"num_channels": shape[0]} if images else {}), **options}
+def _hf(library: Any, name: str, shape: Any, classes: int, options: Mapping[str, Any]) -> nn.Module:
+    image = shape.get("pixel_values", ()) if isinstance(shape, Mapping) else shape
+    images = len(image) == 3
+    given: dict[str, Any] = {"num_labels": classes, **({"num_channels": image[0]} if images else {}), **options}
     kind = library.AutoModelForImageClassification if images else library.AutoModelForSequenceClassification
     if checkpoint := given.pop("pretrained", None):
         network = kind.from_pretrained(checkpoint, ignore_mismatched_sizes=True, **given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -25,11 +25,12 @@ from ..data.formats import open_arrays
 from ..data.joining import join_schema
 from ..data.readers._objects import holds_hub_datasets, holds_tables
 from ..data.readers.images import decode_images, inspect_images, make_part
-from ..data.samples import Samples, to_samples
+from ..data.samples import Samples, join_several, to_samples
 from ..data.scan import Part
 from ..data.schema import Schema
 from ..data.sources import READ, load_source
 from ..experiments.experiment import Experiment
+from ..nn.several_inputs import Inputs
 from ..utils.errors import UsageError
 
 
@@ -60,13 +61,18 @@ def load_unlabeled(
 ) -> Samples:
     """Load unlabeled samples, from a folder of images or array ``x`` of an .npz file, as a run's ``schema`` describes.
 
-    Images may be in subfolders. Every target of the result is 0 and has no meaning. ``notices`` receives a sentence if
-    unreadable images are left out. Raises :class:`UsageError` as :func:`load_site` does.
+    Several inputs are the arrays ``x.NAME``. Images may be in subfolders. Every target of the result is 0 and has no
+    meaning. ``notices`` receives a sentence if unreadable images are left out. Raises :class:`UsageError` as
+    :func:`load_site` does.
     """
-    x = _read_array(path) if path.suffix == ".npz" else _read_images(path, spec, schema, progress, notices)
+    inputs = Inputs()
+    if path.suffix == ".npz":
+        x, inputs = _read_array(path, [each.name for each in schema.preparation.inputs])
+    else:
+        x = _read_images(path, spec, schema, progress, notices)
     x = x.with_targets(schema.task.make_blank_targets(len(x), x.shape, schema.classes))
     only = ClientData(name=client_name(path), train=x, test=x)
-    data = Federation(name=str(path), clients=(only,), classes=schema.classes, task=schema.task)
+    data = Federation(name=str(path), clients=(only,), classes=schema.classes, task=schema.task, inputs=inputs)
     return join_schema(data, schema).clients[0].train
 
 
@@ -75,12 +81,20 @@ def client_name(path: Path) -> str:
     return path.stem if path.suffix == ".npz" else path.resolve().name
 
 
-def _read_array(path: Path) -> Samples:
+def _read_array(path: Path, names: Sequence[str]) -> tuple[Samples, Inputs]:
+    """Return the samples of array ``x`` or, of several inputs in the order of ``names``, of arrays ``x.NAME``."""
+    wanted = [f"x.{name}" for name in names] or ["x"]
     try:
         with open_arrays(path) as packed:
-            if "x" not in packed:
-                raise UsageError(f"{path} has no array 'x' (it has {', '.join(packed) or 'none'}): name the samples x")
-            return to_samples(packed["x"], np.zeros(len(packed["x"]), np.int64), str(path))
+            for key in wanted:
+                if key not in packed:
+                    raise UsageError(
+                        f"{path} has no array {key!r} (it has {', '.join(packed) or 'none'}): name the samples "
+                        f"{', '.join(wanted)}"
+                    )
+            given = {name: packed[f"x.{name}"] for name in names} or packed["x"]
+            x, inputs = join_several(given, str(path), names)
+            return to_samples(x, np.zeros(len(x), np.int64), str(path)), inputs
     except (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, UsageError):
             raise

@@ -44,6 +44,7 @@ from ..experiments.cross_site import train_further
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import count_rounds_done, iterate_trials, load_experiment, restore_trial, select_trials
 from ..experiments.trial import Trial
+from ..nn.several_inputs import Inputs, divide_rows
 from ..results.run_directory import trial_folder
 from ..results.schema import PICTURED
 from ..results.trial_records import read_stop
@@ -204,8 +205,15 @@ def collect_comparison(
         similarity=similarity,
         distances=pd.DataFrame(rows, columns=["method", "seed", "layer", *DISTANCES]),
         drawn=drawn,
-        images={name: client.test.copy_rows(choose_rows(client, 1))[0].numpy() for name, client in tests.items()},
+        images={name: image for name, client in tests.items() for image in _find_images(client, data.inputs)},
     )
+
+
+def _find_images(client: ClientData, inputs: Inputs) -> list[NDArray[np.generic]]:
+    """Return the first chosen test sample in a list; of several inputs, the image among them, or none."""
+    x = client.test.copy_rows(choose_rows(client, 1))
+    parts = [part for part in divide_rows(x, inputs).values() if part.ndim == 4] if inputs else [x]
+    return [part[0].numpy() for part in parts[:1]]
 
 
 def _compute_similarity(models: TrainedModels, x: Mapping[str, Tensor], layer: str) -> Similarity:

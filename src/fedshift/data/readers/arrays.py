@@ -18,8 +18,9 @@ from ...utils.errors import Ref, UsageError, unknown_name
 from ..agreement import refuse_other_class_names
 from ..arrays import LazyDataset, find_item_groups, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
-from ..samples import keep_or_map, read_targets, to_store
+from ..samples import join_several, read_targets, to_store
 from ..scan import UNGROUPED, Assign, Loaded, Part, Scan, choose_clients
+from ..schema import Schema
 from ..stores import DatasetStore
 from . import _objects
 
@@ -42,14 +43,16 @@ def can_read(source: object) -> bool:
 def scan(source: Mapping[str, Any], reading: ReadOptions) -> Scan:
     """Return the clients in ``source``, whose datasets are read now."""
     _objects.require_names(source)
-    parts, meant = [], {}
+    parts, meant = list[Part](), {}
+    names = list_wanted(reading)
     for client in choose_clients(source, reading):
         where = f"client {client!r}"
         own, groups = _take_groups(client, source[client], reading)
         for split, given in list_splits(client, own).items():
             told = f"{where}, {split or 'train'} data"
             meant[told] = list_class_names(given, reading.target)
-            parts.append(_scan_part(client, split, given, told, reading, groups))
+            parts.append(_scan_part(client, split, given, told, reading, groups, names))
+            names = names or [each.name for each in parts[0].inputs]
     refuse_other_class_names(meant)
     return Scan(name=_objects.NAME, parts=tuple(parts), task=reading.task)
 
@@ -98,21 +101,27 @@ def check_groups(
     return np.array(found, np.str_)
 
 
+def list_wanted(reading: ReadOptions) -> list[str]:
+    """Return the names of several inputs in the order of the run that the data are read for; empty if there is none."""
+    return [each.name for each in reading.schema.preparation.inputs] if isinstance(reading.schema, Schema) else []
+
+
 def _scan_part(
-    client: str, split: str, given: Any, where: str, reading: ReadOptions, groups: Mapping[str, Any]
-) -> Part:
+    client: str, split: str, given: Any, where: str, reading: ReadOptions, groups: Mapping[str, Any],
+    names: Sequence[str],
+) -> Part:  # fmt: skip
     if isinstance(given, LazyDataset):
-        x: Any = DatasetStore(given, where, reading.target)
-        y: Any = x.targets
+        x: Any = DatasetStore(given, where, reading.target, names)
+        y, inputs = x.targets, x.inputs
     else:
         x, y = read_part(given, where, reading.target)
-    x = keep_or_map(x, where)
+        x, inputs = join_several(x, where, names)
     targets = read_targets(x, y, where, reading.task)
     if not groups and isinstance(given, Dataset | LazyDataset) and not is_hub_dataset(given):
         group = find_item_groups(given, reading.groups, where)
     else:
         group = check_groups(reading, groups, f"{reading.groups}_{SUFFIXES[split or 'train']}", targets, where)
-    return Part.whole(client, where, targets, split, x, group)
+    return Part.whole(client, where, targets, split, x, group, inputs)
 
 
 def list_splits(client: str, given: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ...utils.errors import unknown_name
 from ..agreement import refuse_other_class_names
 from ..arrays import is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
-from ..samples import read_targets
+from ..samples import join_several, read_targets
 from ..scan import SPLITS, UNGROUPED, UNSAID, Part, Scan, choose_clients
 from . import _objects, arrays
 
@@ -48,12 +48,15 @@ def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
         {f"{split} data": list_class_names(data, reading.target, skip) for split, data in splits.items()}
     )
     found: dict[str, list[Part]] = {}
+    names = arrays.list_wanted(reading)
     for split, data in splits.items():
         where = f"data, {split} data" if split else "data"
         for name in skip:
             if name not in data.column_names:
                 raise unknown_name("column", name, data.column_names)
-        x, y = map(np.asarray, read_part(data, where, reading.target, skip=skip))
+        x, y = read_part(data, where, reading.target, skip=skip)
+        x, inputs = join_several(x, where, names)
+        names = names or [each.name for each in inputs]
         targets = read_targets(x, y, where, reading.task)
         owners = np.array([str(name) for name in data[column]])
         groups = np.array([str(name) for name in data[reading.groups]]) if reading.groups else None
@@ -64,7 +67,7 @@ def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
                 Part(
                     client=client, where=f"client {client!r}, {split or 'train'} data", y=targets[rows],
                     side=np.full(len(rows), side, np.int8), rows=rows, source=x,
-                    group=UNGROUPED if groups is None else groups[rows],
+                    group=UNGROUPED if groups is None else groups[rows], inputs=inputs,
                 )
             )  # fmt: skip
     parts = [part for client in choose_clients(sorted(found), reading) for part in found[client]]

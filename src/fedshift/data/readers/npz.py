@@ -1,6 +1,7 @@
 """One ``.npz`` file per client with ``x_train y_train x_test y_test`` and optionally ``x_val y_val``.
 
-Masks may be named ``m_train m_test m_val``. Arrays are read without pickle, so a file cannot run code; for shapes see
+Masks may be named ``m_train m_test m_val``. Several inputs of a sample are ``x_train.NAME`` and so on, by the names of
+the network's parameters. Arrays are read without pickle, so a file cannot run code; for shapes see
 :func:`fedshift.data.samples.to_samples`.
 """
 
@@ -8,16 +9,21 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from numpy.lib.npyio import NpzFile
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ...nn.several_inputs import Inputs
 from ...utils.errors import Ref, UsageError
 from ..files.read_options import ReadOptions
 from ..formats import open_arrays, read_header
+from ..inputs import arrange, find_layout, join_inputs
 from ..samples import read_targets, to_store
 from ..scan import Assign, Loaded, Part, Scan, choose_clients
 from ..stores import LazyStore
@@ -38,8 +44,10 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     if not source.is_dir() and reading.schema is None:
         raise UsageError(f"{source} is one client: give a directory with a file for each client")
     found = {file.stem: file for file in _find(source)}
-    names = choose_clients(found, reading)
-    parts = [part for name in names for part in _scan_file(name, found[name], reading)]
+    parts = list[Part]()
+    for name in choose_clients(found, reading):
+        order = arrays.list_wanted(reading) or [each.name for part in parts[:1] for each in part.inputs]
+        parts += _scan_file(name, found[name], reading, order)
     return Scan(name=source.resolve().name, parts=tuple(parts), task=reading.task, note="{clients} files of .npz")
 
 
@@ -50,7 +58,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     for done, file in enumerate(files, 1):
         with _open(file) as packed:
             own = [part for part in scan.parts if part.source[0] == file]
-            stores += [to_store(packed[part.source[1]], part.where) for part in own]
+            stores += [to_store(_read(packed, part), part.where) for part in own]
         if reading.progress:
             reading.progress("arrays", done, len(files))
     return Loaded(stores=stores)
@@ -61,10 +69,20 @@ def _find(path: Path) -> list[Path]:
     return sorted(path.glob("*.npz")) if path.is_dir() else [path] if path.suffix == ".npz" else []
 
 
-def _scan_file(name: str, file: Path, reading: ReadOptions) -> Iterator[Part]:
+def _read(packed: NpzFile, part: Part) -> NDArray[Any]:
+    """Return the inputs of a part, several as rows."""
+    key = part.source[1]
+    if not part.inputs:
+        return packed[key]
+    return join_inputs({each.name: packed[f"{key}.{each.name}"] for each in part.inputs}, part.inputs, part.where)
+
+
+def _scan_file(name: str, file: Path, reading: ReadOptions, order: Sequence[str]) -> Iterator[Part]:
     with _open(file) as packed:
         y = "m" if "m_train" in packed and "y_train" not in packed else "y"
-        missing = [key for key in ("x_train", f"{y}_train", "x_test", f"{y}_test") if key not in packed]
+        several = {key: _list_several(packed, key) for key in (f"x_{end}" for end in SUFFIXES.values())}
+        keys = {*packed, *(key for key, names in several.items() if names)}
+        missing = [key for key in ("x_train", f"{y}_train", "x_test", f"{y}_test") if key not in keys]
         if missing:
             raise UsageError(
                 f"{file} has no array {missing[0]!r} (it has {', '.join(packed) or 'none'}): name the arrays "
@@ -72,12 +90,28 @@ def _scan_file(name: str, file: Path, reading: ReadOptions) -> Iterator[Part]:
                 Ref("domains"),
             )
         for split, end in SUFFIXES.items():
-            if f"x_{end}" in packed and f"{y}_{end}" in packed:
-                where = f"{file}, {split} data"
-                x = read_header(packed, f"x_{end}")
-                targets = read_targets(x, packed[f"{y}_{end}"], where, reading.task)
-                group = arrays.check_groups(reading, packed, f"{reading.groups}_{end}", targets, where)
-                yield Part.whole(name, where, targets, split, (file, f"x_{end}"), group)
+            key, inputs, where = f"x_{end}", Inputs(), f"{file}, {split} data"
+            if key not in keys or f"{y}_{end}" not in packed:
+                continue
+            names = several[key]
+            if names and key in packed:
+                raise UsageError(f"{where}: both arrays {key!r} and '{key}.{names[0]}': leave one out")
+            if len(names) > 1:
+                named = {each: read_header(packed, f"{key}.{each}") for each in names}
+                inputs = find_layout(arrange(named, order), where)
+                order = [each.name for each in inputs]
+                x = np.broadcast_to(np.float32(0), (len(named[order[0]]), sum(each.size for each in inputs)))
+            else:
+                key = f"{key}.{names[0]}" if names else key
+                x = read_header(packed, key)
+            targets = read_targets(x, packed[f"{y}_{end}"], where, reading.task)
+            group = arrays.check_groups(reading, packed, f"{reading.groups}_{end}", targets, where)
+            yield Part.whole(name, where, targets, split, (file, key), group, inputs)
+
+
+def _list_several(packed: NpzFile, key: str) -> list[str]:
+    """Return the names of the inputs whose arrays are called ``key.NAME``."""
+    return [each.removeprefix(f"{key}.") for each in packed if each.startswith(f"{key}.")]
 
 
 @contextmanager

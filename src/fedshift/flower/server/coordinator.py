@@ -292,7 +292,7 @@ class Coordinator:
 
         return Experiment(
             methods=methods, data=data, settings=settings,
-            model=resolve_model(self.spec.model, data.sample_shape, data.task),
+            model=resolve_model(self.spec.model, data.sample_shape, data.task, data.inputs),
             seeds=parse_seeds(self.spec.seeds), config=asdict(self.spec), make_engine=make_engine,
             log=parse_loggers(self.spec.log), compare_with=name_reference(self.spec, methods),
             origin={"fedshift at the sites": self.population.versions},

@@ -24,10 +24,12 @@ from ...data.columns import Column, Holds
 from ...data.federation import PLURALS, ClientData, Federation
 from ...data.files.images import sort_classes
 from ...data.files.table_schema import MOST_CATEGORIES, feature_offsets
+from ...data.inputs import MOST_INPUTS, require_layout
 from ...data.readers.tables import number_classes
 from ...data.samples import Samples
 from ...experiments.factory import make_settings
 from ...experiments.settings import Settings
+from ...nn.several_inputs import Inputs
 from ...tasks import CLASSIFICATION, TASKS, Task, describe_task, restore_task
 from ...tasks.classification import FEW_CLASSES, MOST_CLASSES
 from ...utils.checked_json import read_checked, write_checked
@@ -63,6 +65,8 @@ class SiteDescription:
     """Name of the samples' scaling in :data:`~fedshift.data.sources.SCALES`; empty if the samples determine it."""
     values: Mapping[str, str] = field(default_factory=dict)
     """Kind of values of each split (:data:`~fedshift.data.agreement.KINDS`)."""
+    inputs: Inputs = ()
+    """Layout of a sample's row if a network is given several inputs."""
     validates: bool = False
     """True for a site that only validates: it does not train, and reports only its number of test samples."""
 
@@ -88,7 +92,7 @@ class SiteDescription:
                 f"the name of a site, {self.name[:LONGEST_NAME]!r}, is empty, too long or not printable: give it a "
                 "short name (--name)"
             )
-        texts = [*self.class_names, self.version, self.scale]
+        texts = [*self.class_names, self.version, self.scale, *(each.name for each in self.inputs)]
         texts += [text for column in self.columns for text in (column.name, *(column.categories or ()))]
         strange = next((text for text in texts if not text.isprintable() or len(text) > LONGEST_TEXT), None)
         if strange is not None:
@@ -114,6 +118,17 @@ class SiteDescription:
             raise FedshiftError(
                 f"site {self.name!r} reports samples of type {self.dtype} and shape {self.shape}: the type must be "
                 f"{', '.join(NUMPY_TYPES)}, and a sample can have at most {MOST_VALUES} values"
+            )
+        sizes = [size for each in self.inputs for size in each.shape]
+        if self.inputs and (
+            len(self.inputs) > MOST_INPUTS
+            or len({each.name for each in self.inputs}) < len(self.inputs)
+            or min(sizes, default=1) < 1
+            or self.shape != (sum(each.size for each in self.inputs),)
+        ):
+            raise FedshiftError(
+                f"site {self.name!r} reports samples of shape {self.shape} with the inputs "
+                f"{', '.join(map(str, self.inputs[:MOST_INPUTS]))}: their sizes must add up to it, and names differ"
             )
         if not set(self.values.values()) <= set(KINDS) or not self.values.keys() <= {"train", "validation", "test"}:
             raise FedshiftError(
@@ -146,7 +161,10 @@ class RemoteFederation(Federation):
         dtype = self.clients[0].train.dtype
         columns = "".join(f", {column.name} {column.categories or ''}" for column in self.columns)
         task = "" if self.task == CLASSIFICATION else f", {describe_task(self.task)}"
-        return f"{self.sample_shape} {dtype}, {self.classes} classes {' '.join(self.class_names)}{columns}{task}"
+        inputs = "".join(f", {each}" for each in self.inputs)
+        return (
+            f"{self.sample_shape} {dtype}, {self.classes} classes {' '.join(self.class_names)}{columns}{task}{inputs}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +257,10 @@ class ClientRegistry:
                         f"only one of {first.name!r} and {other.name!r} has {what}: give the data of all sites in the "
                         "same form"
                     )
+            try:
+                require_layout(other.inputs, first.inputs, f"site {other.name!r}", f"site {first.name!r}")
+            except UsageError as error:
+                raise FedshiftError(str(error)) from error
             if (not first.columns and other.shape != first.shape) or other.dtype != first.dtype:
                 raise FedshiftError(
                     f"samples of {first.name!r} are {first.dtype} of shape {first.shape}, samples of {other.name!r} "
@@ -277,8 +299,9 @@ class ClientRegistry:
         if classes is not None and classes < count:
             raise FedshiftError(f"classes={classes}, but the sites have {count}: give at least that many")
         federation = RemoteFederation(
-            name="sites", clients=(), classes=classes or count, class_names=names, columns=columns, task=kind
-        )
+            name="sites", clients=(), classes=classes or count, class_names=names, columns=columns, task=kind,
+            inputs=first.inputs,
+        )  # fmt: skip
         return replace(federation, clients=tuple(_make_client(client, federation) for client in self.clients))
 
 

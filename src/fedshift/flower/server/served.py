@@ -40,7 +40,8 @@ def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
     with trust_only(code, directory / FILE):
         data = registry.to_federation(spec.classes, spec.task).normalize(SCALES[scales.pop()])
         experiment = Experiment(
-            methods=make_methods(spec), data=data, model=resolve_model(spec.model, data.sample_shape, data.task),
+            methods=make_methods(spec), data=data,
+            model=resolve_model(spec.model, data.sample_shape, data.task, data.inputs),
             settings=registry.make_settings(spec), seeds=parse_seeds(spec.seeds), config=asdict(spec),
             make_engine=_refuse,
         )  # fmt: skip

@@ -65,7 +65,7 @@ QUESTIONS: Mapping[str, Asks] = MappingProxyType({
     "describe": Asks(
         answer="described", spends="descriptions", facts=frozenset(
             {"name", "version", "shape", "dtype", "classes", "class_names", "columns", "samples", "labels", "task",
-             "validates", "scale", "values"}
+             "validates", "scale", "values", "inputs"}
         ),
     ),
     "introduce": Asks(

@@ -373,8 +373,11 @@ class Site:
             "samples": samples, "labels": told.round_counts(count_labels(data).tolist()) if counts else None,
             "task": describe_task(data.task), "validates": self.validates,
             "scale": next((name for name, scale in SCALES.items() if scale == client.train.normalization), ""),
-            "values": {name: kind for name, kind in name_scales(client.splits).items() if name in samples},
+            "values": {
+                name: kind for name, kind in name_scales(client.splits).items() if name in samples and not data.inputs
+            },
         }  # fmt: skip
+        facts |= {"inputs": list(map(asdict, data.inputs))} if data.inputs else {}
         does = f"{VALIDATES}, on {len(client.test)} test samples"
         does = does if self.validates else f"{len(client.train)} training samples"
         self.say(f"in touch with the coordinator as {client.name!r}, {does}")
@@ -535,7 +538,7 @@ class Site:
         with trust_only(self.code):
             method, model = (
                 make_methods(spec)[int(asked["method"])],
-                resolve_model(spec.model, data.sample_shape, data.task),
+                resolve_model(spec.model, data.sample_shape, data.task, data.inputs),
             )
             settings = make_settings(spec, ())
             data = settings.request_metrics(data)

@@ -1,0 +1,190 @@
+"""Inputs as they are stored: arrays as tensors, channels first, and several inputs of a sample as one row.
+
+:mod:`fedshift.nn.several_inputs` divides rows for a network. Of several inputs, 8-bit integers with two axes a sample
+or more are images, with channels first, scaled from -1 to 1; others keep their shape, and integers and Booleans their
+values. Rows are integers (int64) if no input is of floats; else floats, which hold integers up to :data:`EXACT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..nn.several_inputs import Input, Inputs, Kind, name_inputs
+from ..utils.errors import UsageError
+
+EXACT = 2**24
+"""Largest magnitude up to which floats of 32 bits hold every integer."""
+MOST_INPUTS = 64
+"""Largest number of inputs of a sample."""
+Array = NDArray[Any]
+
+
+def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:
+    """Return whether ``x`` is an array mapped from a file, without changes that exist only in memory."""
+    return (
+        isinstance(x, np.memmap)
+        and getattr(x, "_mmap", None) is not None
+        and x.filename is not None
+        and x.mode != "c"
+        and x.dtype.kind in "uifb"
+        and len(x) > 0
+    )
+
+
+def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
+    """Return samples ``[N, ...]`` as a tensor, channels first; without ``copy``, it may share memory with ``x``.
+
+    For shapes and types see :func:`fedshift.data.samples.to_samples`; raises :class:`UsageError` for others.
+    """
+    convert = np.array if copy else np.asarray
+    if x.ndim == 2:
+        kept = x.dtype if x.dtype in (np.int64, np.float64) else np.dtype(np.float32)
+        return torch.from_numpy(convert(x, dtype=kept, order="C"))
+    x = channels_first(x, where)
+    if x.dtype.kind == "b":
+        return torch.from_numpy(np.where(x, np.uint8(255), np.uint8(0)))  # black and white, as in image files
+    if x.dtype.kind == "f":
+        return torch.from_numpy(convert(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
+    if x.dtype != np.uint8 and x.size and (x.min() < 0 or x.max() > 255):
+        raise UsageError(
+            f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255: scale them, or give floats"
+        )
+    return torch.from_numpy(convert(x, dtype=np.uint8, order="C"))
+
+
+def channels_first(x: Array, where: str) -> Array:
+    """Return a view of samples ``[N, ...]`` with channels in the second place; raise :class:`UsageError` if unclear.
+
+    Floats ``[N, C, L]`` with L at least 2 C are signals and stay unchanged; other samples of two axes are gray images.
+    """
+    if x.ndim == 2 or (x.ndim == 3 and x.dtype.kind == "f" and x.shape[2] >= 2 * x.shape[1]):
+        return x
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim == 4 and x.shape[3] in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    elif x.ndim > 5 or (x.shape[1] not in (1, 3) and (x.shape[-1] in (1, 3) or x.shape[-1] < min(x.shape[1:-1]))):
+        raise UsageError(
+            f"{where}: samples of shape {x.shape}; images are [N, H, W], [N, H, W, C] with 1 or 3 channels or "
+            "[N, C, H, W] with any, volumes [N, C, D, H, W], signals [N, C, L], features [N, D]: bring channels to the "
+            "second place (numpy.moveaxis)"
+        )
+    return x
+
+
+def refuse_several(x: object, where: str) -> None:
+    """Raise :class:`UsageError` if ``x`` are several inputs by name, or a list or tuple of arrays."""
+    if isinstance(x, Mapping):
+        raise UsageError(
+            f"{where} has the inputs {', '.join(map(repr, x))}, where one array of a sample is expected: give one"
+        )
+    if isinstance(x, list | tuple) and len(x) > 1 and all(len(getattr(each, "shape", ())) > 0 for each in x):
+        raise UsageError(
+            f"{where}: the inputs are a {type(x).__name__} of {len(x)} arrays: give several inputs of a sample as a "
+            "dictionary by the names of the network's parameters, {'tokens': ..., 'mask': ...}, and samples as one "
+            "array (numpy.stack)"
+        )
+
+
+def arrange(x: Any, names: Iterable[str]) -> Any:
+    """Return inputs in the order of ``names`` if these are their names; the array of a dictionary with one alone."""
+    if not isinstance(x, Mapping):
+        return x
+    order = list(names)
+    x = {name: x[name] for name in order} if set(order) == set(x) else x
+    return next(iter(x.values())) if len(x) == 1 else x
+
+
+def find_layout(x: Mapping[Any, Any], where: str) -> Inputs:
+    """Return the names, shapes and kinds of the arrays of ``x``, each ``[N, ...]``.
+
+    Raises :class:`UsageError` for names that are no texts, arrays of something else than numbers, and lengths that
+    differ.
+    """
+    if not 0 < len(x) <= MOST_INPUTS:
+        raise UsageError(f"{where}: {len(x)} inputs: give from 1 to {MOST_INPUTS}")
+    inputs, first = [], next(iter(x))
+    for name, given in x.items():
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            raise UsageError(f"{where}: the input {name!r}: name inputs by texts, as the network's parameters")
+        if is_mapped(given):
+            raise UsageError(
+                f"{where}: the input {name!r} is mapped from a file, and would be read whole: give numpy.array(...) "
+                "of it, or a LazyDataset of pairs (dictionary of inputs, target)"
+            )
+        array = np.asarray(given)
+        if array.ndim < 1 or array.dtype.kind not in "uifb":
+            raise UsageError(
+                f"{where}: the input {name!r} is of type {array.dtype} and shape {array.shape}: give an array of "
+                "numbers with one entry a sample"
+            )
+        if len(array) != len(x[first]):
+            raise UsageError(
+                f"{where}: {len(array)} samples in the input {name!r}, and {len(x[first])} in {first!r}: give the same "
+                "number in each"
+            )
+        kind = _find_kind(array)
+        shape = (channels_first(array, f"{where}, input {name!r}") if kind == "pixels" else array).shape[1:]
+        inputs.append(Input(name=name, shape=tuple(map(int, shape)), kind=kind))
+    return tuple(inputs)
+
+
+def _find_kind(array: Array) -> Kind:
+    if array.dtype == np.uint8 and array.ndim > 2:
+        return "pixels"
+    return "floats" if array.dtype.kind == "f" else "bools" if array.dtype.kind == "b" else "integers"
+
+
+def join_inputs(x: Mapping[str, Any], inputs: Inputs, where: str) -> Array:
+    """Return rows ``[N, P]`` of the arrays of ``x``, whose layout is ``inputs``.
+
+    Raises :class:`UsageError` if it is another, and for integers that a row of floats would round.
+    """
+    x = {each.name: x[each.name] for each in inputs} if {each.name for each in inputs} == set(x) else x
+    require_layout(find_layout(x, where), inputs, where, "expected")
+    arrays = [np.asarray(x[each.name]) for each in inputs]
+    whole = not any(each.is_float for each in inputs)
+    double = any(
+        each.kind == "floats" and array.dtype == np.float64 for each, array in zip(inputs, arrays, strict=True)
+    )
+    dtype = np.int64 if whole else np.float64 if double else np.float32
+    parts = []
+    for each, array in zip(inputs, arrays, strict=True):
+        if each.kind == "integers" and not whole and array.size and max(-int(array.min()), int(array.max())) > EXACT:
+            raise UsageError(
+                f"{where}: the input {each.name!r} holds integers beyond {EXACT:,}, and other inputs are floats, among "
+                "which these would be rounded: number them from 0, or divide them and give floats"
+            )
+        if each.kind == "pixels":
+            array = to_tensor(array, where).float().div_(127.5).sub_(1).numpy()
+        parts.append(array.reshape(len(array), each.size).astype(dtype))
+    return np.concatenate(parts, axis=1)
+
+
+def require_layout(found: Inputs, wanted: Inputs, where: str, whose: str) -> None:
+    """Raise :class:`UsageError` naming the first difference of the inputs ``found`` from ``wanted``.
+
+    ``where``, ``whose``: what has them, in messages.
+    """
+    if found == wanted:
+        return
+    for mine, others in ((found, wanted), (wanted, found)):
+        if not mine:
+            one, other = (where, whose) if mine is found else (whose, where)
+            raise UsageError(
+                f"{one}: samples are one array, and {other}: they have the inputs {name_inputs(others)}: give the same "
+                "inputs everywhere"
+            )
+    if [each.name for each in found] != [each.name for each in wanted]:
+        raise UsageError(
+            f"{where}: the inputs {name_inputs(found)}, and {whose}: {name_inputs(wanted)}: give the same inputs "
+            "everywhere, in the same order"
+        )
+    mine_, other_ = next((mine, other) for mine, other in zip(found, wanted, strict=True) if mine != other)
+    raise UsageError(f"{where}: the input {mine_}, and {whose}: {other_}: give it the same shape and kind everywhere")

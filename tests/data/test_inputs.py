@@ -1,0 +1,196 @@
+"""Several inputs of a sample: rows by hand, equal from every source, and what is refused."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import fedshift
+from fedshift.data.arrays import LazyDataset
+from fedshift.data.assembly import federation, read_folder
+from fedshift.data.files.read_options import ReadOptions
+from fedshift.data.joining import join_schema
+from fedshift.data.preparation import Preparation
+from fedshift.nn.several_inputs import Input
+from fedshift.utils.errors import UsageError
+
+RNG = np.random.default_rng(0)
+N = 6
+TEXT = {"input_ids": RNG.integers(0, 2**40, (N, 4)), "attention_mask": RNG.integers(0, 2, (N, 4)).astype(np.int8)}
+MIXED = {
+    "image": RNG.integers(0, 256, (N, 2, 4, 4), dtype=np.uint8), "row": RNG.normal(size=(N, 2)).astype(np.float32),
+    "site": RNG.integers(-(2**24), 2**24, N), "seen": RNG.random((N, 2)) < 0.5,
+}  # fmt: skip
+Y = np.arange(N) % 2
+
+
+class Items(Dataset):
+    def __init__(self, x, *, flat=False):
+        self.x, self.flat = x, flat
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, at):
+        one = {name: torch.as_tensor(each[at]) for name, each in self.x.items()}
+        return {**one, "label": int(Y[at])} if self.flat else (one, int(Y[at]))
+
+
+class Hub:
+    """A dataset as HuggingFace's, with columns of arrays, and one of texts."""
+
+    column_names, features = ["text", "input_ids", "attention_mask", "label"], None
+
+    def __init__(self):
+        array, value = type("Sequence", (), {})(), type("Value", (), {})()
+        self.features = dict(zip(self.column_names, (value, array, array, value), strict=True))
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, at):
+        if isinstance(at, str):
+            return Y.tolist()
+        return {"text": "", **{name: each[at].tolist() for name, each in TEXT.items()}, "label": int(Y[at])}
+
+
+def backwards(x):
+    return dict(reversed(x.items()))
+
+
+def test_rows_hold_the_inputs_side_by_side():
+    data = federation({"a": (MIXED, Y, MIXED, Y)}).check()
+    assert data.inputs == (
+        Input(name="image", shape=(2, 4, 4), kind="pixels"), Input(name="row", shape=(2,), kind="floats"),
+        Input(name="site", shape=(), kind="integers"), Input(name="seen", shape=(2,), kind="bools"),
+    )  # fmt: skip
+    pixels = (torch.from_numpy(MIXED["image"]) / 127.5 - 1).flatten(1)
+    parts = [pixels, *(torch.from_numpy(MIXED[name]).reshape(N, -1).float() for name in ("row", "site", "seen"))]
+    assert torch.equal(data.clients[0].train.x, torch.cat(parts, dim=1))
+    assert data.clients[0].train.x[:, 34].long().tolist() == MIXED["site"].tolist()  # exactly
+    whole = federation({"a": (TEXT, Y, TEXT, Y)}).check().clients[0].train.x
+    assert whole.tolist() == np.concatenate([TEXT["input_ids"], TEXT["attention_mask"]], axis=1).tolist()
+    alone = federation({"a": ({"x": TEXT["input_ids"]}, Y, TEXT["input_ids"], Y)})
+    assert (alone.inputs, alone.sample_shape) == ((), (4,))
+
+
+@pytest.mark.parametrize("x", [TEXT, MIXED], ids=["text", "mixed"])
+def test_every_source_gives_the_same_samples(x, tmp_path):
+    plain = federation({"a": (x, Y, x, Y), "b": (backwards(x), Y, x, Y)})  # in the first client's order
+    both = (Items(x), Items(x, flat=True))
+    made = [federation({"a": both, "b": both}), federation({name: tuple(map(LazyDataset, both)) for name in "ab"})]
+    for name in "ab":
+        arrays = {f"x_{split}.{key}": each for split in ("train", "test") for key, each in x.items()}
+        arrays = backwards(arrays) if name == "b" else arrays
+        np.savez(tmp_path / f"{name}.npz", **arrays, y_train=Y, y_test=Y)
+    made.append(read_folder(tmp_path))
+    if x is TEXT:
+        made.append(federation({"a": (Hub(), Hub()), "b": (Hub(), Hub())}))
+    for each in made:
+        assert each.check().inputs == plain.inputs
+        for client, other in zip(each.clients, plain.clients, strict=True):
+            for split, given in client.splits.items():
+                index = torch.arange(N)
+                assert torch.equal(given.inputs(index), other.splits[split].inputs(index))
+    assert made[0].fingerprint == made[2].fingerprint == plain.fingerprint
+    renamed = {"q" + name: each for name, each in x.items()}
+    assert federation({"a": (renamed, Y, renamed, Y), "b": (renamed, Y, renamed, Y)}).fingerprint != plain.fingerprint
+
+
+def change(x, **others):
+    return {**x, **others}
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (TEXT["input_ids"], "client 'b', train data: samples are one array, and client 'a', train data: they have the"),
+        (change(TEXT, extra=TEXT["input_ids"]), "client 'b', train data: the inputs 'input_ids', 'attention_mask', 'e"),
+        (change(TEXT, attention_mask=TEXT["attention_mask"][:, :3]), "the input attention_mask [N, 3] (integers), and"),
+        (change(TEXT, attention_mask=TEXT["attention_mask"] > 0), "the input attention_mask [N, 4] (bools), and clien"),
+        (change(TEXT, attention_mask=TEXT["attention_mask"][1:]), "5 samples in the input 'attention_mask', and 6 in "),
+        (change(TEXT, attention_mask=["a"] * N), "the input 'attention_mask' is of type <U1 and shape (6,): give an a"),
+        (change(TEXT, weight=Y / 2), "the input 'input_ids' holds integers beyond 16,777,216, and other inputs are fl"),
+        (list(TEXT.values()), "client 'b', train data: the inputs are a list of 2 arrays: give several inputs of a sa"),
+        (tuple(TEXT.values()), "client 'b', train data: the inputs are a tuple of 2 arrays: give several inputs of a "),
+        ({1: Y[:, None], 2: Y[:, None]}, "the input 1: name inputs by texts, as the network's parameters"),
+    ],
+)  # fmt: skip
+def test_inputs_that_differ_or_are_no_numbers_are_refused(x, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        federation({"a": (TEXT, Y, TEXT, Y), "b": (x, Y, TEXT, Y)})
+
+
+def test_items_of_other_inputs_are_refused_by_number(tmp_path):
+    class Odd(Items):
+        def __getitem__(self, at):
+            x, y = super().__getitem__(at)
+            return ({**x, "attention_mask": x["attention_mask"][:3]} if at == 4 else x), y
+
+    with pytest.raises(
+        UsageError, match=r"sample 4 has shape \{'input_ids': \(4,\), 'attention_mask': \(3,\)\} and the"
+    ):
+        federation({"a": (Odd(TEXT), Odd(TEXT))})
+    lazy = federation({"a": (LazyDataset(Odd(TEXT), targets=Y), LazyDataset(Odd(TEXT), targets=Y))})
+    with pytest.raises(UsageError, match="sample 4 has shape"):
+        lazy.check()
+    np.save(tmp_path / "x.npy", TEXT["input_ids"])
+    mapped = change(TEXT, input_ids=np.load(tmp_path / "x.npy", mmap_mode="r"))
+    with pytest.raises(UsageError, match="the input 'input_ids' is mapped from a file, and would be read whole: give"):
+        federation({"a": (mapped, Y, TEXT, Y)})
+
+
+@pytest.mark.parametrize("factor", [255, 0.5])
+def test_floats_of_an_input_at_other_scales_are_refused_by_its_name(factor):
+    ones = {"image": np.float32(RNG.integers(0, 2, (N, 1, 5, 5))) * factor, "ids": TEXT["attention_mask"]}
+    other = change(ones, image=RNG.random((N, 1, 5, 5)))
+    data = federation({"a": (ones, Y, ones, Y), "b": (other, Y, other, Y)})
+    if factor == 0.5:
+        assert data.check() is data
+        return
+    with pytest.raises(
+        UsageError, match="train data, input 'image': whole numbers up to 255 as floats, but client 'b'"
+    ):
+        data.check()
+
+
+def test_samples_of_an_exported_model_are_those_of_training():
+    data = federation({"a": (MIXED, Y, MIXED, Y)})
+    stored = Preparation.from_json(data.schema.preparation.to_json())
+    assert stored == data.schema.preparation
+    x = data.clients[0].train.x
+    rows, single = stored.store(backwards(MIXED))
+    assert torch.equal(rows, x)
+    assert not single
+    row, single = stored.store({name: each[2] for name, each in MIXED.items()})
+    assert torch.equal(row, x[2:3])
+    assert single
+    assert torch.equal(stored.store([{name: each[at] for name, each in MIXED.items()} for at in range(N)])[0], x)
+    parts = dict(zip(stored.names, stored.divide(rows), strict=True))
+    assert parts["site"].tolist() == MIXED["site"].tolist()
+    for wrong, said in (
+        ({"image": MIXED["image"]}, "samples: the inputs 'image', and expected: 'image', 'row', 'site', 'seen'"),
+        (change(MIXED, row=MIXED["row"][:, :1]), r"samples: the input row \[N, 1\] \(floats\), and expected: row"),
+        ("image.png", "samples are a str: the model takes several inputs: image"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            stored.store(wrong)
+
+
+def test_new_clients_have_the_inputs_of_the_run():
+    schema = federation({"a": (TEXT, Y, TEXT, Y)}).check().schema
+    x = backwards(TEXT)
+    read = fedshift.data.assembly.read_source({"n": (x, Y, x, Y)}, ReadOptions(schema=schema))
+    assert join_schema(read, schema).inputs == schema.preparation.inputs
+    with pytest.raises(UsageError, match="own data: the inputs 'attention_mask', 'input_ids', and the run's data"):
+        join_schema(federation({"n": (x, Y, x, Y)}), schema)
+
+
+def test_options_for_images_are_refused():
+    data = federation({"a": (MIXED, Y, MIXED, Y)})
+    with pytest.raises(
+        UsageError, match="image_size=4 resizes samples of one image, and those of 'own data' have the in"
+    ):
+        data.fit_images(4)
