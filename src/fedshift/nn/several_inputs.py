@@ -77,7 +77,7 @@ class DivideRows:
     def __call__(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Return the arguments for the network's forward; None: those that were given."""
         size = sum(each.size for each in self.inputs)
-        if named or len(given) != 1 or given[0].ndim != 2 or given[0].shape[1] != size:
+        if named or len(given) != 1 or not isinstance(given[0], Tensor) or given[0].shape[1:] != (size,):
             return None  # the inputs themselves
         parts = divide_rows(given[0], self.inputs)
         return ((), parts) if self.by_name else (tuple(parts.values()), {})
