@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import tomllib
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -281,6 +283,28 @@ def test_list_names_all_there_is(cli):
     for name in ("fedavg", "fedbn", "small-cnn", "digit-cnn-dropout", "digits"):
         assert f"{name} " in outcome.out
     assert "digits " not in cli("list", "methods").out
+    metrics = cli("list", "metrics").out
+    for name in ("top_k(k=5)", "brier", "hausdorff95 (95 % Hausdorff", "sklearn:NAME", "torchmetrics:NAME", "c_index"):
+        assert name in " ".join(metrics.split())
+
+
+def test_inspect_shows_what_travels_with_an_adapter(cli, monkeypatch):
+    def inject(config, module):
+        for name, layer in list(module.named_modules()):
+            if name and re.fullmatch(config.target_modules, name):
+                layer.lora_A = torch.nn.Linear(layer.in_features, config.r, bias=False)
+
+    peft = ModuleType("peft")
+    peft.__spec__ = ModuleSpec("peft", None)
+    peft.LoraConfig, peft.inject_adapter_in_model = SimpleNamespace, inject
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    out = cli(
+        "inspect", "--model", "synthetic-mlp", "--shape", "10", "--method", "fedavg", "--adapter", "lora(rank=2)"
+    ).out
+    assert "with lora(rank=2, targets='linear')" in out
+    assert "lora_A.weight" in out
+    assert "Fixed at every client, and neither sent nor stored: " in out
+    assert "unknown adapter 'lara'" in cli("inspect", "--adapter", "lara").err
 
 
 def test_a_report_of_a_run_without_rounds_says_so(cli, tiny_folder):

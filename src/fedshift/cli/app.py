@@ -199,6 +199,7 @@ def inspect(
     model: str | None = None,
     method: str | None = None,
     shape: str | None = None,
+    adapter: str | None = None,
 ) -> int:
     """Show how a method treats every entry of a model and how many bytes it sends, or summarize data.
 
@@ -208,6 +209,7 @@ def inspect(
         model: Network by name, or package.module:function; by default small-cnn, or as the data need.
         method: Method, with arguments and composed where needed; by default fedbn.
         shape: Shape of one sample: channels, height, width; by default 3,28,28, or the data's.
+        adapter: Adapters of the network, as for a run: lora(rank=8, targets='qkv|proj').
 
     """
     from .inspection import describe_method, describe_source
@@ -222,7 +224,7 @@ def inspect(
             raise UsageError(f"--shape {shape} and --data {data}: data have a shape already; leave one of them out")
         made = load_for_display(data, spec)
         print_parts(console, [*describe_source(made), *format_notices(made)])
-        if model is None and method is None:
+        if model is None and method is None and adapter is None:
             return 0
         sizes, classes, inputs, model = made.sample_shape, made.classes, made.inputs, model or "auto"
     if shape:
@@ -230,24 +232,25 @@ def inspect(
             sizes = tuple(int(size) for size in shape.split(","))
         except ValueError as error:
             raise UsageError(f"shape {shape!r}: write whole numbers with commas, for example 3,28,28") from error
-    for part in describe_method(model or "small-cnn", method or "fedbn", sizes, classes, inputs):
+    for part in describe_method(model or "small-cnn", method or "fedbn", sizes, classes, inputs, adapter):
         console.print(part)
     return 0
 
 
 @app.command(name="list")
-def list_(what: Literal["methods", "models", "data", "policies", "capabilities", "all"] = "all") -> int:
-    """List methods, models, data and policies for new clients, or what each method needs and does.
+def list_(what: Literal["methods", "models", "data", "policies", "metrics", "capabilities", "all"] = "all") -> int:
+    """List methods, models, data and policies for new clients, metrics, or what each method needs and does.
 
     Args:
-        what: Kind of names to list; capabilities is a table of what each method needs, sends and keeps on clients.
+        what: Kind of names to list, by default all but metrics, those of libraries among them, and capabilities, a
+            table of what each method needs, sends and keeps on clients.
 
     """
     console = make_console()
-    if what == "capabilities":
-        from .inspection import tabulate_capabilities
+    if what in ("capabilities", "metrics"):
+        from .inspection import tabulate_capabilities, tabulate_metrics
 
-        console.print(tabulate_capabilities())
+        console.print(tabulate_capabilities() if what == "capabilities" else tabulate_metrics())
         return 0
     for kind in ("methods", "models", "data", "policies") if what == "all" else (what,):
         console.print(_tabulate_catalog(kind), "")

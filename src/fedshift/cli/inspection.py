@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from dataclasses import fields
 
 import torch
 from rich.console import RenderableType
@@ -19,10 +21,20 @@ from ..experiments.description import describe_weighting
 from ..experiments.factory import resolve_model
 from ..methods import METHODS
 from ..models import make_network
+from ..nn.adapters import ADAPTERS, list_constants
 from ..nn.several_inputs import Inputs
 from ..results.disclosure import MODEL, group_disclosures
-from ..tasks import Segmentation
+from ..results.schema import name_metric
+from ..tasks import METRICS, TASKS, Segmentation
+from ..tasks.segmentation import SURFACE_METRICS
 from ..utils.errors import UsageError
+
+LIBRARY_METRICS = {
+    "package.module:function": "Your own function of outputs and targets, or a class that is updated with them.",
+    "sklearn:NAME": "A scorer of scikit-learn, such as sklearn:f1_macro.",
+    "torchmetrics:NAME(...)": "A metric of torchmetrics, such as torchmetrics:MulticlassF1Score(num_classes=10).",
+}
+"""Metrics that have no name of their own here."""
 
 
 def describe_source(data: Federation) -> Iterator[RenderableType]:
@@ -46,24 +58,27 @@ def describe_source(data: Federation) -> Iterator[RenderableType]:
 
 
 def describe_method(
-    model: str, method: str, shape: tuple[int, ...], classes: int, inputs: Inputs = ()
+    model: str, method: str, shape: tuple[int, ...], classes: int, inputs: Inputs = (), adapter: str | None = None
 ) -> Iterator[Table | Text]:
     """Yield a table of every named entry of ``model`` with ``method``, and the bytes of one client in one round.
 
-    ``inputs``: layout of samples with several inputs.
+    ``inputs``: layout of samples with several inputs. ``adapter``: adapters, as text.
     """
     if classes < 1 or min(shape) < 1:
         raise UsageError(f"shape {shape} and classes {classes}: numbers of 1 or more")
     chosen, *others = METHODS.parse_all(method)
     if others:
         raise UsageError(f"inspect takes one method, not {method!r}: join them with + to compose, or inspect each")
+    adapted = ADAPTERS.parse(adapter)
+    chosen = chosen if adapted is None else chosen.with_surgery(adapted)
     factory = resolve_model(model, shape, inputs=inputs)
     model = getattr(factory, "__name__", model).replace("_", "-") if model == "auto" else model
     network = make_network(factory, shape, classes)
     plan = prepare(chosen, network, optimizer=SGD(lr=0.0), sample=torch.zeros(1, *shape))
     facts = summarize_method(plan)
     taken = ", ".join(map(str, inputs)) or str(shape)
-    table = Table(title=Text(f"{chosen.name} on {model}, {taken} -> {classes}"), box=None, title_justify="left")
+    also = "" if adapted is None else f" with {adapted}"
+    table = Table(title=Text(f"{chosen.name} on {model}{also}, {taken} -> {classes}"), box=None, title_justify="left")
     for title in ("entry", "layer", "shape", "bytes"):
         table.add_column(title, justify="right" if title == "bytes" else "left", overflow="fold")
     for title in ("loaded", "sent", "local", "trained"):
@@ -75,6 +90,10 @@ def describe_method(
             row["name"], row["type"], shape_text, f"{row['bytes']:,}", *("yes" if mark else "-" for mark in marks)
         )
     yield table
+    constants = [tensor.numel() * tensor.element_size() for _, tensor in list_constants(plan.module)]
+    if constants:
+        size = f"{len(constants)} weights of {sum(constants):,} bytes"
+        yield Text(f"Fixed at every client, and neither sent nor stored: {size}")
     local = [row for row in facts.entries if not row["load"]]
     layers = len({row["name"].rpartition(".")[0] for row in local})
     parameters = sum(plan.initial[name].numel() for name in plan.trained)
@@ -92,6 +111,30 @@ def describe_method(
         f"{'the server holds a whole model' if facts.has_global else 'no global model'}; "
         f"weight of a client: {describe_weighting(plan.method)}"
     )
+
+
+def tabulate_metrics() -> Table:
+    """Return a table of the metrics that --metric and --metrics take, with the tasks that they are for."""
+    title = "metrics: --metric and --metrics take these; without them, a task's first one leads"
+    table = Table(title=title, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
+    for column in ("name", "tasks", "description"):
+        table.add_column(column, no_wrap=column == "name")
+    for task, kind in TASKS.entries.items():
+        table.add_row("always counted", task, ", ".join(map(_explain_metric, kind.metrics)))
+    surfaces = ", ".join(map(_explain_metric, SURFACE_METRICS))
+    table.add_row("with --task", "segmentation(surface=True)", surfaces)
+    for name, kind in METRICS.entries.items():
+        arguments = ", ".join(f"{each.name}={each.default}" for each in fields(kind))
+        summary = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "")
+        table.add_row(f"{name}({arguments})" if arguments else name, ", ".join(kind.tasks) or "all", Text(summary))
+    for name, summary in LIBRARY_METRICS.items():
+        table.add_row(name, "all", Text(summary))
+    return table
+
+
+def _explain_metric(name: str) -> str:
+    words = name_metric(name)
+    return name if words.lower() == name.replace("_", " ") else f"{name} ({words})"
 
 
 def tabulate_capabilities() -> Table:

@@ -152,7 +152,7 @@ class F1(Metric):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationError(Metric):
-    """The expected calibration error (Guo et al. 2017, arXiv:1706.04599, equation 3), with :data:`BINS` equal bins.
+    """The expected calibration error (Guo et al. 2017, arXiv:1706.04599, equation 3), in equal bins.
 
     Sum over bins ((m - 1) / M, m / M] of the highest probability, weighted by samples, of |accuracy - mean confidence|.
     """
