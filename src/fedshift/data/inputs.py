@@ -156,10 +156,12 @@ def join_inputs(x: Mapping[str, Any], inputs: Inputs, where: str) -> Array:
     dtype = np.int64 if whole else np.float64 if double else np.float32
     parts = []
     for each, array in zip(inputs, arrays, strict=True):
-        if each.kind == "integers" and not whole and array.size and max(-int(array.min()), int(array.max())) > EXACT:
+        most = 2**63 - 1 if whole else EXACT
+        if each.kind == "integers" and array.size and max(int(array.max()), -int(array.min()) - whole) > most:
+            why = "int64" if whole else "floats, which other inputs are"
             raise UsageError(
-                f"{where}: the input {each.name!r} holds integers beyond {EXACT:,}, and other inputs are floats, among "
-                "which these would be rounded: number them from 0, or divide them and give floats"
+                f"{where}: the input {each.name!r} holds integers beyond {most:,}, which {why} cannot hold exactly: "
+                "number them from 0, or divide them and give floats"
             )
         if each.kind == "pixels":
             array = to_tensor(array, where).float().div_(127.5).sub_(1).numpy()
