@@ -196,7 +196,8 @@ def picture_worst(
     for place in dict.fromkeys(place for _, place, _ in shown):
         client = data.clients[place]
         rows = torch.tensor([row for _, owner, row in shown if owner == place])
-        own = personal(client) if plan.personalizes or shared is None else shared
+        with torch.inference_mode(False):  # a policy for clients that never trained may compute gradients
+            own = personal(client) if plan.personalizes or shared is None else shared
         masks = None
         if own is not None and "predicted" in records[client.name, "personal"]:
             single = _is_samplewise(plan)
