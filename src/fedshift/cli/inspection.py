@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
 
 import torch
 from rich.console import RenderableType
@@ -119,14 +118,13 @@ def tabulate_metrics() -> Table:
     table = Table(title=title, box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
     for column in ("name", "tasks", "description"):
         table.add_column(column, no_wrap=column == "name")
-    for task, kind in TASKS.entries.items():
-        table.add_row("always counted", task, ", ".join(map(_explain_metric, kind.metrics)))
+    for task in TASKS.names():
+        table.add_row("always counted", task, ", ".join(map(_explain_metric, TASKS.parse(task).metrics)))
     surfaces = ", ".join(map(_explain_metric, SURFACE_METRICS))
     table.add_row("with --task", "segmentation(surface=True)", surfaces)
-    for name, kind in METRICS.entries.items():
-        arguments = ", ".join(f"{each.name}={each.default}" for each in fields(kind))
-        summary = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "")
-        table.add_row(f"{name}({arguments})" if arguments else name, ", ".join(kind.tasks) or "all", Text(summary))
+    for metric in map(METRICS.parse, METRICS.names()):
+        summary = (inspect.getdoc(metric) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "")
+        table.add_row(metric.name, ", ".join(metric.tasks) or "all", Text(summary))
     for name, summary in LIBRARY_METRICS.items():
         table.add_row(name, "all", Text(summary))
     return table
