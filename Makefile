@@ -92,7 +92,7 @@ peers: setup
 zoo:
 	test -x .venv-zoo/bin/python || $(PYTHON) -m venv .venv-zoo
 	.venv-zoo/bin/python -m pip install --quiet --constraint benchmarks/zoo.txt --requirement benchmarks/zoo.txt --editable .
-	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest -q -n 0 tests/nn/test_adapters.py
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest -q -n 0 tests/nn/test_adapters.py tests/models/test_transformers.py
 	OMP_NUM_THREADS=1 .venv-zoo/bin/python benchmarks/zoo.py build/zoo
 
 # How the package is laid out, beside goals that nothing asserts: long files, imports between folders, the longest chain.

@@ -12,7 +12,7 @@ from torch import nn
 from fedshift.config.expressions import trust_only
 from fedshift.config.spec import CompareSpec
 from fedshift.experiments.factory import make_experiment
-from fedshift.models import MODELS, make_network
+from fedshift.models import MODELS, _libraries, make_network
 from fedshift.utils.errors import UsageError
 
 
@@ -50,6 +50,10 @@ def test_what_is_absent_downloads_or_is_not_allowed_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", None)
     with pytest.raises(UsageError, match=r"model smp:Unet needs .*: pip install segmentation-models-pytorch"):
         MODELS.parse("smp:Unet")
+    with monkeypatch.context() as patched:
+        patched.setattr(_libraries, "import_module", lambda _: (_ for _ in ()).throw(ModuleNotFoundError(name="tqdm")))
+        with pytest.raises(UsageError, match=r"model hf:bert needs the package tqdm: pip install tqdm"):
+            MODELS.parse("hf:bert")
     with pytest.raises(UsageError, match="weights is given in another way: write pretrained=True, or give a file of"):
         MODELS.parse("timm:resnet18(weights='DEFAULT')")
     with pytest.raises(UsageError, match="pretrained='mine': write pretrained=True, or give a file of weights"):

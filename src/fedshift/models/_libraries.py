@@ -162,9 +162,8 @@ class LibraryModel:
         try:
             import_module(library.module)
         except ModuleNotFoundError as error:
-            raise UsageError(
-                f"model {self} needs the package {library.package}: pip install {library.package}"
-            ) from error
+            lacking = library.package if error.name in (None, library.module.partition(".")[0]) else error.name
+            raise UsageError(f"model {self} needs the package {lacking}: pip install {lacking}") from error
         given = dict(self.options)
         takes = f"write pretrained={library.pretrained}" if library.pretrained else "leave it out"
         for name in given.keys() & {"weights", "encoder_weights", "weights_backbone"}:

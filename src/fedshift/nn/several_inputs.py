@@ -122,8 +122,8 @@ def _match(network: nn.Module, inputs: Inputs) -> bool:
         return False
     if not named and any(each.kind == kinds.VAR_POSITIONAL for each in taken.values()):
         return False
+    shown = ", ".join(str(each.replace(annotation=kinds.empty)) for each in taken.values()) or "none"
     raise UsageError(
-        f"the data have the inputs {name_inputs(inputs)}, and the network's forward takes "
-        f"{', '.join(map(str, taken.values())) or 'none'}: give the inputs the names of its parameters, or as many as "
-        "it takes, in its order; leave out of the samples what is no input"
+        f"the data have the inputs {name_inputs(inputs)}, and the network's forward takes {shown}: give the inputs the "
+        "names of its parameters, or as many as it takes, in its order; leave out of the samples what is no input"
     ).about("model")
