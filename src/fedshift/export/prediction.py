@@ -27,7 +27,7 @@ from torch import Tensor
 from ..data.files.dicom import holds_slices, is_stack
 from ..data.files.image_decoding import Unreadable
 from ..data.files.mask_writing import write_mask
-from ..data.files.masks import FIELDS, MASKS
+from ..data.files.masks import FIELDS, MASKS, match_names
 from ..data.files.volume_decoding import (
     READABLE,
     VolumeHeader,
@@ -217,11 +217,15 @@ class _Truths:
 
 
 def _match_masks(directory: Path, images: Sequence[Path], stacks: bool) -> dict[Path, Path]:
-    """Return the mask in ``directory`` that has the name of each of ``images``; raise :class:`UsageError` without."""
+    """Return the mask in ``directory`` of each of ``images`` by their names; raise :class:`UsageError` without."""
     named = _list_directory(directory, READABLE, stacks)
     _require_distinct_names(named)
     masks = {find_stem(file.name): file for file in named}
     lacking = [image for image in images if find_stem(image.name) not in masks]
+    if lacking and (
+        alike := match_names([("", find_stem(image.name)) for image in images], [("", key) for key in masks])
+    ):
+        return {image: masks[alike["", find_stem(image.name)][1]] for image in images}
     if lacking:
         raise UsageError(
             f"{len(lacking)} of {len(images)} images have no mask of the same name in {directory}, the first is "

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 from fedshift.data.assembly import read_folder
+from fedshift.data.files.masks import match_names
 from fedshift.tasks import Segmentation
 from fedshift.utils.errors import UsageError
 
@@ -289,3 +290,35 @@ def test_arrays_of_masks_are_for_segmentation(tmp_path):
         data = read_folder(folder).check()
         assert (data.task, data.classes) == (Segmentation(), 3)
         assert pairs(data.clients[0].train) == drawn("d", "", "pqr")
+
+
+@pytest.mark.parametrize(
+    ("ones", "others", "matched"),
+    [
+        ("21_training 22_training 30_training", "30_manual1 21_manual1 22_manual1", "21_manual1 22_manual1 30_manual1"),
+        ("im0001 im0255", "im0255.ah im0001.ah", "im0001.ah im0255.ah"),
+        ("Image_01L Image_11R", "Image_11R_1stHO Image_01L_1stHO", "Image_01L_1stHO Image_11R_1stHO"),
+        ("scan1 scan2 scan10", "mask2 mask10 mask1", "mask1 mask2 mask10"),
+        ("im11 im12", "im21 im22", None),  # numbers are not cut
+        ("a1x a1y", "a2x a2y", None),
+        ("a b", "a_1 b_1 b_2", None),  # a second annotator
+        ("a b", "a_1 c_1", None),
+        ("one", "two", None),  # nothing shows that they belong together
+    ],
+)
+def test_names_that_differ_in_the_same_way_are_paired(ones, others, matched):
+    found = match_names(*([("", name) for name in side.split()] for side in (ones, others)))
+    assert found == (matched and {("", a): ("", b) for a, b in zip(ones.split(), matched.split(), strict=True)})
+
+
+def test_masks_of_other_names_are_paired_with_a_notice(read, root):
+    expected = read().client("b")
+    for mask in (root / "b" / "masks").iterdir():
+        mask.rename(mask.with_stem(f"{mask.stem}_manual1"))
+    data = read()
+    for split, samples in data.client("b").splits.items():
+        assert torch.equal(samples.y, expected.splits[split].y)
+    assert [text for text in data.notices if "names differ" in text] == [
+        "client 'b': 5 files are paired by the parts in which their names differ, as b/images/u.png with "
+        "b/masks/u_manual1.png"
+    ]

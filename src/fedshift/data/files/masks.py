@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ IMAGES, MASKS, FIELDS = "images", "masks", "fov"
 TWO_VALUES = "masks hold 0 and 255, which are read as the classes 0 and 1"
 
 Pair = tuple[ImageFile, ImageFile]
+Name = tuple[str, str]
+"""A part, such as ``train``, and the name of a file without its suffix."""
 
 
 def list_left_out(pairs: Mapping[str, tuple[Pair, ...]], broken: Collection[str]) -> set[str]:
@@ -69,6 +73,9 @@ def pair_files(path: Path, name: str, files: tuple[ImageFile, ...], second: str 
         side[key] = file
     if second == FIELDS and not sides[FIELDS]:
         return ()
+    partners = match_names(sides[IMAGES], sides[second])
+    if partners is not None:
+        return tuple((image, sides[second][partners[key]]) for key, image in sides[IMAGES].items())
     for one, other in ((IMAGES, second), (second, IMAGES)):
         ones, others = sides[one], sides[other]
         alone = [key for key in ones if key not in others]
@@ -80,7 +87,47 @@ def pair_files(path: Path, name: str, files: tuple[ImageFile, ...], second: str 
                 f"client {name!r}: {len(alone)} of {len(ones)} files in {one} have none of the same name in {other}, "
                 f"the first is {path / ones[alone[0]].path}{hint}: rename or add it, or take the file away"
             )
-    return tuple((image, sides[second][key]) for key, image in sides[IMAGES].items())
+    raise AssertionError("names differ, but none is alone")
+
+
+def match_names(ones: Collection[Name], others: Collection[Name]) -> dict[Name, Name] | None:
+    """Return the name in ``others`` of each name in ``ones``: the same, or else the one that differs in the same way.
+
+    Names differ in the same way if they are equal without the beginning and the end that all names of a side share:
+    ``im01, im02`` and ``im01_mask, im02_mask``, but not ``im11, im12`` and ``im21, im22``, since numbers stay whole.
+    None if the two sides are not the same number of names, at least two, each with one on the other side.
+    """
+    if set(ones) == set(others):
+        return {name: name for name in ones}
+    cut = [_cut_common(side) for side in (ones, others)]
+    if cut[0].keys() != cut[1].keys() or not 1 < len(ones) == len(others) == len(cut[0]):
+        return None
+    return {name: cut[1][key] for key, name in cut[0].items()}
+
+
+def _cut_common(names: Collection[Name]) -> dict[Name, Name]:
+    """Return ``names`` by what is left without the beginning and the end of all stems, but for digits of a number."""
+    stems = [stem for _, stem in names]
+    start = len(re.sub(r"\d+$", "", _find_beginning(stems)))
+    end = len(re.sub(r"\d+$", "", _find_beginning([stem[start:][::-1] for stem in stems])))
+    return {(part, stem[start : len(stem) - end]): (part, stem) for part, stem in names}
+
+
+def _find_beginning(texts: Sequence[str]) -> str:
+    """Return the longest text with which all ``texts`` begin."""
+    return "".join(letters[0] for letters in takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False)))
+
+
+def describe_partners(name: str, pairs: Sequence[Pair]) -> list[str]:
+    """Return a notice if images of a client are paired with files of other names."""
+    unlike = [
+        f"{image.path} with {file.path}"
+        for image, file in pairs
+        if find_stem(Path(image.path).name) != find_stem(Path(file.path).name)
+    ]
+    if not unlike:
+        return []
+    return [f"client {name!r}: {len(unlike)} files are paired by the parts in which their names differ, as {unlike[0]}"]
 
 
 def find_values(masks: NDArray[np.generic]) -> NDArray[np.bool_]:

@@ -1,7 +1,8 @@
 """Images with masks, for segmentation: ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
 
 With parts, ``DIR/<client>/train/images/``, ``DIR/<client>/train/masks/`` and so on. An image and its mask have the same
-name except for the suffix, and the same size. Images are read like those in class folders
+name except for the suffix, or names that differ in the same way (:func:`fedshift.data.files.masks.match_names`), and
+the same size. Images are read like those in class folders
 (:mod:`fedshift.data.readers.images`); masks are uint8 ``[N, H, W]``. A mask contains the class 0, 1, ... of each pixel,
 or 255 for ignored pixels. A client's masks that contain only 0 and 255 have two classes. A third folder, ``fov``, may
 contain each image's field of view: pixels where it is 0 are ignored.
@@ -99,6 +100,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     for part, store in zip(scan.parts, stores, strict=True):
         name, own = part.client, found.pairs[part.client]
         notices += folders.list_notices(name, images.clients[name], store.facts, reading)
+        notices += pairing.describe_partners(name, (*own, *found.views[name]))
         lost = store.facts.broken | found.masks[name].facts.broken
         if name in found.fields:
             lost |= found.fields[name].facts.broken

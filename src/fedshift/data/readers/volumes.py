@@ -128,6 +128,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         parts.append(make_part(name, [image for image, _ in own], targets, places[name], reading, patients))
         notices += list_unplaced(name, [headers[image.path] for image, _ in own if image.path in headers])
         notices += pairing.list_empty(name, own, held[name], left_out, white=name in white)
+        notices += pairing.describe_partners(name, own)
         if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
             faults.append(folders.describe_broken(name, lost, 2 * len(own)))
     task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
