@@ -52,7 +52,7 @@ def folders(task, place):
 def spec_of(task, place, method="fedbn"):
     model = layers if task else convolutions
     return RunSpec(
-        data=str(place), method=method, model=f"{__name__}:{model.__name__}", task=task, rounds=2, batch_size=4
+        data=str(place), method=method, model=f"{__name__}:{model.__name__}", task=task, rounds=2, batch_size=4, lr=0.1
     )
 
 
