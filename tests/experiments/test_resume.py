@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from shutil import copy, rmtree
 from threading import Event
 
@@ -10,10 +11,14 @@ import pytest
 from torch import nn
 
 from fedshift.engines.engine import Diverged
+from fedshift.engines.sequential import Sequential
+from fedshift.experiments.loggers import RecordLog
+from fedshift.experiments.trial import Trial
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
 from fedshift.results.run_directory import append_rows
 from fedshift.results.schema import read_rows
 from fedshift.results.summary import read_summary
+from fedshift.results.trial_records import load_facts
 from fedshift.utils.errors import FedshiftError, UsageError
 
 
@@ -73,12 +78,12 @@ def test_a_finished_run_resumed_does_nothing_and_may_be_given_more_rounds(make, 
 # Where a killed process may die, as Python that runs in it before the program: each counts what happens, and kills.
 KILL = "import os, signal; die = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
 IN_A_CLIENTS_WORK = KILL + (
-    "from fedshift.engines.sequential import Sequential; real, calls = Sequential._batch, []\n"
+    "from fedshift.engines.sequential import Sequential; real, calls = Sequential.load_batch, []\n"
     "def load(*given):\n"
     "    calls.append(1)\n"
     "    if len(calls) == {at}: die()\n"
     "    return real(*given)\n"
-    "Sequential._batch = load\n"
+    "Sequential.load_batch = load\n"
 )
 BETWEEN_CLIENTS_AND_CHECKPOINT = KILL + (
     "import fedshift.experiments.trial as t; real, calls = t.save_checkpoint, []\n"
@@ -257,6 +262,94 @@ def test_ended_between_any_two_files_and_resumed_equals_uninterrupted(
     last = None
     experiment.run(tmp_path / "killed", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
+# Rounds between checkpoints
+
+
+def fail_after(number, error):
+    def when(done):
+        if done.round == number:
+            raise error
+
+    return when
+
+
+def count_saved(path):
+    """Return the round of a run's checkpoint, and the number of recorded rounds."""
+    folder = path / "trials" / "fedbn-seed0"
+    return load_facts(folder / "checkpoint.safetensors")["round"], len(read_rows(folder / "rounds.jsonl"))
+
+
+def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(make, tmp_path, assert_same, Listener):
+    experiment = make("fedbn", rounds=7, participation=2, evaluate_every=7, checkpoint_every=3)
+    experiment.run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        experiment.run(tmp_path / "killed", callback=Listener(fail_after(5, Killed())))
+    assert count_saved(tmp_path / "killed") == (3, 3)
+    watch = Listener()
+    experiment.run(tmp_path / "killed", resume=True, callback=watch)
+    assert [done.round for done in watch.rounds] == [4, 5, 6, 7]
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize("end", ["callback", "stop", "divergence"])
+def test_a_run_that_ends_by_itself_between_checkpoints_loses_no_round(make, tmp_path, Listener, monkeypatch, end):
+    experiment, stop = make("fedbn", rounds=7, evaluate_every=7, checkpoint_every=5, engine="sequential"), Event()
+    if end == "stop":
+        assert not experiment.run(tmp_path / "run", stop=stop, callback=Listener(lambda done: stop.set()))
+    elif end == "callback":
+        with pytest.raises(ValueError, match="mine"):
+            experiment.run(tmp_path / "run", callback=Listener(fail_after(2, ValueError("mine"))))
+    else:
+        real = Sequential.train
+
+        def diverge(self, server, clients):
+            if server.round == 3:
+                raise Diverged("training diverged")
+            return real(self, server, clients)
+
+        monkeypatch.setattr(Sequential, "train", diverge)
+        with pytest.raises(Diverged):
+            experiment.run(tmp_path / "run")
+    done = {"stop": 1, "callback": 2, "divergence": 3}[end]
+    assert count_saved(tmp_path / "run") == (done, done)
+
+
+def test_by_itself_saving_takes_a_share_of_the_time_beside_evaluated_rounds(make, tmp_path, monkeypatch):
+    saved, real = [], Trial.save
+
+    def save(self, *given):
+        saved.append(self.server.round)
+        real(self, *given)
+
+    monkeypatch.setattr(Trial, "save", save)
+    for share, expected in ((1.0, [0, 1, 2, 3, 4, 5, 6, 7]), (1e-9, [0, 1, 3, 4, 6, 7])):
+        monkeypatch.setattr("fedshift.experiments.trial_run.SAVING", share)
+        saved.clear()
+        make("fedavg", rounds=7, evaluate_every=4).run(tmp_path / str(share))
+        assert saved == expected  # before an evaluation, whose error may come from the user, and after it
+
+
+def test_rounds_are_logged_once_they_are_saved(make, tmp_path, monkeypatch):
+    logged, saved = [], []
+    real_save, real_add = Trial.save, RecordLog.trial
+
+    @contextmanager
+    def trial(self, *given):
+        with real_add(self, *given):
+            yield lambda line, rows: logged.append((line["round"], saved[-1], len(rows)))
+
+    def save(self, *given):
+        real_save(self, *given)
+        saved.append(self.server.round)
+
+    monkeypatch.setattr(Trial, "save", save)
+    monkeypatch.setattr(RecordLog, "trial", trial)
+    make("fedavg", rounds=5, evaluate_every=5, checkpoint_every=2).run(tmp_path / "run")
+    assert [round for round, _, _ in logged] == [1, 2, 3, 4, 5]
+    assert all(round <= saved for round, saved, _ in logged)
+    assert [rows for *_, rows in logged] == [3, 3, 3, 3, 9]
 
 
 # What resuming refuses

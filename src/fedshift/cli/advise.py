@@ -29,7 +29,7 @@ from .run import find_kind, make_checked, use_threads
 if TYPE_CHECKING:
     from ..data.files.read_options import Progress
 
-COMPUTING = frozenset(("engine", "workers", "device", "threads", "data", "root", "log"))
+COMPUTING = frozenset(("engine", "workers", "checkpoint_every", "device", "threads", "data", "root", "log"))
 """Settings that may be changed when a search continues."""
 CHANGED = frozenset(("data", "methods", "lr", "rounds", "seeds", "validation", "log"))
 """Settings that the suggested command expresses differently or does not need."""

@@ -1,7 +1,7 @@
 """Callbacks: what happens at the events of an experiment, for displays, servers and users' own code.
 
-All events arrive in the process that was started, including events of trials that run in other processes. A round is
-saved before its callbacks are called, so an error in a callback loses nothing.
+All events arrive in the process that was started, including events of trials that run in other processes. An error in
+a callback loses nothing: rounds that are not in files yet (``checkpoint_every``) are saved before it is raised.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class Callback:
         """A client finished its work of the round with this mean training loss."""
 
     def on_evaluation(self, done: RoundResult) -> None:
-        """An evaluated round ended and is saved; ``done.measure("accuracy")`` has each client's value."""
+        """An evaluated round ended; ``done.measure("accuracy")`` has each client's value."""
 
     def on_round_end(self, done: RoundResult) -> None:
-        """A round ended and is saved."""
+        """A round ended."""
 
     def on_trial_end(self, stopped: str) -> None:
         """The trial has ended; ``stopped``: why before the last planned round, empty if it has done all."""

@@ -138,9 +138,14 @@ class ClientStore(Mapping[str, ClientState]):
             index["clients/place"] = torch.tensor(self._place)
         return index, {str(number): size for number, size in self._segments.items()}
 
+    @property
+    def is_full(self) -> bool:
+        """Whether more than ``limit`` is in memory, because states are not in files yet."""
+        return self.held > self._limit and bool(self._unsaved)
+
     def spill(self, round: int) -> None:
         """Write unsaved states to the store's temporary folder if more than ``limit`` is in memory."""
-        if self.held > self._limit and self._unsaved:
+        if self.is_full:
             if self._scratch is None:
                 self._scratch = ScratchDirectory("clients-")
             self.save(self._scratch.path, round)

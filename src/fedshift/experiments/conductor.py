@@ -72,23 +72,27 @@ class Conductor:
                     callback.on_engine(trial.method, begun.choice)
                 for number in range(begun.done + 1, begun.done + 1 if begun.ended else self.rounds + 1):
                     if session.stop.is_set() or self._failed:
+                        for record in (yield TrialRun.save, run):
+                            log_round(*record)
                         return False
                     callback.trial = running
                     callback.on_round_begin(number)
                     if not session.recorded:
                         yield TrialRun.train, run
                         session.describe(trains=True)  # before the round is saved
-                    cost, outcome = yield TrialRun.round, run
+                    outcome, saved = yield TrialRun.round, run
                     self._turn(trial, running)
                     for row in outcome.rows if trial.progress is None else ():
                         if row["split"] == "train":
                             callback.on_client_end(row["client"], row["loss_sum"] / row["samples"])
-                    log_round(cost, outcome.rows)
+                    for record in saved:
+                        log_round(*record)
                     if evaluated := is_evaluated(outcome.rows):
                         callback.on_evaluation(outcome)
                     callback.on_round_end(outcome)
                     if running.asked and evaluated and number < self.rounds and not outcome.stopped:
-                        yield TrialRun.stop, run, running.asked
+                        for record in (yield TrialRun.stop, run, running.asked):
+                            log_round(*record)
                     if outcome.stopped or (running.asked and evaluated):
                         break
                 stopped, notices = yield TrialRun.end, run
@@ -107,6 +111,9 @@ class Conductor:
                 Ref(resume=True),
                 Ref("jobs"),
             ) from error
+        except Exception:
+            yield TrialRun.save, run
+            raise
         finally:
             trial.close()
             executor.drop(run)

@@ -1,14 +1,18 @@
 """A trial of a run, where it is trained: a call to begin it, one for each round, and one to end it.
 
-Calls write the files of the trial, with a checkpoint after each round, and return what the caller is to report. Between
-two calls the trial lives on its lane (:mod:`fedshift.utils.execution.executor`).
+Calls write the files of the trial and return what the caller is to report. Between two calls the trial lives on its
+lane (:mod:`fedshift.utils.execution.executor`).
+
+A round is written with its checkpoint: its records first, so that files hold complete rounds at any moment. Rounds that
+wait for the next checkpoint (``checkpoint_every``) are lost if the process is killed, and are written if an error ends
+the trial.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +55,10 @@ Score = tuple[int, float]
 """Score of a round; see :func:`score_round`."""
 NO_SCORE: Score = (0, 0.0)
 """Score of a round without validation data."""
+Record = tuple[Row, list[Row]]
+"""Line of a round in ``rounds.jsonl``, and its lines in ``metrics.jsonl``."""
+SAVING = 0.05
+"""Largest part of the time that saving takes with ``checkpoint_every="auto"``, beside evaluated rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +92,9 @@ class TrialRun:
     made: Trial | None = None
     progress: Callable[[str, float], None] | None = None
     _trained: RoundResult | None = None
+    _waiting: list[Record] = field(default_factory=list)  # rounds that are not in files yet
+    _saved: list[Record] = field(default_factory=list)  # rounds that are, which the caller does not know yet
+    _due: float = 0.0  # when saving is worth its time
 
     def begin(self, experiment: Experiment, executor: Executor, threads: int) -> Begun:
         """Begin or continue the trial on this many threads; a pool trains on ``executor``."""
@@ -116,28 +127,54 @@ class TrialRun:
         """Train the next round; :meth:`round` then saves it."""
         self._trained = self._advance()
 
-    def round(self) -> tuple[Row, RoundResult]:
-        """Run the next round and save it; return its line in ``rounds.jsonl``, and its outcome."""
-        trial, folder = self.trial, self.folder
+    def round(self) -> tuple[RoundResult, list[Record]]:
+        """Run the next round and save it if that is due; return its outcome, and the rounds that were saved."""
+        trial = self.trial
         outcome, self._trained = self._trained or self._advance(), None
         self._before, elapsed = time.perf_counter(), time.perf_counter() - self._before
         cost = {key: getattr(outcome, key) for key in ("round", "participants", "down", "up", "seconds")}
         cost |= {"elapsed": elapsed, "ended": format_now(), "engine": trial.engine_choice.engine}
+        self._waiting.append(({**cost, "rows": len(outcome.rows)}, outcome.rows))
+        now, before = score_round(outcome.rows, trial.settings), max([NO_SCORE, *self.scores.values()])
+        if is_evaluated(outcome.rows):
+            self.scores[outcome.round] = now
+        better = trial.settings.select == "best" and now > before
+        outcome = replace(outcome, stopped=self._find_reason(outcome.round))
+        last = outcome.round == trial.settings.rounds or outcome.stopped
+        if not (last or better or self._is_due(outcome)):
+            return outcome, []
+        if outcome.stopped:
+            self._record_stop(outcome.round, outcome.stopped)
+        if better if trial.settings.select == "best" else last:
+            self._record_lag()
+        return outcome, self.save(*((BEST,) if better else ()))
+
+    def _is_due(self, outcome: RoundResult) -> bool:
+        """Return whether a round that is neither the last nor the best so far is to be saved."""
+        every = self.trial.settings.checkpoint_every
+        if self.trial.clients.is_full or self.experiment.make_engine:  # sites continue from the round that is saved
+            return True
+        if every != "auto":
+            return len(self._waiting) >= every
+        return is_evaluated(outcome.rows) or time.perf_counter() >= self._due
+
+    def save(self, *names: str) -> list[Record]:
+        """Save the rounds that are not in files yet, the last also as ``names``; return those not returned before."""
+        self._save(*names)
+        saved, self._saved = self._saved, []
+        return saved
+
+    def _save(self, *names: str) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting or waiting[-1][0]["round"] != self.trial.server.round:  # a round that failed has no records
+            return
+        began = time.perf_counter()
         with timed_section("checkpoint"):
-            append_rows(folder / METRICS, outcome.rows)
-            append_rows(folder / ROUNDS, [{**cost, "rows": len(outcome.rows)}])
-            now, before = score_round(outcome.rows, trial.settings), max([NO_SCORE, *self.scores.values()])
-            if is_evaluated(outcome.rows):
-                self.scores[outcome.round] = now
-            better = trial.settings.select == "best" and now > before
-            outcome = replace(outcome, stopped=self._find_reason(outcome.round))
-            if outcome.stopped:
-                self._record_stop(outcome.round, outcome.stopped)
-            last = outcome.round == trial.settings.rounds or outcome.stopped
-            if better if trial.settings.select == "best" else last:
-                self._record_lag()
-            trial.save(folder, CHECKPOINT, *((BEST,) if better else ()))
-        return cost, outcome
+            append_rows(self.folder / METRICS, (row for _, rows in waiting for row in rows))
+            append_rows(self.folder / ROUNDS, (line for line, _ in waiting))
+            self.trial.save(self.folder, CHECKPOINT, *names)
+        self._saved += waiting
+        self._due = time.perf_counter() + (time.perf_counter() - began) * (1 / SAVING - 1)
 
     def _find_reason(self, round: int) -> str:
         """Return why the trial ends with ``round``, before the last planned one; empty if it does not."""
@@ -152,17 +189,28 @@ class TrialRun:
     def _record_stop(self, round: int, reason: str) -> None:
         write_checked(self.folder / STOPPED, {"round": round, "reason": reason})
 
-    def stop(self, reason: str) -> None:
-        """End the trial with the round that was saved last, which was evaluated, for this reason."""
+    def stop(self, reason: str) -> list[Record]:
+        """End the trial with the last round, which was evaluated, for this reason; return what :meth:`save` does."""
+        saved = self.save()
         if self.trial.settings.select == "last":
             self._record_lag()
         self._record_stop(self.trial.server.round, reason)
+        return saved
 
     def _advance(self) -> RoundResult:
-        """Train the next round; the exchange before round 1 is saved by itself, so that it is not held twice."""
+        """Train the next round; the exchange before round 1 is saved by itself, so that it is not held twice.
+
+        If an error ends the round, those before it are saved. One that is evaluated may end after training.
+        """
         if self.trial.introduce():
             self.trial.save(self.folder, CHECKPOINT)
-        return self.trial.advance(self.progress)
+        if self.trial.settings.is_evaluated(self.trial.server.round + 1):
+            self._save()
+        try:
+            return self.trial.advance(self.progress)
+        except Exception:
+            self._save()
+            raise
 
     def end(self) -> tuple[str, tuple[str, ...]]:
         """Record what is left to record of a trial that has had its last round.
