@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 import fedshift
+from fedshift.data.patches import slide
+from fedshift.data.samples import Samples
 
 SHOWN = 12
 TRUE, PREDICTED = "#009e73", "#d55e00"
@@ -31,16 +33,25 @@ def compute_dice(true: np.ndarray, predicted: np.ndarray) -> float:
     return float(np.mean(scores)) if scores else float("nan")
 
 
+def read_case(samples: Samples, number: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Return an image as the network's input ``[1, C, ...]``, and its mask; of a case, without padding."""
+    if samples.patches is None:
+        return samples.inputs(torch.tensor([number])), samples.y[number].numpy()
+    image, true = samples.read_case(number)
+    return samples.scale(image), np.where(true[0] < 0, 255, true[0])
+
+
 def predict(run: str, methods: list[str]) -> list[tuple[float, str, np.ndarray, np.ndarray, dict[str, np.ndarray]]]:
     """Return Dice, name, image ``[C, ...]``, true mask and predicted masks of each test image, lowest Dice first."""
     result, found = fedshift.read_run(run), []
     for client in result.experiment.data.clients:
         models = {method: result.model(method, client=client.name) for method in methods or result.summary.methods}
-        for number, true in enumerate(client.test.y.numpy()):
+        for number in range(len(client.test)):
             file = Path(client.files[int(client.test.rows[number])]).name if client.files else number
-            image = client.test.inputs(torch.tensor([number]))
+            image, true = read_case(client.test, number)
+            size = client.test.patches.size if client.test.patches else tuple(true.shape)
             with torch.no_grad():
-                masks = {method: model(image).argmax(1)[0].numpy() for method, model in models.items()}
+                masks = {method: slide(model, image, size).argmax(1)[0].numpy() for method, model in models.items()}
             dice = float(np.mean([compute_dice(true, mask) for mask in masks.values()]))
             if not np.isnan(dice):
                 found.append((dice, f"{client.name} {file}", image[0].numpy(), true, masks))

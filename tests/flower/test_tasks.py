@@ -49,11 +49,12 @@ def folders(task, place):
     return place
 
 
-def spec_of(task, place, method="fedbn"):
+def spec_of(task, place, method="fedbn", patch=None):
     model = layers if task else convolutions
     return RunSpec(
-        data=str(place), method=method, model=f"{__name__}:{model.__name__}", task=task, rounds=2, batch_size=4, lr=0.1
-    )
+        data=str(place), method=method, model=f"{__name__}:{model.__name__}", task=task, rounds=2, batch_size=4,
+        patch=patch, lr=0.1,
+    )  # fmt: skip
 
 
 def sites_in(place, folder):
@@ -64,10 +65,13 @@ def sites_in(place, folder):
     }
 
 
-@pytest.mark.parametrize(("task", "method"), [(None, "fedbn"), ("multilabel", "fedavg"), (SCALED, "fedprox")])
-def test_sites_give_the_results_of_one_process_bit_for_bit(tmp_path, task, method):
+@pytest.mark.parametrize(
+    ("task", "method", "patch"),
+    [(None, "fedbn", "3,2"), ("multilabel", "fedavg", None), (SCALED, "fedprox", None)],
+)
+def test_sites_give_the_results_of_one_process_bit_for_bit(tmp_path, task, method, patch):
     place = folders(task, tmp_path / "data")
-    spec = spec_of(task, place, method)
+    spec = spec_of(task, place, method, patch)
     grid = SiteGrid(sites_in(place, tmp_path / "sites"))
     heard = Heard()
     coordinator(spec, grid, tmp_path / "run", heard).run()

@@ -1,6 +1,8 @@
 """Every task under a few methods: engines agree, resume is exact, and a plain loop of PyTorch gives the same."""
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,6 +147,43 @@ def test_resumed_equals_uninterrupted(task, method, reference, tmp_path):
     resumed.restore(*load_checkpoint(tmp_path / "checkpoint.safetensors"), tmp_path)
     assert resumed.advance().rows == rows[1]
     assert is_equal(resumed.to_tensors()[0], tensors)
+
+
+def cut(engine="sequential", method=METHODS[1], amount="epochs", backwards=False):
+    """Return a trial on patches of the clients, in their order or ``backwards``."""
+    data = clients(Segmentation()).cut_patches((3, 2))
+    data = replace(data, clients=data.clients[::-1]) if backwards else data
+    given = {"optimizer": SGD(lr=0.1), "engine": engine, "workers": 2 if engine == "pool" else None}
+    model = convolutions if method is METHODS[1] else without_batches
+    return Trial(method, model, data, Settings(rounds=ROUNDS, work=Work(batch_size=3, **{amount: 1}), **given), 3)
+
+
+def test_patches_are_the_same_after_a_stop_and_whatever_the_order_of_clients(tmp_path):
+    running, backwards, stopped, resumed = cut(), cut(backwards=True), cut(), cut()
+    rows = [running.advance().rows for _ in range(ROUNDS)]
+    deque((backwards.advance() for _ in range(ROUNDS)), maxlen=0)
+    assert distance(backwards.server.shared, running.server.shared) <= 1e-12
+    stopped.advance()
+    stopped.save(tmp_path, "checkpoint.safetensors")
+    resumed.restore(*load_checkpoint(tmp_path / "checkpoint.safetensors"), tmp_path)
+    assert resumed.advance().rows == rows[1]
+    assert is_equal(resumed.to_tensors()[0], running.to_tensors()[0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "amount"),
+    [
+        ("identity", METHODS[0], "batches"),
+        pytest.param("stacked", METHODS[1], "epochs", marks=pytest.mark.slow),
+        pytest.param("pool", METHODS[1], "epochs", marks=pytest.mark.slow),
+    ],
+)
+def test_patches_are_the_same_on_every_engine(engine, method, amount):
+    running, other = cut(method=method, amount=amount), cut(engine, method, amount)
+    for _ in range(ROUNDS):
+        assert_alike(running.advance().rows, other.advance().rows)
+    assert distance(running.to_tensors()[0], other.to_tensors()[0]) <= (0 if engine == "pool" else 1e-9)
+    other.close()
 
 
 def test_segmentation_under_fedavg_is_a_plain_loop_of_pytorch():

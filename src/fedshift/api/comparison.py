@@ -28,7 +28,7 @@ from weakref import finalize
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config.expressions import find_functions, find_title, trust_only
 from ..config.settings_file import FILE
@@ -38,6 +38,7 @@ from ..console.terminal import show_progress
 from ..core.plan import forward
 from ..data.federation import Federation
 from ..data.joining import join_schema
+from ..data.patches import slide
 from ..diagnosis.quality import check_data
 from ..evaluation.policy import parse_policies
 from ..experiments.callbacks import CALLBACKS, Callback
@@ -364,10 +365,17 @@ class Comparison:
                 f"have, one of {', '.join(data.names)}"
             )
         schema = data.schema if client is None else data.describe_client(data.client(client))
-        x, single = schema.preparation.store(samples)
-        inputs = (schema.preparation.scale(part, trial.plan.dtype) for part in torch.split(x, BATCH))
+        prepare, plan = schema.preparation, trial.plan
+        x, single = prepare.store(samples)
+
+        def score(x: Tensor) -> Tensor:
+            return forward(plan, state, prepare.scale(x, plan.dtype).to(trial.settings.device)).cpu()
+
         with torch.no_grad():
-            outputs = torch.cat([forward(trial.plan, state, part.to(trial.settings.device)).cpu() for part in inputs])
+            if prepare.patched:
+                outputs = torch.cat([slide(score, each[None], prepare.shape[1:]) for each in x])
+            else:
+                outputs = torch.cat([score(part) for part in torch.split(x, BATCH)])
         named = name_predictions(data.task.predict(data.task.decode(outputs)), find_kind(data.task), schema.names)
         return named[0] if single else named
 

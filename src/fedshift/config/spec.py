@@ -245,6 +245,11 @@ class DataSpec:
     image_size: Annotated[Positive | None, Parameter(group=PREPARING)] = None
     """Height and width of resized images in pixels; by default 28 if clients' arrays differ in size."""
 
+    patch: Annotated[Lengths | None, Parameter(group=PREPARING)] = None
+    """Voxels of the patches that training cuts from images with masks, along columns, rows and slices: 64,64,32, or one
+    number for all axes. A third of a batch is centered on a class other than the background. Images keep their sizes,
+    which may differ; validation, test and predictions cover them with overlapping windows of this size."""
+
     normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=PREPARING)] = None
     """Scaling of images: half (to [-1, 1]), unit (to [0, 1]), imagenet (ImageNet's means and deviations) or client (the
     means and deviations of the client's training images); by default the benchmark's scaling, or half."""

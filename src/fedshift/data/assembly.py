@@ -105,7 +105,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
     classes = scan.classes or reading.classes
     classes = classes or task.count_outputs(splits["train"].y for splits in clients.values())
-    return Federation(
+    whole = Federation(
         name=scan.name,
         clients=made,
         classes=classes,
@@ -122,6 +122,10 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         task=task,
         inputs=scan.parts[0].inputs if scan.parts else (),
     )
+    if not reading.patch:
+        return whole
+    extents = {id(store): each for store, each in zip(loaded.stores, loaded.extents, strict=False)}
+    return whole.cut_patches(reading.patch, extents=extents, fixed=reading.image_size is not None)
 
 
 def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:

@@ -35,10 +35,11 @@ def number_samples(parts: Mapping[str, Samples]) -> dict[str, NDArray[np.int64]]
     known: dict[bytes, int] = {}
     same, read = np.arange(end), np.zeros(end, bool)
     for name, part in parts.items():
-        if part.draws or prod(part.shape) < MANY_NUMBERS:
+        transformed = part.draws and part.patches is None
+        if transformed or prod(part.whole_shape) < MANY_NUMBERS:
             continue
         fresh, first = np.unique(numbers[name], return_index=True)
-        first, whole = first[~read[fresh]], f"{part.shape}{part.dtype}".encode()
+        first, whole = first[~read[fresh]], f"{part.whole_shape}{part.dtype}".encode()
         read[fresh] = True
         for piece in part.pieces(len(first)):
             x = np.ascontiguousarray(part.copy_rows(torch.from_numpy(first[piece])).cpu().numpy())

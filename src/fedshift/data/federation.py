@@ -20,11 +20,13 @@ from torch import Tensor
 
 from ..nn.several_inputs import Inputs, name_inputs
 from ..tasks.classification import CLASSIFICATION, MOST_CLASSES
+from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream
 from .agreement import check_scales, name_scales
 from .columns import Column
+from .patches import Patches, Size
 from .preparation import ARRAY, Decoding, FeatureScaling, Normalization, Preparation
 from .resizing import resize, resize_masks
 from .samples import (
@@ -96,7 +98,7 @@ class ClientData:
 
     def normalize(self) -> ClientData:
         """Return the client with images normalized by its training images' mean and standard deviation per channel."""
-        own = Normalization.fit(map(self.train.copy_rows, self.train.pieces()))
+        own = Normalization.fit(self.train.read_all())
         return self.with_splits({k: split.with_samples(split.store, own) for k, split in self.splits.items()})
 
     def __repr__(self) -> str:
@@ -209,6 +211,8 @@ class Federation:
             columns=self.columns if isinstance(scaling, FeatureScaling) else (),
             values=() if self.inputs else tuple(sorted(set(name_scales(splits).values()))),
             inputs=self.inputs,
+            patched=client.train.patches is not None,
+            resized=client.train.patches.resized if client.train.patches else (),
         )
         return Schema(
             name=self.name, task=self.task, classes=self.classes, class_names=self.class_names, columns=self.columns,
@@ -303,9 +307,10 @@ class Federation:
 
         Without ``size``, images of different sizes become 28 x 28, the size of the papers' digits. Resizing is bilinear
         with antialiasing for images and nearest-pixel for masks. Samples that are not images are unchanged, except that
-        integers become floats if other samples are floats. Raises :class:`UsageError` if channels cannot be matched.
+        integers become floats if other samples are floats. Cases of which patches are cut keep their sizes, unless
+        there is a ``size``. Raises :class:`UsageError` if channels cannot be matched.
         """
-        shapes = self._shapes()
+        shapes = {where: split.whole_shape for where, split in self.named_splits().items()}
         if all(len(shape) != 3 for shape in shapes.values()):
             volumes = [shape for shape in shapes.values() if len(shape) > 3 and set(shape[1:]) != {size}]
             if size and volumes:
@@ -335,13 +340,53 @@ class Federation:
             )
         sizes = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
-        fit = cache(lambda store: _fit_store(store, channels, target))  # once for each shared array
+        cases = size is None and any(split.patches for split in self.named_splits().values())
+        fit = cache(lambda store: _fit_store(store, channels, tuple(store.shape[2:]) if cases else target))  # once each
 
         def fit_split(split: Samples) -> Samples:
             made = split.with_samples(fit(split.store))
-            return made if split.y.ndim != 3 else made.with_targets(resize_masks(split.y, target))
+            if cases or split.y.ndim != 3:
+                return made
+            if split.patches and split.whole_shape[1:] != target:
+                made = made.with_patches(Patches.whole(split.patches.size, target, len(split.store), resized=target))
+            return made.with_targets(resize_masks(split.y, target))
 
         return self.map_splits(fit_split)
+
+    def cut_patches(
+        self, size: Size, *, extents: Mapping[int, NDArray[np.int64]] | None = None, fixed: bool = False
+    ) -> Federation:
+        """Return the federation whose training takes patches of its samples; splits that have patches are unchanged.
+
+        Args:
+            size: Size of a patch; one number stands for all axes.
+            extents: True size of each row, ``[rows, axes]``, of stores by their ``id``; of others, all rows are whole.
+            fixed: Files are resized to the size of the samples.
+
+        Raises:
+            UsageError: Samples have no masks, or ``size`` does not have a number for each of their axes.
+
+        """
+        asked, axes = Ref(patch=",".join(map(str, size[::-1]))), len(self.sample_shape) - 1
+        if not isinstance(self.task, Segmentation) or self.inputs:
+            other = "has samples of several inputs" if self.inputs else f"is for {self.task}"
+            raise UsageError(f"{{}} is for images with masks, and {self.name} {other}: leave it out", asked)
+        size = size * axes if len(size) == 1 else size
+        if len(size) != axes:
+            raise UsageError(
+                f"{{}} has {len(size)} numbers, and samples have {axes} axes: give one number for each, or one for all",
+                asked,
+            )
+
+        def cut(split: Samples) -> Samples:
+            if split.patches is not None:
+                return split
+            whole = split.whole_shape[1:]
+            made = Patches.whole(size, whole, len(split.store), resized=whole if fixed else ())
+            own = (extents or {}).get(id(split.store))
+            return split.with_patches(made if own is None else replace(made, extents=own))
+
+        return self.map_splits(cut)
 
     def _match_types(self) -> Federation:
         """Return the federation with integers converted to floats, unless all samples are integers."""

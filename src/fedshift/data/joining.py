@@ -28,8 +28,11 @@ def join_schema(data: Federation, schema: Schema) -> Federation:
         schema.require_columns(data, whose)
     require_layout(data.inputs, schema.preparation.inputs, data.name, whose.removesuffix(","))
     shape = schema.preparation.shape
+    if schema.preparation.patched:
+        data = data.cut_patches(shape[1:])
+    size = schema.preparation.resized if schema.preparation.patched else shape[1:]
     images = len(shape) == len(data.sample_shape) == 3
-    data = data.fit_images(shape[1] if images and shape[1] == shape[2] else None)
+    data = data.fit_images(size[0] if images and size and size[0] == size[1] else None)
     if (data.sample_shape[:1], shape[:1], len(shape)) == ((1,), (3,), 3):
         data = data.map_splits(
             lambda split: split.with_samples(map_store(split.store, lambda x: x.expand(-1, 3, -1, -1)))

@@ -22,14 +22,15 @@ def to_pictures(
 
     Floats are stretched from their lowest to their highest value. Channels that are neither gray nor red, green and
     blue are averaged. Masks are drawn as outlines; with ``predicted`` masks, ``[n, ...]``, each picture has their
-    outlines on the right, and those of the true masks on the left.
+    outlines on the right, and those of the true masks on the left. Of a case of which patches are cut,
+    one patch is shown.
     """
-    x = split.copy_rows(rows).cpu().numpy()
+    x = split.read(rows).cpu().numpy()
     x = x if x.shape[1] in (1, 3) else x.mean(axis=1, keepdims=True)
     if x.dtype != np.uint8:
         low, high = float(x.min()), float(x.max())
         x = ((x - low) / (high - low or 1.0) * 255).round().astype(np.uint8)
-    masks = split.y[rows].cpu().numpy() if split.y.ndim == x.ndim - 1 else None
+    masks = split.take_targets(rows).cpu().numpy() if split.y.ndim == x.ndim - 1 else None
     shown = [each for each in (masks, None if predicted is None else predicted.cpu().numpy()) if each is not None]
     if x.ndim == 5:
         depth = x.shape[2] // 2

@@ -199,6 +199,8 @@ class Preparation:
         columns: Encodings of a table's columns in its raw rows; empty for other samples.
         values: Kinds of values that samples hold (:data:`~fedshift.data.agreement.KINDS`); empty for several inputs.
         inputs: Layout of a sample's row if a network is given several inputs; empty: a sample is one array.
+        patched: Whether samples are cases of any size, which the network sees in windows of ``shape``.
+        resized: Size to which cases are resized; empty: they keep theirs.
 
     """
 
@@ -209,6 +211,8 @@ class Preparation:
     columns: tuple[Column, ...] = ()
     values: tuple[str, ...] = ()
     inputs: Inputs = ()
+    patched: bool = False
+    resized: tuple[int, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -254,6 +258,8 @@ class Preparation:
             )
             return f"several inputs: {', '.join(told)}"
         sizes = ", ".join(map(str, ("N", *self.shape)))
+        if self.patched:
+            return f"{self.dtype} [N, {self.shape[0]}, ...] of any size, seen in windows of {self.shape[1:]}"
         if self.is_image:
             kind = "pixels from 0 to 255" if self.dtype == "uint8" else "pixels as the run read them"
             return f"{self.dtype} [{sizes}], images of {self.shape[0]} channels, height, width; {kind}"
@@ -287,6 +293,8 @@ class Preparation:
             facts["columns"] = [{"name": column.name, "categories": column.categories} for column in self.columns]
         if self.inputs:
             facts["inputs"] = [asdict(each) for each in self.inputs]
+        if self.patched:
+            facts |= {"patched": True, "resized": list(self.resized)}
         return facts | {"values": list(self.values)}
 
     @classmethod
@@ -305,6 +313,7 @@ class Preparation:
             shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), decoding=Decoding.from_json(facts["decoding"]),
             scaling=scaling, columns=columns, values=tuple(facts["values"]),
             inputs=tuple(Input(**each) for each in facts.get("inputs", ())),
+            patched=bool(facts.get("patched", False)), resized=tuple(facts.get("resized", ())),
         )  # fmt: skip
 
     def store(self, samples: Any) -> tuple[Tensor, bool]:
@@ -326,7 +335,10 @@ class Preparation:
         if isinstance(samples, str | Path | Image.Image):
             return self._read_file(samples)[None], True
         if isinstance(samples, list | tuple) and samples and (self.is_image or isinstance(samples[0], str | Path)):
-            return torch.stack([one[0] for one, _ in map(self.store, samples)]), False
+            each = [one[0] for one, _ in map(self.store, samples)]
+            if len({one.shape for one in each}) > 1:
+                raise UsageError("samples differ in size: give the model one at a time")
+            return torch.stack(each), False
         return self._arrange_array(samples)
 
     def _join(self, samples: Any) -> tuple[Tensor, bool]:
@@ -362,19 +374,20 @@ class Preparation:
         """Return the sample in a file, or a PIL image, read as in the run."""
         if not self.takes_files:
             raise UsageError(f"the model takes {self}: give an array of them, not a file")
-        channels, *size = self.shape
+        channels, *window = self.shape
+        size = self.resized if self.patched else tuple(window)
         try:
             if self.decoding.kind == "volume":
                 how = self.decoding
                 values = torch.from_numpy(decode_volume(Path(str(file)), window=how.window, spacing=how.spacing))
-                stored = values if how.spacing else resize_volume(values, tuple(size))
+                stored = resize_volume(values, size) if size and not how.spacing else values
             else:
                 stored = torch.from_numpy(self._decode_image(file))
         except (Unreadable, FileNotFoundError) as error:
             raise UsageError(f"{file} {error}: give an image that can be read") from error
-        if stored.shape[0] not in (1, channels) or stored.shape[1:] != tuple(size):
+        if stored.shape[0] not in (1, channels) or stored.ndim != len(self.shape) or size not in ((), stored.shape[1:]):
             raise UsageError(f"{file} holds an image of shape {tuple(stored.shape)}: the model takes {self}")
-        return stored.expand(self.shape).contiguous()
+        return stored.expand(channels, *stored.shape[1:]).contiguous()
 
     def _decode_image(self, file: str | Path | Image.Image) -> NDArray[Any]:
         """Return the pixels of an image ``[C, H, W]``, resized; raise :class:`UsageError` if its depth is another."""
@@ -385,6 +398,9 @@ class Preparation:
         if found != kind:
             raise UsageError(f"{file} has {DEPTHS[found]}: the model takes images of {DEPTHS[kind]}")
         channels, height, width = self.shape
+        if self.patched:
+            own = file if isinstance(file, Image.Image) else read_header(Path(file))
+            height, width = self.resized or (own.height, own.width)
         if isinstance(file, Image.Image):
             pixels, _ = convert_image(file.copy(), kind=kind, channels=channels, height=height, width=width)
         else:
@@ -408,10 +424,12 @@ class Preparation:
             if x.ndim == 4 and x.shape[1] not in (1, channels) and x.shape[3] in (1, channels):
                 x = x.permute(0, 3, 1, 2)
             if x.ndim == 4 and x.shape[1] in (1, channels):
-                x = resize(x.expand(-1, channels, -1, -1), self.shape[1:])
+                size = self.resized or tuple(x.shape[2:]) if self.patched else self.shape[1:]
+                x = resize(x.expand(-1, channels, -1, -1), size)
         elif single:
             x = x[None]
-        if tuple(x.shape[1:]) != self.shape:
+        expected = (self.shape[0], *x.shape[2:]) if self.patched and x.ndim == len(self.shape) + 1 else self.shape
+        if tuple(x.shape[1:]) != expected:
             raise UsageError(f"samples have shape {tuple(np.shape(samples))}: {wanted}")
         return x.contiguous(), single
 

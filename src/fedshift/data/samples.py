@@ -9,6 +9,8 @@ Samples are stored unscaled, and become a network's inputs when a batch is taken
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from math import prod
 from typing import Any
@@ -24,6 +26,7 @@ from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, Ref, UsageError
 from .inputs import arrange, channels_first, find_layout, is_mapped, join_inputs, refuse_several, to_tensor
+from .patches import Patches, extend
 from .preparation import HALF, Augment, Scaling, scale_stored
 from .stores import FileStore, JoinedStore, Keys, LazyStore, read_rows
 
@@ -44,13 +47,15 @@ class Samples:
     ``normalization``: scaling of uint8 images when a batch is taken, or how a table's rows were scaled.
     ``group`` (int64 ``[N]``): number of each sample's group (such as a patient), which no split divides, equal only for
     samples of one group in all of a federation; below 0: of a group that only this split has; None: no groups.
+    ``patches``: stored samples and masks are cases, of which a batch takes patches; None: batches take them whole.
     """
 
     def __init__(
         self, *, x: Tensor | LazyStore, y: Tensor, rows: Tensor | None = None, normalization: Scaling = HALF,
-        group: Tensor | None = None,
+        group: Tensor | None = None, patches: Patches | None = None,
     ) -> None:  # fmt: skip
         self.store, self.y, self.rows, self.normalization, self.group = x, y, rows, normalization, group
+        self.patches = patches
 
     def __len__(self) -> int:
         return self.y.shape[0]  # Tensor.__len__ takes ten times as long
@@ -80,7 +85,7 @@ class Samples:
     @property
     def draws(self) -> bool:
         """Return whether the samples returned by :meth:`inputs` depend on its key."""
-        return isinstance(self.store, LazyStore) and self.store.draws
+        return self.patches is not None or (isinstance(self.store, LazyStore) and self.store.draws)
 
     @property
     def threaded(self) -> bool:
@@ -100,7 +105,7 @@ class Samples:
     @property
     def nbytes_each(self) -> int:
         """Bytes of one stored sample."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.whole_shape) * self.dtype.itemsize
 
     @property
     def address(self) -> Hashable:
@@ -134,14 +139,24 @@ class Samples:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one sample."""
+        """Shape of one sample in a batch."""
+        return self.whole_shape if self.patches is None else (self.whole_shape[0], *self.patches.size)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of one stored sample."""
         return tuple(self.store.shape[1:])
 
     def take(self, index: Tensor) -> Samples:
         """Return the samples at ``index`` (int64), in that order; the array is shared, not copied."""
         rows = index if self.rows is None else self.rows[index]
         group = None if self.group is None else self.group[index]
-        return Samples(x=self.store, y=self.y[index], rows=rows, normalization=self.normalization, group=group)
+        return self._replace(y=self.y[index], rows=rows, group=group)
+
+    def _replace(self, **fields: Any) -> Samples:
+        """Return these samples with other arguments of :class:`Samples`."""
+        own = {name: getattr(self, name) for name in ("y", "rows", "normalization", "group", "patches")}
+        return Samples(**{"x": self.store, **own, **fields})
 
     def copy_rows(self, index: Tensor | slice) -> Tensor:
         """Return a copy of the stored samples at ``index``."""
@@ -155,10 +170,38 @@ class Samples:
         return index if self.rows is None else self.rows[index]
 
     def read(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
-        """Return a copy of the stored samples at ``index``; lazy samples are checked now.
+        """Return a copy of the samples at ``index``, patches if there are any; lazy samples are checked now.
 
         ``key``: as in :meth:`inputs`.
         """
+        if self.patches is not None:
+            numbers, places = self._place(index, key)
+            cases = (self._read_whole(slice(number, number + 1), key)[0] for number in numbers)
+            parts = [self.patches.cut(case, place) for case, place in zip(cases, places, strict=True)]
+            return torch.stack(parts) if parts else torch.empty(0, *self.shape, dtype=self.dtype)
+        return self._read_whole(index, key)
+
+    def _place(self, index: Tensor | slice, key: Keys) -> tuple[list[int], NDArray[np.int64]]:
+        """Return the number of each sample at ``index``, and the first voxel of its patch ``[B, axes]``."""
+        assert self.patches is not None
+        numbers = torch.arange(len(self))[index].tolist() if isinstance(index, slice) else index.tolist()
+        rows = numbers if self.rows is None else self.rows[torch.tensor(numbers, dtype=torch.int64)].tolist()
+        return numbers, self.patches.draw(rows, [self.y[number] for number in numbers], key)
+
+    def take_case(self, number: int) -> Samples:
+        """Return a case without its padding as one sample."""
+        assert self.patches is not None
+        row = number if self.rows is None else int(self.rows[number])
+        x = self.patches.crop(self._read_whole(slice(number, number + 1)), row)
+        return Samples(x=x, y=self.patches.crop(self.y[number][None], row), normalization=self.normalization)
+
+    def read_case(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a case as it is stored without its padding, ``[1, ...]``, and its targets as :meth:`targets` does."""
+        case = self.take_case(number)
+        return case.x, case.targets()
+
+    def _read_whole(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
+        """Return a copy of the stored samples at ``index``; lazy samples are checked now."""
         rows = self._find_rows(index)
         if isinstance(self.store, LazyStore) and isinstance(rows, Tensor):
             return self.store.read_finite(rows, key)
@@ -173,7 +216,7 @@ class Samples:
         """Yield some stored samples, checked, one at a time ``[1, ...]``, as representatives of all lazy samples."""
         count = self.store.probed if isinstance(self.store, LazyStore) else len(self)
         for row in np.unique(np.linspace(0, len(self) - 1, count).astype(np.int64)):
-            yield self.read(torch.tensor([row]), ())
+            yield self._read_whole(torch.tensor([row]))
 
     def find_range(self) -> tuple[float, float]:
         """Return the lowest and highest value in the store; for a lazy store, in some samples."""
@@ -189,7 +232,8 @@ class Samples:
     ) -> Tensor:
         """Return the samples at ``index`` as network inputs: images augmented and normalized, others unchanged.
 
-        Floating-point images are augmented as values from -1 to 1. ``key``: key for random transforms of lazy samples.
+        Floating-point images are augmented as values from -1 to 1. ``key``: key for random transforms of lazy samples
+        and for patches; an empty one always draws the same.
         Raises :class:`FedshiftError` if lazy samples cannot be used.
         """
         return self.scale(self.read(index, key), dtype, augment)
@@ -201,13 +245,20 @@ class Samples:
         """
         return scale_stored(x, self.normalization, len(self.shape) - 1, dtype, augment)
 
-    def targets(self, index: Tensor | slice = slice(None)) -> Tensor:
-        """Return the targets at ``index`` as losses expect them: masks as int64, with -100 for ignored pixels."""
-        y = self.y[index]
-        if y.dtype != torch.uint8:
-            return y
-        classes = y.long()
-        return classes.masked_fill_(classes == IGNORED, LEFT_OUT)
+    def targets(self, index: Tensor | slice = slice(None), key: Keys = ()) -> Tensor:
+        """Return the targets at ``index`` as losses expect them: masks as int64, with -100 for ignored pixels.
+
+        ``key``: as in :meth:`inputs`.
+        """
+        return _mark_ignored(self.take_targets(index, key))
+
+    def take_targets(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
+        """Return the targets at ``index`` as they are stored; masks are cut as :meth:`read` cuts their images."""
+        if self.patches is None:
+            return self.y[index]
+        numbers, places = self._place(index, key)
+        parts = [self.patches.cut(self.y[n], place, IGNORED) for n, place in zip(numbers, places, strict=True)]
+        return torch.stack(parts) if parts else self.y.new_empty(0, *self.patches.size)
 
     def relabel(self, labels: Tensor) -> Samples:
         """Return the same samples with each label k replaced by ``labels[k]``."""
@@ -215,19 +266,32 @@ class Samples:
 
     def with_samples(self, x: Tensor | LazyStore, normalization: Scaling | None = None) -> Samples:
         """Return the same selection of samples from another array of the same length."""
-        normalization = normalization or self.normalization
-        return Samples(x=x, y=self.y, rows=self.rows, normalization=normalization, group=self.group)
+        return self._replace(x=x, normalization=normalization or self.normalization)
 
     def with_targets(self, y: Tensor) -> Samples:
         """Return the same samples with other targets."""
-        return Samples(x=self.store, y=y, rows=self.rows, normalization=self.normalization, group=self.group)
+        return self._replace(y=y)
+
+    def copy_alone(self) -> Samples:
+        """Return the same samples, without groups, in an array that has no others."""
+        return self._replace(x=self.x, rows=None, group=None, patches=_join_patches([(self, self.all_rows.numpy())]))
+
+    def read_all(self) -> Iterator[Tensor]:
+        """Yield copies of all stored samples, some at a time ``[n, ...]``, without padding."""
+        if self.patches is None:
+            yield from map(self.copy_rows, self.pieces())
+        else:
+            yield from (self.read_case(number)[0] for number in range(len(self)))
+
+    def with_patches(self, patches: Patches) -> Samples:
+        """Return the same samples as cases, of which patches are cut."""
+        return self._replace(patches=patches)
 
     def to(self, device: torch.device) -> Samples:
         """Return the same samples on ``device``."""
         rows = None if self.rows is None else self.rows.to(device)
         group = None if self.group is None else self.group.to(device)
-        x, y = self.store.to(device), self.y.to(device)
-        return Samples(x=x, y=y, rows=rows, normalization=self.normalization, group=group)
+        return self._replace(x=self.store.to(device), y=self.y.to(device), rows=rows, group=group)
 
     def check(self, where: str, task: Task, classes: int) -> None:
         """Raise :class:`UsageError`, with ``where`` in front, unless samples and targets can be used for training."""
@@ -236,7 +300,7 @@ class Samples:
         samples = len(self.store if self.rows is None else self.rows)
         if samples != len(self.y):
             raise UsageError(f"{where}: {samples} samples but {len(self.y)} labels; both must be equal")
-        task.check_targets(self.y, self.shape, classes, where)
+        task.check_targets(self.y, self.whole_shape, classes, where)
         if self.lazy:  # others are checked when they are read
             try:
                 for _ in self.probe():
@@ -251,13 +315,21 @@ class Samples:
                 raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
 
 
+def _mark_ignored(y: Tensor) -> Tensor:
+    """Return masks uint8 as int64 with -100 for ignored pixels, and other targets unchanged."""
+    if y.dtype != torch.uint8:
+        return y
+    classes = y.long()
+    return classes.masked_fill_(classes == IGNORED, LEFT_OUT)
+
+
 def is_whole(x: Tensor | LazyStore) -> bool:
     """Return whether samples are integers that are not scaled, such as tokens: neither floats nor 8-bit pixels."""
     return not x.is_floating_point() and x.dtype != torch.uint8
 
 
 def describe_shape(split: Samples) -> str:
-    """Return the shape and type of one sample: ``3 x 28 x 28 (uint8)``."""
+    """Return the shape and type of one sample in a batch: ``3 x 28 x 28 (uint8)``."""
     return f"{' x '.join(map(str, split.shape)) or 'one number'} ({str(split.dtype).removeprefix('torch.')})"
 
 
@@ -308,13 +380,14 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
             f"samples of shapes {shapes[0]} and {shapes[1]} cannot be put together: bring all to one shape"
         )
     distinct = list({id(part): part for part in parts}.values())
-    first, y = distinct[0], torch.cat([part.y for part in distinct])
     if len(distinct) == 1:
-        return first
+        return distinct[0]
+    distinct = _extend_alike(distinct)
+    first, y = distinct[0], torch.cat([part.y for part in distinct])
     group = _join_groups(distinct)
     if all(part.store is first.store and part.normalization == first.normalization for part in distinct):
         rows = torch.cat([part.all_rows for part in distinct])
-        return Samples(x=first.store, y=y, rows=rows, normalization=first.normalization, group=group)
+        return first._replace(y=y, rows=rows, group=group)
     kinds = {(part.dtype, part.normalization) for part in distinct}
     if any(part.lazy for part in distinct):
         if len(kinds) > 1:
@@ -326,11 +399,31 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
         stores = list({id(part.store): part.store for part in distinct}.values())
         starts = dict(zip(map(id, stores), np.cumsum([0, *map(len, stores)]).tolist(), strict=False))
         rows = torch.cat([starts[id(part.store)] + part.all_rows for part in distinct])
-        return Samples(x=JoinedStore(stores), y=y, rows=rows, normalization=first.normalization, group=group)
+        patches = _join_patches([(part, ...) for part in {id(part.store): part for part in distinct}.values()])
+        return first._replace(x=JoinedStore(stores), y=y, rows=rows, group=group, patches=patches)
     once, rows_N = _keep_once(distinct)
-    x = torch.cat([part.inputs(slice(None)) if len(kinds) > 1 else part.x for part in once])
+    x = torch.cat([part.scale(part.copy_rows(slice(None))) if len(kinds) > 1 else part.x for part in once])
     normalization = HALF if len(kinds) > 1 else first.normalization
-    return Samples(x=x, y=y, rows=rows_N, normalization=normalization, group=group)
+    patches = _join_patches([(part, part.all_rows.numpy()) for part in once])
+    return Samples(x=x, y=y, rows=rows_N, normalization=normalization, group=group, patches=patches)
+
+
+def _extend_alike(parts: list[Samples]) -> list[Samples]:
+    """Return ``parts`` with cases padded to the largest size among them; parts of one store keep sharing it."""
+    if len({part.whole_shape for part in parts}) < 2:
+        return parts
+    size = tuple(max(lengths) for lengths in zip(*(part.whole_shape[1:] for part in parts), strict=True))
+    enlarge = partial(extend, size=size)
+    stores = {id(part.store): map_store(part.store, enlarge) for part in parts}
+    return [part._replace(x=stores[id(part.store)], y=extend(part.y, size, IGNORED)) for part in parts]
+
+
+def _join_patches(parts: Sequence[tuple[Samples, Any]]) -> Patches | None:
+    """Return the patches of a store that has the given rows of each part's store, one part after another."""
+    each = [(part.patches, rows) for part, rows in parts if part.patches is not None]
+    if not each:
+        return None
+    return replace(each[0][0], extents=np.concatenate([own.extents[rows] for own, rows in each]))
 
 
 def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
@@ -363,7 +456,7 @@ def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | No
         distinct, place = torch.unique(rows, return_inverse=True)
         lead = parts[members[0]]
         y = lead.y.new_zeros((len(distinct), *lead.y.shape[1:]))
-        once.append(Samples(x=lead.store, y=y, rows=distinct, normalization=lead.normalization))
+        once.append(lead._replace(y=y, rows=distinct, group=None))
         sizes = [len(parts[number]) for number in members]
         for number, own in zip(members, torch.split(place + start, sizes), strict=True):
             places[number] = own
@@ -374,7 +467,8 @@ def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | No
 def digest_samples(split: Samples) -> bytes:
     """Return a 16-byte digest of the samples and their labels; for lazy samples, of all labels and some samples."""
     found = blake2b(digest_size=16)
-    found.update(f"{len(split)}{split.shape}{split.dtype}{split.normalization.stamp}".encode())
+    patch = "" if split.patches is None else f"{split.patches.size}"
+    found.update(f"{len(split)}{split.whole_shape}{patch}{split.dtype}{split.normalization.stamp}".encode())
     if split.lazy:
         found.update(b"" if split.rows is None else split.rows.cpu().numpy().data)
     some = split.probe() if split.repeats else iter(())

@@ -112,6 +112,7 @@ class Loaded:
         stores: The store of each part.
         normalizations: The scaling of each part's samples; empty: pixels to [-1, 1].
         decodings: How the files of each part's samples are decoded; empty: samples are not files.
+        extents: True size of each row of each part's store, ``[rows, axes]``, if rows are padded; empty: they are not.
         left_out: Files that cannot be used.
         columns: Encodings of a table's columns; empty for other data.
         notices: Remarks on how the samples were read.
@@ -122,6 +123,7 @@ class Loaded:
     stores: Sequence[Tensor | LazyStore]
     normalizations: Sequence[Scaling] = ()
     decodings: Sequence[Decoding] = ()
+    extents: Sequence[Ints] = ()
     left_out: Collection[str] = ()
     columns: tuple[Column, ...] = ()
     notices: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from .assignment import describe_assignment, saved
 from .federation import Federation, encode_targets
 from .files.read_options import Progress, ReadOptions
 from .partition import CHANGES, Change, match_names
+from .patches import parse_size
 from .preparation import HALF, IMAGENET, UNIT
 from .readers import refuse_unused
 from .schema import Layout, Schema
@@ -101,6 +102,9 @@ def load_source(
             f"{{}} is for benchmarks, which {data if isinstance(data, str) else 'the data'} is not: leave it out",
             Ref(root=spec.root),
         )
+    if reading.patch:
+        by_name = isinstance(data, str) and not Path(data).exists()
+        made = made.cut_patches(reading.patch, fixed=by_name or spec.image_size is not None)
     made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains else made
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
@@ -136,7 +140,7 @@ def _read_options(
     return ReadOptions(
         domains=tuple(map(str.strip, str(spec.domains).split(","))) if exact else None,
         classes=spec.classes, image_size=spec.image_size, differing=differing, progress=progress, schema=schema,
-        on_unreadable=spec.on_unreadable, task=task, **own,
+        on_unreadable=spec.on_unreadable, task=task, patch=parse_size(spec.patch), **own,
     )  # fmt: skip
 
 

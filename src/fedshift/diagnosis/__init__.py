@@ -129,7 +129,8 @@ def diagnose(
     kind = kind if kind in ("classification", "multilabel", "segmentation") else "regression"
     members, rows = _draw_samples(data, seed, limit)
     x = gather_samples([member.train for member in members], rows)
-    targets = torch.cat([member.train.y[torch.from_numpy(drawn)] for member, drawn in zip(members, rows, strict=True)])
+    drawn = zip(members, map(torch.from_numpy, rows), strict=True)
+    targets = torch.cat([member.train.take_targets(index) for member, index in drawn])
     client = np.repeat(np.arange(len(rows)), [len(drawn) for drawn in rows])
     evidence: dict[Any, Evidence] = {}
     single_class, numbers = False, np.empty(0)

@@ -420,7 +420,8 @@ def judge_targets(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[
     for client in data.clients:
         for name, split in client.splits.items():
             try:
-                data.task.check_targets(split.y, split.shape, data.classes, f"client {client.name!r}, {name} data")
+                where = f"client {client.name!r}, {name} data"
+                data.task.check_targets(split.y, split.whole_shape, data.classes, where)
             except UsageError as error:
                 yield _make_finding("targets", f"{error}.", [client.name])
                 break

@@ -32,7 +32,7 @@ def gather_samples(splits: Sequence[Samples], rows: Sequence[Ints]) -> Tensor:
         (split, some[piece]) for split, some in zip(splits, rows, strict=True) for piece in split.pieces(len(some))
     )
     for split, some in pieces:
-        x = split.copy_rows(torch.from_numpy(some))
+        x = split.read(torch.from_numpy(some))
         x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
         if x.ndim == 4 and max(x.shape[2:]) > PIXELS:
             height, width = (min(size, PIXELS) for size in x.shape[2:])

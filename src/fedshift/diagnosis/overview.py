@@ -38,7 +38,9 @@ def describe(data: Federation) -> Table:
     for title in (*splits, outputs):
         table.add_column(title, justify="right")
     table.add_column("sample")
-    facts = [data.task.describe(client.train.y) for client in data.clients[:SHOWN]]
+    facts = [dict(data.task.describe(client.train.y)) for client in data.clients[:SHOWN]]
+    if any(client.train.patches for client in data.clients):
+        facts = [{name: fact for name, fact in each.items() if name != "ignored"} for each in facts]  # has padding
     columns = list(dict.fromkeys(name for each in facts for name in each))
     for name in columns:
         table.add_column(name)

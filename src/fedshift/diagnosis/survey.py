@@ -99,9 +99,10 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
     mean, squares, count = np.zeros(features), np.zeros(features), 0
     digests, broken, blank = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     broken_features = np.zeros(features, bool)
-    step = max(1, CHUNK // max(1, math.prod(split.shape)))
+    step = 1 if split.patches else max(1, CHUNK // max(1, math.prod(split.shape)))
     for start in range(0, len(split), step):
-        x = np.ascontiguousarray(split.copy_rows(slice(start, start + step)).cpu().numpy())
+        stored = split.read_case(start)[0] if split.patches else split.copy_rows(slice(start, start + step))
+        x = np.ascontiguousarray(stored.cpu().numpy())
         x_nFP = x.reshape(len(x), features, -1)
         digests.append(digest_each(x))
         whole = np.isfinite(x_nFP).all(axis=(1, 2)) if x.dtype.kind == "f" else np.ones(len(x), bool)

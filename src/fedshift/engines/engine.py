@@ -193,12 +193,12 @@ class Engine(ABC):
     def load_batch(self, name: str, step: int, index: Tensor, stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return inputs ``[B, ...]`` and targets ``[B, ...]`` of a client's step on the samples at ``index``.
 
-        Augmentation and random transforms of lazy samples depend only on ``(seed, name, step)``; masks are transformed
-        with their images. ``stored``: the samples, if :meth:`read_ahead` has read them.
+        Patches, augmentation and random transforms of lazy samples depend only on ``(seed, name, step)``; masks are cut
+        and transformed with their images. ``stored``: the samples, if :meth:`read_ahead` has read them.
         """
         data, augment, key = self.data[name], self.augment, (self.seed, "augment", name, step)
         index = index.to(data.y.device)
-        y = data.targets(index)
+        y = data.targets(index, (self.seed, name, step))
         stored = data.read(index, (self.seed, name, step)) if stored is None else stored
         if augment is None:
             return data.scale(stored, self.plan.dtype), y

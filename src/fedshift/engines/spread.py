@@ -18,7 +18,7 @@ from typing_extensions import override
 from ..core.plan import Plan
 from ..core.states import ClientState, ServerState
 from ..data.augmentation import Augmentation
-from ..data.samples import Samples, count_bytes
+from ..data.samples import count_bytes
 from ..utils.errors import FedshiftError, Ref, Sentence
 from ..utils.execution.executor import Chain, Executor, Handle, InProcess, LaneLost, run_all
 from ..utils.execution.ray_cluster import RayCluster
@@ -133,7 +133,7 @@ class Spread(Engine):
         if key not in self._data:
             split, data = self.data[name], self.data
             if key:  # x copies the client's rows, since the array may contain all clients
-                data = {name: Samples(x=split.x, y=split.y, normalization=split.normalization)}
+                data = {name: split.copy_alone()}
             with timed_section("transfer"):
                 self._data[key] = executor.put(data)
         return self._data[key]

@@ -6,7 +6,7 @@ no global model, and with a personal method a client that never trained has no p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -19,10 +19,11 @@ from ..core.kernel import global_state
 from ..core.plan import Plan, forward
 from ..core.states import ServerState
 from ..data.federation import ClientData, Federation
+from ..data.patches import slide
 from ..data.pictures import to_pictures
 from ..data.samples import Samples
 from ..results.cases import Picture, Records, rank_results
-from ..results.schema import Row
+from ..results.schema import Row, sum_counts
 from ..tasks.task import BATCH as BATCH
 from ..tasks.task import Task
 from ..utils.state import State
@@ -48,12 +49,32 @@ def evaluate(plan: Plan, state: State, split: Samples, task: Task, classes: int)
 
 @torch.inference_mode()
 def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task: Task, classes: int) -> list[Row]:
-    """Return :func:`evaluate` of each of ``splits``; small ones share a forward pass."""
-    return [task.measure(*part, classes) for part in _predict(plan, state, splits)]
+    """Return :func:`evaluate` of each of ``splits``; small ones share a forward pass, and cases are counted singly."""
+    return [_add_up([task.measure(*part, classes) for part in parts]) for parts in _predict(plan, state, list(splits))]
+
+
+def _add_up(counts: Sequence[Row]) -> Row:
+    """Return the sum of the counts of a split's parts."""
+    return counts[0] if len(counts) == 1 else {name: sum_counts([each[name] for each in counts]) for name in counts[0]}
+
+
+def _predict(plan: Plan, state: State, splits: Sequence[Samples]) -> Iterator[Iterable[tuple[Tensor, Tensor]]]:
+    """Yield the model's outputs and the targets of each of ``splits``, as one part, or a part for each of its cases."""
+    whole = _predict_whole(plan, state, [split for split in splits if split.patches is None])
+    yield from (_predict_cases(plan, state, split) if split.patches else [next(whole)] for split in splits)
 
 
 @torch.inference_mode()
-def _predict(plan: Plan, state: State, splits: Iterable[Samples]) -> Iterator[tuple[Tensor, Tensor]]:
+def _predict_cases(plan: Plan, state: State, split: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the model's outputs ``[1, K, ...]`` and the targets of each case, by windows, on the processor."""
+    assert split.patches is not None
+    for number in range(len(split)):
+        x, y = split.read_case(number)
+        yield slide(lambda x: forward(plan, state, split.scale(x, plan.dtype)), x, split.patches.size).cpu(), y.cpu()
+
+
+@torch.inference_mode()
+def _predict_whole(plan: Plan, state: State, splits: Iterable[Samples]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's outputs and the targets of each of ``splits``, on the processor."""
     splits = list(splits)
     most = max(1, min(BATCH, LARGE // max(4 * prod(split.shape) for split in splits))) if splits else BATCH
@@ -151,14 +172,15 @@ def record_clients(
     shared, found = global_state(plan, server), dict[tuple[str, str], Records]()
     held = {client.name: client.splits[split] for client in data.clients if split in client.splits}
     distinct = {id(samples): samples for samples in held.values()}
-    outputs = _predict(plan, shared, distinct.values()) if shared is not None else ()
+    outputs = _predict(plan, shared, list(distinct.values())) if shared is not None else ()
     grouped = any(samples.group is not None for samples in distinct.values())
 
-    def record(samples: Samples, part: tuple[Tensor, Tensor]) -> Records:
-        made = data.task.record_all(*part, data.classes)
+    def record(samples: Samples, parts: Iterable[tuple[Tensor, Tensor]]) -> Records:
+        each = [data.task.record_all(*part, data.classes) for part in parts]
+        made = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
         return {**made, "group": samples.units.cpu().int().numpy()} if made and grouped else made
 
-    known = {id(samples): record(samples, part) for samples, part in zip(distinct.values(), outputs, strict=False)}
+    known = {id(samples): record(samples, parts) for samples, parts in zip(distinct.values(), outputs, strict=False)}
     for client in (client for client in data.clients if client.name in held):
         own_samples = held[client.name]
         own = personal(client) if plan.personalizes or shared is None else shared
@@ -167,8 +189,8 @@ def record_clients(
         if own is shared and own is not None:
             found[client.name, "personal"] = known[id(own_samples)]
         elif own is not None:
-            (part,) = _predict(plan, own, [own_samples])
-            found[client.name, "personal"] = record(own_samples, part)
+            (parts,) = _predict(plan, own, [own_samples])
+            found[client.name, "personal"] = record(own_samples, parts)
     return found
 
 
@@ -198,10 +220,19 @@ def picture_worst(
         rows = torch.tensor([row for _, owner, row in shown if owner == place])
         with torch.inference_mode(False):  # a policy for clients that never trained may compute gradients
             own = personal(client) if plan.personalizes or shared is None else shared
+        outlined = own is not None and "predicted" in records[client.name, "personal"]
+        if client.test.patches:
+            for row in rows.tolist():
+                case, masks = client.test.take_case(row), None
+                if own is not None and outlined:
+                    ((outputs, _),) = _predict_cases(plan, own, client.test.take(torch.tensor([row])))
+                    masks = outputs.argmax(dim=1).to(torch.uint8)
+                pictures[place, row] = to_pictures(case, slice(None), data.classes, masks)[0]
+            continue
         masks = None
-        if own is not None and "predicted" in records[client.name, "personal"]:
+        if own is not None and outlined:
             single = _is_samplewise(plan)
-            outputs, _ = next(_predict(plan, own, [client.test.take(rows) if single else client.test]))
+            outputs, _ = next(_predict_whole(plan, own, [client.test.take(rows) if single else client.test]))
             masks = (outputs if single else outputs[rows]).argmax(dim=1).to(torch.uint8)
         images = to_pictures(client.test, rows, data.classes, masks)
         pictures |= {(place, row): image for row, image in zip(rows.tolist(), images, strict=True)}

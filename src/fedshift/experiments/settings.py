@@ -221,6 +221,11 @@ def check_counts(data: Federation) -> None:
     """
     task, train = data.task, next((client.train for client in data.clients if len(client.train)), None)
     for metric in task.requested:
+        if train is not None and train.patches is not None:
+            raise UsageError(
+                f"metric {metric.name} is computed for samples of one size, and cases of which patches are cut have "
+                f"several: use {', '.join(type(task).metrics)}"
+            ).about("metrics")
         for split in {id(client.test): client.test for client in data.clients if len(client.test)}.values():
             shape = task.output_shape(split.shape, data.classes)
             y = split.targets(slice(0, max(1, TRIED // prod(shape)))).cpu()

@@ -286,7 +286,7 @@ class Trial:
         _, place = np.unique(np.concatenate(every), return_inverse=True)
         most, copies = (np.bincount(place, np.concatenate(values)) for values in (uses, rows))
         alike = "no items of the data sets, which draw at random when read, are copies of one sample"
-        assumes = alike if any(split.draws for split in train.values()) else ""
+        assumes = alike if any(split.draws and not split.patches for split in train.values()) else ""
         return SampleUses(passes=passes, copies=int(copies.max()), squares=int(most.max()), assumes=assumes)
 
     @property

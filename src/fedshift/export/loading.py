@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.patches import slide
 from ..data.preparation import Preparation
 from ..tasks import TASKS
 from ..utils.errors import FedshiftError, UsageError
@@ -79,6 +80,8 @@ class ExportedModel:
     def _score(self, samples: Any) -> tuple[Tensor, bool]:
         """Return the program's outputs ``[N, ...]``, and whether there was a single sample."""
         x, single = self.inputs.store(samples)
+        if self.inputs.patched:
+            return torch.cat([slide(self._program, each[None], self.inputs.shape[1:]) for each in x]), single
         return self._program(*self.inputs.divide(x)), single
 
 

@@ -201,7 +201,13 @@ def _describe_use(facts: ModelFacts, preparation: Preparation, files: Mapping[st
         )
     if "model.onnx" in files:
         yield f"`model.onnx` takes the same `{taken}` and returns `{facts.answer}`, in any ONNX runtime."
-    if preparation.is_image:
+    if preparation.patched:
+        size = " x ".join(map(str, preparation.shape[1:]))
+        yield (
+            f"Cover larger images with windows of {size} that overlap by half, and take the mean of their scores, "
+            "weighted by a Gaussian with a deviation of 1/8 of the window, as `fedshift.load` does."
+        )
+    elif preparation.is_image:
         height, width = preparation.shape[1:]
         yield (
             f"Resize images of another size to {height} x {width} pixels first (bilinear, with antialiasing), as "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from operator import eq
@@ -236,6 +236,16 @@ def _add_up(counts: Mapping[str, Any], kind: str) -> float:
     return float(sum(value) if isinstance(value, list) else value)
 
 
+def _iterate_samples(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield stored samples and their targets, some at a time, or case by case."""
+    if samples.patches is not None:
+        yield from map(samples.read_case, range(len(samples)))
+        return
+    for start in range(0, len(samples), BATCH):
+        part = slice(start, start + BATCH)
+        yield samples.copy_rows(part), samples.targets(part)
+
+
 def _count_answers(model: TrainedModel, loaded: ExportedModel, samples: Samples) -> tuple[float, int]:
     """Return the count in :data:`TRIED` of predictions of ``loaded`` for ``samples``, and the number of predictions.
 
@@ -243,9 +253,8 @@ def _count_answers(model: TrainedModel, loaded: ExportedModel, samples: Samples)
     """
     kind = model.facts.kind
     right, total = 0.0, 0
-    for start in range(0, len(samples), BATCH):
-        part = slice(start, start + BATCH)
-        y, predicted = samples.targets(part), loaded.predict(samples.copy_rows(part))
+    for x, y in _iterate_samples(samples):
+        predicted = loaded.predict(x)
         if kind == "segmentation":
             known = y != LEFT_OUT
             right, total = right + int((predicted == y)[known].sum()), total + int(known.sum())

@@ -51,7 +51,7 @@ def load_site(
     if not read:  # settings for the run's files do not apply to data by name, nor to arrays
         own = {field.name: field.default for field in fields(DataSpec) if field.name in READ or field.name == "task"}
     asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
-    size = schema.preparation.shape[1:]
+    size = () if schema.preparation.patched else schema.preparation.shape[1:]
     differing = (size[0], size[1]) if len(size) == 2 else None
     return join_schema(load_source(data, asked, progress, differing, schema), schema)
 
@@ -110,6 +110,8 @@ def _read_images(
     wanted = "give a folder of images, or an .npz file with an array x"
     if not path.is_dir():
         raise UsageError(f"{path} is no folder: {wanted}")
+    if schema.preparation.patched:
+        raise UsageError(f"{path}: the run was trained on patches of images with masks: give images with masks")
     if len(schema.preparation.shape) != 3:
         raise UsageError(
             f"{path}: the run was trained on samples of shape {schema.preparation.shape}, not on images: {wanted}"

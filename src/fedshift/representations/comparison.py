@@ -211,7 +211,7 @@ def collect_comparison(
 
 def _find_images(client: ClientData, inputs: Inputs) -> list[NDArray[np.generic]]:
     """Return the first chosen test sample in a list; of several inputs, the image among them, or none."""
-    x = client.test.copy_rows(choose_rows(client, 1))
+    x = client.test.read(choose_rows(client, 1))
     parts = [part for part in divide_rows(x, inputs).values() if part.ndim == 4] if inputs else [x]
     return [part[0].numpy() for part in parts[:1]]
 

@@ -34,9 +34,11 @@ from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
+from ..patches import extend
 from ..preparation import ARRAY, Decoding
 from .image_decoding import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
 from .read_options import Progress
@@ -76,8 +78,9 @@ class ImageFile(NamedTuple):
 class ImageFacts:
     """Common properties of a client's images, and the exceptional files.
 
-    ``bits`` is 0 unless gray integers were scaled. ``broken`` gives the reason why a file cannot be used; ``frames``
-    gives the number of frames of files with several.
+    ``bits`` is 0 unless gray integers were scaled. ``sizes`` gives the height and width of each file if images are
+    padded at their ends, by the lowest value in each channel (masks: by 0), instead of resized. ``broken`` gives the
+    reason why a file cannot be used; ``frames`` gives the number of frames of files with several.
     """
 
     kind: Kind = "byte"
@@ -85,6 +88,7 @@ class ImageFacts:
     height: int = 1
     width: int = 1
     bits: int = 0
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
     frames: dict[str, int] = field(default_factory=dict)
 
@@ -92,6 +96,11 @@ class ImageFacts:
     def decoding(self) -> Decoding:
         """How images' files are decoded."""
         return ARRAY if self.kind == "mask" else Decoding(kind=self.kind, bits=self.bits)
+
+    def list_extents(self, files: Iterable[ImageFile]) -> NDArray[np.int64]:
+        """Return the height and width that each of ``files`` has in the array, ``[N, 2]``."""
+        whole = self.height, self.width
+        return np.array([self.sizes.get(file.path, whole) for file in files], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +163,16 @@ def inspect_all(
     return read_all({file.path: root / file.path for file in files}, read_header, what, progress)
 
 
-def describe_headers(headers: Mapping[str, Header], broken: dict[str, str], height: int, width: int) -> ImageFacts:
+def describe_headers(
+    headers: Mapping[str, Header], broken: dict[str, str], height: int, width: int, *, padded: bool = False
+) -> ImageFacts:
     """Return the facts for images with these headers, all of one kind, that are decoded to ``height`` x ``width``."""
     return ImageFacts(
         kind=next((header.kind for header in headers.values()), "byte"),
         channels=max((header.channels for header in headers.values()), default=1),
         height=height,
         width=width,
+        sizes={file: (header.height, header.width) for file, header in headers.items()} if padded else {},
         broken=broken,
         frames={file: header.frames for file, header in headers.items() if header.frames > 1},
     )
@@ -191,11 +203,14 @@ def decode_all(
             path = files[row].path
             if path in facts.broken:
                 return
+            height, width = facts.sizes.get(path, shape[2:])
             try:
                 pixels, peaks[row] = decode_image(
-                    root / path,
-                    kind=facts.kind, channels=facts.channels, height=facts.height, width=facts.width,
-                )  # fmt: skip
+                    root / path, kind=facts.kind, channels=facts.channels, height=height, width=width
+                )
+                if facts.sizes:
+                    fill = 0 if facts.kind == "mask" else None
+                    pixels = extend(torch.from_numpy(np.array(pixels)), shape[2:], fill).numpy()
             except Unreadable as error:
                 broken[path] = str(error)
             else:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ...tasks.segmentation import IGNORED
 from ...utils.errors import Ref, UsageError
 from ...utils.words import join_some
+from ..patches import make_box
 from .image_store import ImageFile
 from .read_options import ReadOptions
 from .volume_decoding import find_stem
@@ -185,6 +186,15 @@ def to_classes(masks: NDArray[Any], *, white: bool, fields: NDArray[Any] | None 
     """Return the class of each pixel of ``masks``; ``white``: 255 is the class 1; 0 in ``fields`` is ignored."""
     classes = (masks > 0).astype(np.uint8) if white else masks
     return classes if fields is None else np.where(fields > 0, classes, np.uint8(IGNORED))
+
+
+def ignore_outside(y: NDArray[np.uint8], extents: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return masks ``y [N, *axes]`` with ignored pixels outside of the true size of each, ``extents [N, axes]``."""
+    made = np.full_like(y, IGNORED)
+    for number, size in enumerate(extents.tolist()):
+        inside = make_box([0] * len(size), size)
+        made[number][inside] = y[number][inside]
+    return made
 
 
 def describe_values(white: Collection[str], clients: Collection[str]) -> list[str]:

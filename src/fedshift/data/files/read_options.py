@@ -37,6 +37,8 @@ class ReadOptions:
         window: Values ``LOW,HIGH`` of medical images that become -1 and 1; None: each image's percentiles.
         spacing: Millimeters between voxels to which medical images are resampled, ``columns,rows,slices`` or one number
             for all axes; ``median``: the median over the files; None: files keep their voxels.
+        patch: Voxels of the patches that training cuts, slices before rows before columns, one number for all axes, so
+            that images with masks may differ in size; empty: samples are whole.
         missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
         scaling: ``client`` standardizes numeric columns with the client's training rows.
         schema: Layout of the data that these clients join, whose columns are used to read tables; a single file is then
@@ -59,6 +61,7 @@ class ReadOptions:
     groups: str | None = None
     window: str | None = None
     spacing: str | None = None
+    patch: tuple[int, ...] = ()
     missing: Literal["impute", "refuse"] = "impute"
     scaling: Literal["client", "none"] = "client"
     schema: Layout | None = None

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import Ref, UsageError
+from ..patches import extend
 from ..resizing import resize_volume
 from ..schema import Schema
 from ..stores import Keys, LazyStore, RecentArrays
@@ -40,6 +41,8 @@ class VolumeStore(LazyStore):
     Args:
         samples: Files of each sample, whose channels are concatenated.
         shape: Channels and spatial shape of all samples; a file with another shape is resized.
+        extents: True size of each sample, ``[N, axes]``, which are padded at their ends with the lowest value in each
+            channel; None: they are resized.
         where: Name of the samples in messages.
         recent: Cache of decoded samples, which stores may share.
         turn: Reorient arrays to the patient's axes.
@@ -57,11 +60,13 @@ class VolumeStore(LazyStore):
         where: str,
         recent: RecentArrays,
         *,
+        extents: NDArray[np.int64] | None = None,
         turn: bool = True,
         window: Window | None = None,
         spacing: tuple[float, ...] = (),
     ) -> None:
         super().__init__(where, len(samples), torch.zeros(1, *shape))
+        self._extents = extents
         self._samples, self._recent, self._decode_one = (
             tuple(samples),
             recent,
@@ -72,10 +77,12 @@ class VolumeStore(LazyStore):
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
         x = torch.empty(len(rows), *self.shape[1:])
         for place, row in enumerate(rows.tolist()):
-            x[place] = torch.from_numpy(self._decode(self._samples[row]))
+            size = self.shape[2:] if self._extents is None else tuple(self._extents[row].tolist())
+            made = torch.from_numpy(self._decode(self._samples[row], size))
+            x[place] = made if self._extents is None else extend(made, self.shape[2:])
         return x
 
-    def _decode(self, files: tuple[Path, ...]) -> NDArray[np.float32]:
+    def _decode(self, files: tuple[Path, ...], size: Shape) -> NDArray[np.float32]:
         known = self._recent.find(files)
         if known is not None:
             self._recent.keep(files, known)
@@ -86,10 +93,12 @@ class VolumeStore(LazyStore):
                 parts.append(self._decode_one(file))
             except Unreadable as error:
                 raise UsageError(f"{file} {error}: give a file that is whole, and stays") from error
-        made = np.concatenate([resize_volume(torch.from_numpy(part), self.shape[2:]).numpy() for part in parts])
-        if made.shape != self.shape[1:]:
+        if self._extents is None:
+            parts = [resize_volume(torch.from_numpy(part), size).numpy() for part in parts]
+        made = np.concatenate(parts)
+        if made.shape != (self.shape[1], *size):
             raise UsageError(
-                f"{files[0]} has shape {made.shape} and not {self.shape[1:]}: it changed while it was used"
+                f"{files[0]} has shape {made.shape} and not {(self.shape[1], *size)}: it changed while it was used"
             )
         self._recent.keep(files, made)
         return made
@@ -150,39 +159,39 @@ def find_spacing(
     return spacing
 
 
-def find_common_shape(path: Path, headers: Mapping[str, VolumeHeader], reading: ReadOptions) -> Shape:
-    """Return the channels and shape of all images; raise :class:`UsageError` if they differ and cannot be resized."""
+def find_sizes(path: Path, headers: Mapping[str, VolumeHeader], reading: ReadOptions) -> dict[str, Shape]:
+    """Return the size of each image when it is decoded; raise :class:`UsageError` if sizes differ and may not."""
     first: dict[Shape, str] = {}
     for file, header in headers.items():
         first.setdefault((header.channels, *header.shape), file)
-    if not first:
-        return 1, 1, 1
-    channels, *places = next(iter(first))
-    axes = len(places)
     if reading.image_size is not None:
-        return channels, *(reading.image_size,) * axes
-    if len(first) > 1:
+        return {file: (reading.image_size,) * len(header.shape) for file, header in headers.items()}
+    if len(first) > 1 and not reading.patch:
         (shape, a), (another, b) = list(first.items())[:2]
         if reading.spacing:
             raise UsageError(
                 f"images differ in size at one spacing: {path / a} would have {_describe(shape)}, {path / b} "
-                f"{_describe(another)}: crop or pad them to one extent beforehand"
+                f"{_describe(another)}: train on patches ({{}}), or crop or pad them to one extent beforehand",
+                Ref(patch=64),
             )
         raise UsageError(
             f"images differ in size: {path / a} has {_describe(shape)}, {path / b} {_describe(another)}: give one "
-            "number of voxels for all axes ({}), or bring them to one grid beforehand",
+            "number of voxels for all axes ({}), train on patches ({}), or bring them to one grid beforehand",
             Ref(image_size=64),
+            Ref(patch=64),
         )
-    return next(iter(first))
+    return {file: header.shape for file, header in headers.items()}
 
 
-def choose_spacing(task: Segmentation, headers: Sequence[VolumeHeader], size: Shape) -> tuple[Segmentation, list[str]]:
+def choose_spacing(
+    task: Segmentation, headers: Sequence[VolumeHeader], sizes: Sequence[Shape]
+) -> tuple[Segmentation, list[str]]:
     """Return ``task`` with the files' spacing if it measures surfaces and all files have one spacing; else a notice."""
     if not task.surface or task.spacing:
         return task, []
     steps = [
         [step * before / after for step, before, after in zip(header.spacing, header.shape, size, strict=True)]
-        for header in headers
+        for header, size in zip(headers, sizes, strict=True)
         if header.spacing
     ]
     if len(steps) == len(headers) and steps and np.allclose(steps, steps[0], rtol=CLOSE):

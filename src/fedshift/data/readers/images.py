@@ -54,8 +54,9 @@ class Images:
         path: Directory of the clients.
         clients: Files of each client, by its name.
         found: Each client's array if it is in the cache, else what its files' headers say.
-        size: Width and height of all images.
+        size: Width and height of all images; of padded ones, the largest.
         resized: Whether images of several sizes are resized without having been asked to be.
+        padded: Whether images keep their sizes, and are padded to the largest of their client.
 
     """
 
@@ -64,6 +65,15 @@ class Images:
     found: Mapping[str, ImageStore | Inspected]
     size: tuple[int, int]
     resized: bool = False
+    padded: bool = False
+
+    def find_size(self, client: str) -> tuple[int, int]:
+        """Return the width and height of a client's array."""
+        own = self.found[client]
+        if not self.padded:
+            return self.size
+        sizes = [own.facts] if isinstance(own, ImageStore) else list(own.headers.values())
+        return max((each.width for each in sizes), default=1), max((each.height for each in sizes), default=1)
 
     @property
     def notices(self) -> list[str]:
@@ -178,17 +188,21 @@ def inspect_images(
     clients: Mapping[str, tuple[ImageFile, ...]],
     reading: ReadOptions,
     size: tuple[int, int] | None = None,
+    *,
+    cases: bool = False,
 ) -> Images:
     """Find every client's array in the cache, or read the headers of its files; all are read before any is decoded.
 
-    ``size``: height and width of the images, instead of the size in ``reading``.
+    ``size``: height and width of the images, instead of the size in ``reading``. ``cases``: images are cases, which
+    keep their sizes if patches are cut from them.
     """
     asked = size or ((reading.image_size,) * 2 if reading.image_size else None)
+    padded = cases and bool(reading.patch) and not asked
     found: dict[str, ImageStore | Inspected] = {}
     sizes: dict[tuple[int, int], str] = {}  # the first file of each (width, height)
     for name, own in clients.items():
         fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
-        choices = (asked, fraction)  # and groups: what is for training decides how gray is scaled
+        choices = (asked, fraction, *["padded"] * padded)  # and groups: what is for training decides how gray is scaled
         groups = find_groups(reading.groups, [file.path for file in own]).tolist()
         entry = image_store.cache_entry(reading.cache_directory, path, own, name, *choices, *groups)
         if (store := image_store.load_store(entry)) is None:
@@ -201,9 +215,12 @@ def inspect_images(
             found[name] = store
             for file in [file.path for file in own if file.path not in store.facts.broken][:1]:
                 sizes.setdefault((store.facts.width, store.facts.height), file)
+    if padded:
+        largest = tuple(max((size[axis] for size in sizes), default=1) for axis in (0, 1))
+        return Images(path=path, clients=clients, found=found, size=(largest[0], largest[1]), padded=True)
     if len(sizes) > 1 and not asked and reading.differing:  # the cache is asked again
         return replace(inspect_images(path, clients, reading, reading.differing), resized=True)
-    wide = asked[::-1] if asked else _find_common_size(path, sizes)
+    wide = asked[::-1] if asked else _find_common_size(path, sizes, cases)
     return Images(path=path, clients=clients, found=found, size=wide)
 
 
@@ -218,27 +235,28 @@ def _refuse_other_depths(path: Path, name: str, headers: dict[str, Header]) -> N
         )
 
 
-def _find_common_size(path: Path, sizes: dict[tuple[int, int], str]) -> tuple[int, int]:
-    """Return the common width and height of all images; 1 x 1 if none can be read."""
+def _find_common_size(path: Path, sizes: dict[tuple[int, int], str], cases: bool) -> tuple[int, int]:
+    """Return the common width and height of all images; 1 x 1 if none can be read. ``cases``: they have masks."""
     if len(sizes) > 1:
         small, large = (pick(sizes, key=lambda size: (size[0] * size[1], size)) for pick in (min, max))
         ranges = (f"{min(side)} to {max(side)}" for side in zip(*sizes, strict=True))
         raise UsageError(
             f"images differ in size: {path / sizes[small]} has {small[0]} x {small[1]} pixels, "
             f"{path / sizes[large]} has {large[0]} x {large[1]} (widths {next(ranges)}, heights {next(ranges)}): "
-            "give one size for all ({})",
-            Ref(image_size=64),
+            "give one size for all ({})" + (", or train on patches ({})" if cases else ""),
+            *[Ref(image_size=64), Ref(patch=64)][: 1 + cases],
         )
     return next(iter(sizes), (1, 1))
 
 
 def decode_images(images: Images, parts: Sequence[Part], reading: ReadOptions, assign: Assign) -> list[ImageStore]:
     """Return the array of each part, from the cache or decoded; training images decide how gray values are scaled."""
-    stores, (width, height) = [], images.size
+    stores = []
     for part in parts:
         store, files = images.found[part.client], images.clients[part.client]
+        width, height = images.find_size(part.client)
         if isinstance(store, Inspected):
-            facts = image_store.describe_headers(store.headers, store.broken, height, width)
+            facts = image_store.describe_headers(store.headers, store.broken, height, width, padded=images.padded)
             store = image_store.decode_all(
                 images.path, files, facts, store.entry, f"images of {part.client}", reading.progress,
                 partial(_find_training, assign, part),

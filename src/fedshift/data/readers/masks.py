@@ -63,7 +63,8 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     places = folders.choose_folders(source, reading)
     files, notices = list_clients(source, places, reading)
     pairs = {name: pairing.pair_files(source, name, own) for name, own in files.items()}
-    images = inspect_images(source, {name: tuple(image for image, _ in own) for name, own in pairs.items()}, reading)
+    seen = {name: tuple(image for image, _ in own) for name, own in pairs.items()}
+    images = inspect_images(source, seen, reading, cases=True)
     masks = {name: _load_masks(images, name, own, reading) for name, own in pairs.items()}
     views = {name: pairing.pair_files(source, name, own, pairing.FIELDS) for name, own in files.items()}
     fields = {name: _load_masks(images, name, own, reading) for name, own in views.items() if own}
@@ -72,8 +73,10 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     parts = []
     for name, store in masks.items():
         field = fields[name].pixels[:, 0] if name in fields else None
-        y = torch.from_numpy(pairing.to_classes(store.pixels[:, 0], white=name in white, fields=field))
-        parts.append(make_part(name, images.clients[name], y, places[name], reading))
+        y = pairing.to_classes(store.pixels[:, 0], white=name in white, fields=field)
+        if images.padded:
+            y = pairing.ignore_outside(y, store.facts.list_extents(mask for _, mask in pairs[name]))
+        parts.append(make_part(name, images.clients[name], torch.from_numpy(y), places[name], reading))
     return Scan(
         name=source.resolve().name,
         parts=tuple(parts),
@@ -114,6 +117,10 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     return Loaded(
         stores=[torch.from_numpy(store.pixels) for store in stores],
         decodings=[store.facts.decoding for store in stores],
+        extents=[
+            store.facts.list_extents(images.clients[part.client])
+            for part, store in zip(scan.parts, stores, strict=True)
+        ],
         left_out=left_out,
         notices=(*notices, *folders.list_unkept(both, reading)),
         faults=tuple(faults),
@@ -125,9 +132,10 @@ def _load_masks(images: Images, name: str, pairs: tuple[Pair, ...], reading: Rea
 
     Raises :class:`UsageError` for a mask file whose size differs from its image's.
     """
-    path, (width, height) = images.path, images.size
+    path, (width, height) = images.path, images.find_size(name)
     seen, masks = zip(*pairs, strict=True)
-    entry = image_store.cache_entry(reading.cache_directory, path, (*seen, *masks), pairing.MASKS, height, width)
+    choices = (pairing.MASKS, height, width, *["padded"] * images.padded)
+    entry = image_store.cache_entry(reading.cache_directory, path, (*seen, *masks), *choices)
     found = image_store.load_store(entry)
     if found is not None:
         return found
@@ -141,6 +149,7 @@ def _load_masks(images: Images, name: str, pairs: tuple[Pair, ...], reading: Rea
                 f"mask {path / mask.path} has {across} x {down} pixels, but its image {path / image.path} has "
                 f"{wide} x {high}: give both the same size"
             )
-    facts = replace(image_store.describe_headers(headers, broken, height, width), kind="mask", channels=1, frames={})
+    facts = image_store.describe_headers(headers, broken, height, width, padded=images.padded)
+    facts = replace(facts, kind="mask", channels=1, frames={})
     what = f"masks of {name}"
     return image_store.decode_all(path, masks, facts, entry, what, reading.progress)

@@ -34,14 +34,14 @@ from ..files.volume_decoding import (
 )
 from ..files.volumes import (
     KEPT,
-    Shape,
     VolumeStore,
     choose_spacing,
-    find_common_shape,
+    find_sizes,
     find_spacing,
     list_unplaced,
     refuse_other_kinds,
 )
+from ..patches import make_box
 from ..preparation import Decoding
 from ..resizing import resample_mask, resize_mask
 from ..scan import Assign, Loaded, Scan
@@ -54,15 +54,23 @@ options = frozenset({"test_fraction", "image_size", "groups", "window", "spacing
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Volumes:
-    """Files of all clients with what their headers and masks say; ``shape``: channels and voxels of all images.
+    """Files of all clients with what their headers and masks say.
 
-    ``spacing``: millimeters to which images are resampled; empty: they keep their voxels.
+    Attributes:
+        path: Directory of the clients.
+        spacing: Millimeters to which images are resampled; empty: they keep their voxels.
+        pairs: Files of each client.
+        channels: Number of channels of all images.
+        sizes: Voxels of each client's images, ``[N, axes]``; without patches all are equal.
+        broken: The reason why a file is left out.
+
     """
 
     path: Path
     spacing: tuple[float, ...]
     pairs: dict[str, tuple[Pair, ...]]
-    shape: Shape
+    channels: int
+    sizes: dict[str, NDArray[np.int64]]
     broken: dict[str, str]
 
 
@@ -105,25 +113,35 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     before = {every[mask.path]: headers[image.path].spacing for image, mask in flat if image.path in headers}
     if spacing:
         shown = {file: header.resample(spacing) for file, header in shown.items()}
-    shape = find_common_shape(source, shown, reading)
+    sizes = find_sizes(source, shown, reading)
+    wanted = {every[mask.path]: sizes[image.path] for image, mask in flat if image.path in sizes}
 
     def read_mask(file: Path) -> NDArray[np.generic]:
         mask = decode_mask(file)
         mask = resample_mask(mask, before[file], spacing) if spacing and file in before else mask
-        return resize_mask(torch.from_numpy(mask), shape[1:]).numpy()
+        return resize_mask(torch.from_numpy(mask), wanted.get(file, mask.shape)).numpy()
 
     readable = {mask.path: every[mask.path] for _, mask in flat if mask.path in headers}
     decoded, unread = read_all(readable, read_mask, "masks", reading.progress)
     broken |= unread
     folders.refuse_broken(source, broken, len(every), reading)
-    blank = np.zeros(shape[1:], np.uint8)
-    y = {name: np.stack([decoded.get(mask.path, blank) for _, mask in own]) for name, own in pairs.items()}
+    blank = (1,) * len(next(iter(sizes.values()), (1, 1, 1)))
+    found = {
+        name: np.array([sizes.get(image.path, blank) for image, _ in own], np.int64) for name, own in pairs.items()
+    }
+    y = {}
+    for name, own in pairs.items():
+        y[name] = np.zeros((len(own), *found[name].max(axis=0)), np.uint8)
+        for number, (image, mask) in enumerate(own):
+            if image.path in sizes and mask.path in decoded:
+                y[name][number][make_box([0] * len(blank), sizes[image.path])] = decoded[mask.path]
     held = {name: pairing.find_values(own) for name, own in y.items()}
     classes, white = pairing.number_classes(source, pairs, held, reading)
     left_out = pairing.list_left_out(pairs, broken)
     parts, faults = [], []
     for name, own in pairs.items():
-        targets = torch.from_numpy(pairing.to_classes(y[name], white=name in white))
+        classes_of = pairing.to_classes(y[name], white=name in white)
+        targets = torch.from_numpy(pairing.ignore_outside(classes_of, found[name]) if reading.patch else classes_of)
         patients = [headers[image.path].patient if image.path in headers else "" for image, _ in own]
         parts.append(make_part(name, [image for image, _ in own], targets, places[name], reading, patients))
         notices += list_unplaced(name, [headers[image.path] for image, _ in own if image.path in headers])
@@ -133,7 +151,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
             faults.append(folders.describe_broken(name, lost, 2 * len(own)))
     task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
     resampled = [f"images are resampled to {describe_spacing(spacing)}"] if spacing else []
-    task, said = choose_spacing(task, list(shown.values()), shape[1:])
+    task, said = choose_spacing(task, list(shown.values()), list(sizes.values()))
     return Scan(
         name=source.resolve().name,
         parts=tuple(parts),
@@ -143,7 +161,14 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         note="{samples} medical images with masks of {clients} clients",
         notices=(*notices, *pairing.describe_values(white, pairs), *resampled, *said),
         faults=tuple(faults),
-        source=_Volumes(path=source, spacing=spacing, pairs=pairs, shape=shape, broken=broken),
+        source=_Volumes(
+            path=source,
+            spacing=spacing,
+            pairs=pairs,
+            sizes=found,
+            broken=broken,
+            channels=next((header.channels for header in shown.values()), 1),
+        ),
     )
 
 
@@ -151,18 +176,21 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     """Return stores that decode each client's images when a batch needs them."""
     found: _Volumes = scan.source
     recent, window = RecentArrays(KEPT), parse_window(reading.window)
+    sizes = [found.sizes[part.client] for part in scan.parts]
     return Loaded(
         stores=[
             VolumeStore(
                 [(found.path / file,) for file in part.files],
-                found.shape,
+                (found.channels, *own.max(axis=0).tolist()),
                 part.where,
                 recent,
+                extents=own if reading.patch else None,
                 window=window,
                 spacing=found.spacing,
             )
-            for part in scan.parts
+            for part, own in zip(scan.parts, sizes, strict=True)
         ],
+        extents=sizes,
         decodings=[Decoding(kind="volume", window=window, spacing=found.spacing)] * len(scan.parts),
         left_out=pairing.list_left_out(found.pairs, found.broken),
     )
