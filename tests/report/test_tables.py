@@ -158,6 +158,17 @@ def test_best_round_does_not_prefer_rounds_that_define_the_metric_for_more_clien
     assert find_reported_rounds(masks).tolist() == [1]
 
 
+def test_clients_without_any_predicted_mask_are_named(study):
+    rows = study.rows[study.rows["split"] == "test"].copy()
+    kept = rows["support"].tolist()
+    empty = (rows["client"] == "b") & (rows["method"] == "fedbn")
+    empty |= (rows["client"] == "a") & (rows["method"] == "fedavg") & (rows["seed"] == 0)
+    rows["predicted"] = [[sum(counts), 0] if none else counts for counts, none in zip(kept, empty, strict=True)]
+    masks = replace(study, rows=rows, task="segmentation", metric="dice", metrics=("dice", "loss"))
+    said = "fedbn, client b: every predicted mask is empty. Train for more rounds or at another learning rate."
+    assert [text for text in list_shortfalls(masks) if "empty" in text] == [said]
+
+
 def test_difference_is_paired_and_by_hand(study):
     row = difference_table(study).loc["fedbn"]
     half = 4.302652729911275 / math.sqrt(3)

@@ -8,7 +8,7 @@ them into text.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -359,6 +359,7 @@ def list_shortfalls(summary: RunSummary) -> list[str]:
                 which = ", ".join(map(str, lacking.columns[lacking.any(axis=0)]))
                 affected = f"client{'s' * (len(names) > 1)} {join_some(names, shown=NAMED)}"
                 sentences.append(f"{method}, {affected}: {reason} (seeds {which}).")
+    sentences += _describe_empty(summary)
     common = mask_incomparable(clients).notna().sum()[clients.notna().any()]
     if common.any() and common.min() < len(clients):
         count = f"{common.min()}" if common.min() == common.max() else f"{common.min()} to {common.max()} (by seed)"
@@ -367,6 +368,25 @@ def list_shortfalls(summary: RunSummary) -> list[str]:
             "under every method; differences are over the clients that both methods have."
         )
     return sentences
+
+
+def _describe_empty(summary: RunSummary) -> Iterator[str]:
+    """Yield sentences on the clients for whose test images methods predict only the background, with every seed."""
+    rows = select_reported_rows(summary)
+    rows = rows[rows["predicted"].notna()] if "dice" in summary.metrics else rows.iloc[:0]
+    blank = pd.Series([not sum(counts[1:]) for counts in rows["predicted"]], index=rows.index, dtype=bool)
+    empty = blank.groupby([rows["method"], rows["client"]], sort=False).all()
+    methods: dict[tuple[str, ...], list[str]] = {}
+    for method in summary.methods:
+        names = tuple(str(name) for of, name in empty.index[empty] if of == method)
+        methods.setdefault(names, []).append(method)
+    for names, several in methods.items():
+        which = f"client{'s' * (len(names) > 1)} {join_some(names, shown=NAMED)}"
+        if names:
+            yield (
+                f"{', '.join(several)}, {which}: every predicted mask is empty. Train for more rounds or at another "
+                "learning rate."
+            )
 
 
 def describe_missing(rows: pd.DataFrame, metric: str, number: int | None = None) -> str:
