@@ -390,3 +390,13 @@ def test_what_ray_carries_lies_in_writable_memory_of_its_own():
     assert found["it"].zero_().is_contiguous()
     with pytest.raises((TypeError, pickle.PicklingError), match=re.compile("cannot pickle", re.IGNORECASE)):
         serialize(threading.Lock())
+
+
+@pytest.mark.slow
+def test_a_worker_starts_without_libraries_that_training_does_not_use():
+    names = {"sklearn", "scipy.stats", "scipy.ndimage", "matplotlib"}
+    for module, others in (("engines.spread", {"pandas", "scipy"}), ("experiments.trial_run", set())):
+        code = f"import sys, fedshift.{module}; print(*sys.modules)"
+        loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        assert f"fedshift.{module}" in loaded
+        assert not (names | others) & set(loaded)

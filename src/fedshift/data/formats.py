@@ -21,8 +21,6 @@ from typing import IO, Any, TypeVar, cast
 import numpy as np
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
-from scipy.io import loadmat, whosmat
-from sklearn.datasets import load_svmlight_file
 
 from ..utils.errors import UsageError
 from ..utils.files import BoundedReader, check_archive, check_expansion, open_regular
@@ -156,6 +154,8 @@ def read_digits_mat(path: Path) -> tuple[Bytes, Numbers]:
 
     Label 10 becomes 0. Raises :class:`UsageError` for any other file.
     """
+    from scipy.io import loadmat, whosmat
+
     with explain_errors(path, "a MATLAB file"), open_regular(path) as file:
         given: Any = file  # scipy accepts files as well as names
         held: Sequence[tuple[str, tuple[int, ...], str]] = whosmat(given)
@@ -176,6 +176,8 @@ def read_digits_mat(path: Path) -> tuple[Bytes, Numbers]:
 
 def read_libsvm(path: Path, features: int) -> tuple[Numbers, Numbers]:
     """Return values ``[N, features]`` and labels ``[N]`` from a text file in LIBSVM format; omitted values are 0."""
+    from sklearn.datasets import load_svmlight_file  # takes a second, which each worker process would wait for
+
     with explain_errors(path, "LIBSVM text"), decompress(path) as file:
         x, y = load_svmlight_file(file, n_features=features, zero_based=False)
         return x.toarray(), y

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from scipy.ndimage import zoom
 from torch import Tensor
 
 COARSE = 3.0
@@ -107,5 +106,7 @@ def _interpolate(x: NDArray[np.float32], size: Sequence[int], orders: Sequence[O
 @lru_cache(maxsize=64)
 def _find_weights(before: int, after: int, order: Order) -> NDArray[np.float32]:
     """Return the weight of each of ``before`` voxels of a line in each of ``after``, ``[after, before]``."""
+    from scipy.ndimage import zoom
+
     lines = [zoom(line, after / before, order=order, mode="nearest", grid_mode=True) for line in np.eye(before)]
     return np.stack(lines, axis=1).astype(np.float32)

@@ -27,11 +27,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import sparse
 
 from .shift_tests import Evidence, Floats, Ints
+
+if TYPE_CHECKING:
+    from scipy import sparse
 
 SEPARABLE = 0.9
 """A client whose AUC against the others is at least this counts as not overlapping with them."""
@@ -152,6 +155,8 @@ def _mixture_moments(x: Floats, strata: Ints, share_S: Floats, seen: Ints) -> tu
 
 def _find_neighborhoods(x: Floats, client: Ints) -> tuple[sparse.csr_array, sparse.csr_array, Floats]:
     """Find the client's and others' samples in the ball around each sample, ``[N, N]``, and the expected others."""
+    from scipy import sparse
+
     size_C = np.bincount(client)
     inside: tuple[list[Ints], list[Ints]] = ([], [])
     expected = np.empty(len(x))

@@ -15,7 +15,6 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from .shift_tests import TOGETHER, Evidence, Floats, Ints, group_rows, permutation_p_value
 
@@ -151,6 +150,8 @@ def _shuffle(client: Ints, cells: Sequence[Ints], rng: np.random.Generator) -> I
 
 def _auc(score: NDArray[np.floating], own: NDArray[np.bool_], cells: Sequence[Ints]) -> float | None:
     """Return Mann and Whitney's U per pair, averaged over cells with the harmonic mean of both sizes as weight."""
+    from scipy.stats import rankdata  # half a second, for which each run would wait
+
     total = weight = 0.0
     for rows in cells:
         mine = own[rows]

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from sklearn.utils.extmath import randomized_svd
 from torch import Tensor, nn
 
 from ..data.samples import Samples
@@ -57,6 +56,8 @@ def appearance_features(x: Tensor) -> Floats:
 
 def principal_components(vectors: NDArray[np.floating], seed: int) -> Floats:
     """Return the scores of the first :data:`COMPONENTS` principal components, ``[N, at most 50]``."""
+    from sklearn.utils.extmath import randomized_svd  # half a second, for which each run would wait
+
     centered = vectors - vectors.mean(axis=0)
     kept = min(COMPONENTS, *centered.shape)
     state = key_bits(seed, "diagnose/components") % 2**32

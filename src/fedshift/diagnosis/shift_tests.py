@@ -16,7 +16,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from ..analysis.statistics import holm_correction
 
@@ -110,13 +109,15 @@ def label_skew(counts: ArrayLike, rng: np.random.Generator, permutations: int) -
     client's shares from the pooled shares, which equals the mutual information of client and label. The null permutes
     labels over clients of fixed size, that is, it draws tables with the same margins.
     """
+    from scipy.stats import random_table  # half a second, for which each run would wait
+
     table_CK = np.asarray(counts, dtype=np.int64)
     table_CK = table_CK[:, table_CK.sum(axis=0) > 0]
     if table_CK.shape[1] < 2:
         return Evidence(untestable_because="all samples have the same label")
     sizes_C = table_CK.sum(axis=1)
     weights_C = sizes_C / sizes_C.sum()
-    tables_PCK = stats.random_table(sizes_C, table_CK.sum(axis=0), seed=rng).rvs(permutations)
+    tables_PCK = random_table(sizes_C, table_CK.sum(axis=0), seed=rng).rvs(permutations)
     own_C = compute_divergence(table_CK[None])[0]
     return Evidence.from_permutations(
         float(own_C @ weights_C), compute_divergence(tables_PCK) @ weights_C, own_C.tolist()

@@ -10,7 +10,6 @@ from ..analysis.privacy import describe_delta, describe_guarantee, describe_samp
 from ..core.optimizer import SGD, Optimizer
 from ..evaluation.policy import list_policies
 from ..nn.adapters import list_constants
-from ..report.formatting import format_bytes
 from ..tasks.segmentation import Segmentation
 from ..utils.state import nbytes, pick
 from ..utils.words import join_choices, join_some
@@ -76,6 +75,8 @@ def _list_low_rates(optimizer: Optimizer) -> Iterator[str]:
 
 def describe_adapter(trial: Trial) -> str:
     """Return what adapters train, and a client's bytes in a round compared with the whole network's."""
+    from ..report.formatting import format_bytes  # with it Matplotlib, for which each worker process would wait
+
     plan = trial.plan
     fixed = [tensor for _, tensor in list_constants(plan.module)]
     trained = sum(plan.initial[name].numel() for name in plan.trained)

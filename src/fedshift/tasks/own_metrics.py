@@ -25,7 +25,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..config.expressions import split_expressions, tidy
-from ..results.schema import LOWER
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
 from ..utils.user_code import describe_error, describe_function
 from .metrics import Metric
@@ -58,6 +57,8 @@ class OwnMetric(Metric):
     @property
     @override
     def name(self) -> str:
+        from ..results.schema import LOWER  # with it pandas, for which each worker process would wait
+
         path, _, rest = self.text.partition("(")
         arguments = [rest[:-1]] if rest else []
         marked = ", ".join([*arguments, LOWER] if self.lower else arguments)
@@ -148,6 +149,8 @@ class Given:
 
 def spell(text: str) -> str:
     """Return an expression as the name of a metric: ``package.module:function``, without the mark of its direction."""
+    from ..results.schema import LOWER
+
     path, _, rest = tidy(text).partition("(")
     path = path if ":" in path else ":".join(path.rpartition(".")[::2])
     parts = split_expressions("metric", rest[:-1]) if rest[:-1] else []
