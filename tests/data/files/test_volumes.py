@@ -1,6 +1,7 @@
 """NIfTI and DICOM files with masks: what of them reaches the network, and what is refused in one sentence."""
 
 import gzip
+import os
 import pickle
 import sys
 
@@ -13,6 +14,7 @@ from scipy.ndimage import zoom
 import fedshift
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
+from fedshift.data.files import volumes
 from fedshift.data.files.image_decoding import Unreadable
 from fedshift.data.files.volume_decoding import decode_volume
 from fedshift.data.pictures import to_pictures
@@ -452,3 +454,57 @@ def test_a_spacing_that_cannot_be_had_is_refused(root):
     nibabel.save(made, root / "b" / "images" / "u.nii")
     nibabel.save(nibabel.Nifti1Image(draw("u")[1], made.header.get_best_affine()), root / "b" / "masks" / "u.nii")
     assert f"{root / 'b' / 'images' / 'u.nii'} does not say how far its voxels are apart" in refused(root, spacing="1")
+
+
+def test_decoded_volumes_are_kept_in_the_cache_while_their_files_are_unchanged(root, tmp_path, monkeypatch):
+    def read(**options):
+        train = read_folder(root, patch=(2, 2, 2), cache=tmp_path / "cache", **options).client("b").train
+        return [train.read_case(number)[0] for number in range(len(train))]
+
+    first, decoded = read(), []
+    monkeypatch.setattr(
+        volumes, "decode_volume", lambda file, **how: decoded.append(file.name) or decode_volume(file, **how)
+    )
+    assert all(map(torch.equal, read(), first))
+    assert decoded == []
+    client = read_folder(root).client("b")
+    file = root / client.files[int(client.train.rows[0])]
+    save(file, 2 - draw("u")[0])
+    os.utime(file, (1, 1))
+    assert [torch.equal(*pair) for pair in zip(read(), first, strict=True)] == [False, True, True, True]
+    assert decoded == [file.name]
+    assert not any(map(torch.equal, read(window="0,1"), first))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    notices = read_folder(root, spacing="3", patch=(2,), cache=tmp_path / "no").notices
+    assert f"{tmp_path / 'no'} cannot be written: images are decoded whenever a batch needs them" in notices
+
+
+def test_grids_that_differ_between_clients_are_noted(root):
+    assert not any("voxels differ" in notice or "tilted" in notice for notice in read_folder(root).notices)
+    cosine, sine = np.cos(np.radians(25)), np.sin(np.radians(25))
+    turned = np.eye(4)
+    turned[:2, :2] = [[cosine, -sine], [sine, cosine]]
+    for folder in ("images", "masks"):
+        for file in (root / "b" / folder).iterdir():
+            made = affine(spacing=(1.0, 2.0, 3.0))
+            save(file, np.asarray(nibabel.load(file).dataobj), turned @ made if file.name[0] in "uv" else made)
+    notices = read_folder(root).notices
+    assert (
+        "voxels differ between clients (medians, mm): 0.5 x 2 x 3 at 'a', 1 x 2 x 3 at 'b'; --spacing median"
+        in " ".join(notices)
+    )
+    assert "client 'b': 2 of 5 images are tilted by up to 25 degrees against the patient's axes, and stay so" in notices
+    assert not any("voxels differ" in notice for notice in read_folder(root, spacing="1", patch=(2,)).notices)
+    file = root / "a" / "test" / "images" / "s.nii.gz"
+    made = nibabel.Nifti1Image(np.asarray(nibabel.load(file).dataobj), affine())
+    made.set_sform(affine(), code=1)
+    made.set_qform(affine(origin=(0.0, 3.0, 4.0)), code=1)
+    nibabel.save(made, file)
+    assert any(
+        "client 'a': 1 of 5 images lie up to 5.0 mm elsewhere by their qform" in each
+        for each in read_folder(root).notices
+    )
+    made.header["quatern_b"] = made.header["quatern_c"] = made.header["quatern_d"] = 0.9  # no rotation
+    made.set_sform(affine(), code=1)
+    nibabel.save(made, file)
+    assert not any("qform" in each for each in read_folder(root).notices)

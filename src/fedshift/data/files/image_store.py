@@ -55,6 +55,7 @@ _AT_ONCE = 16  # files between two reports of progress
 VARIABLE = "FEDSHIFT_CACHE_LIMIT"
 LIMIT = 20.0
 """Default size limit in gigabytes (10^9 bytes); the environment variable :data:`VARIABLE` overrides it."""
+ARRAY_FILE = "pixels.npy"
 BEGUN = ".tmp"
 """Suffix of entries being written or removed."""
 ABANDONED = 24 * 3600
@@ -129,7 +130,7 @@ def load_store(place: Path) -> ImageStore | None:
         return None
     try:
         facts = ImageFacts(**json.loads((place / "facts.json").read_text("utf-8")))
-        store = ImageStore(facts=facts, pixels=np.load(place / "pixels.npy", mmap_mode="c"))
+        store = ImageStore(facts=facts, pixels=np.load(place / ARRAY_FILE, mmap_mode="c"))
     except (OSError, ValueError, TypeError, EOFError):
         remove(place)
         return None
@@ -137,6 +138,39 @@ def load_store(place: Path) -> ImageStore | None:
     with suppress(OSError):  # in a read-only cache
         os.utime(place)
     return store
+
+
+def can_write(cache: Path) -> bool:
+    """Return whether entries can be written to a cache directory."""
+    with suppress(OSError):
+        images_in(cache).mkdir(parents=True, exist_ok=True)
+    return os.access(images_in(cache), os.W_OK)
+
+
+def load_array(place: Path) -> NDArray[Any] | None:
+    """Return the array at ``place``, mapped, or None unless there is a complete one; a damaged one is removed."""
+    try:
+        found: NDArray[Any] = np.load(place / ARRAY_FILE, mmap_mode="r")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError):
+        remove(place)
+        return None
+    with suppress(OSError):  # in a read-only cache
+        os.utime(place)
+    return found
+
+
+def keep_array(place: Path, x: NDArray[Any]) -> None:
+    """Write an entry with the array ``x`` at ``place``; none if the disk is full or the cache cannot be written."""
+    beside = place.with_name(f"{place.name}.{uuid4().hex}{BEGUN}")
+    try:
+        make_room(place.parent, x.nbytes)
+        beside.mkdir(parents=True)
+        np.save(beside / ARRAY_FILE, x)
+        beside.rename(place)
+    except OSError:  # also if another process was first
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def read_all(
@@ -238,7 +272,7 @@ def _write_store(
     make_room(place.parent, math.prod(shape) * dtype.itemsize)
     beside.mkdir(parents=True)
     try:
-        array = beside / "pixels.npy"
+        array = beside / ARRAY_FILE
         start = np.lib.format.open_memmap(array, "w+", dtype, shape).offset
         lock = Lock()
         with array.open("r+b") as file:  # writing instead of mapping raises an error if the disk is full

@@ -21,7 +21,7 @@ from __future__ import annotations
 import gzip
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ class VolumeHeader:
         affine: Transform of the voxels ``(column, row, slice)`` of the decoded array to millimeters, ``[4, 4]``; None:
             unknown.
         placed: Whether the file says how its axes lie in the patient (NIfTI: a qform or sform).
+        apart: Largest distance in millimeters between a voxel's places by the qform and by the sform of a NIfTI file.
         patient: DICOM's PatientID, in memory alone; empty if the file does not say it.
 
     """
@@ -96,6 +97,7 @@ class VolumeHeader:
     axes: str = ""
     affine: tuple[tuple[float, ...], ...] | None = None
     placed: bool = True
+    apart: float = 0.0
     patient: str = field(default="", repr=False)
 
     @property
@@ -228,11 +230,16 @@ def find_difference(image: VolumeHeader, mask: VolumeHeader) -> str | None:
     if mask.spacing and image.spacing and not np.allclose(mask.spacing, image.spacing, rtol=CLOSE):
         return f"has a spacing of {_times(mask.spacing)} mm, but its image {{image}} {_times(image.spacing)} mm"
     if mask.affine is not None and image.affine is not None:
-        corners = np.array(np.meshgrid(*([0.0, max(image.shape)],) * 3, [1.0])).reshape(4, -1)
-        apart = np.linalg.norm((np.array(mask.affine) - np.array(image.affine))[:3] @ corners, axis=0).max()
+        apart = _measure_distance(mask.affine, image.affine, max(image.shape))
         if apart > min(image.spacing) / 2 + CLOSE * max(image.shape) * max(image.spacing):
             return axes if other_axes else f"lies up to {apart:.1f} mm elsewhere than its image {{image}}"
     return None
+
+
+def _measure_distance(one: Any, other: Any, size: int) -> float:
+    """Return the largest distance between the places that two affines give to a corner of a cube of ``size`` voxels."""
+    corners = np.array(np.meshgrid(*([0.0, size],) * 3, [1.0])).reshape(4, -1)
+    return float(np.linalg.norm((np.array(one) - np.array(other))[:3] @ corners, axis=0).max())
 
 
 def _times(numbers: tuple[float, ...]) -> str:
@@ -310,12 +317,17 @@ def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]
     if (start + count) > length * (MOST_EXPANSION if packed else 1):
         raise Unreadable(f"is cut short: {length} bytes cannot hold {_times(shape)} values of {dtype}")
     affine = np.asarray(header.get_best_affine(), float)
-    affine[:3] *= _MILLIMETERS.get(int(header["xyzt_units"]) & _UNIT_OF_LENGTH, 1.0)
+    unit = _MILLIMETERS.get(int(header["xyzt_units"]) & _UNIT_OF_LENGTH, 1.0)
+    affine[:3] *= unit
+    apart = 0.0
+    if header["qform_code"] and header["sform_code"]:
+        with suppress(ValueError, nibabel.spatialimages.HeaderDataError):  # a qform that is no rotation, and not used
+            apart = unit * _measure_distance(header.get_qform(), header.get_sform(), max(shape[:3]))
     channels = shape[3] if len(shape) == 4 else 1
     places = (*shape[:3], *(1,) * (3 - len(shape)))
     described, turned = _describe_grid(file, places, affine, turn)
     placed = bool(header["qform_code"] or header["sform_code"])
-    return replace(described, channels=channels, placed=placed), turned
+    return replace(described, channels=channels, placed=placed, apart=apart), turned
 
 
 def _describe_grid(

@@ -20,15 +20,19 @@ from typing_extensions import override
 
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import Ref, UsageError
+from ...utils.words import join_some
 from ..patches import extend
 from ..resizing import resize_volume
 from ..schema import Schema
 from ..stores import Keys, LazyStore, RecentArrays
+from . import image_store
 from .dicom import CLOSE
 from .image_decoding import Unreadable
 from .read_options import ReadOptions
 from .volume_decoding import UNMEASURED, VolumeHeader, Window, decode_volume, parse_spacing
 
+OBLIQUE = 20.0
+"""Degrees against the patient's axes beyond which a notice tells of tilted images."""
 KEPT = 2**28
 """Bytes of decoded images to keep."""
 
@@ -43,6 +47,7 @@ class VolumeStore(LazyStore):
         shape: Channels and spatial shape of all samples; a file with another shape is resized.
         extents: True size of each sample, ``[N, axes]``, which are padded at their ends with the lowest value in each
             channel; None: they are resized.
+        kept: Cache entry of each sample, in which its decoded array is kept; empty: none is.
         where: Name of the samples in messages.
         recent: Cache of decoded samples, which stores may share.
         turn: Reorient arrays to the patient's axes.
@@ -61,12 +66,13 @@ class VolumeStore(LazyStore):
         recent: RecentArrays,
         *,
         extents: NDArray[np.int64] | None = None,
+        kept: Sequence[Path] = (),
         turn: bool = True,
         window: Window | None = None,
         spacing: tuple[float, ...] = (),
     ) -> None:
         super().__init__(where, len(samples), torch.zeros(1, *shape))
-        self._extents = extents
+        self._extents, self._kept = extents, tuple(kept)
         self._samples, self._recent, self._decode_one = (
             tuple(samples),
             recent,
@@ -78,9 +84,20 @@ class VolumeStore(LazyStore):
         x = torch.empty(len(rows), *self.shape[1:])
         for place, row in enumerate(rows.tolist()):
             size = self.shape[2:] if self._extents is None else tuple(self._extents[row].tolist())
-            made = torch.from_numpy(self._decode(self._samples[row], size))
+            place_of = self._kept[row] if self._kept else None
+            made = torch.from_numpy(self._find(self._samples[row], size, place_of))
             x[place] = made if self._extents is None else extend(made, self.shape[2:])
         return x
+
+    def _find(self, files: tuple[Path, ...], size: Shape, place: Path | None) -> NDArray[np.float32]:
+        """Return a decoded sample from the cache entry at ``place``, or decode it and keep it there."""
+        found = None if place is None else image_store.load_array(place)
+        if found is not None and found.shape == (self.shape[1], *size):
+            return np.array(found)
+        made = self._decode(files, size)
+        if place is not None:
+            image_store.keep_array(place, made)
+        return made
 
     def _decode(self, files: tuple[Path, ...], size: Shape) -> NDArray[np.float32]:
         known = self._recent.find(files)
@@ -197,6 +214,54 @@ def choose_spacing(
     if len(steps) == len(headers) and steps and np.allclose(steps, steps[0], rtol=CLOSE):
         return replace(task, spacing=tuple(steps[0])), []
     return task, ["voxels differ in size between files, so that surface distances are in voxels (spacing= of the task)"]
+
+
+def compare_grids(clients: Mapping[str, Sequence[VolumeHeader]], *, resampled: bool) -> list[str]:
+    """Return notices about differences between files or clients that reorientation does not remove.
+
+    ``clients``: headers of each client's images; ``resampled``: all get one spacing.
+    """
+    notices = []
+    every = [header for headers in clients.values() for header in headers]
+    stored = {header.axes for header in every if header.affine is None and header.axes}
+    if len(stored) > 1:
+        notices.append(
+            f"files of single slices or frames keep their stored axes, which differ ({join_some(sorted(stored))}): "
+            "bring them to one orientation"
+        )
+    medians = {
+        name: np.median([header.spacing for header in headers], axis=0)
+        for name, headers in clients.items()
+        if headers and all(header.spacing for header in headers)
+    }
+    steps = list(medians.values())
+    if steps and not resampled and not all(np.allclose(each, steps[0], rtol=CLOSE) for each in steps):
+        told = (f"{' x '.join(f'{step:.3g}' for step in each[::-1])} at {name!r}" for name, each in medians.items())
+        notices.append(
+            f"voxels differ between clients (medians, mm): {join_some(told)}; --spacing median resamples all"
+        )
+    for name, headers in clients.items():
+        apart = [header.apart for header in headers if header.apart > min(header.spacing, default=0.0) / 2]
+        if apart:
+            notices.append(
+                f"client {name!r}: {len(apart)} of {len(headers)} images lie up to {max(apart):.1f} mm elsewhere by "
+                "their qform than by their sform, which is used: other programs may use the other"
+            )
+        tilts = [tilt for tilt in map(_find_tilt, headers) if tilt > OBLIQUE]
+        if tilts:
+            notices.append(
+                f"client {name!r}: {len(tilts)} of {len(headers)} images are tilted by up to {max(tilts):.0f} degrees "
+                "against the patient's axes, and stay so"
+            )
+    return notices
+
+
+def _find_tilt(header: VolumeHeader) -> float:
+    """Return the largest angle between an axis of the array and the patient's nearest axis, in degrees."""
+    if header.affine is None:
+        return 0.0
+    axes = np.abs(np.array(header.affine)[:3, :3])
+    return float(np.degrees(np.arccos(np.clip(axes.max(axis=0) / np.linalg.norm(axes, axis=0), 0, 1))).max())
 
 
 def list_unplaced(name: str, headers: Sequence[VolumeHeader]) -> list[str]:

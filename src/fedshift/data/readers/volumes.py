@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
+from ..files import image_store
 from ..files import images as folders
 from ..files import masks as pairing
 from ..files.image_store import read_all
@@ -36,6 +37,7 @@ from ..files.volumes import (
     KEPT,
     VolumeStore,
     choose_spacing,
+    compare_grids,
     find_sizes,
     find_spacing,
     list_unplaced,
@@ -49,6 +51,7 @@ from ..stores import RecentArrays
 from .images import list_clients, make_part, require_task
 
 holds = "medical images with masks"
+UNKEPT = "cannot be written: images are decoded whenever a batch needs them"
 options = frozenset({"test_fraction", "image_size", "groups", "window", "spacing"})
 
 
@@ -150,6 +153,10 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
             faults.append(folders.describe_broken(name, lost, 2 * len(own)))
     task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
+    own_headers = {
+        name: [headers[image.path] for image, _ in own if image.path in headers] for name, own in pairs.items()
+    }
+    notices += compare_grids(own_headers, resampled=bool(spacing))
     resampled = [f"images are resampled to {describe_spacing(spacing)}"] if spacing else []
     task, said = choose_spacing(task, list(shown.values()), list(sizes.values()))
     return Scan(
@@ -176,6 +183,20 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     """Return stores that decode each client's images when a batch needs them."""
     found: _Volumes = scan.source
     recent, window = RecentArrays(KEPT), parse_window(reading.window)
+    cases = bool(reading.patch or found.spacing)
+
+    def list_entries(client: str) -> list[Path]:
+        """Return the cache entry of each image, by what its files hold and how they are decoded."""
+        images = [image for image, _ in found.pairs[client]] if cases else []
+        return [
+            image_store.cache_entry(
+                reading.cache_directory, found.path, [image], "volume", window, found.spacing, reading.image_size,
+                *list_slices(found.path / image.path),
+            )
+            for image in images
+        ]  # fmt: skip
+
+    unkept = cases and not image_store.can_write(reading.cache_directory)
     sizes = [found.sizes[part.client] for part in scan.parts]
     return Loaded(
         stores=[
@@ -185,6 +206,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
                 part.where,
                 recent,
                 extents=own if reading.patch else None,
+                kept=list_entries(part.client),
                 window=window,
                 spacing=found.spacing,
             )
@@ -193,4 +215,11 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
         extents=sizes,
         decodings=[Decoding(kind="volume", window=window, spacing=found.spacing)] * len(scan.parts),
         left_out=pairing.list_left_out(found.pairs, found.broken),
+        notices=(f"{reading.cache_directory} {UNKEPT}",) if unkept else (),
     )
+
+
+def list_slices(path: Path) -> list[tuple[str, int, int]]:
+    """Return the name, size and time of change of each file in a folder of slices; empty for a file."""
+    files = sorted(path.iterdir()) if path.is_dir() else []
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
