@@ -1,6 +1,7 @@
 """Patches of cases against their definition, and windows against a loop over voxels in float64."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,7 +13,9 @@ from fedshift.data.assembly import read_folder
 from fedshift.data.federation import ClientData, Federation
 from fedshift.data.patches import Patches, extend, list_starts, parse_size, slide
 from fedshift.data.samples import Samples, join_samples
+from fedshift.experiments.settings import check_counts
 from fedshift.tasks import Segmentation
+from fedshift.tasks.own_metrics import OwnMetric
 from fedshift.utils.errors import UsageError
 
 SIZE = (4, 6)
@@ -204,5 +207,8 @@ def test_patches_are_of_images_with_masks():
     client = ClientData(name="a", train=Samples(x=x, y=masks), test=Samples(x=x, y=masks))
     data = Federation(name="own", clients=(client,), classes=2, task=Segmentation())
     assert data.cut_patches((4,)).client("a").train.shape == (1, 4, 4)
+    own = Segmentation(requested=(OwnMetric(function=print, text="mine"),))
+    with pytest.raises(UsageError, match="metric mine is computed for samples of one size"):
+        check_counts(replace(data, task=own).cut_patches((4,)))
     resized = data.cut_patches((4,)).fit_images(9).client("a").train
     assert (resized.whole_shape, resized.patches.resized, resized.y.shape) == ((1, 9, 9), (9, 9), (4, 9, 9))
