@@ -19,8 +19,8 @@ def predict(model: Path, *files: Path, out: Path, masks: Path | None = None) -> 
         files: Images or directories of images; for a model of volumes, also folders of DICOM slices, one folder per
             image; for a model of tables, CSV files with its columns.
         out: Directory to write, new or empty.
-        masks: Directory of true masks with the names of the images; the table then has the Dice and the surface
-            distances of each image.
+        masks: Directory of true masks with the names of the images, or 21_manual1 beside 21_training and so on; the
+            table then has the mask, the Dice and the surface distances of each image.
 
     """
     from ..export.loading import load

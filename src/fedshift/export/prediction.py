@@ -79,7 +79,8 @@ def predict_files(
         files: Images, directories of images, or for a model of tables, CSV files with its columns. For a model of
             volumes, a folder of DICOM slices is one image.
         out: Directory to write, new or empty.
-        masks: Directory of true masks with the names of the images, for segmentation.
+        masks: Directory of true masks with the names of the images, or names that differ in the same way
+            (:func:`~fedshift.data.files.masks.match_names`), for segmentation.
         progress: Function of a word, the number of files done, and the number of all files.
 
     Raises:
@@ -189,6 +190,10 @@ class _Truths:
                 continue
         return held == {0, IGNORED}
 
+    def name(self, image: Path) -> str:
+        """Return the name of the image's true mask."""
+        return self._masks[image].name
+
     def read(self, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
         """Return the true mask of ``image``, whose header is ``header``; raise :class:`UsageError` if it is unfit."""
         classes = self._decode(self._masks[image], image, header)
@@ -221,17 +226,14 @@ def _match_masks(directory: Path, images: Sequence[Path], stacks: bool) -> dict[
     named = _list_directory(directory, READABLE, stacks)
     _require_distinct_names(named)
     masks = {find_stem(file.name): file for file in named}
-    lacking = [image for image in images if find_stem(image.name) not in masks]
-    if lacking and (
-        alike := match_names([("", find_stem(image.name)) for image in images], [("", key) for key in masks])
-    ):
-        return {image: masks[alike["", find_stem(image.name)][1]] for image in images}
-    if lacking:
+    alike = match_names([("", find_stem(image.name)) for image in images], [("", stem) for stem in masks])
+    if alike is None:
+        lacking = [image for image in images if find_stem(image.name) not in masks]
         raise UsageError(
             f"{len(lacking)} of {len(images)} images have no mask of the same name in {directory}, the first is "
             f"{lacking[0]}: add it, or take the image away"
         )
-    return {image: masks[find_stem(image.name)] for image in images}
+    return {image: masks[alike["", find_stem(image.name)][1]] for image in images}
 
 
 def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths | None) -> Iterator[Row]:
@@ -252,7 +254,8 @@ def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths |
     mask = write_mask(out, find_stem(file.name), predicted.to(torch.uint8).numpy(), file)
     row: Row = {"file": str(file), "status": WRITTEN, "mask": mask.name}
     row |= {f"milliliters {name}": volume for name, volume in _measure_volumes(model, predicted, header)}
-    if truth is not None:
+    if truths and truth is not None:
+        row["true mask"] = truths.name(file)
         row |= dict(_compare(model, predicted, torch.from_numpy(truth).long(), header.spacing))
     yield row
 

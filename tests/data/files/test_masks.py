@@ -302,6 +302,7 @@ def test_arrays_of_masks_are_for_segmentation(tmp_path):
         ("im11 im12", "im21 im22", None),  # numbers are not cut
         ("a1x a1y", "a2x a2y", None),
         ("a b", "a_1 b_1 b_2", None),  # a second annotator
+        ("21_x 22_x", "21_m 22_m 23_m", "21_m 22_m"),
         ("a b", "a_1 c_1", None),
         ("one", "two", None),  # nothing shows that they belong together
     ],

@@ -75,7 +75,7 @@ def pair_files(path: Path, name: str, files: tuple[ImageFile, ...], second: str 
     if second == FIELDS and not sides[FIELDS]:
         return ()
     partners = match_names(sides[IMAGES], sides[second])
-    if partners is not None:
+    if partners is not None and len(sides[IMAGES]) == len(sides[second]):
         return tuple((image, sides[second][partners[key]]) for key, image in sides[IMAGES].items())
     for one, other in ((IMAGES, second), (second, IMAGES)):
         ones, others = sides[one], sides[other]
@@ -96,12 +96,12 @@ def match_names(ones: Collection[Name], others: Collection[Name]) -> dict[Name, 
 
     Names differ in the same way if they are equal without the beginning and the end that all names of a side share:
     ``im01, im02`` and ``im01_mask, im02_mask``, but not ``im11, im12`` and ``im21, im22``, since numbers stay whole.
-    None if the two sides are not the same number of names, at least two, each with one on the other side.
+    ``others`` may have more. None if not each of ``ones``, at least two, has one of its own.
     """
-    if set(ones) == set(others):
+    if set(ones) <= set(others):
         return {name: name for name in ones}
     cut = [_cut_common(side) for side in (ones, others)]
-    if cut[0].keys() != cut[1].keys() or not 1 < len(ones) == len(others) == len(cut[0]):
+    if len(ones) < 2 or [*map(len, cut)] != [len(ones), len(others)] or not cut[0].keys() <= cut[1].keys():
         return None
     return {name: cut[1][key] for key, name in cut[0].items()}
 
