@@ -356,7 +356,7 @@ def test_what_cannot_be_searched_is_refused_before_anything_starts(cli, quick, t
         (("--methods", "fedavg,fixbn"), "freezes after a share of all rounds"),
         (("--rates", "fast"), "rates='fast': give numbers"),
         (("--methods", "fedavg,fedbn", "--budget", 1e-9), "budget=1e-09 minutes: one round of fedavg and fedbn"),
-        (("--domains", "ann"), "has one client"),
+        (("--domains", "ann"), "has only one client"),
     ):
         outcome = cli("advise", "--data", tiny_folder, "--out", "none", *words)
         assert (outcome.code, said in outcome.err) == (2, True), outcome.err
