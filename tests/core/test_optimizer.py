@@ -98,6 +98,17 @@ def test_equals_torch_optim(ours, theirs):
             assert (parameter - mine).abs().max() <= 1e-14
 
 
+def test_a_step_by_one_operation_on_all_parameters_has_the_same_bits(monkeypatch):
+    sgd, drawn = SGD(lr=0.1), torch.Generator().manual_seed(0)
+    params, grads = ({name: torch.randn(7, 5, generator=drawn) for name in "ab"} for _ in range(2))
+    joined = {name: param.clone() for name, param in params.items()}
+    sgd.update_(params, grads, {}, 0.03)
+    with monkeypatch.context() as patched:
+        patched.setattr("fedshift.core.optimizer._may_join", lambda params: True)
+        sgd.update_(joined, grads, {}, 0.03)
+    assert all(torch.equal(params[name], joined[name]) for name in "ab")
+
+
 @pytest.mark.parametrize("kind", OF_TORCH, ids=lambda kind: getattr(kind, "func", kind).__name__)
 def test_any_optimizer_of_torch_takes_its_own_steps_also_from_a_state_that_was_stored(kind):
     ours = as_optimizer(kind, lr=0.1)

@@ -77,6 +77,9 @@ class SGD(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
+        if not (self.weight_decay or self.momentum) and _may_join(params):
+            torch._foreach_sub_([*params.values()], [grads[name] for name in params], alpha=lr)
+            return
         for name, param in params.items():
             grad = grads[name]
             if self.weight_decay:
@@ -118,6 +121,16 @@ class AdamW(Optimizer):
             square = squares[name].mul_(self.beta2).add_(grad * grad, alpha=1 - self.beta2)
             param.mul_(1 - lr * self.weight_decay)
             param.sub_(mean / ((square / correction2).sqrt() + self.eps) * (lr / correction1))
+
+
+def _may_join(params: State) -> bool:
+    """Return whether one operation may update all ``params``: on a device where each call costs more than its memory.
+
+    On a CPU, joined operations take as long. ``torch.vmap`` has no rule for them.
+    """
+    return any(not each.is_cpu for each in params.values()) and not any(
+        torch._C._functorch.is_batchedtensor(each) for each in params.values()
+    )
 
 
 NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
