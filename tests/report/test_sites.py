@@ -15,6 +15,7 @@ from fedshift.report import publication
 from fedshift.report.formatting import to_latex
 from fedshift.report.sites import Effect, compare_clients, describe_clients, list_client_tables, tabulate_clients
 from fedshift.results.cases import Cases
+from fedshift.results.schema import find_plain
 
 METHODS, SEEDS = ("single", "fedavg", "fedbn"), 5
 SIZES = {"gains": 200, "loses": 200, "same": 200, "small": 8}
@@ -117,6 +118,20 @@ def test_without_single_a_sentence_says_how_to_have_it_and_few_seeds_decide_noth
     assert describe_clients(study) == ["To see which clients gain over training alone, add method single."]
     assert list_client_tables(study) == {}
     assert {each.reason for each in compare_clients(study)} == {"2 seeds, of 3"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "name", "found"),
+    [
+        (["fedbn", "Single()", "fedavg"], "single", "Single()"),
+        (["single+tuned(lr=0.3)", "fedavg"], "single", "single+tuned(lr=0.3)"),
+        (["fedavg+tuned(lr=1)", "fedavg"], "fedavg", "fedavg"),
+        (["fedbn", "tuned(lr=0.3)"], "fedavg", "tuned(lr=0.3)"),
+        (["single+fedprox(mu=0.1)+tuned(lr=1)", "tuned(lr=1)+fedbn"], "single", None),
+    ],
+)
+def test_references_are_found_at_any_learning_rate(labels, name, found):
+    assert find_plain(labels, name) == found
 
 
 def test_where_sites_keep_the_results_of_single_samples_errors_count_as_independent(profits):

@@ -89,7 +89,7 @@ def test_the_page_names_the_best_by_validation_has_one_legend_and_answers_the_po
     publish_sweep(pairs(), tmp_path, Console(quiet=True), {})
     text = (tmp_path / "sweep.html").read_text()
     assert "<strong>fedavg at epochs=1, batch_size=full; fedbn at epochs=2, batch_size=10</strong>" in text
-    assert '<td class="shade-5">90.00</td>' in text
+    assert '<td class="shade-5">♦ 80.00</td>' in text
     assert "♦: best on validation data." in text
     assert text.count('<ul class="legend">') == 2  # methods, and values of the setting that has line styles
     assert ">fedbn, batch_size=full, round 1: 40</text>" in text

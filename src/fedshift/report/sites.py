@@ -20,7 +20,7 @@ from enum import Enum
 import pandas as pd
 
 from ..analysis.statistics import FEWEST, PairedDifference, correct_family
-from ..results.schema import RunSummary, is_lower_better, is_plain
+from ..results.schema import RunSummary, find_plain, is_lower_better, is_plain
 from ..utils.words import join_some
 from .claims import Measured, measure_methods
 from .formatting import MISSING, TextCell, TextTable, Unit, difference_unit, make_table
@@ -98,7 +98,7 @@ def _compare_clients(summary: RunSummary, metric: str, model: str, level: float)
     found: list[ClientDifference] = []
     others = [method for method in measured.values if not summary.methods[method].pooled]
     for kind in REFERENCES:
-        reference = next((method for method in others if is_plain(method, kind)), None)
+        reference = find_plain(others, kind)
         if reference is None or summary.compare_with not in ("", reference):
             continue
         others.remove(reference)
@@ -220,7 +220,7 @@ def describe_clients(summary: RunSummary) -> list[str]:
         for reference, method in dict.fromkeys((each.reference, each.method) for each in found):
             own = [each for each in found if (each.reference, each.method) == (reference, method)]
             sentences.append(_count_clients(own, unit))
-    if not summary.compare_with and not any(is_plain(method, "single") for method in summary.methods):
+    if not summary.compare_with and find_plain(summary.methods, "single") is None:
         sentences.append("To see which clients gain over training alone, add method single.")
     return sentences
 

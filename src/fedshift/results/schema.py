@@ -118,14 +118,24 @@ Row = dict[str, Any]
 
 
 def is_plain(label: str, name: str) -> bool:
-    """Return whether a method's ``label`` is the ``name`` of one of fedshift's, in some spelling of it."""
-    return label.lower().removesuffix("()") == name
+    """Return whether a method's ``label`` is ``name`` of fedshift's methods, in any spelling and at any learning rate.
+
+    ``single+tuned(lr=0.3)`` is ``single``, and ``tuned(lr=0.3)`` alone is ``fedavg``.
+    """
+    parts = [part.strip().lower().removesuffix("()") for part in re.split(r"\+(?![^(]*\))", label)]
+    return ([part for part in parts if not part.startswith("tuned(")] or ["fedavg"]) == [name]
+
+
+def find_plain(labels: Iterable[str], name: str) -> str | None:
+    """Return the one of ``labels`` that is the method ``name``, rather without a learning rate; None: none is."""
+    found = [label for label in labels if is_plain(label, name)]
+    return min(found, key=lambda label: "tuned(" in label.lower(), default=None)
 
 
 def find_baseline(labels: Iterable[str]) -> str:
     """Return the method that others are compared with: FedAvg, else the first; empty if there is none."""
     labels = list(labels)
-    return next((label for label in labels if is_plain(label, "fedavg")), next(iter(labels), ""))
+    return find_plain(labels, "fedavg") or next(iter(labels), "")
 
 
 def name_metric(metric: str) -> str:
