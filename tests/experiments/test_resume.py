@@ -116,7 +116,7 @@ CHECKPOINT_HALF_WRITTEN = KILL + (
     "c.save = save\n"
 )
 ROWS_HALF_WRITTEN = KILL + (
-    "import fedshift.experiments.experiment as e; real, calls = e.append_rows, []\n"
+    "import fedshift.experiments.trial_run as e; real, calls = e.append_rows, []\n"
     "def append(path, rows):\n"
     "    calls.append(1)\n"
     "    real(path, rows)\n"
