@@ -85,12 +85,13 @@ class ClusterPrototypes(Prototypes):
         used_KM, clusters_KMD = memory["used"], memory["clusters"]
         count_K = used_KM.sum(dim=1)
         unbiased_KD = clusters_KMD.sum(dim=1) / count_K.clamp(min=1)[:, None]
+        attraction_B = self.attract(z_BD, unbiased_KD[y_B])
         similarity_BP = normalize(z_BD, dim=1) @ normalize(clusters_KMD, dim=2).flatten(0, 1).T
         logits_BP = self.sharpen(similarity_BP).masked_fill(used_KM.flatten() == 0, UNUSED)
         places = torch.arange(len(count_K), device=y_B.device).repeat_interleave(used_KM.shape[1])
         positive_BP = logits_BP.masked_fill(places != y_B[:, None], UNUSED)
         contrast_B = logits_BP.logsumexp(dim=1) - positive_BP.logsumexp(dim=1)
-        return ((count_K > 0).to(z_BD.dtype)[y_B] * (contrast_B + self.attract(z_BD, unbiased_KD[y_B]))).mean()
+        return ((count_K > 0).to(z_BD.dtype)[y_B] * (contrast_B + attraction_B)).mean()
 
     def sharpen(self, cosine: Tensor) -> Tensor:
         """Return the logits of the contrast, given similarities in [-1, 1]."""

@@ -91,7 +91,7 @@ def write_pictures(folder: Path, round: int, pictures: Sequence[Picture]) -> Non
     packed = io.BytesIO()
     arrays = {str(number): picture.image for number, picture in enumerate(pictures)}
     np.savez_compressed(packed, **{_INDEX: np.frombuffer(json.dumps(index).encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
-    write_atomically(folder / PICTURES, packed.getvalue())
+    write_atomically(folder / PICTURES, _seal(packed.getvalue()))
 
 
 def read_pictures(folder: Path, round: int) -> tuple[Picture, ...]:
@@ -103,14 +103,39 @@ def read_pictures(folder: Path, round: int) -> tuple[Picture, ...]:
     if not path.exists():
         return ()
     try:
-        with np.load(path) as packed:
+        with np.load(_unseal(path.read_bytes())) as packed:
             index = json.loads(packed[_INDEX].tobytes())
             known = [(client, row, packed[str(number)]) for number, (client, row) in enumerate(index["of"])]
     except DAMAGE as error:
-        raise FedshiftError(f"{path} is damaged ({error}): remove it; reports go without these pictures") from error
+        raise FedshiftError(
+            f"{path} is damaged ({error}): remove it, and have it drawn again (fedshift run or compare, {{}})",
+            Ref(resume=True),
+        ) from error
     if index["round"] != round:
         return ()
     return tuple(Picture(client=client, row=row, image=image) for client, row, image in known)
+
+
+def has_pictures(folder: Path, round: int) -> bool:
+    """Return whether ``folder`` has pictures after ``round``, or has drawn that there are none."""
+    try:
+        with np.load(_unseal((folder / PICTURES).read_bytes())) as packed:
+            return bool(json.loads(packed[_INDEX].tobytes())["round"] == round)
+    except DAMAGE:
+        return False
+
+
+def _seal(body: bytes) -> bytes:
+    """Return an archive with its checksum as its comment."""
+    return body[:-2] + _COMMENT + checksum(body).encode()
+
+
+def _unseal(content: bytes) -> io.BytesIO:
+    """Return an archive to read; raise :class:`ValueError` if it does not have its checksum."""
+    body, length, digest = content[:-10], content[-10:-8], content[-8:]
+    if content[-22:-18] != _END and (length, digest) != (_COMMENT, checksum(body + b"\0\0").encode()):
+        raise ValueError("its checksum does not match")
+    return io.BytesIO(content)
 
 
 def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Records], split: str = "test") -> None:
@@ -135,8 +160,7 @@ def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Reco
     }  # fmt: skip
     packed = io.BytesIO()
     np.savez(packed, **{_INDEX: np.frombuffer(json.dumps(index).encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
-    body = packed.getvalue()
-    write_atomically(folder / FILES[split], body[:-2] + _COMMENT + checksum(body).encode())
+    write_atomically(folder / FILES[split], _seal(packed.getvalue()))
 
 
 def read_cases(folder: Path, split: str = "test") -> Cases | None:
@@ -148,11 +172,7 @@ def read_cases(folder: Path, split: str = "test") -> Cases | None:
     if not path.exists():
         return None
     try:
-        content = path.read_bytes()
-        body, length, digest = content[:-10], content[-10:-8], content[-8:]
-        if content[-22:-18] != _END and (length, digest) != (_COMMENT, checksum(body + b"\0\0").encode()):
-            raise ValueError("its checksum does not match")
-        with np.load(io.BytesIO(content)) as packed:
+        with np.load(_unseal(path.read_bytes())) as packed:
             arrays = {name: packed[name] for name in packed.files}
         index = json.loads(arrays.pop(_INDEX).tobytes())
         if index["checksums"] != {name: checksum(array.tobytes()) for name, array in arrays.items()}:
