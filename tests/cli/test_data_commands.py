@@ -90,8 +90,8 @@ def test_images_of_several_sizes_are_shown_but_trained_on_only_at_a_size_that_is
     shown = cli("data", "show", photos, "--on-data-error", "warn", "--out", tmp_path / "pictures")
     assert shown.code == 0, shown.err
     assert {file.name for file in (tmp_path / "pictures").iterdir()} == {
-        "samples.png", "samples.svg", "classes.png", "classes.svg",
-    }  # fmt: skip
+        f"{name}.{suffix}" for name in ("samples", "classes") for suffix in ("png", "svg", "pdf")
+    }
     refused = cli("run", "--data", photos, "--on-data-error", "warn")
     assert (refused.code, "--image-size" in refused.err) == (2, True)
 
