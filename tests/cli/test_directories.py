@@ -67,6 +67,7 @@ def test_a_run_goes_on_from_any_directory(cli, project, run, moved, monkeypatch,
     assert cli("report", run, *CODE).code == 0
 
 
+@pytest.mark.slow
 def test_data_that_moved_alone_are_asked_for_and_checked(cli, project, run, tmp_path, rewrite_arrays):
     (project / "sites").rename(tmp_path / "new place")
     adapt = ["adapt", run, "--data", "digits"]

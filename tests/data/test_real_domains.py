@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 import fedshift
 
 DOMAINS = ["mnist", "usps", "mnistm", "svhn_subset", "chars74k_fnt"]
@@ -23,6 +25,7 @@ if all((DATA / f"{name}.npz").is_file() for name in DOMAINS):
         for before, after in zip(raw.clients, data.clients, strict=True):
             assert abs(float(before.train.x.double().mean()) - float(after.train.x.double().mean())) < 1
 
+    @pytest.mark.slow
     def test_a_comparison_runs_on_them(undrawn):
         data = fedshift.read_folder(DATA, DOMAINS).fit_images(8).limit_samples(64)
         result = fedshift.compare([fedshift.fedavg(), fedshift.fedbn()], data=data, rounds=1, lr=0.05)

@@ -97,6 +97,7 @@ def test_pictures_of_images_are_written_and_show_training_images_by_class(tiny, 
     ] == first
 
 
+@pytest.mark.slow
 def test_pictures_of_vectors_show_the_columns_that_differ(tmp_path, drawn):
     rng = np.random.default_rng(0)
     parts = {}
@@ -118,6 +119,7 @@ def test_floating_point_images_are_stretched_to_be_seen(tmp_path, drawn):
     assert (values.min(), values.max()) == (0, 255)
 
 
+@pytest.mark.slow
 def test_many_clients_are_shown_in_part_and_counted_in_full(tiny, tmp_path, drawn):
     first = tiny.clients[0]
     draw_overview(replace(tiny, clients=tuple(replace(first, name=str(k)) for k in range(SHOWN + 9))), tmp_path)

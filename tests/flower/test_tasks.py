@@ -151,6 +151,7 @@ def test_a_class_of_the_sites_machine_is_a_task_only_where_the_site_allows_it(tm
     assert "nobody allowed" in answer.facts["why"]
 
 
+@pytest.mark.slow
 def test_a_site_exports_models_of_masks_labels_and_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("fedshift.export.package.save_onnx", lambda *_, **__: "left out")
     for number, task in enumerate((None, "multilabel", SCALED)):
