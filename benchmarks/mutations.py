@@ -52,7 +52,7 @@ CORE = (
     Fault("trimmed-at-one-end", "core/means.py", "compute_trimmed_mean",
           "slice(trim, len(states) - trim)", "slice(trim, None)", "tests/methods/test_robust.py"),
     Fault("shares-of-participants-alone", "core/server_round.py", "receive",
-          "sum(effective.values())", "sum(effective[name] for name, _ in updates)",
+          "sizes.total", "sum(sizes.effective[name] for name, _ in updates)",
           "tests/methods/test_scaffold.py"),
     Fault("a-claim-decides-alone", "core/shares.py", "bound_shares", "min(each, level)", "each",
           "tests/core/test_shares.py"),
