@@ -71,7 +71,7 @@ class FinishedRun:
                 records = {key: {name: x.tolist() for name, x in each.items()} for key, each in cases.records.items()}
                 known = self.cases.setdefault(read is found.read_cases, (cases.round, records))
                 assert known == (cases.round, records)
-        pictures = [(each.client, each.row, each.image.tolist()) for each in found.read_pictures("fedbn", 2)]
+        pictures = [(each.client, each.row, each.image.tolist()) for each in found.read_pictures("fedbn", 2) or ()]
         assert pictures in ([], self.pictures or pictures)
         self.pictures = self.pictures or pictures
         if len(found.lag):  # whoever removes it, as its own error says, has no notice about statistics

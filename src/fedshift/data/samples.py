@@ -196,7 +196,7 @@ class Samples:
         return Samples(x=x, y=self.patches.crop(self.y[number][None], row), normalization=self.normalization)
 
     def read_case(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return a case as it is stored without its padding, ``[1, ...]``, and its targets as :meth:`targets` does."""
+        """Return the stored case ``[1, ...]`` without its padding, and its targets (:meth:`targets`)."""
         case = self.take_case(number)
         return case.x, case.targets()
 

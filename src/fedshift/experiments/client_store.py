@@ -140,7 +140,7 @@ class ClientStore(Mapping[str, ClientState]):
 
     @property
     def is_full(self) -> bool:
-        """Whether more than ``limit`` is in memory, because states are not in files yet."""
+        """Return whether more than ``limit`` is in memory, because states are not in files yet."""
         return self.held > self._limit and bool(self._unsaved)
 
     def spill(self, round: int) -> None:

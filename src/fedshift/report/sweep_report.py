@@ -102,7 +102,7 @@ class SweepResults:
 
     @property
     def validated(self) -> bool:
-        """Whether all combinations were measured on validation data."""
+        """Return whether all combinations were measured on validation data."""
         return all((point.summary.rows["split"] == "validation").any() for point in self.points)
 
     def describe(self, index: int) -> str:

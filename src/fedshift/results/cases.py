@@ -94,14 +94,14 @@ def write_pictures(folder: Path, round: int, pictures: Sequence[Picture]) -> Non
     write_atomically(folder / PICTURES, _seal(packed.getvalue()))
 
 
-def read_pictures(folder: Path, round: int) -> tuple[Picture, ...]:
-    """Return the pictures of a trial's ``folder`` after ``round``, none if it has others or none.
+def read_pictures(folder: Path, round: int) -> tuple[Picture, ...] | None:
+    """Return the pictures of a trial's ``folder`` after ``round``, or None if none were drawn then.
 
     Raises :class:`FedshiftError` if the file is damaged.
     """
     path = folder / PICTURES
     if not path.exists():
-        return ()
+        return None
     try:
         with np.load(_unseal(path.read_bytes())) as packed:
             index = json.loads(packed[_INDEX].tobytes())
@@ -112,16 +112,15 @@ def read_pictures(folder: Path, round: int) -> tuple[Picture, ...]:
             Ref(resume=True),
         ) from error
     if index["round"] != round:
-        return ()
+        return None
     return tuple(Picture(client=client, row=row, image=image) for client, row, image in known)
 
 
 def has_pictures(folder: Path, round: int) -> bool:
-    """Return whether ``folder`` has pictures after ``round``, or has drawn that there are none."""
+    """Return whether ``folder`` has undamaged pictures after ``round``, of which there may be none."""
     try:
-        with np.load(_unseal((folder / PICTURES).read_bytes())) as packed:
-            return bool(json.loads(packed[_INDEX].tobytes())["round"] == round)
-    except DAMAGE:
+        return read_pictures(folder, round) is not None
+    except FedshiftError:
         return False
 
 

@@ -385,9 +385,10 @@ class RunSummary:
     statistics were updated before, and ``remaining``, the part of their initial values that they still hold;
     ``stopped`` has the reasons why trials ended before the last round, by method and seed; ``read_cases`` reads the
     records of single test samples of a method and seed, ``read_validation`` the records of validation samples, None
-    where there are none; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds
-    of scores are chosen (:func:`fedshift.analysis.clinical.parse_operating_point`); ``compare_with``: the method with
-    which alone others are compared, as chosen before the run, by label; empty: all pairs of methods are.
+    where there are none; ``read_pictures`` reads pictures of the worst test images of a method's first seed after a
+    round; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds of scores are
+    chosen (:func:`fedshift.analysis.clinical.parse_operating_point`); ``compare_with``: the method with which alone
+    others are compared, as chosen before the run, by label; empty: all pairs of methods are.
     """
 
     name: str
@@ -417,7 +418,7 @@ class RunSummary:
     stopped: Mapping[tuple[str, int], str] = field(default_factory=dict)
     read_cases: Callable[[str, int], Cases | None] = lambda *_: None
     read_validation: Callable[[str, int], Cases | None] = lambda *_: None
-    read_pictures: Callable[[str, int], tuple[Picture, ...]] = lambda *_: ()
+    read_pictures: Callable[[str, int], tuple[Picture, ...] | None] = lambda *_: None
     class_names: tuple[str, ...] = ()
     operating_point: str = "youden"
     compare_with: str = ""

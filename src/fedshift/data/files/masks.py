@@ -96,7 +96,8 @@ def match_names(ones: Collection[Name], others: Collection[Name]) -> dict[Name, 
 
     Names differ in the same way if they are equal without the beginning and the end that all names of a side share:
     ``im01, im02`` and ``im01_mask, im02_mask``, but not ``im11, im12`` and ``im21, im22``, since numbers stay whole.
-    ``others`` may have more. None if not each of ``ones``, at least two, has one of its own.
+    ``others`` may have more. None if a name has no partner, if two would share one, or if ``ones`` is a single name
+    that ``others`` lacks, which shows no common parts.
     """
     if set(ones) <= set(others):
         return {name: name for name in ones}
