@@ -171,7 +171,8 @@ PARTED = {
 }
 GIVEN = {
     "test_fraction": 0.4, "client_column": "who", "target": "label", "split_column": "part", "groups": "patient",
-    "missing": "refuse", "scaling": "none", "image_size": 9, "window": "-160,240", "spacing": "1,1,3",
+    "ignore_columns": "visit", "missing": "refuse", "scaling": "none", "image_size": 9, "window": "-160,240",
+    "spacing": "1,1,3",
 }  # fmt: skip
 
 

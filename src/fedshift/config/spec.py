@@ -275,6 +275,9 @@ class DataSpec:
     split_column: Annotated[str | None, Parameter(group=FILES)] = None
     """Column of a table with the values train, validation or test."""
 
+    ignore_columns: Annotated[str | None, Parameter(group=FILES)] = None
+    """Columns of a table to leave out, such as dates and identifiers, separated by commas."""
+
     groups: Annotated[str | None, Parameter(group=FILES)] = None
     """Groups (patients) that are never divided between training, validation and test data or clients: a column of a
     table, a pattern of file names, '{group}_*.png', a .csv file with columns file and group, the name of arrays next to

@@ -48,7 +48,8 @@ DATASETS = Catalog[Federation](
 """Benchmarks by name."""
 
 READ = (
-    "test_fraction", "client_column", "target", "split_column", "groups", "missing", "scaling", "window", "spacing",
+    "test_fraction", "client_column", "target", "split_column", "ignore_columns", "groups", "missing", "scaling",
+    "window", "spacing",
 )  # fmt: skip
 """Settings that apply to user files, in addition to the task."""
 

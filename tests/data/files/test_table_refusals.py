@@ -45,7 +45,10 @@ def patients() -> pd.DataFrame:
         (lines(*ROWS).replace(",a,", ",ill,"), "{file} has two columns 'ill': names must differ"),
         (lines(*ROWS).replace(",a,", ",,"), "{file}: column 3 has no name ('')"),
         (lines(*ROWS).replace(",a,", ",Unnamed: 0,"), "column 3 has no name ('Unnamed: 0'), and is probably the num"),
-        (lines(*ROWS).replace(",", ";"), "{file} has semicolons between its columns (site;part;a;ill): write it with"),
+        (
+            "site;part;a;ill\nx;train;1,5;0\nx;train;1.234;1\nx;test;2;0\nx;test;2;1\n",
+            "{file}: column 'a' has numbers with a comma and numbers with a point, such as 1.234: write all",
+        ),
         (lines(*ROWS, "x,train,\xff,0").encode("latin-1"), "{file} cannot be read as a table"),
         (lines(*ROWS).encode("utf-16"), "{file} cannot be read as a table"),
         ("site,part,ill\nx,train,0\n", "{file} has no column except ill, site, part: a table needs features"),
@@ -96,6 +99,9 @@ def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said)
         ({"groups": "patient"}, "unknown column 'patient'"),
         ({"client_column": "sites"}, "unknown column 'sites': did you mean 'site'?"),
         ({"groups": "ill"}, "column 'ill' is named for 2 purposes"),
+        ({"ignore_columns": "age, ill"}, "column 'ill' is named for 2 purposes"),
+        ({"ignore_columns": "pains"}, "unknown column 'pains': did you mean 'pain'?"),
+        ({"ignore_columns": "age,pain"}, "has no column except ill, site, part, age, pain: a table needs features"),
         ({"client_column": None}, "say which column holds the client of each row (client_column), or give a direct"),
         ({"client_column": None}, "perhaps 'site'; columns are age, site, pain, ill, part"),
         ({"split_column": None, "test_fraction": 1.0}, "test_fraction=1: must lie between 0 and 1"),
@@ -195,13 +201,16 @@ def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
             read_source(tmp_path, reading)
         return str(refused.value)
 
+    def out(column: str) -> str:
+        return f"all files need the same columns; rename it, or leave it out (ignore_columns={column!r})"
+
     assert f"{tmp_path} holds no data" in refusal()
     frame.to_csv(a, index=False)
     assert f"{a} is a single table: say which column holds the client" in refusal()
     frame.drop(columns="pain").to_parquet(b)
-    assert refusal() == f"{b} has no column 'pain', which {a} has: all files need the same columns"
+    assert refusal() == f"{b} has no column 'pain', which {a} has: {out('pain')}"
     frame.assign(extra=1).to_parquet(b)
-    assert refusal() == f"{a} has no column 'extra', which {b} has: all files need the same columns"
+    assert refusal() == f"{a} has no column 'extra', which {b} has: {out('extra')}"
     frame.assign(pain=7).to_parquet(b)
     assert refusal() == (
         f"{a}, data row 1: column 'pain' holds text such as 'typical' here and numbers in another file: "

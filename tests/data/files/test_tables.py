@@ -351,6 +351,28 @@ def test_labels_are_numbered_from_zero(read, name, values, classes, labels, name
             assert split.y.tolist() == [labels[row // 3 % 3] for row in rows]
 
 
+def test_semicolons_and_decimal_commas_mean_what_commas_and_points_do(read, tmp_path):
+    frame = patients()
+    plain = read(frame)
+    frame.to_csv(tmp_path / "german.csv", index=False, sep=";", decimal=",")
+    said = read_source(tmp_path / "german.csv", RAW)
+    assert said.fingerprint == plain.fingerprint
+    assert said.notices == (f"{tmp_path}/german.csv: semicolons separate its columns, and a comma in a number is its "
+                            "decimal point",)  # fmt: skip
+
+
+def test_ignored_columns_are_no_features_and_need_not_be_in_every_file(read, tmp_path):
+    frame = patients()
+    without = read(frame)
+    frame["visit"] = "2020-01-01"
+    assert read(frame, "visits.csv", ignore_columns="visit").fingerprint == without.fingerprint
+    for place, (site, rows) in enumerate(frame.groupby("site")):
+        (tmp_path / "sites").mkdir(exist_ok=True)
+        write(rows.drop(columns=["site", *["visit"] * (place == 1)]), tmp_path / "sites" / f"{site}.csv")
+    told = replace(RAW, client_column=None, ignore_columns=" visit ")
+    assert read_source(tmp_path / "sites", told).fingerprint == without.fingerprint
+
+
 # Splits
 
 

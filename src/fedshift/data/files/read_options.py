@@ -32,6 +32,7 @@ class ReadOptions:
         target: Table column with the label; for several labels or numbers, columns separated by commas.
         task: The prediction task; None: classification, or segmentation if there are masks.
         split_column: Table column with train, validation or test.
+        ignore_columns: Table columns that are no features, separated by commas.
         groups: Groups (such as the samples of one patient) that stay together: a table's column, a pattern of file
             names or a table of files (:mod:`fedshift.data.groups`), or the name of arrays next to x and y.
         window: Values ``LOW,HIGH`` of medical images that become -1 and 1; None: each image's percentiles.
@@ -58,6 +59,7 @@ class ReadOptions:
     target: str | None = None
     task: Task | None = None
     split_column: str | None = None
+    ignore_columns: str | None = None
     groups: str | None = None
     window: str | None = None
     spacing: str | None = None
@@ -83,6 +85,11 @@ class ReadOptions:
         if self.target is None or self.task is None or isinstance(self.task, Classification):
             return [] if self.target is None else [self.target]
         return [name.strip() for name in self.target.split(",")]
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of a table's columns that are left out."""
+        return [name.strip() for name in (self.ignore_columns or "").split(",") if name.strip()]
 
     @property
     def role_columns(self) -> list[str]:

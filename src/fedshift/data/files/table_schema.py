@@ -27,12 +27,13 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ...utils.errors import UsageError
+from ...utils.errors import Ref, UsageError
 from ...utils.files import check_expansion, open_regular, require_regular
 from ..columns import MISSING, Column
 from ..preparation import FeatureScaling
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+"""Of a .csv file whose line of names has semicolons and no comma, the separator is the semicolon."""
 SUFFIXES = (*SEPARATORS, ".parquet")
 TEXT_BLOCK = 1 << 18
 """Bytes of text to parse at a time (more for long lines); Arrow reads ahead about 32 times as many."""
@@ -43,6 +44,7 @@ BATCH_CELLS = 1 << 17
 MOST_CATEGORIES = 50
 TRUTHS = pa.array(["true", "false"])
 
+_DECIMAL_COMMA, _POINT = r"^\s*([+-]?\d*),(\d+([eE][+-]?\d+)?)\s*$", r"^\s*[+-]?\d*\.\d+\s*$"
 _DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2,4}([T ].*)?")
 
 Floats = NDArray[np.float32]
@@ -65,10 +67,14 @@ def is_table(file: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TableFile:
-    """A file and the types of its columns by name, in file order."""
+    """A file and the types of its columns by name, in file order.
+
+    ``semicolons``: whether they separate its columns; the comma in a number is then its decimal point.
+    """
 
     path: Path
     types: dict[str, Any]
+    semicolons: bool = False
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield batches of rows of ``columns``, in this order; raise :class:`UsageError` for a damaged file."""
@@ -85,13 +91,28 @@ class TableFile:
                 options = pa.csv.ConvertOptions(
                     include_columns=columns, column_types=self.types, null_values=MISSING, strings_can_be_null=True
                 )
-                yield from _number_batches(_join_batches(_open_text(self.path, options)))
+                batches = _join_batches(_open_text(self.path, options))
+                yield from _number_batches(map(self._read_decimals, batches) if self.semicolons else batches)
                 return
             with pq.ParquetFile(self.path, buffer_size=1 << 16, pre_buffer=False) as file:
                 for at in range(0, len(columns), together):
                     names = list(columns[at : at + together])
                     batches = file.iter_batches(max(1, BATCH_CELLS // len(names)), columns=names)
                     yield from _number_batches(batch.select(names) for batch in batches)
+
+    def _read_decimals(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return ``batch`` with decimal points; raise :class:`UsageError` if a column has points and commas."""
+        columns = []
+        for name, cells in zip(batch.schema.names, batch.columns, strict=True):
+            if pc.any(pc.match_substring_regex(cells, _DECIMAL_COMMA)).as_py():
+                if pc.any(pointed := pc.match_substring_regex(cells, _POINT)).as_py():
+                    raise UsageError(
+                        f"{self.path}: column {name!r} has numbers with a comma and numbers with a point, such as "
+                        f"{cells.filter(pointed)[0]}: write all decimals in one way, and no thousands separators"
+                    )
+                cells = pc.replace_substring_regex(cells, _DECIMAL_COMMA, r"\1.\2")
+            columns.append(cells)
+        return pa.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
 def _join_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -135,18 +156,30 @@ def open_table(path: Path) -> TableFile:
                 f"{path}: column {place} has no name ({name!r}), and is probably the number of the row: "
                 "write the table without it (in pandas index=False), or name it"
             )
-    if text and len(names) == 1 and ";" in names[0]:
-        raise UsageError(f"{path} has semicolons between its columns ({names[0]}): write it with commas")
-    return TableFile(path=path, types={name: pa.string() if text else schema.field(name).type for name in names})
+    return TableFile(
+        path=path,
+        types={name: pa.string() if text else schema.field(name).type for name in names},
+        semicolons=text and _find_separator(path, _read_header(path)) == ";",
+    )
+
+
+def _read_header(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.readline(1 << 24)
+
+
+def _find_separator(path: Path, header: bytes) -> str:
+    """Return what separates the columns of a text file with the line of names ``header``."""
+    names, usual = re.sub(rb'"[^"]*"', b"", header), SEPARATORS[path.suffix.lower()]
+    return ";" if usual == "," and b";" in names and b"," not in names else usual
 
 
 def _open_text(path: Path, options: pa.csv.ConvertOptions | None = None) -> pa.csv.CSVStreamingReader:
-    with open_regular(path) as file:
-        header = len(file.readline(1 << 24))
+    header = _read_header(path)
     return pa.csv.open_csv(
         path,
-        read_options=pa.csv.ReadOptions(use_threads=False, block_size=max(TEXT_BLOCK, 16 * header)),
-        parse_options=pa.csv.ParseOptions(delimiter=SEPARATORS[path.suffix.lower()], newlines_in_values=True),
+        read_options=pa.csv.ReadOptions(use_threads=False, block_size=max(TEXT_BLOCK, 16 * len(header))),
+        parse_options=pa.csv.ParseOptions(delimiter=_find_separator(path, header), newlines_in_values=True),
         convert_options=options,
     )
 
@@ -284,7 +317,10 @@ def read_declared_types(name: str, tables: Sequence[TableFile]) -> ColumnContent
         if pa.types.is_temporal(kind):
             raise _date_error(name, f"{kind} in {table.path}")
         if not (is_text(kind) or is_number(kind)):
-            raise UsageError(f"{table.path}: column {name!r} holds {kind}, neither numbers nor text: leave it out")
+            raise UsageError(
+                f"{table.path}: column {name!r} holds {kind}, neither numbers nor text: leave it out ({{}})",
+                Ref(ignore_columns=name),
+            )
     return ColumnContents(
         typed=any(is_number(kind) and not pa.types.is_null(kind) for kind in types),
         declared=any(pa.types.is_dictionary(kind) for kind in types),
@@ -307,8 +343,9 @@ def infer_column(name: str, seen: ColumnContents) -> tuple[Column, str]:
     if len(found) > MOST_CATEGORIES:
         raise UsageError(
             f"{where}column {name!r} holds text such as {odd!r} and more than {MOST_CATEGORIES} different values, so "
-            "it is an identifier, free text, or numbers with a slip among them: correct it, or leave it out of the "
-            "table"
+            "it is an identifier, free text, or numbers with a slip among them: correct it, or leave it out "
+            "({})",
+            Ref(ignore_columns=name),
         )
     mixed = not seen.declared and any(_are_numbers(pa.array([value])) for value in found)
     notice = (
@@ -320,7 +357,8 @@ def infer_column(name: str, seen: ColumnContents) -> tuple[Column, str]:
 def _date_error(name: str, example: str) -> UsageError:
     return UsageError(
         f"column {name!r} holds dates or times ({example}), which have no scale: make it a number, such as the age or "
-        "the days since an event, or leave it out of the table"
+        "the days since an event, or leave it out ({})",
+        Ref(ignore_columns=name),
     )
 
 

@@ -4,10 +4,10 @@ Files are read twice, in batches of rows. The first pass finds each row's client
 every text column; the second writes the features into float32 arrays of their final size. Little more than the result
 is ever in memory.
 
-Columns are matched by name. All columns without a role are features: a number or Boolean is one feature, text (at
-most 50 distinct values) is one feature per category. The list of categories is the sorted union over the clients
-read. Missing values (cells that are empty, NaN, NA, N/A, null or ?) are filled, and numbers scaled, based on each
-client's training rows. Integer labels 0..K-1 keep their value; all others are numbered in order.
+Columns are matched by name. All columns are features unless they have a role or are ignored: a number or Boolean is
+one feature, text (at most 50 distinct values) is one feature per category. The list of categories is the sorted union
+over the clients read. Missing values (cells that are empty, NaN, NA, N/A, null or ?) are filled, and numbers scaled,
+based on each client's training rows. Integer labels 0..K-1 keep their value; all others are numbered in order.
 
 ``target`` is the label column or, if ``task`` is not classification, the columns of labels or numbers, separated by
 commas. Clients are the values of ``client_column`` or, without it, the files of a directory. The split is given by
@@ -44,7 +44,9 @@ from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides
 TARGETS = ("target", "label", "y", "class", "outcome")
 CLIENTS = ("client", "site", "hospital", "center", "institution")
 holds = "tables"
-options = frozenset({"test_fraction", "client_column", "target", "split_column", "groups", "missing", "scaling"})
+options = frozenset(
+    {"test_fraction", "client_column", "target", "split_column", "ignore_columns", "groups", "missing", "scaling"}
+)
 
 SIDES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
 """Values of a split column (case-insensitive), and the index in :data:`~fedshift.data.scan.SPLITS` of each."""
@@ -128,18 +130,27 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
 
 def scan_tables(tables: Sequence[TableFile], name: str, reading: ReadOptions) -> Scan:
     """Return the clients of ``tables`` as the data ``name``; refuse tables with other columns."""
+    ignored = reading.ignored
+    if not reading.schema:
+        for column in ignored:
+            if not any(column in table.types for table in tables):
+                raise unknown_name("column", column, tables[0].types).about("ignore_columns")
     for table in tables:
         for one, other in ((table, tables[0]), (tables[0], table)):
-            lacking = [name for name in other.types if name not in one.types]
+            lacking = [name for name in other.types if name not in one.types and name not in ignored]
             if lacking:
                 raise UsageError(
-                    f"{one.path} has no column {lacking[0]!r}, which {other.path} has: all files need the same columns"
+                    f"{one.path} has no column {lacking[0]!r}, which {other.path} has: all files need the same "
+                    "columns; rename it, or leave it out ({})",
+                    Ref(ignore_columns=lacking[0]),
                 )
     reading, notices = _check_roles(tables, reading)
     roles = reading.role_columns
-    features = [name for name in tables[0].types if name not in roles]
+    features = [name for name in tables[0].types if name not in roles and name not in ignored]
     if not features:
-        raise UsageError(f"{tables[0].path} has no column except {', '.join(roles)}: a table needs features")
+        raise UsageError(
+            f"{tables[0].path} has no column except {', '.join([*roles, *ignored])}: a table needs features"
+        )
     if reading.schema and reading.schema.only is not None:
         features = schema.choose_features(tables[0], features, reading.schema.only)
     if reading.schema:
@@ -235,7 +246,7 @@ def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[Rea
             Ref("target"),
         )
     roles = reading.role_columns
-    for name, count in Counter(roles).items():
+    for name, count in Counter(roles + [name for name in reading.ignored if name in roles]).items():
         if name not in names and reading.schema:
             raise UsageError(
                 f"{tables[0].path} has no column {name!r} of {reading.schema.name!r}, the data that it joins: "
@@ -244,16 +255,25 @@ def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[Rea
         if name not in names:
             raise unknown_name("column", name, names)
         if count > 1:
-            raise UsageError(f"column {name!r} is named for {count} purposes: target, client, split and group differ")
+            raise UsageError(
+                f"column {name!r} is named for {count} purposes: target, client, split, group and ignored "
+                "columns differ"
+            )
         nested = [table for table in tables if pa.types.is_nested(table.types[name])]
         if nested:
             raise UsageError(
                 f"{nested[0].path}: column {name!r} holds {nested[0].types[name]}: give it one value a row"
             )
-    if reading.split_column is None and "split" in names and "split" not in roles and _is_split_column(tables):
-        notice = "column 'split' assigns rows to training, validation and testing"
-        return replace(reading, split_column="split"), [notice]
-    return reading, []
+    notices = [
+        f"{table.path}: semicolons separate its columns, and a comma in a number is its decimal point"
+        for table in tables
+        if table.semicolons
+    ]
+    free = "split" in names and "split" not in (*roles, *reading.ignored)
+    if reading.split_column is None and free and _is_split_column(tables):
+        notices.append("column 'split' assigns rows to training, validation and testing")
+        reading = replace(reading, split_column="split")
+    return reading, notices
 
 
 def _describe_candidates(names: Sequence[str], usual: Sequence[str]) -> str:
@@ -513,7 +533,8 @@ def _impute_and_scale(
             if missing:
                 raise UsageError(
                     f"client {name!r} has no value of {column.name!r} in {missing} of {len(part)} rows: fill them in, "
-                    "leave the column out, or have them imputed from the client's training rows ({})",
+                    "leave the column out ({}), or have them imputed from the client's training rows ({})",
+                    Ref(ignore_columns=column.name),
                     Ref(missing="impute"),
                 )
         imputed, without, scaling = schema.prepare_rows(part, train, columns, scaled=reading.scaling == "client")
