@@ -235,11 +235,6 @@ class Preparation:
         return self.dtype != "uint8" and not self.torch_dtype.is_floating_point
 
     @property
-    def is_fitted(self) -> bool:
-        """Return whether each client's samples are scaled by its own training samples."""
-        return self.scaling.fitted
-
-    @property
     def scales(self) -> bool:
         """Return whether inputs differ from stored samples: pixels and a table's rows are scaled, other numbers not."""
         return self.dtype == "uint8" or isinstance(self.scaling, FeatureScaling)

@@ -16,7 +16,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -42,11 +42,6 @@ PROJECT = "fedshift"
 """MLflow experiment and W&B project, unless an environment variable names another."""
 ALWAYS = "bytes/down"
 """Value that every round has."""
-
-
-TrialLog = Callable[[str, int, Path, int], AbstractContextManager[Callable[[Row, list[Row]], None]]]
-"""Context manager that logs a trial, given its method, seed, folder and rounds; it yields the function that logs a
-round."""
 
 
 @dataclass(frozen=True, kw_only=True)
