@@ -104,7 +104,7 @@ def test_the_table_compares_each_mask_with_the_true_one(tmp_path):
     assert table.loc["b.nii", ["dice bright", "hd95 mm bright", "assd mm bright"]].tolist() == [1, 0, 0]
     assert table.loc["a.nii", "hd95 mm bright"] > 0
     assert table.status.to_list() == [
-        "predicted", "predicted", "has voxels that are NaN or infinite: give an image that can be read",
+        "predicted", "predicted", "has 60 voxels that are NaN or infinite: give an image that can be read",
         "is no NIfTI file, or is cut short",
     ]  # fmt: skip
     assert {file.name for file in (tmp_path / "out").glob("*.nii.gz")} == {"a.nii.gz", "b.nii.gz"}

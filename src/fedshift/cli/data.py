@@ -94,7 +94,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     --on-data-error allows training to continue.
     """
     from ..data.sources import apply_splits, load_federation, load_source
-    from ..diagnosis.overview import describe, render_quality
+    from ..diagnosis.overview import describe, describe_grids, render_quality
     from ..diagnosis.quality import examine
 
     console = make_console()
@@ -108,7 +108,10 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
             made = scale_alike(made, load_federation(where, spec, progress))
         except UsageError as error:
             refusal = f"Training would refuse these data: {error.render(as_flag)}."
-    print_parts(console, [describe(made), *_explain_inputs(made), *format_notices(made), *render_quality(found)])
+    told = {finding.text.removesuffix(".").lower() for finding in found.findings}
+    notices = tuple(each for each in made.notices if each.partition(";")[0].lower() not in told)
+    parts = [describe(made), *filter(None, [describe_grids(made)]), *_explain_inputs(made)]
+    print_parts(console, [*parts, *format_notices(replace(made, notices=notices)), *render_quality(found)])
     if refusal:
         print_parts(console, [Text(refusal, style="bold red")])
     _write_json(console, {**found.as_dict(), "notices": (*made.notices, *made.faults), "refusal": refusal}, json)

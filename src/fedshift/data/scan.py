@@ -143,7 +143,10 @@ class Reader(Protocol):
     """Settings that it honors, beyond those that all do."""
 
     def can_read(self, source: object) -> bool:
-        """Return whether ``source``, a path or an object, is of its kind, by names and types: nothing is opened."""
+        """Return whether ``source``, a path or an object, is of its kind, by names and types.
+
+        Files are not opened, except those without a known suffix beside medical images, which may be DICOM.
+        """
 
     def scan(self, source: Any, reading: ReadOptions) -> Scan:
         """Return what ``source`` holds, from headers, targets and groups; raise :class:`UsageError` otherwise."""

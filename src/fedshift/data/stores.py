@@ -102,6 +102,13 @@ class LazyStore(ABC):
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
         """Return a new tensor with the samples at ``rows``."""
 
+    def identify(self, row: int) -> bytes:
+        """Return a digest, 16 bytes, of what the sample at ``row`` is read from; empty: its values tell as much.
+
+        Raises :class:`FedshiftError` if it cannot be read.
+        """
+        return b""
+
     def map(self, change: Callable[[Tensor], Tensor]) -> LazyStore:
         """Return the store with ``change``, which treats samples independently, applied to all samples when read."""
         return _Changed(self, change)

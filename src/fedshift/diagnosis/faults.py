@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ..data.agreement import FRACTIONS, SIGNED, check_scales, name_scales
 from ..data.copies import MANY_NUMBERS
 from ..data.federation import Federation
+from ..data.files.volumes import compare_spacings, is_resampled, list_headers
 from ..tasks import Classification, Regression, Segmentation, Survival
 from ..tasks.segmentation import find_empty_masks
 from ..utils.errors import UsageError
@@ -36,6 +37,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 EXAMPLES = 3
 """Number of examples that a finding shows."""
+NAMED = 20
+"""Number of pairs of files with equal samples that a finding shows."""
 FEW = 30
 """Minimum number of samples for an accuracy or a standard deviation to be certain enough."""
 LARGE, RATIO = 1e4, 100.0
@@ -43,6 +46,9 @@ LARGE, RATIO = 1e4, 100.0
 
 GROUP_COLUMN = re.compile(r"(patient|subject|person|case|lesion|participant)([ _-]?(id|number|name))?", re.IGNORECASE)
 """Names of columns that seem to identify groups."""
+
+COPIED = "Keep one file of each: a case that counts twice makes results look surer than they are."
+"""How to correct cases with masks that are in several files."""
 
 _Z = 1.959964
 _DOUBT = " Samples of so few numbers can be equal by chance: check whether they are copies."
@@ -52,6 +58,11 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
     "empty": ("error", "Give every client samples in each split, or leave the client out."),
     "label-range": ("error", "Correct them, or give the number of classes (--classes)."),
     "not-finite": ("error", "Fill them in from the client's own training data, or remove them."),
+    "unread": ("error", "A run would end when it reads this file."),
+    "grids": (
+        "warning",
+        "Resample all, as --spacing median does, or train on the voxels as they are if sites are meant to differ so.",
+    ),
     "blank": ("warning", "Check whether their files are broken, and remove them if so."),
     "shapes": ("error", "Give all clients the same features, or images with the same number of channels."),
     "types": ("error", "Give all splits of all clients in one type and one scale."),
@@ -217,6 +228,14 @@ def judge_reading(data: Federation) -> Iterator[QualityFinding]:
         yield _make_finding("left-out", f"{fault[:1].upper()}{fault[1:]}.")
 
 
+def judge_grids(data: Federation) -> Iterator[QualityFinding]:
+    """Find clients whose medical images have other voxels than those of others."""
+    headers = list_headers(data)
+    for text in compare_spacings(headers):
+        if not is_resampled(data):
+            yield _make_finding("grids", f"{text[:1].upper()}{text[1:]}.", headers)
+
+
 def judge_labels(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     """Find splits without samples, and labels that are not classes."""
     yield from _list_places("empty", "No sample", {part: part.where for part in surveys if not len(part.labels)})
@@ -228,6 +247,9 @@ def judge_labels(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[Q
 
 def judge_values(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
     """Find samples with NaN or infinite values, and images of a single color."""
+    for part in surveys:
+        for row, why in part.unread.items():
+            yield _make_finding("unread", f"{why}.", [part], samples=1, examples=((_locate_sample(part, row),),))
     broken = {part: part.broken for part in surveys}
     faulty = [part for part in surveys if len(part.shape) == 1 and part.broken_features.any()]
     where = ""
@@ -278,7 +300,7 @@ def _describe_groups(groups: Mapping[str, Sequence[str]]) -> str:
 
 def _comparable_splits(surveys: Sequence[SplitSurvey], samples: int) -> list[SplitSurvey]:
     """Return the training splits with at least ``samples`` finite samples; none if they differ in their features."""
-    parts = [part for part in surveys if part.split == "train" and len(part.labels) - len(part.broken) >= samples]
+    parts = [part for part in surveys if part.split == "train" and part.whole >= samples]
     return parts if len({len(part.low) for part in parts}) == 1 else []
 
 
@@ -304,7 +326,7 @@ def judge_constant(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iter
 
 def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
     """Find floating-point features that are large, or that clients seem to measure in different units."""
-    floats = [part for part in surveys if part.dtype.startswith("float") and len(part.labels) > len(part.broken)]
+    floats = [part for part in surveys if part.dtype.startswith("float") and part.whole]
     large = {}
     for part in floats:
         extreme_F = np.where(-part.low > part.high, part.low, part.high)
@@ -477,7 +499,7 @@ def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterat
     trained, validating, tested = (copies[copies["split"] == split] for split in ("train", "validation", "test"))
     learned = copies[copies["split"] != "test"]
     alike, in_part, in_split = ["group"], ["group", "part"], ["group", "split"]
-    proof = min(math.prod(part.shape) for part in surveys) >= MANY_NUMBERS
+    proof = min(math.prod(split.whole_shape) for split in data.named_splits().values()) >= MANY_NUMBERS
     for kind, what, keys, suspects, others in (
         ("leakage", "Test samples are also in training or validation data", alike, tested, learned),
         ("leakage-validation", "Validation samples are also in training data", alike, validating, trained),
@@ -485,15 +507,19 @@ def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterat
         ("repeats", "Samples repeat an earlier one of the same split", in_part, copies, differ("row", in_part)),
         ("shared", "Several clients have the same samples", in_split, copies, differ("part", in_split)),
     ):
-        if kind == "conflict" and isinstance(data.task, Regression | Survival):
-            continue
+        if kind == "conflict" and (isinstance(data.task, Regression | Survival) or list_headers(data)):
+            continue  # masks of equal voxels differ where headers turn or resample them otherwise
         second = others.drop_duplicates(keys)
         found = suspects.merge(second[keys], on=keys)
-        pairs = found.drop_duplicates(keys).merge(second, on=keys)[["index_x", "index_y"]].to_numpy()[:EXAMPLES]
+        pairs = found.drop_duplicates(keys).merge(second, on=keys)[["index_x", "index_y"]].to_numpy()
         counts = np.bincount((others if kind == "repeats" else found)["part"], minlength=len(parts))
         shares = {part: part.share(count) for part, count in zip(parts, counts, strict=True) if count}
-        examples = tuple(tuple(_locate_sample(parts[part_of[at]], int(row_of[at])) for at in pair) for pair in pairs)
+        located = [tuple(_locate_sample(parts[part_of[at]], int(row_of[at])) for at in pair) for pair in pairs[:NAMED]]
+        files = tuple(pair for pair in located if len({place.file for place in pair}) > 1)
+        examples = files or tuple(located[:EXAMPLES])
         severity, fix = FAULTS[kind]
+        if files and kind in ("repeats", "shared") and isinstance(data.task, Segmentation):
+            severity, fix = "error", COPIED
         if not proof:
             severity, fix = "warning", fix + _DOUBT
         yield from _list_places(

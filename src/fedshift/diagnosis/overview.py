@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.federation import PLURALS, Federation
+from ..data.files.volumes import list_headers
 from ..data.pictures import to_pictures
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
@@ -60,6 +62,35 @@ def describe(data: Federation) -> Table:
     table.add_section()
     table.add_row("all", *totals, f"{has_CK.any(axis=0).sum() or data.classes} of {data.classes}", style="bold")
     return table
+
+
+def describe_grids(data: Federation) -> Table | None:
+    """Tabulate the axes, voxels and sizes of each client's medical images, as their files have them; None: no such."""
+    headers = list_headers(data)
+    if not headers:
+        return None
+    table = Table(box=None, title="medical images, as stored: axes; columns x rows x slices", title_justify="left")
+    table.add_column("client", overflow="fold")
+    for title in ("images", "axes", "voxels (mm)", "size"):
+        table.add_column(title, justify="right" if title == "images" else "left")
+    for name, own in list(headers.items())[:SHOWN]:
+        axes = Counter(each.axes if each.placed and each.axes else "unknown" for each in own)
+        directions = ", ".join(f"{code} {count}" if len(axes) > 1 else code for code, count in axes.most_common())
+        table.add_row(
+            Text(name), f"{len(own):,}", directions,
+            _format_ranges([each.spacing for each in own]), _format_ranges([each.shape for each in own]),
+        )  # fmt: skip
+    return table
+
+
+def _format_ranges(lengths: Sequence[Sequence[float]]) -> str:
+    """Format lengths along axes, slices first, as ``0.5 x 0.5 to 0.7 x 3``, and how many do not say them."""
+    known = [each for each in lengths if each]
+    if not known or len(set(map(len, known))) > 1:
+        return "unknown"
+    ends = [(min(along), max(along)) for along in zip(*(each[::-1] for each in known), strict=True)]
+    said = " x ".join(f"{low:g}" if low == high else f"{low:g} to {high:g}" for low, high in ends)
+    return said + f" ({len(lengths) - len(known)} unknown)" * (len(known) < len(lengths))
 
 
 def render_quality(quality: Quality) -> Iterator[RenderableType]:

@@ -17,6 +17,7 @@ from .faults import (
     judge_constant,
     judge_duplicates,
     judge_form,
+    judge_grids,
     judge_groups,
     judge_labels,
     judge_names,
@@ -72,6 +73,7 @@ def examine(data: Federation) -> Quality:
     targets = (split.y for client in data.clients for split in client.splits.values())
     findings = [
         *judge_reading(data),
+        *judge_grids(data),
         *judge_labels(data, surveys),
         *judge_values(surveys, names),
         *judge_form(surveys),

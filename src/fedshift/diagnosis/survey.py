@@ -8,15 +8,18 @@ Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for comput
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..data.federation import Federation
 from ..data.samples import Samples, digest_each
+from ..data.stores import LazyStore
+from ..utils.errors import FedshiftError
 
 CHUNK = 2**21
 """Numbers read at a time."""
@@ -40,6 +43,7 @@ class SplitSurvey:
         low, high, mean, std: of each feature, ``[F]``; infinite or NaN if all rows are broken; ``std`` divides by N.
         content: digest that is equal for two splits with the same samples and labels in the same order.
         files: files of the samples; empty if they have none.
+        unread: why rows cannot be read, which equal no other and do not count in statistics.
 
     """
 
@@ -59,11 +63,17 @@ class SplitSurvey:
     std: Floats
     content: bytes
     files: tuple[str, ...] = ()
+    unread: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
         """Name of the split in messages."""
         return f"{self.client} ({self.split})"
+
+    @property
+    def whole(self) -> int:
+        """Number of samples that are read and finite."""
+        return len(self.labels) - len(self.broken) - len(self.unread)
 
     def share(self, samples: int) -> str:
         """Format a number of ``samples`` as a share of this split."""
@@ -92,6 +102,34 @@ def survey_splits(data: Federation, *, statistics: bool = True) -> tuple[SplitSu
     return tuple(surveys)
 
 
+def _read_pieces(
+    split: Samples, unread: dict[int, str]
+) -> Iterator[tuple[int, NDArray[Any] | None, NDArray[np.uint64]]]:
+    """Yield the first row of each piece, its stored samples ``[n, ...]``, and their digests ``[n, 2]``.
+
+    A row that cannot be read comes alone, without samples, and ``unread`` then has the reason.
+    """
+    step = 1 if split.patches else max(1, CHUNK // max(1, math.prod(split.shape)))
+    for start in range(0, len(split), step):
+        try:
+            yield start, *_read_piece(split, start, step)
+        except FedshiftError:
+            for row in range(start, min(start + step, len(split))):
+                try:
+                    yield row, *_read_piece(split, row, 1)
+                except FedshiftError as error:
+                    unread[row] = str(error)
+                    yield row, None, digest_each(np.array([[id(split), row]]))
+
+
+def _read_piece(split: Samples, start: int, count: int) -> tuple[NDArray[Any], NDArray[np.uint64]]:
+    stored = split.read_case(start)[0] if split.patches else split.copy_rows(slice(start, start + count))
+    x = np.ascontiguousarray(stored.cpu().numpy())
+    rows = split.all_rows[start : start + len(x)].tolist()
+    known = [split.store.identify(row) for row in rows] if isinstance(split.store, LazyStore) else [b""]
+    return x, np.frombuffer(b"".join(known), np.uint64).reshape(-1, 2) if all(known) else digest_each(x)
+
+
 def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
     """Survey ``split``, leaving the names empty; ``statistics`` as in :func:`survey_splits`."""
     features = split.shape[0]
@@ -99,12 +137,12 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
     mean, squares, count = np.zeros(features), np.zeros(features), 0
     digests, broken, blank = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     broken_features = np.zeros(features, bool)
-    step = 1 if split.patches else max(1, CHUNK // max(1, math.prod(split.shape)))
-    for start in range(0, len(split), step):
-        stored = split.read_case(start)[0] if split.patches else split.copy_rows(slice(start, start + step))
-        x = np.ascontiguousarray(stored.cpu().numpy())
+    unread: dict[int, str] = {}
+    for start, x, named in _read_pieces(split, unread):
+        digests.append(named)
+        if x is None:
+            continue
         x_nFP = x.reshape(len(x), features, -1)
-        digests.append(digest_each(x))
         whole = np.isfinite(x_nFP).all(axis=(1, 2)) if x.dtype.kind == "f" else np.ones(len(x), bool)
         broken.append(start + np.flatnonzero(~whole))
         broken_features |= ~np.isfinite(x_nFP[~whole]).all(axis=(0, 2))
@@ -124,7 +162,12 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         mean, count = mean + shift * more / (count + more), count + more
     y, known = split.y.cpu().numpy(), np.concatenate(digests)
     # The class, or the first bytes of a digest for masks and numbers.
-    labels = y.astype(np.int64) if y.ndim == 1 else digest_each(np.ascontiguousarray(y))[:, 0].view(np.int64)
+    if y.ndim == 1:
+        labels = y.astype(np.int64)
+    else:
+        rows = split.all_rows.tolist()
+        cases = [split.patches.crop(split.y[n], row)[None] for n, row in enumerate(rows)] if split.patches else [y]
+        labels = np.concatenate([digest_each(np.ascontiguousarray(each)) for each in cases])[:, 0].view(np.int64)
     return SplitSurvey(
         client="",
         split="",
@@ -134,6 +177,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
         labeled=split.y.ndim == 1,
         digests=known,
         broken=np.concatenate(broken),
+        unread=unread,
         broken_features=broken_features,
         blank=np.concatenate(blank),
         low=low,

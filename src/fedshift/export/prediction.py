@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.files.dicom import holds_slices, is_stack
+from ..data.files.dicom import DICOM, holds_slices, is_dicom, is_stack
 from ..data.files.image_decoding import Unreadable
 from ..data.files.mask_writing import write_mask
 from ..data.files.masks import FIELDS, MASKS, match_names
@@ -141,11 +141,14 @@ def list_files(given: Sequence[Path], suffixes: Sequence[str], *, stacks: bool =
 
 def _list_directory(path: Path, suffixes: Sequence[str], stacks: bool) -> list[Path]:
     """Return the files in a directory as :func:`list_files` does; raise :class:`UsageError` if there are none."""
-    own = sorted(
-        file
-        for file in path.iterdir()
-        if (stacks and holds_slices(file) if file.is_dir() else file.name.lower().endswith(tuple(suffixes)))
-    )
+    known, dicom = tuple(suffixes), set(DICOM) <= set(suffixes)
+
+    def is_read(file: Path) -> bool:
+        if file.is_dir():
+            return stacks and holds_slices(file)
+        return file.name.lower().endswith(known) or (dicom and is_dicom(file))
+
+    own = sorted(filter(is_read, path.iterdir()))
     if not own:
         raise UsageError(f"{path} has no files of {', '.join(suffixes)}: give files that the model takes")
     return own

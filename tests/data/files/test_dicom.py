@@ -10,10 +10,10 @@ import torch
 from fedshift.data.assembly import read_folder
 from fedshift.data.files.dicom import read_series, stack_slices
 from fedshift.data.files.image_decoding import Unreadable
-from fedshift.data.files.volume_decoding import decode_mask, decode_volume, read_volume_header
+from fedshift.data.files.volume_decoding import READABLE, decode_mask, decode_volume, read_volume_header
 from fedshift.data.preparation import Decoding, Preparation
 from fedshift.export.loading import ExportedModel
-from fedshift.export.prediction import predict_files
+from fedshift.export.prediction import list_files, predict_files
 from fedshift.utils.errors import UsageError
 
 nibabel, pydicom = pytest.importorskip("nibabel"), pytest.importorskip("pydicom")
@@ -130,7 +130,7 @@ def test_a_client_has_a_folder_for_each_case_and_masks_on_any_axes(tmp_path):
             turned = nibabel.Nifti1Image(mask, TRANSVERSE).as_reoriented(np.array([[1, 1], [2, -1], [0, 1]]))
             save_nifti(client / "masks" / f"case.{number}.nii.gz", np.asarray(turned.dataobj), turned.affine)
     for data in (
-        read_folder(tmp_path / "scans").check(),
+        data_of_all := read_folder(tmp_path / "scans").check(),
         read_folder(client, schema=read_folder(client.parent).schema),
     ):
         (a,) = data.clients
@@ -138,11 +138,21 @@ def test_a_client_has_a_folder_for_each_case_and_masks_on_any_axes(tmp_path):
         assert not set(a.train.group.tolist()) & set(a.test.group.tolist())
         for row, y in zip(a.train.rows.tolist(), a.train.y, strict=True):
             assert torch.equal(y, torch.from_numpy(np.flip((draw(row + 50) > 2000).T, (1, 2)).copy()).to(y.dtype))
+    for number, file in enumerate(sorted((client / "images" / "case.1").iterdir())):  # as exports name them
+        file.rename(file.with_name(("IM0001", "1.2.840.17", "slice.ima")[number]))
+    shutil.copy(client / "images" / "case.1" / "IM0001", client / "images" / "case.1" / "DICOMDIR")
+    assert read_folder(tmp_path / "scans").fingerprint == data_of_all.fingerprint
     save_nifti(client / "masks" / "case.1.nii.gz", mask, SAGITTAL)
     with pytest.raises(UsageError, match=r"case\.1\.nii\.gz has .* but its image .*case\.1 "):
         read_folder(tmp_path / "scans")
+    assert [file.name for file in list_files([client / "images" / "case.1"], READABLE)] == [
+        "1.2.840.17", "IM0001", "slice.ima",
+    ]  # fmt: skip
     (client / "images" / "notes").mkdir()
-    with pytest.raises(UsageError, match=r"notes is a folder without \.dcm files"):
+    with pytest.raises(UsageError, match="notes is a folder without DICOM files"):
+        read_folder(tmp_path / "scans")
+    (client / "images" / "notes" / "001.png").touch()
+    with pytest.raises(UsageError, match=r"notes is a folder of pictures, .* write the slices of each case to one NIf"):
         read_folder(tmp_path / "scans")
     (tmp_path / "scans" / "participants.tsv").write_text("participant_id\n")
     with pytest.raises(UsageError, match="holds tables and medical images with masks: put each kind"):
@@ -201,7 +211,7 @@ def test_rounded_positions_are_one_distance_and_other_files_are_refused(tmp_path
     folder = write_series(tmp_path / "s", draw(), change=round_position)
     assert read_volume_header(folder).spacing == (0.625, 0.75, 0.5)
     (folder / "IM0001").write_bytes(b"")
-    with pytest.raises(Unreadable, match=r"with IM0001, which is no \.dcm file"):
+    with pytest.raises(Unreadable, match="with IM0001, which is no DICOM file"):
         read_volume_header(folder)
     with pytest.raises(Unreadable, match="a folder with a single slice"):
         read_volume_header(write_series(tmp_path / "t", draw(shape=(5, 4, 1))))

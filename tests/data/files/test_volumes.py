@@ -1,6 +1,7 @@
 """NIfTI and DICOM files with masks: what of them reaches the network, and what is refused in one sentence."""
 
 import gzip
+import itertools
 import os
 import pickle
 import sys
@@ -16,11 +17,12 @@ from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
 from fedshift.data.files import volumes
 from fedshift.data.files.image_decoding import Unreadable
-from fedshift.data.files.volume_decoding import decode_volume
+from fedshift.data.files.volume_decoding import decode_volume, digest_voxels
 from fedshift.data.pictures import to_pictures
 from fedshift.data.resizing import resample_image, resample_mask
 from fedshift.data.sources import load_federation
-from fedshift.diagnosis.overview import make_overview
+from fedshift.diagnosis.overview import describe_grids, make_overview
+from fedshift.diagnosis.quality import examine
 from fedshift.tasks import Segmentation
 from fedshift.utils.errors import FedshiftError, UsageError
 
@@ -203,7 +205,10 @@ def test_dark_is_bright_in_a_dicom_image_that_says_so_and_frames_are_slices(tmp_
         x, y = draw(stem, (3, 7, 8))
         for name, kind in (("one", "MONOCHROME1"), ("two", "MONOCHROME2")):
             write_dicom(tmp_path / name / "images" / f"{stem}.dcm", x.astype(np.uint16), PhotometricInterpretation=kind)
-            write_dicom(tmp_path / name / "masks" / f"{stem}.dcm", y)
+            write_dicom(tmp_path / name / "masks" / f"{stem}.dcm", y, PhotometricInterpretation=kind)
+    for client in read_folder(tmp_path).clients:
+        for row, y in zip(client.train.rows.tolist(), client.train.y, strict=True):
+            assert np.array_equal(y, draw("pqrst"[row], (3, 7, 8))[1])
     one, two = (client.train.store.read(torch.arange(5)) for client in read_folder(tmp_path).check().clients)
     assert one.shape == (5, 1, 3, 7, 8)
     torch.testing.assert_close(one, -two, atol=1e-3, rtol=0)
@@ -321,7 +326,7 @@ def test_pictures_among_volumes_are_refused(root):
 def test_a_volume_that_changes_while_it_is_used_ends_the_run_with_its_name(root):
     train = read_folder(root).client("a").train
     (root / "a" / "train" / "images" / "q.nii.gz").write_bytes(b"")
-    with pytest.raises(FedshiftError, match=r"q\.nii\.gz is no NIfTI file, or is cut short: give a file that is whole"):
+    with pytest.raises(FedshiftError, match=r"q\.nii\.gz is no NIfTI file, or is cut short: replace it"):
         train.inputs(torch.tensor([1]))
 
 
@@ -494,7 +499,10 @@ def test_grids_that_differ_between_clients_are_noted(root):
         in " ".join(notices)
     )
     assert "client 'b': 2 of 5 images are tilted by up to 25 degrees against the patient's axes, and stay so" in notices
-    assert not any("voxels differ" in notice for notice in read_folder(root, spacing="1", patch=(2,)).notices)
+    assert "grids" in {finding.kind for finding in examine(read_folder(root)).findings}
+    resampled = read_folder(root, spacing="1", patch=(2,))
+    assert not any("voxels differ" in notice for notice in resampled.notices)
+    assert "grids" not in {finding.kind for finding in examine(resampled).findings}
     file = root / "a" / "test" / "images" / "s.nii.gz"
     made = nibabel.Nifti1Image(np.asarray(nibabel.load(file).dataobj), affine())
     made.set_sform(affine(), code=1)
@@ -508,3 +516,42 @@ def test_grids_that_differ_between_clients_are_noted(root):
     made.set_sform(affine(), code=1)
     nibabel.save(made, file)
     assert not any("qform" in each for each in read_folder(root).notices)
+
+
+def test_equal_voxels_under_other_headers_are_copies_and_values_that_are_no_numbers_do_not_end_the_check(root):
+    image = nibabel.load(root / "a" / "train" / "images" / "p.nii.gz")
+    save(root / "b" / "images" / "z.nii", np.asarray(image.dataobj), affine("LSP", (1.0, 1.0, 1.0)))
+    save(root / "b" / "masks" / "z.nii", draw("p")[1], affine("LSP", (1.0, 1.0, 1.0)))
+    turned = image.as_reoriented(np.array([[1, -1], [2, 1], [0, -1]]))
+    save(root / "a" / "train" / "images" / "copy.nii.gz", np.asarray(turned.dataobj), turned.affine)
+    save(root / "a" / "train" / "masks" / "copy.nii", draw("s")[1])
+    broken = draw("q")[0].astype(np.float32)
+    broken[0, 0, :2] = np.inf
+    save(root / "a" / "train" / "images" / "q.nii.gz", broken)
+    data = read_folder(root, patch=(2,))
+    found = {finding.kind: finding for finding in examine(data).findings}
+    assert {kind for kind, finding in found.items() if finding.severity == "error"} == {"unread", "repeats", "shared"}
+    assert found["unread"].text == (
+        f"{root / 'a/train/images/q.nii.gz'} has 2 voxels that are NaN or infinite: replace it, or take it and its "
+        "mask away."
+    )
+    names = {kind: [place.file for place in found[kind].examples[0]] for kind in ("repeats", "shared")}
+    assert names["repeats"] == ["a/train/images/copy.nii.gz", "a/train/images/p.nii.gz"]
+    assert "b/images/z.nii" in names["shared"]
+    table = describe_grids(data)
+    assert [list(column.cells) for column in table.columns[2:4]] == [
+        ["RAS 5, ILA 1", "RAS 5, LSP 1"], ["0.5 x 2 x 3", "0.5 to 1 x 1 to 2 x 1 to 3"],
+    ]  # fmt: skip
+
+
+def test_a_digest_of_voxels_tells_places_but_not_axes(tmp_path):
+    cube = np.zeros((9, 8, 7), np.int16)
+    cube[1:4, 2:5, 3:6] = 7
+    digests = set()
+    for number, axes in enumerate(itertools.product("RL", "AP", "SI")):
+        for order in itertools.permutations(axes):
+            save(tmp_path / f"{number}.nii", cube.transpose(["RASLPI".index(c) % 3 for c in order]), affine(order))
+            digests.add(digest_voxels(tmp_path / f"{number}.nii"))
+    save(tmp_path / "other.nii", np.roll(cube, 1, 0))
+    assert len(digests) == 1
+    assert digest_voxels(tmp_path / "other.nii") not in digests

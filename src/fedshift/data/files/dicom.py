@@ -21,10 +21,15 @@ from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
 from ...utils.files import open_regular
-from .image_decoding import Unreadable
+from .image_decoding import SUFFIXES, Unreadable
 
+NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm",)
-"""Suffixes of DICOM files."""
+"""Suffixes of DICOM files, which often have none, or numbers in its place."""
+_INDEX = "dicomdir"
+"""Name in lower case of the list of a medium's files, which is DICOM and no image (PS3.10, section 8.6)."""
+_PREAMBLE, _MARK = 128, b"DICM"
+"""Bytes before the mark of a DICOM file, and the mark (PS3.10, section 7.1)."""
 MOST_BYTES = 2**31
 """Maximum number of bytes to unpack for a volume's values."""
 CLOSE = 0.01
@@ -127,14 +132,28 @@ def read_values(found: Any) -> Array:
     return values if (slope, intercept) == (1.0, 0.0) else values * slope + intercept
 
 
+def is_dicom(file: Path) -> bool:
+    """Return whether ``file`` is a DICOM file: by its name, or by its mark if the name has no suffix that is read."""
+    name = file.name.lower()
+    if name.endswith(DICOM):
+        return True
+    if name == _INDEX or name.startswith(".") or name.endswith((*NIFTI, *SUFFIXES)):
+        return False
+    try:
+        with open_regular(file) as stream:
+            return stream.read(_PREAMBLE + len(_MARK))[_PREAMBLE:] == _MARK
+    except OSError:  # a folder, or a file that cannot be read
+        return False
+
+
 def holds_slices(folder: Path) -> bool:
     """Return whether ``folder`` directly contains DICOM files."""
-    return folder.is_dir() and any(file.name.lower().endswith(DICOM) for file in folder.iterdir())
+    return folder.is_dir() and any(map(is_dicom, folder.iterdir()))
 
 
 def is_stack(folder: Path) -> bool:
     """Return whether the DICOM files directly in ``folder`` are slices of one volume: the first has a single frame."""
-    files = sorted(file for file in folder.iterdir() if file.name.lower().endswith(DICOM))
+    files = sorted(filter(is_dicom, folder.iterdir()))
     try:
         return bool(files) and count_frames(open_dicom(files[0], whole=False))[0] == 1
     except Exception:  # a damaged file, which is reported when it is read
@@ -147,10 +166,10 @@ def read_series(folder: Path, *, whole: bool = False) -> Series:
     Raises :class:`Unreadable`, naming two slices, if they are not the slices of one upright stack: of several series,
     orientations, sizes or pixel spacings, at unequal distances, at one position, or sheared by a tilted gantry.
     """
-    files = sorted(file for file in folder.iterdir() if not file.name.startswith("."))
-    other = next((file.name for file in files if not file.name.lower().endswith(DICOM)), None)
+    files = sorted(file for file in folder.iterdir() if not file.name.startswith(".") and file.name.lower() != _INDEX)
+    other = next((file.name for file in files if not is_dicom(file)), None)
     if other is not None:
-        raise Unreadable(f"is a folder of slices with {other}, which is no .dcm file: move it elsewhere, or rename it")
+        raise Unreadable(f"is a folder of slices with {other}, which is no DICOM file: move it elsewhere")
     if len(files) < 2:
         raise Unreadable("is a folder with a single slice: put the file beside the folders, or add the other slices")
     check_bytes(sum(file.stat().st_size for file in files), f"{len(files)} slices")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
 from ...utils.words import join_some
-from .dicom import DICOM, holds_slices
+from .dicom import DICOM, holds_slices, is_dicom
 from .image_decoding import SUFFIXES
 from .image_store import ImageFacts, ImageFile, ImageStore
 from .read_options import ReadOptions
@@ -79,7 +79,7 @@ def find_kind(source: object) -> str:
     if not deep and any(file.suffix.lower() in (".npz", ".csv", ".tsv", ".parquet") for file in source.iterdir()):
         return ""
     volumes = any(
-        any(is_volume(file.name) for file in files) or any(holds_slices(Path(series)) for series in deeper)
+        any(is_volume(Path(file)) for file in files) or any(holds_slices(Path(series)) for series in deeper)
         for place in places
         for folder in list_content(place)[1]
         if folder.name.lower() == "images"
@@ -172,11 +172,10 @@ def list_files(
             slices = set(DICOM) <= set(suffixes)
             series = [each for each in deeper if slices and holds_slices(Path(each))]
             other = next((each for each in deeper if each not in series), None)
-            if other is not None and slices:
-                raise UsageError(f"{other.path} is a folder without .dcm files: give slices this suffix, or move it")
             if other is not None:
-                raise UsageError(f"{other.path} is a folder inside of a class folder: {LAYOUT}")
-            images = [file for file in files if file.name.lower().endswith(tuple(suffixes))]
+                _refuse_folder(other, slices)
+            known = tuple(suffixes)
+            images = [f for f in files if f.name.lower().endswith(known) or (slices and is_dicom(Path(f)))]
             lost = [file for file in files if file not in images]
             images = sorted(images + series, key=lambda each: each.name)
             others.update(Path(file.name).suffix for file in lost if not _is_lost(file))
@@ -195,6 +194,21 @@ def list_files(
     if not found:
         raise UsageError(f"client {name!r} has no image ({', '.join(sorted(suffixes))}) in {client}: {LAYOUT}")
     return tuple(found), tuple(notices)
+
+
+def _refuse_folder(folder: os.DirEntry[str], slices: bool) -> None:
+    """Raise :class:`UsageError` for a folder among images; ``slices``: folders of DICOM slices are images."""
+    if any(Path(file.name).suffix.lower() in SUFFIXES for file in list_content(Path(folder))[0]) and (
+        slices or Path(folder.path).parent.name.lower() in ("images", "masks")
+    ):
+        raise UsageError(
+            f"{folder.path} is a folder of pictures, which do not say how far slices and pixels are apart: write the "
+            "slices of each case to one NIfTI file, for example with nibabel, and so its mask; or put single pictures "
+            "beside each other"
+        )
+    if slices:
+        raise UsageError(f"{folder.path} is a folder without DICOM files: move it elsewhere")
+    raise UsageError(f"{folder.path} is a folder inside of a class folder: {LAYOUT}")
 
 
 def _find_parts(client: Path, *, check: bool = False) -> dict[str, list[os.DirEntry[str]]]:
@@ -237,7 +251,7 @@ def _is_lost(file: os.DirEntry[str]) -> bool:
 
 
 def _is_image(file: os.DirEntry[str]) -> bool:
-    return Path(file.name).suffix.lower() in SUFFIXES or is_volume(file.name)
+    return Path(file.name).suffix.lower() in SUFFIXES or is_volume(Path(file))
 
 
 def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:

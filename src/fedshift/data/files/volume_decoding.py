@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,11 @@ from ..resizing import find_size, resample_image
 from .dicom import (
     CLOSE,
     DICOM,
+    NIFTI,
     Series,
     check_bytes,
     count_frames,
+    is_dicom,
     load_library,
     open_dicom,
     read_patient,
@@ -48,7 +51,6 @@ from .dicom import (
 )
 from .image_decoding import SUFFIXES, Unreadable, decode_image, read_header
 
-NIFTI = (".nii", ".nii.gz")
 VOLUMES = (*NIFTI, *DICOM)
 """Suffixes of files that this module reads."""
 READABLE = (*VOLUMES, *sorted(SUFFIXES))
@@ -110,9 +112,9 @@ class VolumeHeader:
         return replace(self, shape=find_size(self.shape, self.spacing, spacing), spacing=spacing, affine=None)
 
 
-def is_volume(name: str) -> bool:
-    """Return whether a file with this name is read as a medical image."""
-    return name.lower().endswith(VOLUMES)
+def is_volume(file: Path) -> bool:
+    """Return whether ``file`` is read as a medical image: by its name, or see :func:`is_dicom`."""
+    return file.name.lower().endswith(NIFTI) or is_dicom(file)
 
 
 def find_stem(name: str) -> str:
@@ -128,7 +130,7 @@ def read_volume_header(file: Path) -> VolumeHeader:
             return _describe_series(file, read_series(file))[0]
         if file.name.lower().endswith(NIFTI):
             return _describe_nifti(file)[0]
-        if file.name.lower().endswith(DICOM):
+        if is_dicom(file):
             return _describe_dicom(open_dicom(file, whole=False))
         picture = read_header(file)
         return VolumeHeader(shape=(picture.height, picture.width))
@@ -186,8 +188,8 @@ def decode_volume(
     """
     with _explain(file):
         values, header = _decode(file, turn, window)
-        if not np.isfinite(values).all():
-            raise Unreadable("has voxels that are NaN or infinite")
+        if count := values.size - int(np.isfinite(values).sum()):
+            raise Unreadable(f"has {count} voxel{'s' * (count > 1)} that are NaN or infinite")
         if spacing and not header.measured:
             raise Unreadable(UNMEASURED)
         if len(spacing) not in (0, len(header.shape)):
@@ -204,8 +206,8 @@ def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
     ``turn``: as in :func:`decode_volume`.
     """
     with _explain(file):
-        if is_volume(file.name) or file.is_dir():
-            values, _ = _decode(file, turn)
+        if is_volume(file) or file.is_dir():
+            values, _ = _decode(file, turn, brighten=False)
         else:
             header = read_header(file)
             values, _ = decode_image(file, kind="mask", channels=1, height=header.height, width=header.width)
@@ -257,19 +259,42 @@ def _scale(values: Array, window: Window | None, *, by_channel: bool) -> NDArray
     return scaled
 
 
-def _decode(file: Path, turn: bool, window: Window | None = None) -> tuple[Array, VolumeHeader]:
+def digest_voxels(file: Path) -> bytes:
+    """Return a digest that is equal for files with the same voxels, whatever their names, axes and spacing.
+
+    It is that of the sums over each slab along each axis, modulo 2^64, of numbers that spread each value's bits
+    (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, figure 16), from the end at which they are smaller.
+    """
+    with _explain(file):
+        values, _ = _decode(file, turn=False, brighten=False)
+    bits = np.ascontiguousarray(values + np.float32(0), np.float32).view(np.uint32).astype(np.uint64)
+    bits *= np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        bits ^= bits >> np.uint64(shift)
+        bits *= np.uint64(factor)
+    others = (tuple(other for other in range(bits.ndim) if other != axis) for axis in range(bits.ndim))
+    sums = [bits.sum(axis=each, dtype=np.uint64) for each in others]
+    return blake2b(b"".join(sorted(min(s.tobytes(), s[::-1].tobytes()) for s in sums)), digest_size=16).digest()
+
+
+def _decode(
+    file: Path, turn: bool, window: Window | None = None, *, brighten: bool = True
+) -> tuple[Array, VolumeHeader]:
     """Return the values of ``file``, ``[C, D, H, W]`` or ``[C, H, W]``, and its header.
 
-    Inverted values are refused with a ``window``.
+    Inverted values become bright with ``brighten``, and are refused with a ``window``.
     """
     if file.is_dir():
         series = read_series(file, whole=True)
         described, turned = _describe_series(file, series, turn)
-        values = _brighten(stack_slices(series), series.slices[0], window).transpose(2, 1, 0)[..., None]
-    elif file.name.lower().endswith(DICOM):
+        values = stack_slices(series)
+        values = _brighten(values, series.slices[0], window) if brighten else values
+        values = values.transpose(2, 1, 0)[..., None]
+    elif is_dicom(file):
         found = open_dicom(file, whole=True)
         *_, channels = count_frames(found)
-        values = _brighten(read_values(found), found, window)
+        values = read_values(found)
+        values = _brighten(values, found, window) if brighten else values
         return np.moveaxis(values, -1, 0) if channels > 1 else values[None], _describe_dicom(found)
     else:
         described, turned = _describe_nifti(file, turn)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...tasks.segmentation import Segmentation
-from ...utils.errors import Ref, UsageError
+from ...utils.errors import FedshiftError, Ref, UsageError
 from ...utils.words import join_some
+from ..federation import Federation
 from ..patches import extend
 from ..resizing import resize_volume
 from ..schema import Schema
@@ -29,7 +31,7 @@ from . import image_store
 from .dicom import CLOSE
 from .image_decoding import Unreadable
 from .read_options import ReadOptions
-from .volume_decoding import UNMEASURED, VolumeHeader, Window, decode_volume, parse_spacing
+from .volume_decoding import UNMEASURED, VolumeHeader, Window, decode_volume, digest_voxels, parse_spacing
 
 OBLIQUE = 20.0
 """Degrees against the patient's axes beyond which a notice tells of tilted images."""
@@ -53,6 +55,7 @@ class VolumeStore(LazyStore):
         turn: Reorient arrays to the patient's axes.
         window: Values that become -1 and 1; None: each volume's percentiles.
         spacing: Millimeters to which volumes are resampled before; empty: they keep their voxels.
+        headers: Header of each sample's file; None: unknown.
 
     """
 
@@ -70,9 +73,11 @@ class VolumeStore(LazyStore):
         turn: bool = True,
         window: Window | None = None,
         spacing: tuple[float, ...] = (),
+        headers: Sequence[VolumeHeader | None] = (),
     ) -> None:
         super().__init__(where, len(samples), torch.zeros(1, *shape))
         self._extents, self._kept = extents, tuple(kept)
+        self.headers, self.spacing = tuple(headers), spacing
         self._samples, self._recent, self._decode_one = (
             tuple(samples),
             recent,
@@ -88,6 +93,14 @@ class VolumeStore(LazyStore):
             made = torch.from_numpy(self._find(self._samples[row], size, place_of))
             x[place] = made if self._extents is None else extend(made, self.shape[2:])
         return x
+
+    @override
+    def identify(self, row: int) -> bytes:
+        files = self._samples[row]
+        try:
+            return blake2b(b"".join(map(digest_voxels, files)), digest_size=16).digest()
+        except Unreadable as error:
+            raise FedshiftError(f"{files[0]} {error}") from error
 
     def _find(self, files: tuple[Path, ...], size: Shape, place: Path | None) -> NDArray[np.float32]:
         """Return a decoded sample from the cache entry at ``place``, or decode it and keep it there."""
@@ -109,7 +122,7 @@ class VolumeStore(LazyStore):
             try:
                 parts.append(self._decode_one(file))
             except Unreadable as error:
-                raise UsageError(f"{file} {error}: give a file that is whole, and stays") from error
+                raise UsageError(f"{file} {error}: replace it, or take it and its mask away") from error
         if self._extents is None:
             parts = [resize_volume(torch.from_numpy(part), size).numpy() for part in parts]
         made = np.concatenate(parts)
@@ -229,17 +242,8 @@ def compare_grids(clients: Mapping[str, Sequence[VolumeHeader]], *, resampled: b
             f"files of single slices or frames keep their stored axes, which differ ({join_some(sorted(stored))}): "
             "bring them to one orientation"
         )
-    medians = {
-        name: np.median([header.spacing for header in headers], axis=0)
-        for name, headers in clients.items()
-        if headers and all(header.spacing for header in headers)
-    }
-    steps = list(medians.values())
-    if steps and not resampled and not all(np.allclose(each, steps[0], rtol=CLOSE) for each in steps):
-        told = (f"{' x '.join(f'{step:.3g}' for step in each[::-1])} at {name!r}" for name, each in medians.items())
-        notices.append(
-            f"voxels differ between clients (medians, mm): {join_some(told)}; --spacing median resamples all"
-        )
+    if not resampled:
+        notices += [f"{differ}; --spacing median resamples all" for differ in compare_spacings(clients)]
     for name, headers in clients.items():
         apart = [header.apart for header in headers if header.apart > min(header.spacing, default=0.0) / 2]
         if apart:
@@ -254,6 +258,36 @@ def compare_grids(clients: Mapping[str, Sequence[VolumeHeader]], *, resampled: b
                 "against the patient's axes, and stay so"
             )
     return notices
+
+
+def compare_spacings(clients: Mapping[str, Sequence[VolumeHeader]]) -> list[str]:
+    """Return a notice if the medians of voxels differ between clients; arguments as of :func:`compare_grids`."""
+    medians = {
+        name: np.median([header.spacing for header in headers], axis=0)
+        for name, headers in clients.items()
+        if headers and all(header.spacing for header in headers)
+    }
+    steps = list(medians.values())
+    if not steps or all(np.allclose(each, steps[0], rtol=CLOSE) for each in steps):
+        return []
+    told = (f"{' x '.join(f'{step:.3g}' for step in each[::-1])} at {name!r}" for name, each in medians.items())
+    return [f"voxels differ between clients (medians, mm): {join_some(told)}"]
+
+
+def list_headers(data: Federation) -> dict[str, list[VolumeHeader]]:
+    """Return the headers of each client's medical images, of all splits; clients without such are absent."""
+    found = {}
+    for client in data.clients:
+        stores = {id(split.store): split.store for split in client.splits.values()}
+        known = [each for store in stores.values() for each in getattr(store, "headers", ()) if each is not None]
+        if known:
+            found[client.name] = known
+    return found
+
+
+def is_resampled(data: Federation) -> bool:
+    """Return whether a client's medical images are resampled to a spacing."""
+    return any(getattr(client.train.store, "spacing", ()) for client in data.clients)
 
 
 def _find_tilt(header: VolumeHeader) -> float:

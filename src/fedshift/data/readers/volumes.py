@@ -25,6 +25,7 @@ from ..files.masks import Pair
 from ..files.read_options import ReadOptions
 from ..files.volume_decoding import (
     READABLE,
+    VolumeHeader,
     decode_mask,
     describe_spacing,
     find_difference,
@@ -66,6 +67,7 @@ class _Volumes:
         channels: Number of channels of all images.
         sizes: Voxels of each client's images, ``[N, axes]``; without patches all are equal.
         broken: The reason why a file is left out.
+        headers: What each readable file's header says, before resampling.
 
     """
 
@@ -75,6 +77,7 @@ class _Volumes:
     channels: int
     sizes: dict[str, NDArray[np.int64]]
     broken: dict[str, str]
+    headers: dict[str, VolumeHeader]
 
 
 def can_read(source: object) -> bool:
@@ -96,7 +99,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     pairs = {name: pairing.pair_files(source, name, own) for name, own in files.items()}
     flat = [pair for own in pairs.values() for pair in own]
     images = (image.path for image, _ in flat)
-    alien = next((path for path in images if not is_volume(path) and not (source / path).is_dir()), None)
+    alien = next((path for path in images if not is_volume(source / path) and not (source / path).is_dir()), None)
     if alien is not None:
         raise UsageError(
             f"{source / alien} is no NIfTI or DICOM file, and others are: put each kind into its own directory"
@@ -174,6 +177,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
             pairs=pairs,
             sizes=found,
             broken=broken,
+            headers=headers,
             channels=next((header.channels for header in shown.values()), 1),
         ),
     )
@@ -209,6 +213,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
                 kept=list_entries(part.client),
                 window=window,
                 spacing=found.spacing,
+                headers=[found.headers.get(file) for file in part.files],
             )
             for part, own in zip(scan.parts, sizes, strict=True)
         ],
