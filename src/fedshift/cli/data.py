@@ -110,8 +110,9 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
             refusal = f"Training would refuse these data: {error.render(as_flag)}."
     told = {finding.text.removesuffix(".").lower() for finding in found.findings}
     notices = tuple(each for each in made.notices if each.partition(";")[0].lower() not in told)
-    parts = [describe(made), *filter(None, [describe_grids(made)]), *_explain_inputs(made)]
-    print_parts(console, [*parts, *format_notices(replace(made, notices=notices)), *render_quality(found)])
+    grids = describe_grids(made)
+    print_parts(console, [describe(made), *([grids] if grids else []), *_explain_inputs(made)])
+    print_parts(console, [*format_notices(replace(made, notices=notices)), *render_quality(found)])
     if refusal:
         print_parts(console, [Text(refusal, style="bold red")])
     _write_json(console, {**found.as_dict(), "notices": (*made.notices, *made.faults), "refusal": refusal}, json)

@@ -165,8 +165,9 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
     if y.ndim == 1:
         labels = y.astype(np.int64)
     else:
-        rows = split.all_rows.tolist()
-        cases = [split.patches.crop(split.y[n], row)[None] for n, row in enumerate(rows)] if split.patches else [y]
+        cases, places = [y], split.all_rows.tolist()
+        if split.patches:  # without the padding, which differs between clients
+            cases = [split.patches.crop(split.y[n], row)[None].cpu().numpy() for n, row in enumerate(places)]
         labels = np.concatenate([digest_each(np.ascontiguousarray(each)) for each in cases])[:, 0].view(np.int64)
     return SplitSurvey(
         client="",

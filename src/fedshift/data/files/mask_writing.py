@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .dicom import Series, read_series
-from .volume_decoding import NIFTI, read_volume_header
+from .dicom import NIFTI, Series, read_series
+from .volume_decoding import read_volume_header
 
 _GEOMETRY = (
     "dim_info", "pixdim", "xyzt_units", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x",
