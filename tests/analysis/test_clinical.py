@@ -15,6 +15,7 @@ from fedshift.analysis.clinical import (
     estimate_calibration,
     estimate_mean,
     estimate_share,
+    estimate_survival,
     find_net_benefit,
     parse_operating_point,
 )
@@ -151,3 +152,28 @@ def test_of_intervals_of_an_area_19_in_20_contain_it(patients):
 
     truth = (1 + math.erf(1.4 / math.sqrt(2 * 1.09) / math.sqrt(2))) / 2
     assert cover(estimate, truth) >= 0.93
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of lifelines
+@pytest.mark.parametrize("seed", range(3))
+def test_survival_is_estimated_as_by_lifelines(seed):
+    lifelines = pytest.importorskip("lifelines")
+    random = np.random.default_rng(seed)
+    time, event = np.ceil(random.exponential(6, 50)), random.random(50) < 0.6
+    theirs = lifelines.KaplanMeierFitter().fit(time, event)
+    ours = estimate_survival(time, event)
+    np.testing.assert_allclose(ours.share, theirs.predict(ours.time), atol=1e-12)
+    np.testing.assert_array_equal(ours.at_risk, theirs.event_table.loc[ours.time, "at_risk"])
+    known = (ours.share > 0) & (ours.share < 1)
+    bounds = theirs.confidence_interval_.loc[ours.time[known]].to_numpy().T
+    np.testing.assert_allclose([ours.low[known], ours.high[known]], bounds, atol=1e-12)
+    assert ours.end == time.max()
+
+
+def test_without_events_everybody_survives_and_the_last_event_leaves_no_interval():
+    nobody = estimate_survival(np.array([3.0, 5.0]), np.array([False, False]))
+    assert (len(nobody.time), nobody.end) == (0, 5.0)
+    everybody = estimate_survival(np.array([3.0, 5.0]), np.array([True, True]))
+    assert everybody.share.tolist() == [0.5, 0.0]
+    assert np.isnan([everybody.low[1], everybody.high[1]]).all()

@@ -136,6 +136,7 @@ def test_windows_give_the_weighted_mean_of_a_loop_over_voxels(places, size):
     np.testing.assert_allclose(found, average_windows(x, size), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_windows_give_what_those_of_monai_give():
     monai = pytest.importorskip("monai.inferers")
     x = torch.randn(1, 1, 13, 9, generator=torch.Generator().manual_seed(0))

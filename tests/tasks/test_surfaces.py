@@ -113,6 +113,24 @@ def test_surfaces_are_measured_as_by_loops_over_all_pairs_of_pixels(seed, shape,
     assert found == pytest.approx(measure_by_loops(predicted, truth, 3, spacing or (1.0,) * len(shape)), nan_ok=True)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of MONAI, of itself
+@pytest.mark.parametrize("shape", [(14, 17), (6, 9, 8)])
+def test_distances_and_dice_of_masks_are_those_of_monai(shape):
+    monai = pytest.importorskip("monai.metrics")
+    random = torch.Generator().manual_seed(len(shape))
+    spacing = (2.0, 0.5, 1.25)[: len(shape)]
+    for _ in range(50):
+        smooth = torch.nn.functional.avg_pool2d if len(shape) == 2 else torch.nn.functional.avg_pool3d
+        one, other = (smooth(torch.rand(1, 1, *shape, generator=random), 3, 1, 1) > 0.48 for _ in range(2))
+        mask, true = one[0].long(), other[0].long()
+        average = monai.compute_average_surface_distance(one, other, symmetric=True, spacing=spacing)
+        worst = monai.compute_hausdorff_distance(one, other, percentile=95, spacing=spacing)
+        assert measure(mask, true, spacing=spacing) == pytest.approx([float(average), float(worst)], rel=1e-5)
+        frame = rows_to_frame([Segmentation().count(scores(mask, 2), true, 2)])
+        assert compute_metric(frame, "dice").iloc[0] == pytest.approx(float(monai.compute_dice(one, other)), rel=1e-6)
+
+
 def test_a_class_that_is_missed_or_invented_counts_as_far_as_the_corners_are_apart():
     nothing, something = square(4, 0, 0), square(4, 1, 3)
     assert measure(nothing, something, spacing=(1.0, 2.0)) == pytest.approx([math.hypot(3, 6)] * 2)

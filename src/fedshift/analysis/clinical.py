@@ -11,6 +11,8 @@ seeds (:mod:`fedshift.analysis.sampling`), plus S^2 / R over seeds, with Sattert
 * Areas under the ROC curve have DeLong's variance on the logit scale (Qin and Hotilovac 2008, "Comparison of
   non-parametric confidence intervals for the area under the ROC curve", Statistics in Medicine 17(4)).
 * Means, such as the Brier score, have symmetric ones.
+
+Survival curves (:func:`estimate_survival`) take the patients of one model; their intervals do not cover seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit, logit, stdtrit
+from scipy.special import expit, logit, ndtri, stdtrit
 
 from ..utils.errors import UsageError
 from .sampling import FREE, Floats, SampleVariance, difference_variance
@@ -36,6 +38,7 @@ WORST_CONDITION = 1e10
 """Smallest condition number of a Hessian that means that the likelihood has no maximum."""
 STEPS = 50
 """Largest number of Newton's steps."""
+QUANTILE = float(ndtri(0.975))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,3 +263,39 @@ def find_net_benefit(score_N: Floats, positive_N: Bools, thresholds: Sequence[fl
     right, wrong = (called_TN & positive_N).sum(axis=1), (called_TN & ~positive_N).sum(axis=1)
     benefit: Floats = (right - wrong * t_T / (1 - t_T)) / len(score_N)
     return benefit
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SurvivalCurve:
+    """Share of patients without an event after each time of an event, and its 95 % interval ``low`` to ``high``.
+
+    ``time [T]`` ascends; ``at_risk [T]``: patients under observation just before it; ``end``: the last observation.
+    """
+
+    time: Floats
+    share: Floats
+    low: Floats
+    high: Floats
+    at_risk: Ints
+    end: float
+
+
+def estimate_survival(time_N: Floats, event_N: Bools) -> SurvivalCurve:
+    """Return the product-limit estimate of survival (Kaplan and Meier 1958, doi:10.1080/01621459.1958.10501452).
+
+    The patients (at least one) have a ``time [N]`` to an event, where ``event [N]`` is true, or to the end of
+    observation; one whose observation ends at the time of an event is still at risk then. The interval is symmetric for
+    the logarithm of the cumulative hazard, with Greenwood's variance (Kalbfleisch and Prentice 2002, section 1.4); it
+    is NaN while the share is 1 or 0.
+    """
+    time_T = np.unique(time_N[event_N])
+    ordered_N = np.sort(time_N)
+    at_risk_T = len(ordered_N) - np.searchsorted(ordered_N, time_T, side="left")
+    events_T = np.bincount(np.searchsorted(time_T, time_N[event_N]), minlength=len(time_T))
+    share_T: Floats = np.cumprod(1 - events_T / at_risk_T)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        variance_T = np.cumsum(events_T / (at_risk_T * (at_risk_T - events_T)))
+        spread_T = QUANTILE * np.sqrt(variance_T) / np.log(share_T)
+        low_T, high_T = share_T ** np.exp(-spread_T), share_T ** np.exp(spread_T)
+    end = float(ordered_N[-1])
+    return SurvivalCurve(time=time_T, share=share_T, low=low_T, high=high_T, at_risk=at_risk_T, end=end)

@@ -70,6 +70,7 @@ from ..report.html import render_template
 from ..report.page import make_metric_table, write_page
 from ..report.publication import list_parts, print_parts
 from ..report.sites import compare_clients, tabulate_clients
+from ..report.survival import tabulate_survival
 from ..report.tables import accuracy_table, cross_table, tabulate_history
 from ..representations import RepresentationComparison, collect_comparison
 from ..results.schema import MOMENTS, RunSummary
@@ -315,6 +316,20 @@ class Comparison:
         if (place := find_positive(summary, positive)) is None:
             raise UsageError("a decision curve is of one class: say which (positive=...)").about("positive")
         return tabulate_benefit(summary, find_method(method, summary), place, client=client)
+
+    def survival(self, method: str) -> pd.DataFrame:
+        """Return Kaplan-Meier curves of test patients in thirds by predicted risk, with 95 % intervals.
+
+        Returns:
+            A row for each third (``low risk``, ``middle risk``, ``high risk``) and time of an event; columns ``share``
+            (of patients without an event), ``low``, ``high`` and ``at_risk``. Empty unless the task is survival.
+
+        Raises:
+            UsageError: the method is unknown.
+
+        """
+        summary = self.summary
+        return tabulate_survival(summary, find_method(method, summary))
 
     def figures(self) -> dict[str, Figure]:
         """Return Matplotlib figures by name."""

@@ -34,6 +34,7 @@ from ..results.schema import RunSummary
 from ..utils.errors import UsageError, unknown_name
 from .formatting import MINUS, MISSING, TextTable, make_table
 from .progress import remembered
+from .survival import list_survival_tables
 from .tables import ONE_BY_ONE, find_reported_rounds
 
 ALL = "all clients"
@@ -345,10 +346,12 @@ def tabulate_benefit(
 
 @remembered
 def list_clinical_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFrame, TextTable]]:
-    """Return caption, data and text of a run's tables of decisions and classes, by file name.
+    """Return caption, data and text of a run's tables of decisions and classes, or of survival, by file name.
 
-    There are none beyond :data:`~fedshift.report.tables.ONE_BY_ONE` clients, nor of more than :data:`MOST` classes.
+    There are none of classes beyond :data:`~fedshift.report.tables.ONE_BY_ONE` clients, nor of more than :data:`MOST`.
     """
+    if summary.task == "survival":
+        return list_survival_tables(summary)
     tables: dict[str, tuple[str, pd.DataFrame, TextTable]] = {}
     if len(summary.clients) > ONE_BY_ONE or summary.classes > MOST:
         return tables

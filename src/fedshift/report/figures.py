@@ -22,6 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..analysis.statistics import mean_and_std
+from ..results.run_directory import to_file_name
 from ..results.schema import PICTURED, RunSummary, is_share, name_file
 from .claims import difference_table
 from .clinical import bin_calibration, find_positive, name_classes, tabulate_benefit
@@ -39,6 +40,7 @@ from .style import (
     plot_band,
     shorten,
 )
+from .survival import estimate_thirds
 from .tables import ONE_BY_ONE, QUANTILES, accuracy_table, find_reported_rounds, metric_history
 
 LOW = 0.05
@@ -157,6 +159,7 @@ def _make_panels(summary: RunSummary, curves_only: bool) -> Iterator[FigurePanel
         yield from _draw_calibration(summary)
         yield from _draw_residuals(summary)
         yield from _draw_benefit(summary)
+        yield from _draw_survival(summary)
 
 
 def name_files(summary: RunSummary) -> str:
@@ -448,3 +451,33 @@ def _draw_benefit(summary: RunSummary) -> Iterator[FigurePanel]:
     add_legend(figure, handles, note)
     description = f"Net benefit by threshold probability, test samples of all clients ({note}): {', '.join(handles)}."
     yield FigurePanel(name="decision-curve", figure=figure, description=description, points=points, note=note)
+
+
+def _draw_survival(summary: RunSummary) -> Iterator[FigurePanel]:
+    """Draw Kaplan-Meier curves of thirds of the test patients by predicted risk, a panel for each method."""
+    for method in summary.methods:
+        curves = estimate_thirds(summary, method)
+        if not curves:
+            continue
+        figure, axes = make_panel(method, "time", "share without an event")
+        handles: dict[str, Any] = {}
+        points: list[tuple[float, float, str]] = []
+        for name, style in make_styles(curves).items():
+            curve = curves[name]
+            time = np.concatenate([[0.0], curve.time, [curve.end]])
+            share, low, high = (
+                np.concatenate([[1.0], part, part[-1:] if len(part) else [1.0]])
+                for part in (curve.share, curve.low, curve.high)
+            )
+            line = style.line | {"marker": ""}
+            axes.step(time, share, where="post", **line)
+            axes.fill_between(time, low, high, step="post", color=style.color, alpha=0.14, linewidth=0)
+            handles[name] = Line2D([], [], **line)
+            marked = zip(curve.time.tolist(), curve.share.tolist(), curve.at_risk.tolist(), strict=True)
+            points += [(at, value, f"{name}, {at:g}: {100 * value:.1f} % of {n:,} at risk") for at, value, n in marked]
+        axes.set(xlim=(0, None), ylim=(0, 1.02))
+        note = "test patients in thirds by predicted risk; bands: 95 % intervals"
+        add_legend(figure, handles, note)
+        slug = to_file_name(method)
+        description = f"Kaplan-Meier curves of {method}: {note}."
+        yield FigurePanel(name=f"survival-{slug}", figure=figure, description=description, points=points)

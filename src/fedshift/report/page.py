@@ -217,6 +217,7 @@ def render_page(summary: RunSummary) -> str:
         unit=difference_unit(summary.metric, numbers=summary.of_numbers).name,
         spread=describe_seeds(summary),
         other_metrics=list(_other_metrics(summary)),
+        clinical_title="Survival" if summary.task == "survival" else "Classes and decisions",
         clinical=[(name, *table) for name, table in list_clinical_tables(summary).items()],
         figures={panel.name: embed_panel(panel) for panel in panels},
         legend={name: draw_legend_entry(style) for name, style in make_styles(summary.methods).items() if notes},

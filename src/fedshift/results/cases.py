@@ -8,7 +8,7 @@
 | several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area``, and ``score`` likewise |
 | masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss``; of surfaces, their counts by class |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
-| survival | ``concordant``, ``comparable`` (pairs with the patient), ``event`` |
+| survival | ``time``, ``event``, ``risk``; ``concordant``, ``comparable`` (pairs with the patient) |
 | any, with groups | ``group``: number of the patient, from 0 for each client |
 
 ``area`` is the sample's part in the deviation of the mean area under the ROC curve (:mod:`fedshift.analysis.sampling`).

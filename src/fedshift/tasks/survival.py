@@ -95,7 +95,7 @@ class Survival(Task):
 
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
-        """Return the pairs of each patient with others, those ranked correctly, and whether it has an event."""
+        """Return each patient's time, event and risk, its pairs with others, and those that are ranked correctly."""
         risk, time, event = predictions[:, 0].double(), y[:, 0].double(), y[:, 1] > 0
         concordant, comparable = torch.zeros_like(risk), torch.zeros_like(risk)
         for at in torch.split(event.nonzero()[:, 0], CHUNK):
@@ -105,7 +105,10 @@ class Survival(Task):
             for total, pairs in ((concordant, right), (comparable, later.double())):
                 total += pairs.sum(dim=0)
                 total[at] += pairs.sum(dim=1)
-        return {"concordant": concordant.numpy(), "comparable": comparable.numpy(), "event": event.numpy()}
+        return {
+            "time": time.numpy(), "event": event.numpy(), "risk": risk.numpy(),
+            "concordant": concordant.numpy(), "comparable": comparable.numpy(),
+        }  # fmt: skip
 
     @override
     def is_possible(self, counts: Counts) -> bool:
