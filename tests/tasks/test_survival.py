@@ -176,9 +176,7 @@ def test_a_linear_model_of_tables_learns_to_rank_patients(clinics, tmp_path):
     curves = run.survival("fedavg")
     assert set(curves.index.get_level_values("third")) == {"low risk", "middle risk", "high risk"}
     assert curves.loc["low risk"]["share"].min() > curves.loc["high risk"]["share"].min()
-    assert (
-        70 < curves["at_risk"].groupby("third").max().sum() <= 80
-    )  # a fifth of 400; some leave before the first event
+    assert 70 < curves["at_risk"].groupby("third").max().sum() <= 80  # some leave before the first event
     assert (table.loc[["north", "south"]].xs("mean", axis=1, level=1) > 0.65).all(axis=None)
     page = run.report().read_text(encoding="utf-8")
     assert "concordance index" in page

@@ -292,7 +292,7 @@ def estimate_survival(time_N: Floats, event_N: Bools) -> SurvivalCurve:
     ordered_N = np.sort(time_N)
     at_risk_T = len(ordered_N) - np.searchsorted(ordered_N, time_T, side="left")
     events_T = np.bincount(np.searchsorted(time_T, time_N[event_N]), minlength=len(time_T))
-    share_T: Floats = np.cumprod(1 - events_T / at_risk_T)
+    share_T = np.cumprod(1 - events_T / at_risk_T, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         variance_T = np.cumsum(events_T / (at_risk_T * (at_risk_T - events_T)))
         spread_T = QUANTILE * np.sqrt(variance_T) / np.log(share_T)

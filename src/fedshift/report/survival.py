@@ -1,8 +1,8 @@
 """Survival of test patients by predicted risk, from the records of single patients: curves, and a table of shares.
 
 Risks rank the patients of one client only (:mod:`fedshift.tasks.survival`), so each client's test patients are divided
-into thirds by their own order, and thirds of the same rank are joined over clients. The order is that of the mean rank
-over seeds, and does not depend on times and events. The better a model ranks patients, the more the curves separate.
+into thirds by their ranks, and thirds of the same rank are joined over clients. Ranks are means over seeds, and do not
+depend on times and events. The better a model ranks patients, the more the curves separate.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOTE = (
 def divide_patients(summary: RunSummary, method: str, model: str = "personal") -> pd.DataFrame:
     """Return time, event, client and third (0: lowest risk) of each test patient; empty without records of all seeds.
 
-    Clients that share test patients count once, and those with fewer patients than thirds not at all.
+    Clients that share test patients count once. A client needs a patient for each third to count.
     """
     reported = find_reported_rounds(summary)
     cases = [summary.read_cases(method, seed) for seed in summary.seeds if (method, seed) in reported.index]
