@@ -104,8 +104,9 @@ def test_every_command_of_the_deployments_files_is_understood(monkeypatch):
 
 @pytest.mark.parametrize("commands", blocks("console"))
 def test_every_fedshift_command_is_understood(commands, monkeypatch):
-    """The parser takes each command of the block; settings files and runs that it names need not exist."""
+    """The parser takes each command of the block; settings files, plans and runs that it names need not exist."""
     app = understanding(monkeypatch)
+    monkeypatch.setattr("fedshift.config.spec.read_plan", lambda _: ({"patch": "8"}, {}))
     spoken = [shlex.split(line, comments=True) for line in commands.splitlines()]
     for words in spoken:
         if words and words[0] == "fedshift":
@@ -115,7 +116,9 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
             adapting = "run data clients policies rounds unlabeled save methods seeds device own client onnx"
             across = "address as_json config data days host insecure key log min_clients names nodes path port"
             across += " resume validate_only anchors since"
-            papers = "tls table seeds scale version clients samples dimension width heterogeneity seed steps layer"
+            papers = (
+                "sources tls table seeds scale version clients samples dimension width heterogeneity seed steps layer"
+            )
             leaking = "profile batch_sizes image_size images iterations lr files masks"
             assert set(bound.arguments) <= {
                 *known.split(),

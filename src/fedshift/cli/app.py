@@ -35,6 +35,7 @@ from ..config.spec import (
     RunOptions,
     RunSpec,
     explain,
+    find_refusal,
     find_settings,
     read_settings,
     select_settings,
@@ -53,6 +54,7 @@ from .export import export
 from .features import features
 from .leak import leak
 from .leave_out import rebuild_without, run_without
+from .plan import plan
 from .predict import predict
 from .reproduce import rebuild_papers, reproduce
 from .run import Profile, RunCode, find_kind, run_experiment
@@ -114,8 +116,8 @@ app = App(
     config=(_settings_from_file,),
 )
 for command in (
-    data, diagnose, advise, pki, serve, join, check, ledger, adapt, export, predict, reproduce, theory, sweep, features,
-    leak, cross_site, watch,
+    data, diagnose, plan, advise, pki, serve, join, check, ledger, adapt, export, predict, reproduce, theory, sweep,
+    features, leak, cross_site, watch,
 ):  # fmt: skip
     app.command(command)
 
@@ -318,6 +320,8 @@ def _run_guarded(call: Callable[[], Any], debug: bool) -> int:
 def _format_error(error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, ValidationError) else error
     if isinstance(cause, ValidationError):
+        if refusal := find_refusal(cause):
+            return refusal.render(as_flag)
         problems = ((str(problem["loc"][0]).replace("_", "-"), problem) for problem in cause.errors())
         return "; ".join(f"--{flag} {problem['input']}: {explain(problem)}" for flag, problem in problems)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:

@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
 from .catalog import Catalog
+from .grid_plan import read_plan
 from .seeds import parse_seeds, write_seeds
 from .settings_file import FILE, WRITTEN
 
@@ -249,6 +250,9 @@ class DataSpec:
     number for all axes. A third of a batch is centered on a class other than the background. Images keep their sizes,
     which may differ; validation, test and predictions cover them with overlapping windows of this size."""
 
+    plan: Annotated[str | None, Parameter(group=PREPARING)] = None
+    """File that `fedshift plan` wrote, whose spacing and patch are used in place of --spacing and --patch."""
+
     normalize: Annotated[Literal["half", "imagenet", "unit", "client"] | None, Parameter(group=PREPARING)] = None
     """Scaling of images: half (to [-1, 1]), unit (to [0, 1]), imagenet (ImageNet's means and deviations) or client (the
     means and deviations of the client's training images); by default the benchmark's scaling, or half."""
@@ -296,6 +300,20 @@ class DataSpec:
 
     scaling: Annotated[Literal["client", "none"], Parameter(group=FILES)] = "client"
     """Scaling of a table's numeric columns: by the client's own training part, or none."""
+
+    def __post_init__(self) -> None:
+        """Put the settings of a plan in its place; raise :class:`UsageError` if they are given, too."""
+        if self.plan is None:
+            return
+        try:
+            settings, _ = read_plan(Path(self.plan))
+        except UsageError as error:
+            raise error.about("plan") from error
+        given = {name: getattr(self, name) for name in settings if getattr(self, name) is not None}
+        if given:
+            raise UsageError("{} has a spacing and a patch: leave {} out", Ref(plan=self.plan), Ref(**given))
+        for name, value in {**settings, "plan": None}.items():
+            object.__setattr__(self, name, value)
 
     @property
     def on_unreadable(self) -> Literal["refuse", "skip"]:
@@ -590,6 +608,12 @@ def _list_choices(hint: Any) -> list[str]:
 def explain(problem: Mapping[str, Any]) -> str:
     """Return what a value "should be" according to one error of a pydantic ``ValidationError``."""
     return str(problem["msg"]).removeprefix("Input ")
+
+
+def find_refusal(error: ValidationError) -> UsageError | None:
+    """Return the refusal of settings that do not fit each other, if that is what a ``ValidationError`` says."""
+    causes = (problem.get("ctx", {}).get("error") for problem in error.errors())
+    return next((cause for cause in causes if isinstance(cause, UsageError)), None)
 
 
 @cache

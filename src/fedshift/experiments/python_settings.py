@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
-from ..config.spec import CompareSpec, DataSpec, check_settings
+from ..config.spec import CompareSpec, DataSpec, check_settings, find_refusal
 from ..data.federation import Federation
 from ..data.sources import load_source, prepare_clients
 from ..utils.errors import FedshiftError, UsageError, unknown_name
@@ -36,7 +37,10 @@ def _check(given: Mapping[str, Any], kind: type[S]) -> S:
     values = {name: simplify(name, value) for name, value in given.items()}
     defaults = {setting.name: setting.default for setting in fields(kind)}
     check_settings(SimpleNamespace(**defaults | values), kind)
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise find_refusal(error) or error from None
 
 
 def load_python_data(data: Any, given: Mapping[str, Any]) -> Federation:
@@ -51,7 +55,7 @@ def simplify(name: str, value: Any) -> Any:
         value = value.item()
     if isinstance(value, Iterator) and name != "data":
         value = tuple(value)  # it can be read once
-    if isinstance(value, Path) and name in ("root", "weights"):
+    if isinstance(value, Path) and name in ("root", "weights", "plan"):
         return str(value)
     if isinstance(value, Path) and name == "data":
         if not value.exists():

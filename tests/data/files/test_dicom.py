@@ -211,7 +211,7 @@ def test_rounded_positions_are_one_distance_and_other_files_are_refused(tmp_path
     folder = write_series(tmp_path / "s", draw(), change=round_position)
     assert read_volume_header(folder).spacing == (0.625, 0.75, 0.5)
     (folder / "IM0001").write_bytes(b"")
-    with pytest.raises(Unreadable, match="with IM0001, which is no DICOM file"):
+    with pytest.raises(Unreadable, match="with IM0001, which is not a DICOM file"):
         read_volume_header(folder)
     with pytest.raises(Unreadable, match="a folder with a single slice"):
         read_volume_header(write_series(tmp_path / "t", draw(shape=(5, 4, 1))))

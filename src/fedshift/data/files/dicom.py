@@ -27,7 +27,7 @@ NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm",)
 """Suffixes of DICOM files, which often have none, or numbers in its place."""
 _INDEX = "dicomdir"
-"""Name in lower case of the list of a medium's files, which is DICOM and no image (PS3.10, section 8.6)."""
+"""Name in lower case of the list of a medium's files, which is DICOM but not an image (PS3.10, section 8.6)."""
 _PREAMBLE, _MARK = 128, b"DICM"
 """Bytes before the mark of a DICOM file, and the mark (PS3.10, section 7.1)."""
 MOST_BYTES = 2**31
@@ -169,7 +169,7 @@ def read_series(folder: Path, *, whole: bool = False) -> Series:
     files = sorted(file for file in folder.iterdir() if not file.name.startswith(".") and file.name.lower() != _INDEX)
     other = next((file.name for file in files if not is_dicom(file)), None)
     if other is not None:
-        raise Unreadable(f"is a folder of slices with {other}, which is no DICOM file: move it elsewhere")
+        raise Unreadable(f"is a folder of slices with {other}, which is not a DICOM file: move it elsewhere")
     if len(files) < 2:
         raise Unreadable("is a folder with a single slice: put the file beside the folders, or add the other slices")
     check_bytes(sum(file.stat().st_size for file in files), f"{len(files)} slices")

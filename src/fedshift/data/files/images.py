@@ -202,9 +202,9 @@ def _refuse_folder(folder: os.DirEntry[str], slices: bool) -> None:
         slices or Path(folder.path).parent.name.lower() in ("images", "masks")
     ):
         raise UsageError(
-            f"{folder.path} is a folder of pictures, which do not say how far slices and pixels are apart: write the "
-            "slices of each case to one NIfTI file, for example with nibabel, and so its mask; or put single pictures "
-            "beside each other"
+            f"{folder.path} is a folder of pictures, which lack the distances between slices and pixels: write the "
+            "slices of each case to one NIfTI file, for example with nibabel, and so its mask; or put single "
+            "pictures directly into the folder"
         )
     if slices:
         raise UsageError(f"{folder.path} is a folder without DICOM files: move it elsewhere")

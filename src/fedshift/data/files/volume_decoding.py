@@ -260,7 +260,7 @@ def _scale(values: Array, window: Window | None, *, by_channel: bool) -> NDArray
 
 
 def digest_voxels(file: Path) -> bytes:
-    """Return a digest that is equal for files with the same voxels, whatever their names, axes and spacing.
+    """Return a digest that is equal for files with the same voxels, also under other names, axes and spacings.
 
     It is that of the sums over each slab along each axis, modulo 2^64, of numbers that spread each value's bits
     (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, figure 16), from the end at which they are smaller.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from ...config.grid_plan import Fingerprint
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import FedshiftError, Ref, UsageError
 from ...utils.words import join_some
@@ -33,6 +34,7 @@ from .image_decoding import Unreadable
 from .read_options import ReadOptions
 from .volume_decoding import UNMEASURED, VolumeHeader, Window, decode_volume, digest_voxels, parse_spacing
 
+MEASURE = "write a NIfTI file with a qform or sform, or leave it out of the plan"
 OBLIQUE = 20.0
 """Degrees against the patient's axes beyond which a notice tells of tilted images."""
 KEPT = 2**28
@@ -282,6 +284,27 @@ def list_headers(data: Federation) -> dict[str, list[VolumeHeader]]:
         known = [each for store in stores.values() for each in getattr(store, "headers", ()) if each is not None]
         if known:
             found[client.name] = known
+    return found
+
+
+def count_cases(data: Federation) -> dict[str, Fingerprint]:
+    """Return the counts of each client's training cases, of which patches are cut.
+
+    Raises :class:`UsageError` if files say how far their voxels are apart at some cases only.
+    """
+    found = {}
+    for client in data.clients:
+        train, rows = client.train, client.train.all_rows.tolist()
+        assert train.patches is not None
+        headers = [train.store.headers[row] for row in rows] if isinstance(train.store, VolumeStore) else []
+        for row, header in zip(rows, headers, strict=False):
+            if header is None or not header.measured:
+                raise UsageError(f"{client.files[row]} {UNMEASURED.partition(':')[0]}: {MEASURE}")
+        found[client.name] = Fingerprint.count(
+            train.patches.extents[rows][:, ::-1].tolist(),
+            [header.spacing[::-1] for header in headers if header],
+            data.task.count_classes(train.y, data.classes).tolist(),
+        )
     return found
 
 

@@ -608,7 +608,7 @@ class Site:
     def _make_spec(self, given: Mapping[str, Any]) -> RunSpec | CompareSpec:
         """Return the coordinator's settings with this machine's own values for those that concern only this machine."""
         kind = RunSpec if "method" in given else CompareSpec
-        own: dict[str, Any] = dict.fromkeys(("root", "domains", "split", "newcomers"))
+        own: dict[str, Any] = dict.fromkeys(("root", "domains", "split", "newcomers", "plan"))
         own |= {"data": self.data, "weights": self._find_weights(given.get("weights"))}
         try:
             made = kind(**{**given, **own, "device": self.device, "engine": "sequential", "workers": None})
