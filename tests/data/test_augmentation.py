@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageEnhance
-from scipy.ndimage import affine_transform
+from scipy.ndimage import affine_transform, gaussian_filter
 from scipy.ndimage import rotate as scipy_rotate
 
 from fedshift.data import augmentation
@@ -20,12 +20,14 @@ EVERY = (
     "flip", "flip(vertical=True)", "rotate(degrees=40)", "rotate(degrees=40, fill='reflection')", "scale(amount=0.3)",
     "shear(degrees=20)", "crop(padding=3)", "crop(padding=0.2, fill='border')", "resized_crop", "color_jitter",
     "brightness_contrast", "erase(patches=3, size=4)", "sometimes(rotate(degrees=40), p=0.4)",
-    "sequence(flip, crop(padding=1))", "fedbn_office", "fedmmb_cifar", "flamby_isic",
+    "sequence(flip, crop(padding=1))", "noise(variance=0.5)", "blur", "lower_resolution", "gamma(inverted=True)",
+    "fedbn_office", "fedmmb_cifar", "flamby_isic", "nnunet",
 )  # fmt: skip
 WITHOUT_STRENGTH = (
     "flip(p=0)", "flip(p=0, vertical=True)", "rotate(degrees=0)", "scale(amount=0)", "shear(degrees=0)",
     "crop(padding=0)", "resized_crop(scale=(1, 1), ratio=(1, 1))", "brightness_contrast(brightness=0, contrast=0)",
     "color_jitter(brightness=0, contrast=0, saturation=0, hue=0)", "sometimes(erase(size=4), p=0)",
+    "noise(variance=0)", "gamma(bounds=(1, 1))", "lower_resolution(share=(1, 1))", "scale(amount=(1, 1))",
 )  # fmt: skip
 
 
@@ -95,6 +97,19 @@ def test_how_many_draws_are_made_depends_on_the_number_of_images_alone(text):
         augment(x, rng)
         after.append(rng.random())
     assert len(set(after)) == 1
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_slices_of_a_volume_are_moved_alike_and_its_masks_with_them(text):
+    x, augment = images(4, 2, 12, 10), AUGMENTATIONS.parse(text)
+    thick = x[:, :, None].expand(-1, -1, 3, -1, -1)
+    moved, flat = augment(thick, key(1)), augment(x, key(1))
+    assert moved.shape == thick.shape
+    if "noise" not in text and text != "nnunet":  # each voxel has its own
+        torch.testing.assert_close(moved, flat[:, :, None].expand_as(moved), rtol=1e-9, atol=1e-9)
+    _, y = blocks(4, 12)
+    masks = augment_masks(augment, y[:, None].expand(-1, 3, -1, -1), key(1))
+    assert torch.equal(masks, augment_masks(augment, y, key(1))[:, None].expand_as(masks))
 
 
 @pytest.mark.parametrize("text", WITHOUT_STRENGTH)
@@ -341,6 +356,38 @@ def test_one_to_so_many_holes_are_cut_each_as_often():
     assert (counts.bincount() / 400).tolist() == pytest.approx([0, 0.25, 0.25, 0.25, 0.25], abs=0.07)
 
 
+def test_noise_has_the_share_of_the_images_variance():
+    x = 0.4 + 0.2 * images(40, 1, 32, 32)
+    ratio = (AUGMENTATIONS.parse("noise(variance=0.5)")(x, key()) - x).flatten(1).var(1) / x.flatten(1).var(1)
+    assert ratio.max() < 0.56
+    assert ratio.mean().item() == pytest.approx(0.25, abs=0.05)
+
+
+def test_blur_is_scipys():
+    x = images(2, 2, 12, 9)
+    out = AUGMENTATIONS.parse("blur(sigma=(0.5, 1.5))")(x, Fixed(0.7))
+    expected = gaussian_filter(x.numpy(), (0, 0, 1.2, 1.2), mode="nearest", radius=5)
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+
+
+def test_a_lower_resolution_is_a_grid_of_nearest_pixels_and_a_cubic_between():
+    x = images(1, 2, 12, 8)
+    out = AUGMENTATIONS.parse("lower_resolution(share=(0.25, 0.75))")(x, Fixed(0.5))
+    fine = F.interpolate(x[:, :, 1::2, 1::2], (12, 8), mode="bicubic").clamp(0, 1)
+    assert torch.equal(out, fine)
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+@pytest.mark.parametrize(("draws", "power"), [((0.2, 0.5), 0.85), ((0.7, 0.4), 1.2)])
+def test_gamma_is_a_power_that_keeps_mean_and_spread(draws, power, inverted):
+    x = 0.3 + 0.3 * images(1, 2, 6, 5)
+    out = AUGMENTATIONS.parse(f"gamma(bounds=(0.7, 1.5), inverted={inverted})")(x, Fixed(*draws))
+    values = 1 - x.numpy() if inverted else x.numpy()
+    raised = ((values - values.min()) / np.ptp(values)) ** power
+    expected = (raised - raised.mean()) / raised.std() * values.std() + values.mean()
+    np.testing.assert_allclose(out, 1 - expected if inverted else expected, atol=1e-12)
+
+
 def test_sometimes_leaves_the_other_images_bit_for_bit():
     x = images(300, 1, 4, 4)
     out = AUGMENTATIONS.parse("sometimes(brightness_contrast(brightness=0.5), p=0.3)")(x, key())
@@ -387,13 +434,16 @@ def test_an_augmentation_of_ones_own_is_found_in_its_module():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("flop", "unknown augmentation 'flop': did you mean 'flip'? allowed are brightness_contrast, color_jitter"),
+        ("flop", "unknown augmentation 'flop': did you mean 'flip'? allowed are blur, brightness_contrast"),
         ("flip(p=2)", "p=2 is not a probability: it must be in [0, 1]"),
         ("sometimes(flip, p=-1)", "p=-1 is not a probability"),
         ("flip(chance=1)", "unknown argument 'chance'; flip takes p=0.5, vertical=False"),
         ("rotate(degrees=-3)", "rotate: degrees=-3 must lie in 0..180"),
         ("rotate(fill='white')", "rotate: fill='white' is unknown: allowed are zeros, border, reflection"),
         ("scale(amount=1)", "scale: amount=1 must lie in [0, 1)"),
+        ("scale(amount=(2, 1))", "scale: amount=(2, 1) must lie in [0, 1) or be bounds above 0"),
+        ("noise(variance=-1)", "noise: variance=-1 must be 0 or more"),
+        ("blur(sigma=(0, 1))", "blur: sigma=(0, 1) must be 0 < low <= high"),
         ("shear(degrees=90)", "shear: degrees=90 must lie in [0, 90)"),
         ("crop(padding=-1)", "crop: padding=-1 must be whole pixels from 0 or a share in [0, 1)"),
         ("crop(padding=1.5)", "crop: padding=1.5 must be whole pixels"),
@@ -455,7 +505,9 @@ def test_a_mask_stays_on_its_image(text, fill):
     assert bool((moved == LEFT_OUT).any()) == (fill == "zeros" and "{}" in text)
 
 
-@pytest.mark.parametrize("text", ["color_jitter", "brightness_contrast", "erase(patches=3, size=4)"])
+@pytest.mark.parametrize(
+    "text", ["color_jitter", "brightness_contrast", "erase(patches=3, size=4)", "noise", "blur", "gamma"]
+)
 def test_colors_leave_masks(text):
     _, y = blocks()
     y[:, 3] = LEFT_OUT

@@ -115,14 +115,16 @@ def test_images_of_floating_point_are_augmented_between_minus_one_and_one():
         Trial(fedavg(), small_cnn, federation({"one": ((x + 1) / 2, y, x, y)}), settings, 0)
 
 
-def test_masks_move_with_their_images():
+@pytest.mark.parametrize("layer", [nn.Conv2d, nn.Conv3d])
+def test_masks_move_with_their_images(layer):
     rng = np.random.default_rng(0)
-    masks = rng.integers(0, 2, (6, 8, 8))
-    data = federation({"one": (200 * masks, masks, 200 * masks, masks)})
+    masks = rng.integers(0, 2, (6, 8, 8) if layer is nn.Conv2d else (6, 3, 8, 8))
+    images = masks[:, None] * 2.0 - 1 if layer is nn.Conv3d else 200 * masks
+    data = federation({"one": (images, masks, images, masks)})
 
     def make(augment):
         settings = Settings(augment=augment, work=Work(batch_size=6, epochs=1))
-        return Trial(fedavg(), lambda *_, **__: nn.Conv2d(1, 2, 1), data, settings, 0)
+        return Trial(fedavg(), lambda *_, **__: layer(1, 2, 1), data, settings, 0)
 
     trial = make(AUGMENTATIONS.parse("flip(vertical=True), crop(padding=3), brightness_contrast(contrast=0)"))
     for step in range(3):

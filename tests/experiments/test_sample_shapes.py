@@ -97,11 +97,11 @@ def test_volumes_are_not_resized_and_of_one_shape():
         draw_clients("many channels").normalize(Normalization(mean=(0.1, 0.2), std=(1.0, 1.0)))
 
 
-def test_augmenting_a_volume_is_refused(make, tmp_path):
+def test_augmenting_texts_is_refused(make, tmp_path):
     experiment = make("fedavg", augment="flip()")
-    object.__setattr__(experiment, "data", draw_clients("volumes"))
+    object.__setattr__(experiment, "data", draw_clients("tokens"))
     object.__setattr__(experiment, "model", network)
-    with pytest.raises(UsageError, match=r"augment is for images \(C, H, W\), but .*: leave augment out"):
+    with pytest.raises(UsageError, match=r"augment is for images .* and volumes .*, but .*: leave augment out"):
         experiment.run(tmp_path / "run")
 
 

@@ -11,8 +11,12 @@ Masks move with their images (:func:`augment_masks`): an operation called with i
 the same draws, to the nearest pixel; an operation that changes colors leaves them unchanged. 0 marks ignored pixels, so
 ``zeros`` fills a mask with ignored pixels, and ``border`` and ``reflection`` fill it with the classes of its pixels.
 
+Volumes ``[B, C, D, H, W]`` are augmented within their slices: an operation moves all slices of a volume alike, and
+changes the brightness of the volume as a whole.
+
 Sources: color as in torchvision's ``ColorJitter``; recipes from FedBN (Li et al. 2021, arXiv:2102.07623), FedMMB
-(Nasirigerdeh et al. 2020, arXiv:2011.07006) and FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620).
+(Nasirigerdeh et al. 2020, arXiv:2011.07006), FLamby (Ogier du Terrail et al. 2022, arXiv:2210.04620) and nnU-Net
+(Isensee et al. 2021, doi:10.1038/s41592-020-01008-z).
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..config.catalog import Catalog
-from ..tasks.segmentation import LEFT_OUT
+from ..tasks.segmentation import LEFT_OUT, Segmentation
 from ..utils.errors import Ref, UsageError
 from ..utils.random_streams import stream
 from ..utils.user_code import describe_error, identify_function
@@ -51,7 +55,10 @@ MIX_TRIALS = 8
 
 
 class Augmentation(Protocol):
-    """A function that takes a batch of images ``[B, C, H, W]`` in [0, 1] and a generator, and returns a new batch."""
+    """A function that takes a batch of images ``[B, C, H, W]``, or volumes, in [0, 1] and a generator.
+
+    It returns a new batch.
+    """
 
     def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
         """Return the new batch; ``x`` is not modified."""
@@ -69,13 +76,22 @@ class Transform(Augmentation):
     """An operation with its options; operations with the same options are equal and have the same text."""
 
     def __init__(
-        self, make: Callable[..., Any], operation: Callable[..., Tensor], given: BoundArguments, moves: bool
+        self,
+        make: Callable[..., Any],
+        operation: Callable[..., Tensor],
+        given: BoundArguments,
+        *,
+        moves: bool,
+        in_slices: bool,
     ) -> None:
         self.make, self.operation, self.given, self.options = make, operation, given, given.arguments
-        self.moves = moves
+        self.moves, self.in_slices = moves, in_slices
 
     @override
     def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
+        if x.dim() == 5 and not any(map(callable, (*self.given.args, *self.given.kwargs.values()))):
+            flat = x.flatten(1, 2) if self.in_slices else x.flatten(2, 3)
+            return self(flat, rng).reshape(x.shape)
         if self.moves or x.is_floating_point():
             return self.operation(x, rng, *self.given.args, **self.given.kwargs)
         self.operation(torch.zeros(len(x), 1, 1, 1), rng, *self.given.args, **self.given.kwargs)  # draws as for images
@@ -100,11 +116,12 @@ class Transform(Augmentation):
 
 
 def transform(
-    *, moves: bool = True, **bounds: Bound
+    *, moves: bool = True, in_slices: bool | None = None, **bounds: Bound
 ) -> Callable[[Callable[Concatenate[Tensor, Draws, P], Tensor]], Callable[P, Augmentation]]:
     """Turn an operation ``(x, rng, options)`` into a function of its options, which are checked by ``bounds``.
 
-    ``moves``: the operation moves pixels, and thus masks; otherwise it only changes colors.
+    ``moves``: the operation moves pixels, and thus masks; otherwise it only changes colors. ``in_slices``: it sees the
+    slices of a volume as channels ``[B, C D, H, W]``, otherwise side by side, ``[B, C, D H, W]``; None: as ``moves``.
     """
 
     def decorate(operation: Callable[Concatenate[Tensor, Draws, P], Tensor]) -> Callable[P, Augmentation]:
@@ -116,7 +133,8 @@ def transform(
                 value = given.arguments[name]
                 if not bound.allows(value):
                     raise UsageError(f"{operation.__name__}: {name}={bound.refusal.format(value)}")
-            return Transform(make, operation, given, moves)
+            slices = moves if in_slices is None else in_slices
+            return Transform(make, operation, given, moves=moves, in_slices=slices)
 
         whole = signature(operation)
         takes = whole.replace(parameters=list(whole.parameters.values())[2:], return_annotation="Augmentation")
@@ -172,10 +190,10 @@ def check_augmentable(data: Federation, augment: Augmentation) -> None:
     """
     for client in data.clients:
         split = client.train
-        if len(split.shape) != 3:
+        if len(split.shape) not in (3, 4):
             raise UsageError(
-                f"augment is for images (C, H, W), but client {client.name!r} has samples of shape {split.shape}: "
-                "leave augment out"
+                f"augment is for images (C, H, W) and volumes (C, D, H, W), but client {client.name!r} has samples of "
+                f"shape {split.shape}: leave augment out"
             )
         if not split.dtype.is_floating_point:
             continue
@@ -187,7 +205,7 @@ def check_augmentable(data: Federation, augment: Augmentation) -> None:
             )
     first = data.clients[0].train
     first.inputs(slice(0, 2), augment=lambda x: _try(augment, x))
-    if first.y.dim() == 3 and (functions := list(_list_functions(augment))):
+    if isinstance(data.task, Segmentation) and (functions := list(_list_functions(augment))):
         raise UsageError(
             f"augment: {functions[0]} is a function of images, and masks would not move with them: write it with "
             "fedshift.data.augmentation.transform(moves=...), which declares whether it moves pixels"
@@ -228,11 +246,11 @@ def augment_masks(augment: Augmentation, y: Tensor, rng: Draws) -> Tensor:
 
     Args:
         augment: Augmentation without plain user functions among its parts.
-        y: Class of each pixel, int64 ``[B, H, W]``; negative numbers are ignored pixels.
+        y: Class of each pixel, int64 ``[B, H, W]`` or ``[B, D, H, W]``; negative numbers are ignored pixels.
         rng: Generator with the key of the images' draws.
 
     Returns:
-        Classes int64 ``[B, H, W]``; :data:`~fedshift.tasks.segmentation.LEFT_OUT` for pixels that are ignored or come
+        Classes like ``y``; :data:`~fedshift.tasks.segmentation.LEFT_OUT` for pixels that are ignored or come
         from outside.
 
     """
@@ -303,10 +321,16 @@ def rotate(x: Tensor, rng: Draws, *, degrees: float = 30.0, fill: str = "zeros")
     return warp(x, stack_matrices(np.cos(angle), -np.sin(angle), 0, np.sin(angle), np.cos(angle), 0), fill)
 
 
-@transform(amount=Bound(lambda v: 0 <= v < 1, "{:g} must lie in [0, 1)"), fill=_FILL)
-def scale(x: Tensor, rng: Draws, *, amount: float = 0.07, fill: str = "zeros") -> Tensor:
-    """Zoom by a factor uniform in ``1 - amount..1 + amount``; the image keeps its size."""
-    step = 1 / rng.uniform(1 - amount, 1 + amount, len(x))
+@transform(
+    amount=Bound(
+        lambda v: 0 < v[0] <= v[1] if isinstance(v, tuple) else 0 <= v < 1, "{} must lie in [0, 1) or be bounds above 0"
+    ),
+    fill=_FILL,
+)
+def scale(x: Tensor, rng: Draws, *, amount: float | tuple[float, float] = 0.07, fill: str = "zeros") -> Tensor:
+    """Zoom by a factor uniform in ``1 - amount..1 + amount``, or within the bounds ``amount``; the size stays."""
+    low, high = amount if isinstance(amount, tuple) else (1 - amount, 1 + amount)
+    step = 1 / rng.uniform(low, high, len(x))
     return warp(x, stack_matrices(step, 0, 0, 0, step, 0), fill)
 
 
@@ -390,8 +414,66 @@ def brightness_contrast(x: Tensor, rng: Draws, *, brightness: float = 0.2, contr
     return (a * x + b).clamp(0, 1)
 
 
+@transform(moves=False, variance=_STRENGTH)
+def noise(x: Tensor, rng: Draws, *, variance: float = 0.1) -> Tensor:
+    """Add Gaussian noise; its variance is a share of the image's, uniform in ``0..variance``, as in nnU-Net."""
+    share, seeds = rng.uniform(0, variance, len(x)), (rng.random(len(x)) * 2**53).astype(np.int64).tolist()
+    drawn = [torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    spread = x.flatten(1).std(dim=1, correction=0)[:, None, None, None]
+    made = (x + broadcast_per_image(np.sqrt(share), x) * spread * torch.stack(drawn).to(x)).clamp(0, 1)
+    return choose_images(share > 0, made, x)
+
+
+@transform(moves=False, in_slices=True, sigma=_range_up_to(math.inf))
+def blur(x: Tensor, rng: Draws, *, sigma: tuple[float, float] = (0.5, 1.0)) -> Tensor:
+    """Blur by a Gaussian whose standard deviation in pixels is uniform within ``sigma``, cut at three times of it."""
+    reach = math.ceil(3 * sigma[1])
+    square = torch.arange(-reach, reach + 1).to(x).square()
+    kernel_BK = torch.exp(-square / (2 * torch.from_numpy(rng.uniform(*sigma, len(x))).to(x)[:, None] ** 2))
+    kernel_BK = (kernel_BK / kernel_BK.sum(dim=1, keepdim=True)).repeat_interleave(x.shape[1], dim=0)
+    sides = F.pad(x.flatten(0, 1)[None], (reach, reach, reach, reach), mode="replicate")
+    across = F.conv2d(sides, kernel_BK[:, None, None], groups=len(kernel_BK))
+    return F.conv2d(across, kernel_BK[:, None, :, None], groups=len(kernel_BK)).reshape(x.shape).clamp(0, 1)
+
+
+@transform(moves=False, in_slices=True, share=_range_up_to(1.0))
+def lower_resolution(x: Tensor, rng: Draws, *, share: tuple[float, float] = (0.5, 1.0)) -> Tensor:
+    """Take the nearest pixels of a grid with a ``share`` of rows and columns, and interpolate between them (cubic)."""
+    made = []
+    for image, part in zip(x, rng.uniform(*share, len(x)).tolist(), strict=True):
+        size = [max(1, round(side * part)) for side in x.shape[2:]]
+        coarse = F.interpolate(image[None], size, mode="nearest-exact")
+        fine = F.interpolate(coarse, x.shape[2:], mode="bicubic", align_corners=False).clamp(0, 1)
+        made.append(image if size == list(x.shape[2:]) else fine[0])
+    return torch.stack(made)
+
+
+@transform(moves=False, bounds=_range_up_to(math.inf))
+def gamma(x: Tensor, rng: Draws, *, bounds: tuple[float, float] = (0.7, 1.5), inverted: bool = False) -> Tensor:
+    """Raise the image, between its lowest and highest value, to a power within ``bounds``; mean and spread stay.
+
+    The power is below 1 as often as above, if ``bounds`` include both, and uniform on either side, as in nnU-Net.
+    ``inverted``: of the negative image.
+    """
+    low, high = bounds
+    below, place = rng.random(len(x)) < 0.5, rng.random(len(x))
+    least, most = np.where(below, low, max(low, 1)), np.where(below, min(high, 1), high)
+    if not low < 1 < high:
+        least, most = np.full(len(x), low), np.full(len(x), high)
+    power = least + (most - least) * place
+    values = (1 - x if inverted else x).flatten(1)
+    floor, top = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
+    extent = torch.where(top > floor, top - floor, 1)
+    raised = ((values - floor) / extent).clamp(0, 1) ** torch.from_numpy(power).to(x)[:, None] * extent + floor
+    spread = raised.std(dim=1, correction=0, keepdim=True)
+    ratio = values.std(dim=1, correction=0, keepdim=True) / torch.where(spread > 0, spread, 1)
+    made = ((raised - raised.mean(dim=1, keepdim=True)) * ratio + values.mean(dim=1, keepdim=True)).reshape(x.shape)
+    return choose_images(power != 1, (1 - made if inverted else made).clamp(0, 1), x)
+
+
 @transform(
     moves=False,
+    in_slices=True,
     patches=Bound(lambda v: isinstance(v, int) and v >= 1, "{!r} must be a whole number from 1"),
     size=Bound(lambda v: _is_length(v) and v > 0, "{!r} must be whole pixels from 1 or a share in (0, 1)"),
 )
@@ -444,13 +526,35 @@ def flamby_isic() -> Augmentation:
     )
 
 
+def nnunet() -> Augmentation:
+    """Augment as nnU-Net does for medical images: rotation, zoom, noise, blur, brightness, contrast, resolution, gamma.
+
+    Probabilities and ranges are nnU-Net's. Volumes are rotated and zoomed within their slices, as it does where slices
+    are thick. Brightness is relative to black, contrast to the mean, and values stay in their range, since images are
+    scaled by percentiles here. There is no mirroring, since the sides of a body may be different classes: add
+    ``flip()`` where they are not.
+    """
+    color = {"saturation": 0, "hue": 0}
+    return sequence(
+        sometimes(rotate(degrees=30.0), p=0.2),
+        sometimes(scale(amount=(0.7, 1.4)), p=0.2),
+        sometimes(noise(variance=0.1), p=0.1),
+        sometimes(blur(sigma=(0.5, 1.0)), p=0.2),
+        sometimes(color_jitter(brightness=0.25, contrast=0, **color), p=0.15),
+        sometimes(color_jitter(brightness=0, contrast=0.25, **color), p=0.15),
+        sometimes(lower_resolution(share=(0.5, 1.0)), p=0.25),
+        sometimes(gamma(bounds=(0.7, 1.5), inverted=True), p=0.1),
+        sometimes(gamma(bounds=(0.7, 1.5)), p=0.3),
+    )
+
+
 AUGMENTATIONS = Catalog[Augmentation | None](
     "augmentation",
     {"none": lambda: None} | {
         function.__name__: function
         for function in (
             sequence, sometimes, flip, rotate, scale, shear, crop, resized_crop, color_jitter, brightness_contrast,
-            erase, fedbn_office, fedmmb_cifar, flamby_isic,
+            noise, blur, lower_resolution, gamma, erase, fedbn_office, fedmmb_cifar, flamby_isic, nnunet,
         )
     },
     _accept,

@@ -24,7 +24,8 @@ def broadcast_per_image(values_B: Floats, x: Tensor) -> Tensor:
 
 def choose_images(which_B: NDArray[np.bool_], chosen: Tensor, other: Tensor) -> Tensor:
     """Return the images of ``chosen`` where ``which_B`` is true, and of ``other`` elsewhere."""
-    return torch.where(torch.from_numpy(which_B).to(other.device)[:, None, None, None], chosen, other)
+    which = torch.from_numpy(which_B).to(other.device)
+    return torch.where(which.reshape(-1, *[1] * (other.dim() - 1)), chosen, other)
 
 
 def stack_matrices(*entries: Floats | float) -> Floats:

@@ -203,7 +203,7 @@ class Engine(ABC):
         if augment is None:
             return data.scale(stored, self.plan.dtype), y
         x = data.scale(stored, self.plan.dtype, lambda x: augment(x, stream(*key)))
-        return x, augment_masks(augment, y, stream(*key)) if y.dim() == 3 else y
+        return x, augment_masks(augment, y, stream(*key)) if y.dim() > 2 else y
 
     def see(self, name: str, batches: Batches) -> Seen | None:
         """Return the samples for :meth:`Rule.look` before the client's local work; None if no rule defines it.
