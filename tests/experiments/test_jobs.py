@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 from threading import Event
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -22,7 +23,7 @@ from fedshift.engines.auto import EngineChoice
 from fedshift.engines.engine import Diverged
 from fedshift.experiments import jobs, loggers
 from fedshift.experiments.callbacks import Callback, Callbacks
-from fedshift.experiments.jobs import choose_jobs
+from fedshift.experiments.jobs import choose_jobs, list_devices
 from fedshift.experiments.trial_run import TrialRun
 from fedshift.results.summary import read_summary
 from fedshift.utils import processors
@@ -272,6 +273,67 @@ def test_little_work_and_little_memory_start_no_worker(find, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(jobs, "available_processors", lambda: 4)
     assert find() == ([], 1)
+
+
+def test_trials_fill_devices_whose_free_memory_is_known_and_take_one_each_otherwise(find, monkeypatch):
+    def count(number="auto", **free):
+        monkeypatch.setattr(jobs, "list_devices", lambda device: free)
+        return find(number)[1]
+
+    assert count(a=0.0) == 1
+    assert count(a=0.0, b=0.0, c=0.0) == 3
+    assert count(a=5 * jobs.CONTEXT, b=0.0) == 2 + 1
+    monkeypatch.setattr(jobs, "available_processors", lambda: 6)
+    assert count(a=1e12) == jobs.SHARING
+    assert count(3, a=0.0) == 3
+    monkeypatch.setattr(jobs, "available_processors", lambda: 1)
+    assert count(a=0.0, b=0.0) == 2
+
+
+def test_cuda_is_all_gpus_like_the_current_one_and_a_numbered_one_is_itself(monkeypatch):
+    free = (10, 30, 90, 20)  # the third is another kind
+    cuda = SimpleNamespace(
+        device_count=lambda: 4,
+        current_device=lambda: 0,
+        mem_get_info=lambda number: (free[number], 100),
+        get_device_properties=lambda n: SimpleNamespace(name="AB"[n == 2], total_memory=100, multi_processor_count=8),
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    assert list(list_devices("cuda").items()) == [("cuda:1", 30), ("cuda:3", 20), ("cuda:0", 10)]
+    assert list_devices("cuda:2") == {"cuda:2": 90}
+    assert list_devices("mps") == {"mps": 0}
+    assert list_devices("cpu") == {}
+
+
+def test_each_trial_runs_on_the_device_with_the_fewest_and_gives_the_same_bits(
+    make, tmp_path, monkeypatch, assert_same, Listener
+):
+    begin, end, running, most = TrialRun.begin, TrialRun.end, defaultdict(int), defaultdict(int)
+
+    def count(run, *given):
+        assert running[run.device] == min(running.values())
+        running[run.device] += 1
+        most[run.device] = max(most[run.device], running[run.device])
+        begun = begin(run, *given)
+        assert run.experiment.settings.device == run.trial.settings.device == run.device
+        return begun
+
+    def leave(run):
+        running[run.device] -= 1
+        return end(run)
+
+    experiment, heard = make(methods="fedavg,fedbn,fedprox", seeds=2, rounds=2), Listener()
+    experiment.run(tmp_path / "one")
+    monkeypatch.setattr("fedshift.experiments.experiment.Workers", InProcess)
+    for module in ("jobs", "experiment"):
+        monkeypatch.setattr(f"fedshift.experiments.{module}.list_devices", lambda _: {"cpu:1": 9.0, "cpu:0": 8.0})
+    monkeypatch.setattr(TrialRun, "begin", count)
+    monkeypatch.setattr(TrialRun, "end", leave)
+    running.update({"cpu:1": 0, "cpu:0": 0})
+    assert experiment.run(tmp_path / "two", jobs=4, callback=heard)
+    assert most == {"cpu:1": 2, "cpu:0": 2}
+    assert any("4 trials run side by side on cpu:1 and cpu:0" in text for text in heard.notices)
+    assert_same(tmp_path / "one", tmp_path / "two")
 
 
 def test_free_memory_is_what_linux_and_the_container_grant(monkeypatch, tmp_path):

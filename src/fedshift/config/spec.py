@@ -161,7 +161,7 @@ class TrialSpec:
     about three digits; float16 loses gradients below 6e-8. In float64, everything is, in twice the bytes."""
 
     device: Annotated[str, Parameter(group=COMPUTING)] = "cpu"
-    """Torch device: cpu, cuda, cuda:1."""
+    """Torch device: cpu, cuda, cuda:1. Trials side by side (jobs) on cuda are spread over all GPUs of its kind."""
 
     unseen: Annotated[str, Expression("evaluation.policy:POLICIES"), Parameter(group=MEASURING)] = "skip"
     """Policy for measuring a client that never trained, with a method that keeps state on clients (see `fedshift list
@@ -499,7 +499,8 @@ class RunOptions:
 
     jobs: Annotated[Positive | Literal["auto"], Parameter(group=COMPUTING)] = "auto"
     """Maximum number of trials (one method with one seed each) that run side by side, in processes; results are the
-    same bit for bit. auto: one per processor, for trials that leave processors idle, if that saves time."""
+    same bit for bit. auto: one per processor, for trials that leave processors idle, if that saves time; on GPUs, as
+    many as fit, at least one on each."""
 
 
 COMMANDS: Mapping[str, type[Spec]] = {"run": RunSpec, "compare": CompareSpec, "sweep": SweepSpec, "advise": AdviseSpec}

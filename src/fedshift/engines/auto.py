@@ -42,6 +42,8 @@ from .stacked import (
 
 LITTLE = 1e11
 """Total operations below which a run takes about a second on any engine."""
+FAST = 1e13
+"""Operations per second of a GPU, roughly."""
 ALONE = " on one thread"
 """Suffix of an engine's name if torch uses one thread."""
 TURNS, SHORT = 5, 0.05
@@ -119,7 +121,8 @@ def measure_seconds(
 def estimate_seconds(plan: Plan, data: Data, *, clients: int, rounds: int) -> float:
     """Estimate the seconds that the rounds take without timing, from operations and a millisecond per step."""
     steps, batch = count_steps(plan, data)
-    return steps * clients * rounds * (1e-3 + count_operations(plan, data) * batch / LITTLE)
+    speed = LITTLE if next(iter(data.values())).y.device.type == "cpu" else FAST
+    return steps * clients * rounds * (1e-3 + count_operations(plan, data) * batch / speed)
 
 
 def _predict(

@@ -6,7 +6,8 @@ display and the loggers stay here. While trials run side by side, clients' losse
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,14 +34,18 @@ class Conductor:
     finished: bool = True
     diverged: dict[int, Diverged] = field(default_factory=dict)
 
-    def run(self, executor: Executor, trials: Iterable[TrialRun], at_once: int, *given: Any) -> None:
+    def run(
+        self, executor: Executor, trials: Iterable[TrialRun], at_once: int, *given: Any, devices: Sequence[str] = ()
+    ) -> None:
         """Run ``trials`` in this order, at most ``at_once`` at a time, until one is stopped or fails.
 
-        ``given``: what :meth:`TrialRun.begin` takes. If a trial fails, the others finish their rounds before its error
+        ``given``: what :meth:`TrialRun.begin` takes. ``devices``: those over which trials are spread, each on the one
+        with the fewest; none: that of the settings. If a trial fails, the others finish their rounds before its error
         is raised; one that diverges does not fail.
         """
         self._executor, self._given, self._several = executor, given, at_once > 1
         self._failed: list[BaseException] = []
+        self._load = Counter(dict.fromkeys(devices, 0))  # running trials by device
         chains = ((trial.number, self._conduct(trial)) for trial in trials if self.finished and not self._failed)
         for number, found in run_all(executor, chains, at_once):
             if isinstance(found, Diverged):
@@ -55,6 +60,8 @@ class Conductor:
     def _conduct(self, trial: TrialRun) -> Chain:
         """Yield a trial's calls one after another; return whether it reached its end, or the error if it diverged."""
         session, callback, executor = self.session, self.session.callback, self._executor
+        trial.device = min(self._load, key=self._load.__getitem__, default="")
+        self._load.update([trial.device] if trial.device else [])
         run = executor.put(trial)
         running = RunningTrial(
             method=trial.method, seed=trial.seed, rounds=self.rounds, place=trial.folder, say=session.say
@@ -115,6 +122,7 @@ class Conductor:
             yield TrialRun.save, run
             raise
         finally:
+            self._load.subtract([trial.device] if trial.device else [])
             trial.close()
             executor.drop(run)
         return True

@@ -41,7 +41,7 @@ from .client_store import check_segments
 from .conductor import Conductor
 from .description import describe_training
 from .duration import describe_duration
-from .jobs import Jobs, choose_jobs
+from .jobs import Jobs, choose_jobs, list_devices
 from .loggers import RecordLog, require_packages
 from .session import Session
 from .settings import Settings, check_counts
@@ -214,9 +214,12 @@ class Experiment:
             for number, (seed, method) in enumerate(product(self.seeds, self.methods))
         ]
         choices, processes = choose_jobs(begun, trials, jobs)
+        devices = list(list_devices(self.settings.device)) if choices else []
         if runs:
             left = [(run.method, count_rounds_left(run.folder, self.settings.rounds)) for run in begun]
             at_once = processes if len(choices) == len(begun) else 1
+            if devices:
+                at_once = min(at_once, len(devices))
             for text in describe_duration(trials, left, len(self.seeds), at_once=at_once, runs=runs):
                 callback.on_notice(text)
         if choices:
@@ -230,13 +233,16 @@ class Experiment:
                     ) from error
                 choices = {}
             else:
-                callback.on_notice(f"{processes} trials run side by side, each in a process, with the same results")
+                where = f" on {' and '.join(devices)}" if devices else ""
+                callback.on_notice(
+                    f"{processes} trials run side by side{where}, each in a process, with the same results"
+                )
                 side_by_side = [
                     replace(run, choice=choices[run.number], folder=run.folder.absolute())  # for any current directory
                     for run in begun
                     if run.number in choices
                 ]
-                conductor.run(workers, side_by_side, processes, shared, InProcess(), threads)
+                conductor.run(workers, side_by_side, processes, shared, InProcess(), threads, devices=devices)
                 workers.drop(shared)
         alone = (
             replace(

@@ -81,7 +81,8 @@ class TrialRun:
     """One trial of a run; its ``number`` among all trials, and the ``folder`` for its files.
 
     ``choice``: its engine, if another trial with the method has one already. ``made``: the trial, if it was made
-    already. ``progress``: called as each client finishes, where that can be seen from here.
+    already. ``progress``: called as each client finishes, where that can be seen from here. ``device``: the device that
+    it was given among several.
     """
 
     number: int
@@ -91,6 +92,7 @@ class TrialRun:
     choice: EngineChoice | None = None
     made: Trial | None = None
     progress: Callable[[str, float], None] | None = None
+    device: str = ""
     _trained: RoundResult | None = None
     _waiting: list[Record] = field(default_factory=list)  # rounds that are not in files yet
     _saved: list[Record] = field(default_factory=list)  # rounds that are, which the caller does not know yet
@@ -100,6 +102,10 @@ class TrialRun:
         """Begin or continue the trial on this many threads; a pool trains on ``executor``."""
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+        if self.device:
+            experiment = replace(experiment, settings=replace(experiment.settings, device=self.device))
+            if torch.device(self.device).type == "cuda":
+                torch.cuda.set_device(self.device)  # this process is a worker
         self.experiment, folder = experiment, self.folder
         trial = self.trial = self.made or experiment.make_trial(self.method, self.seed, executor)
         trial.choice = self.choice or trial.choice

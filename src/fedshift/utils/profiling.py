@@ -64,7 +64,9 @@ def wait_for_device() -> None:
     import torch  # processes that do not train need not load it
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+        for number in range(torch.cuda.device_count()):
+            if torch.cuda.memory_allocated(number):
+                torch.cuda.synchronize(number)
 
 
 def _read_clock() -> float:
