@@ -38,7 +38,7 @@ OTHER = {
 }  # fmt: skip
 """A value for every setting that both commands have, other than its default."""
 RUN = {**OTHER, "method": 'fedbn+fedprox(mu=0.1), "x"'}
-COMPARE = {**OTHER, "methods": "fedavg,fedbn+fedprox(mu=0.1)", "compare_with": "fedavg"}
+COMPARE = {**OTHER, "methods": "fedavg,fedbn+fedprox(mu=0.1)", "compare_with": "fedavg", "margin": 0.02}
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ BAD = {
     "model": "small-cn", "weights": "none.pt", "weights_skip_classifier": True, "adapter": "lore",
     "loss": "focl", "epochs": 0, "batches": 0, "steps": 0, "lr": -1, "log": "paper", "augment": "flp()",
     "batch_size": -1, "optimizer": "adam", "schedule": "cosin", "newcomers": "zoe", "seeds": "3..a", "threads": 0,
-    "moments": "later", "methods": "fedbm", "compare_with": "fedprox", "operating_point": "recall>=2",
+    "moments": "later", "methods": "fedbm", "compare_with": "fedprox", "margin": -1, "operating_point": "recall>=2",
 }  # fmt: skip
 """A value for every setting that is refused."""
 

@@ -456,6 +456,8 @@ def test_the_family_of_comparisons_is_recorded_and_stays(make, tmp_path):
             make(**given, compare_with=other).run(tmp_path / "run", resume=True)
         assert str(refused.value).startswith(told)
     assert make(**given, compare_with="fedprox(mu=0.1)").run(tmp_path / "run", resume=True)
+    with pytest.raises(UsageError, match="begun with no margin, and a margin must not be chosen"):
+        make(**given, compare_with="fedprox(mu=0.1)", margin=0.02).run(tmp_path / "run", resume=True)
     for other, told in (("single", "give one of several methods; here are fedavg"), ("fedbm", "did you mean 'fedbn'")):
         with pytest.raises(UsageError, match=told) as refused:
             make(**given, compare_with=other)

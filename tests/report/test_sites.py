@@ -89,6 +89,38 @@ def test_a_lower_loss_is_a_gain(make_counted):
     assert (found["gains"].effect, found["loses"].effect) == (Effect.GAINS, Effect.LOSES)
 
 
+def test_a_loss_above_the_margin_is_excluded_by_the_interval_of_all_differences_together(profits, make_counted):
+    study, _ = profits
+    plain = {(each.method, each.client): each for each in compare_clients(study) if each.reference == "single"}
+    first = plain["fedavg", "same"].gap
+    quantile = 1 - 0.05 / 6 / 2
+    half = np.hypot(
+        stats.t.ppf(quantile, SEEDS - 1) * first.error,
+        stats.t.ppf(quantile, first.sampled.freedom) * np.sqrt(first.sampled.variance),
+    )
+    assert plain["fedavg", "same"].least == pytest.approx(first.mean - half)
+    assert not any(each.excluded for each in plain.values())
+    edge = half - first.mean
+    for margin, excluded in ((edge + 1e-6, True), (edge - 1e-6, False)):
+        found = compare_clients(replace(study, margin=margin))
+        at = next(each for each in found if (each.method, each.client) == ("fedavg", "same"))
+        assert (at.excluded, at.gap) == (excluded, first)
+    wide = replace(study, margin=0.25, config={"margin": 0.25})
+    _, frame, table = list_client_tables(wide)["clients-single"]
+    cells = {row[0].text: row[4].text for row in table.rows}
+    assert cells["same"].endswith("undecided, loss above 25 excluded")
+    assert cells["gains"].endswith("gains")
+    assert frame.loc[frame["method"] == "fedbn", "excluded"].tolist() == [True, False, True, False]
+    assert any("is excluded at 2 of 4. Worst: loses" in line for line in describe_clients(wide))
+    assert "when results were known" not in table.note
+    assert "when results were known" in list_client_tables(replace(wide, config={}))["clients-single"][2].note
+    loss, _ = make_profits(make_counted, lower=True)
+    errors = {each.client: each for each in compare_clients(replace(loss, margin=0.25)) if each.reference == "fedavg"}
+    assert [errors[client].excluded for client in ("gains", "loses")] == [True, False]
+    few, _ = make_profits(make_counted, methods=("fedavg", "fedbn"), seeds=2)
+    assert "No loss above 5 points (--margin) is excluded" in describe_clients(replace(few, margin=0.05))[0]
+
+
 def test_terminal_latex_page_and_frame_say_the_same(profits, tmp_path, monkeypatch):
     study, _ = profits
     monkeypatch.setattr(publication, "save_figures", lambda *_: None)
@@ -194,3 +226,9 @@ def test_of_95_percent_intervals_at_one_client_19_in_20_contain_the_truth(simula
 @pytest.mark.slow
 def test_few_studies_of_equal_methods_have_a_verdict(simulation):
     assert simulation.count_false_verdicts("mean score", 20, 0.2, 200) <= simulation.MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "patients"), [("accuracy", 20), ("Dice", 20), ("AUC", 10)])
+def test_few_studies_exclude_a_loss_above_the_one_there_is(simulation, name, patients):
+    assert simulation.count_false_exclusions(name, patients, 0.2, 200) <= simulation.MOST

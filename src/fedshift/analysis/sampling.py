@@ -41,11 +41,13 @@ class SampleVariance:
     """Variance of a difference over test samples, with its degrees of freedom.
 
     ``paired``: whether both methods have results on the same samples; otherwise their errors count as independent.
+    ``differing``: number of samples, or groups, on which their results differ; None: a few would have an error, too.
     """
 
     variance: float
     freedom: float = FREE
     paired: bool = False
+    differing: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,4 +136,8 @@ def difference_variance(
         part_N = (weight_K / count_K)[stratum_N] * (d_N - (sum_K / count_K)[stratum_N])
         together = float(np.square(np.bincount(group_N, weights=part_N)).sum()) * groups / (groups - 1)
         variance, freedom = max(variance, together), min(freedom, groups - 1.0)
-    return SampleVariance(variance=variance, freedom=freedom, paired=True)
+    differing = None
+    if most_K is None:
+        differs_N = np.abs(d_N) > 1e-12 * np.abs(d_N).max(initial=0.0)
+        differing = len(np.unique(group_N[differs_N])) if group_N is not None else int(differs_N.sum())
+    return SampleVariance(variance=variance, freedom=freedom, paired=True, differing=differing)

@@ -31,6 +31,8 @@ Floats = NDArray[np.float64]
 
 FEWEST = 3
 """Minimum number of pairs for a claim: with fewer, Student's t has one degree of freedom, or none."""
+FEWEST_DIFFERING = 5
+"""Minimum number of samples with different results for :meth:`PairedDifference.excludes_below`."""
 MOST_PAIRS = 1000
 """Largest number of pairs that :func:`count_needed_pairs` tries."""
 ROUNDING = 1e-9
@@ -117,6 +119,25 @@ class PairedDifference:
     def is_significant(self) -> bool:
         """Return whether a difference may be claimed, that is, whether the interval excludes 0."""
         return self.p < 1 - self.level
+
+    def widen(self) -> tuple[float, float]:
+        """Return the ends of the interval at the level ``1 - (1 - level) / comparisons`` (Bonferroni).
+
+        All such intervals of a family contain their differences together with probability ``level``, so that bounds
+        may be read from them that were not tested; those of :func:`correct_family` belong to tests of 0.
+        """
+        own_level = 1 - (1 - self.level) / self.comparisons
+        half = _half_interval(self.error, self.pairs, own_level, self.sampled)
+        return self.mean - half, self.mean + half
+
+    def excludes_below(self, bound: float) -> bool:
+        """Return whether a difference below ``bound`` is excluded, by :meth:`widen`.
+
+        It is not if the methods' results differ on fewer than :data:`FEWEST_DIFFERING` samples, from which nothing is
+        known about how they differ on others; an interval around 0 then says too much.
+        """
+        differing = None if self.sampled is None else self.sampled.differing
+        return self.widen()[0] > bound and (differing is None or differing >= FEWEST_DIFFERING)
 
     def __neg__(self) -> PairedDifference:
         """Return the difference with the sign reversed: theirs minus ours."""

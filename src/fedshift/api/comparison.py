@@ -247,7 +247,8 @@ class Comparison:
             units (number of test groups, or of samples without groups), reference_value, value, difference, low, high,
             p (interval and p-value on new test samples, corrected for the ``comparisons`` of the reference's family;
             NaN where there is none), level, comparisons, verdict (``gains``, ``loses`` or ``undecided``), reason (why
-            there is no interval). Values are fractions in [0, 1].
+            there is no interval), margin, least (the lower end of the benefit's interval by Bonferroni), excluded
+            (whether a loss above the margin is). Values are fractions in [0, 1].
 
         Raises:
             UsageError: the metric or model is unknown.

@@ -7,6 +7,7 @@ modules are imported inside the commands, so that help appears at once.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shlex
 import sys
@@ -169,11 +170,18 @@ def compare(
 
 
 @app.command
-def report(directory: Path, *, code: RunCode = None) -> int:
+def report(
+    directory: Path,
+    *,
+    margin: float | None = None,
+    code: RunCode = None,
+) -> int:
     """Rebuild tables, figures and pages from a run directory, without training.
 
     Args:
         directory: Directory that run, compare, sweep, advise or reproduce wrote, finished or not.
+        margin: Loss of a client that the table of who profits may exclude, as --margin of compare, for a run that was
+            begun without one. The report says that it was chosen afterwards.
 
     """
     from ..report.publication import publish_run
@@ -189,7 +197,14 @@ def report(directory: Path, *, code: RunCode = None) -> int:
             f"{directory} holds no run: give a directory that `fedshift run`, `compare`, `sweep`, `advise` or "
             "`reproduce` wrote"
         )
-    rebuild[kind](directory, Console())
+    if margin is None:
+        rebuild[kind](directory, Console())
+        return 0
+    if not 0 < margin < math.inf:
+        raise UsageError(f"--margin {margin:g}: give a number above 0, such as 0.02 for 2 points")
+    if kind != "run":
+        raise UsageError(f"--margin is for a run or comparison, and {directory} holds a {kind}: leave it out")
+    publish_run(directory, Console(), margin)
     return 0
 
 

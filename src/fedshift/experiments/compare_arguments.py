@@ -52,6 +52,7 @@ class CompareArguments(CompareSpec):
     metric: MetricLike = Spec.metric
     metrics: MetricLike | Sequence[MetricLike] | None = Spec.metrics
     compare_with: MethodLike | None = None
+    margin: float | None = None
     task: str | Task | type[Task] | None = Spec.task
     newcomers: str | Sequence[str] | None = Spec.newcomers
     domains: str | Sequence[str] | None = Spec.domains

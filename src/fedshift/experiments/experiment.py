@@ -64,6 +64,7 @@ class Experiment:
     place of the federation's ``faults``. ``make_engine``: makes each trial's engine if the samples are elsewhere, in
     place of the one in the settings. ``log``: names of loggers. ``origin``: more facts about the run, for the record.
     ``compare_with``: name of the method with which alone reports compare the others; empty: they compare all pairs.
+    ``margin``: loss of a client that reports may exclude; None: none.
     """
 
     methods: tuple[Method, ...]
@@ -79,6 +80,7 @@ class Experiment:
     log: tuple[str, ...] = ()
     origin: Mapping[str, str] = field(default_factory=dict)
     compare_with: str = ""
+    margin: float | None = None
 
     def __post_init__(self) -> None:
         if not self.methods:
@@ -306,7 +308,8 @@ class Experiment:
     def _check_family(self, path: Path) -> None:
         """Raise :class:`UsageError` if the run in ``path`` was begun to compare other pairs of methods."""
         try:
-            then = read_facts(path).get("compare_with", "")
+            facts = read_facts(path)
+            then, margin = facts.get("compare_with", ""), facts.get("margin")
         except FedshiftError:  # none is recorded
             return
         if then != self.reference:
@@ -315,6 +318,12 @@ class Experiment:
                 f"{{}}: this run was begun to compare {pairs}, and comparisons must not be chosen once "
                 "results are known: leave the setting unchanged, or begin a new run",
                 Ref(compare_with=self.reference or "none"),
+            )
+        if margin != self.margin:
+            raise UsageError(
+                f"{{}}: this run was begun with {'no margin' if margin is None else f'the margin {margin:g}'}, and a "
+                "margin must not be chosen once results are known: leave the setting unchanged, or begin a new run",
+                Ref(margin=self.margin),
             )
 
     def _sample_images(self) -> dict[str, np.ndarray]:
@@ -349,6 +358,7 @@ class Experiment:
             "target_metric": self.settings.target_metric,
             "operating_point": self.settings.operating_point,
             "compare_with": self.reference,
+            "margin": self.margin,
             "class_names": self.data.class_names,
             "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
             "fingerprint": self.data.fingerprint,

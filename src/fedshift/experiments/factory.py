@@ -193,4 +193,5 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
         files={"split.csv": write_assignment(source, spec)} if spec.split else {},
         log=log,
         compare_with=name_reference(spec, methods),
+        margin=getattr(spec, "margin", None),
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..results.schema import RunSummary, name_file
 from ..results.summary import holds_run, read_summary
-from ..utils.errors import FedshiftError
+from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.files import write_atomically
 from .claims import Claims, collect_claims, describe_baseline, describe_needed_seeds, describe_ranking, tabulate_claims
 from .clinical import list_clinical_tables
@@ -113,10 +113,21 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
     print_lines(console, f"Page: {directory / 'report.html'}")
 
 
-def publish_run(directory: Path, console: Console) -> None:
-    """Publish the results so far of the run in ``directory``, if it has begun."""
-    if holds_run(directory):
-        publish_summary(read_summary(directory), directory, console)
+def publish_run(directory: Path, console: Console, margin: float | None = None) -> None:
+    """Publish the results so far of the run in ``directory``, if it has begun.
+
+    ``margin``: loss of a client that tables may exclude; None: the run's. Raises :class:`UsageError` if it has another.
+    """
+    if not holds_run(directory):
+        return
+    summary = read_summary(directory)
+    if margin is not None and summary.margin not in (None, margin):
+        raise UsageError(
+            f"{{}}: {directory} was begun with the margin {summary.margin:g}, and a margin must not be chosen once "
+            "results are known: leave it out",
+            Ref(margin=margin),
+        )
+    publish_summary(summary if margin is None else replace(summary, margin=margin), directory, console)
 
 
 def publish_safely(directory: Path, console: Console) -> FedshiftError | OSError | None:

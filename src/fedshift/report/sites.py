@@ -5,6 +5,9 @@ those of the macro claims (:class:`~fedshift.report.claims.Measured`) on new sam
 and test samples, or groups of these. All clients and methods with one reference are a family, corrected for its size
 (Holm). A client **gains** or **loses** where the corrected p-value is below 5 %, and is **undecided** otherwise: the
 interval contains 0, or there is none, with fewer than three seeds, ten samples, or five of a class or with an event.
+With a margin, chosen before the run, a loss above it is excluded at a client whose interval lies above minus the margin
+(a test for noninferiority: Piaggio et al. 2012, doi:10.1001/jama.2012.87802). The interval is corrected by Bonferroni,
+since it is read against another value than 0.
 ``benchmarks/coverage_of_sites.py`` measures by simulation how often intervals and verdicts are wrong.
 
 Other training samples are not covered: all seeds share them.
@@ -19,7 +22,7 @@ from enum import Enum
 
 import pandas as pd
 
-from ..analysis.statistics import FEWEST, PairedDifference, correct_family
+from ..analysis.statistics import FEWEST, FEWEST_DIFFERING, PairedDifference, correct_family
 from ..results.schema import RunSummary, find_plain, is_lower_better, is_plain
 from ..utils.words import join_some
 from .claims import Measured, measure_methods
@@ -35,7 +38,7 @@ FEWEST_OF_CLASS = 5
 """Fewest samples of the rarest class, or events, of a client with an interval."""
 COLUMNS = (
     "reference", "method", "client", "seeds", "units", "reference_value", "value", "difference", "low", "high", "p",
-    "level", "comparisons", "verdict", "reason",
+    "level", "comparisons", "verdict", "reason", "margin", "least", "excluded",
 )  # fmt: skip
 
 
@@ -53,7 +56,7 @@ class ClientDifference:
 
     ``units``: number of test groups, such as patients, if ``grouped``, else of samples. ``value``, ``reference_value``:
     means over the seeds of both. ``reason``: why there is no interval; empty if there is one. ``lower``: whether a
-    lower value is better.
+    lower value is better. ``margin``: loss that may be excluded; NaN: none was chosen.
     """
 
     client: str
@@ -66,6 +69,21 @@ class ClientDifference:
     gap: PairedDifference
     reason: str
     lower: bool
+    margin: float = math.nan
+
+    @property
+    def least(self) -> float:
+        """The smallest benefit that the interval of all differences together (Bonferroni) contains; NaN without one."""
+        if self.reason:
+            return math.nan
+        low, high = self.gap.widen()
+        return -high if self.lower else low
+
+    @property
+    def excluded(self) -> bool:
+        """Whether a loss above the margin is excluded; False without a margin or an interval."""
+        benefit = -self.gap if self.lower else self.gap
+        return not self.reason and benefit.excludes_below(-self.margin)
 
     @property
     def effect(self) -> Effect:
@@ -109,7 +127,8 @@ def _compare_clients(summary: RunSummary, metric: str, model: str, level: float)
         ]
         made = [each for each in made if each.gap.pairs]
         corrected = correct_family([each.gap for each in made])
-        found += [replace(each, gap=gap) for each, gap in zip(made, corrected, strict=True)]
+        margin = summary.margin or math.nan
+        found += [replace(each, gap=gap, margin=margin) for each, gap in zip(made, corrected, strict=True)]
     return tuple(found)
 
 
@@ -153,7 +172,7 @@ def tabulate_clients(differences: Sequence[ClientDifference]) -> pd.DataFrame:
         (
             each.reference, each.method, each.client, each.gap.pairs, each.units, each.reference_value, each.value,
             each.gap.mean, each.gap.low, each.gap.high, each.gap.p, each.gap.level, each.gap.comparisons,
-            each.effect.value, each.reason,
+            each.effect.value, each.reason, each.margin, each.least, each.excluded,
         )
         for each in differences
     ]  # fmt: skip
@@ -175,12 +194,16 @@ def list_client_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFrame
     for kind in REFERENCES:
         if own := [each for each in found if is_plain(each.reference, kind)]:
             caption = f"Who profits: {summary.metric_name} of each client minus {own[0].reference}'s, in {unit.name}"
-            tables[f"clients-{kind}"] = (caption, tabulate_clients(own), _write_table(own, unit))
+            late = summary.config.get("margin") is None
+            tables[f"clients-{kind}"] = (caption, tabulate_clients(own), _write_table(own, unit, late=late))
     return tables
 
 
-def _write_table(own: Sequence[ClientDifference], unit: Unit) -> TextTable:
-    """Return a row for each client, with a cell for each method: difference, interval and verdict."""
+def _write_table(own: Sequence[ClientDifference], unit: Unit, *, late: bool) -> TextTable:
+    """Return a row for each client, with a cell for each method: difference, interval and verdict.
+
+    ``late``: the margin, if any, was chosen after the run.
+    """
     methods, reference = list(dict.fromkeys(each.method for each in own)), own[0].reference
     by_place = {(each.client, each.method): each for each in own}
     rows = []
@@ -192,6 +215,8 @@ def _write_table(own: Sequence[ClientDifference], unit: Unit) -> TextTable:
             if each is not None:
                 between = f" ({unit.format_interval(each.gap.low, each.gap.high)})" if not each.reason else ""
                 text = f"{unit.format_signed(each.gap.mean)}{between} {each.effect.value}"
+                if each.excluded and each.effect is not Effect.GAINS:
+                    text += f", loss above {_format_margin(each, unit)} excluded"
             decided = each is not None and each.effect is not Effect.UNDECIDED
             cells.append(TextCell(text=text, best=decided, significant=decided))
         rows.append((client, f"{first.units:,}", unit.format(first.reference_value), *cells))
@@ -200,6 +225,13 @@ def _write_table(own: Sequence[ClientDifference], unit: Unit) -> TextTable:
         f"Intervals and verdicts hold at {100 * own[0].gap.level:g}% for all {count} differences together (Holm). They "
         f"cover seeds and test {units}, not other training data. Undecided: the interval contains 0, or there is none."
     )
+    if not math.isnan(own[0].margin):
+        note += (
+            f" A loss above {_format_margin(own[0], unit)} {unit.name} (--margin) is excluded where the interval at "
+            f"{100 * own[0].gap.level:g}% for all {count} differences by Bonferroni, which may be wider than the one "
+            f"shown, does not reach it, and results differ on at least {FEWEST_DIFFERING} {units}."
+        )
+        note += " The margin was chosen when results were known." if late else ""
     if any(not each.reason and each.gap.sampled and not each.gap.sampled.paired for each in own):
         note += " Without results of single samples, which sites keep, the methods' errors count as independent."
     if reasons := {f"{each.client}: {each.reason}" for each in own if each.reason}:
@@ -207,16 +239,26 @@ def _write_table(own: Sequence[ClientDifference], unit: Unit) -> TextTable:
     return make_table(("client", units, reference, *methods), rows, note=note)
 
 
+def _format_margin(difference: ClientDifference, unit: Unit) -> str:
+    return f"{unit.scale * difference.margin:g}"
+
+
 def describe_clients(summary: RunSummary) -> list[str]:
     """Return a sentence on each method and reference: how many clients gain and lose, and the worst.
 
     Without ``single``, a last sentence says how to have it, unless another method alone is compared with.
     """
-    if len(summary.clients) < 2 or len(summary.methods) < 2:
-        return []
     found, unit = compare_clients(summary), difference_unit(summary.metric, numbers=summary.of_numbers)
     sentences = []
-    if max((each.gap.pairs for each in found), default=0) >= FEWEST:
+    seeds = max((each.gap.pairs for each in found), default=0)
+    if summary.margin and (seeds < FEWEST or len(summary.clients) < 2):
+        sentences.append(
+            f"No loss above {unit.scale * summary.margin:g} {unit.name} (--margin) is excluded: that needs {FEWEST} "
+            "seeds, two clients, and single or fedavg with another method."
+        )
+    if len(summary.clients) < 2 or len(summary.methods) < 2:
+        return sentences
+    if seeds >= FEWEST:
         for reference, method in dict.fromkeys((each.reference, each.method) for each in found):
             own = [each for each in found if (each.reference, each.method) == (reference, method)]
             sentences.append(_count_clients(own, unit))
@@ -235,4 +277,7 @@ def _count_clients(own: Sequence[ClientDifference], unit: Unit) -> str:
     text = f"{own[0].method} against {own[0].reference}: of {len(own)} clients, {gains} gain{'s' * (gains == 1)}, "
     text += f"{loses} lose{'s' * (loses == 1)} and {undecided} {'is' if undecided == 1 else 'are'} undecided"
     text += f", {negative} of them worse on average" if negative else ""
+    if not math.isnan(own[0].margin):
+        safe = sum(each.excluded for each in own)
+        text += f". A loss above {_format_margin(own[0], unit)} {unit.name} is excluded at {safe} of {len(own)}"
     return f"{text}. Worst: {worst.client}, {unit.format_signed(worst.gap.mean)} {unit.name}{interval}."

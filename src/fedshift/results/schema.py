@@ -388,7 +388,8 @@ class RunSummary:
     where there are none; ``read_pictures`` reads pictures of the worst test images of a method's first seed after a
     round; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds of scores are
     chosen (:func:`fedshift.analysis.clinical.parse_operating_point`); ``compare_with``: the method with which alone
-    others are compared, as chosen before the run, by label; empty: all pairs of methods are.
+    others are compared, as chosen before the run, by label; empty: all pairs of methods are; ``margin``: loss of a
+    client that tables may exclude, in the unit of the metric; None: none was chosen.
     """
 
     name: str
@@ -422,6 +423,7 @@ class RunSummary:
     class_names: tuple[str, ...] = ()
     operating_point: str = "youden"
     compare_with: str = ""
+    margin: float | None = None
 
     @property
     def metric_name(self) -> str:

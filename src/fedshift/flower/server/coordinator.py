@@ -295,6 +295,7 @@ class Coordinator:
             model=resolve_model(self.spec.model, data.sample_shape, data.task, data.inputs),
             seeds=parse_seeds(self.spec.seeds), config=asdict(self.spec), make_engine=make_engine,
             log=parse_loggers(self.spec.log), compare_with=name_reference(self.spec, methods),
+            margin=getattr(self.spec, "margin", None),
             origin={"fedshift at the sites": self.population.versions},
         )  # fmt: skip
 
