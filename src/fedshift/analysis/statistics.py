@@ -123,8 +123,8 @@ class PairedDifference:
     def widen(self) -> tuple[float, float]:
         """Return the ends of the interval at the level ``1 - (1 - level) / comparisons`` (Bonferroni).
 
-        All such intervals of a family contain their differences together with probability ``level``, so that bounds
-        may be read from them that were not tested; those of :func:`correct_family` belong to tests of 0.
+        All such intervals of a family contain their differences together with probability ``level``, so that they may
+        be compared with any bound; the intervals of :func:`correct_family` belong to tests of 0.
         """
         own_level = 1 - (1 - self.level) / self.comparisons
         half = _half_interval(self.error, self.pairs, own_level, self.sampled)
@@ -133,8 +133,8 @@ class PairedDifference:
     def excludes_below(self, bound: float) -> bool:
         """Return whether a difference below ``bound`` is excluded, by :meth:`widen`.
 
-        It is not if the methods' results differ on fewer than :data:`FEWEST_DIFFERING` samples, from which nothing is
-        known about how they differ on others; an interval around 0 then says too much.
+        It is not if results differ on fewer than :data:`FEWEST_DIFFERING` samples, which do not show how they differ
+        elsewhere; the interval around 0 is then too narrow.
         """
         differing = None if self.sampled is None else self.sampled.differing
         return self.widen()[0] > bound and (differing is None or differing >= FEWEST_DIFFERING)

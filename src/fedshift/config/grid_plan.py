@@ -1,10 +1,10 @@
 """Counts of sites' training cases, and the voxels and patches that nnU-Net's rule derives from them.
 
-The rule is that of nnU-Net 2 (Isensee et al. 2021, doi:10.1038/s41592-020-01008-z, supplementary note 2;
+The rule comes from nnU-Net 2 (Isensee et al. 2021, doi:10.1038/s41592-020-01008-z, supplementary note 2;
 ``ExperimentPlanner``), except that a patch is bounded by its voxels, not by an estimate of the GPU's memory:
 
-- Spacing: the median over cases along each axis. An axis whose median is over 3 times those of the others, and that has
-  under a third of their voxels, takes the 10th percentile, but no less than the largest of the others.
+- Spacing: the median over cases along each axis. An axis whose median is over 3 times the others', with under a third
+  of their voxels, takes the 10th percentile, but no less than the largest of the others.
 - Patch: sides in inverse proportion to the spacing, of 256^3 voxels (pictures: 2048^2), but no more than the median
   size after resampling, rounded up to what the U-Net's poolings divide. Then the side that is the largest in
   proportion to the median size is shortened, until the patch has few enough voxels.
@@ -40,7 +40,7 @@ Counts = Mapping[float, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What a site tells of its training cases.
+    """Counts of a site's training cases.
 
     Attributes:
         cases: Number of training cases.
@@ -89,7 +89,7 @@ class Fingerprint:
             if not all(0 < length < math.inf for length in along):
                 raise ValueError("lengths that are not positive")
         if not all(type(n) is int and n >= 0 for n in voxels) or type(cases) is not int:
-            raise ValueError("numbers that are no counts")
+            raise ValueError("numbers that are not counts")
         axes = len(named["sizes"])
         if axes not in _UNIT or {len(named["spacings"]), len(named["extents"])} not in ({axes}, {0}):
             raise ValueError("other axes than two or three")
@@ -111,7 +111,7 @@ class GridPlan:
 
     @property
     def settings(self) -> dict[str, str | None]:
-        """The settings that the plan stands for."""
+        """The settings of the plan."""
         return {
             "spacing": ",".join(f"{step:g}" for step in self.spacing) or None,
             "patch": ",".join(map(str, self.patch)),
@@ -119,7 +119,7 @@ class GridPlan:
 
 
 def _sort(counts: Counts) -> Counts:
-    """Return counts in the order of their lengths, which says nothing about the order of cases."""
+    """Return counts in the order of their lengths, which does not reveal the order of cases."""
     return dict(sorted(counts.items()))
 
 
@@ -210,5 +210,5 @@ def read_plan(path: Path) -> tuple[dict[str, str | None], dict[str, Fingerprint]
         raise UsageError(f"{path} cannot be read ({error.strerror}): give a file that `fedshift plan` wrote") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"lacks {error}" if isinstance(error, KeyError) else f"has {error}"
-        raise UsageError(f"{path} is no plan: it {why}; give a file that `fedshift plan` wrote") from error
+        raise UsageError(f"{path} is not a plan: it {why}; give a file that `fedshift plan` wrote") from error
     return settings, sites

@@ -444,7 +444,7 @@ class CompareSpec(Spec):
 
     margin: Annotated[Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, Parameter(group=MEASURING)] = None
     """Largest loss of a client against single and FedAvg that would be acceptable, in the metric's unit: 0.02 for 2
-    points of Dice. The table of who profits says where a larger one is excluded. It is chosen before the run, and
+    points of Dice. The table of who profits shows where a larger one is excluded. It is chosen before the run, and
     recorded."""
 
 
