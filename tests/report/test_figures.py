@@ -88,6 +88,18 @@ def test_no_two_methods_look_alike(make_study):
         assert distance(first.color, second.color) > 17
 
 
+def test_a_method_has_one_color_whatever_it_is_beside():
+    found = [
+        make_styles(["single", "fedavg", "fedbn+fedprox(mu=0.1)"]),
+        make_styles(["fedbn+fedprox(mu=0.1)", "ditto", "fedavg", "single+tuned(lr=0.3)"]),
+    ]
+    for name in ("fedavg", "fedbn+fedprox(mu=0.1)"):
+        assert found[0][name] == found[1][name]
+    assert found[0]["single"] == found[1]["single+tuned(lr=0.3)"]
+    several = make_styles([*(f"fedbn(x={number})" for number in range(6)), "gn", *"abcdef"])
+    assert len({each.color for each in list(several.values())[:12]}) == 12
+
+
 def distance(one, other):
     """Return the distance of two colors in CIELAB (CIE 1976), the least for most people, deuteranopes and protanopes.
 

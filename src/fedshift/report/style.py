@@ -8,9 +8,11 @@ too, so that print needs no color.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from warnings import catch_warnings, filterwarnings
 
@@ -27,6 +29,8 @@ _COLORS = (
     BLUE, "#d55e00", "#009e73", "#cc79a7", INK, "#e69f00", "#56b4e9", "#6611ff", "#bb2233", "#5577ff",
     "#aabb66", "#665566",
 )  # fmt: skip
+WITH_COLOR = ("fedavg", "fedbn", "single", "gn", "silobn", "fedwon", "fedprox", "centralized")
+"""Methods that always have the first colors, in this order."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p")
 DASHES = ("-", "--", "-.", ":")
 _SETTINGS: dict[Any, Any] = {
@@ -66,7 +70,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MethodStyle:
-    """Color, marker, line style and hatch of one method; ``number`` is its index in the figure."""
+    """Color, marker, line style and hatch of one method, all chosen by ``number``."""
 
     number: int
     color: str
@@ -81,16 +85,27 @@ class MethodStyle:
 
 
 def make_styles(names: Iterable[str]) -> dict[str, MethodStyle]:
-    """Return a style for each of ``names``, by its index; no two of the first 48 share color and line style."""
+    """Return a style for each of ``names``; no two of the first 48 share color and line style.
+
+    The first of ``names`` that begins with one of :data:`WITH_COLOR` has the color of that method, on every page; the
+    others have the next free ones.
+    """
+    listed = list(dict.fromkeys(names))
+    first = {re.split(r"\W", name)[0]: name for name in reversed(listed)}
+    numbers = {first[method]: number for number, method in enumerate(WITH_COLOR) if method in first}
+    others = [name for name in listed if name not in numbers]
+    colors, own = len(_COLORS), len(WITH_COLOR)
+    order = chain(range(own, colors), range(own), range(colors, colors + len(listed)))
+    numbers |= zip(others, [number for number in order if number not in numbers.values()], strict=False)
     return {
         name: MethodStyle(
-            number=number,
-            color=_COLORS[number % len(_COLORS)],
-            marker=MARKERS[number % len(MARKERS)],
-            dashes=DASHES[(number + number // len(_COLORS)) % len(DASHES)],
-            hatch="" if number < len(_COLORS) else "//////",
+            number=numbers[name],
+            color=_COLORS[numbers[name] % len(_COLORS)],
+            marker=MARKERS[numbers[name] % len(MARKERS)],
+            dashes=DASHES[(numbers[name] + numbers[name] // len(_COLORS)) % len(DASHES)],
+            hatch="" if numbers[name] < len(_COLORS) else "//////",
         )
-        for number, name in enumerate(names)
+        for name in listed
     }
 
 
