@@ -250,6 +250,12 @@ def test_masks_of_two_annotators_are_refused_with_their_names(read, root):
     said = refused(read)
     assert "1 of 5 files in images have none of the same name in masks" in said
     assert "(closest: b/masks/w_1stHO.png" in said
+    for mask in [*(root / "b" / "masks").iterdir()]:
+        stem = mask.stem.removesuffix("_1stHO").removesuffix("_2ndHO")
+        for annotator in ("ah", "vk"):
+            mask.with_name(f"{stem}.{annotator}.png").write_bytes(mask.read_bytes())
+        mask.unlink()
+    assert "masks has 2 files for each image: keep one annotator's" in refused(read)
 
 
 def test_a_folder_of_one_client_joins_others(read, root):

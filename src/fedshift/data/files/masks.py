@@ -84,9 +84,16 @@ def pair_files(path: Path, name: str, files: tuple[ImageFile, ...], second: str 
             part, stem = alone[0]
             near = get_close_matches(stem, [each for of, each in others if of == part], n=2, cutoff=0.4)
             hint = f" (closest: {' and '.join(others[part, each].path for each in near)})" if near else ""
+            several = one == IMAGES and len(others) > len(ones) and len(others) % len(ones) == 0
+            fix = (
+                f"{other} has {len(others) // len(ones)} files for each image: keep one annotator's, and put the others' "
+                "outside of the directory"
+                if several
+                else "rename or add it, or take the file away"
+            )
             raise UsageError(
                 f"client {name!r}: {len(alone)} of {len(ones)} files in {one} have none of the same name in {other}, "
-                f"the first is {path / ones[alone[0]].path}{hint}: rename or add it, or take the file away"
+                f"the first is {path / ones[alone[0]].path}{hint}: {fix}"
             )
     raise AssertionError("names differ, but none is alone")
 
