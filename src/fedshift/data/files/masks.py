@@ -86,8 +86,8 @@ def pair_files(path: Path, name: str, files: tuple[ImageFile, ...], second: str 
             hint = f" (closest: {' and '.join(others[part, each].path for each in near)})" if near else ""
             several = one == IMAGES and len(others) > len(ones) and len(others) % len(ones) == 0
             fix = (
-                f"{other} has {len(others) // len(ones)} files for each image: keep one annotator's, and put the others' "
-                "outside of the directory"
+                f"{other} has {len(others) // len(ones)} files for each image: keep one annotator's, and put the "
+                "others' outside of the directory"
                 if several
                 else "rename or add it, or take the file away"
             )
