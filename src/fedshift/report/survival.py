@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from ..analysis.clinical import SurvivalCurve, estimate_survival
 from ..results.run_directory import to_file_name
@@ -50,7 +49,7 @@ def divide_patients(summary: RunSummary, method: str, model: str = "personal") -
             continue
         if any(not np.array_equal(each["time"], known[0]["time"]) for each in known):
             continue
-        rank_N = np.mean([rankdata(each["risk"]) for each in known], axis=0)
+        rank_N = np.mean([_rank(each["risk"]) for each in known], axis=0)
         parts.append(
             pd.DataFrame(
                 {
@@ -65,9 +64,16 @@ def divide_patients(summary: RunSummary, method: str, model: str = "personal") -
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["client", "time", "event", "third"])
 
 
+def _rank(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the rank of each value, from 1; equal ones share the mean of their ranks."""
+    from scipy.stats import rankdata  # takes longer to import than a small run
+
+    return np.asarray(rankdata(values_N))
+
+
 def _divide(rank_N: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the third of each patient; equal ranks are in the same one."""
-    share_N = (rankdata(rank_N) - 0.5) / max(len(rank_N), 1)
+    share_N = (_rank(rank_N) - 0.5) / max(len(rank_N), 1)
     return np.floor(len(THIRDS) * share_N).astype(np.int64)
 
 
