@@ -101,7 +101,7 @@ def test_each_of_several_labels_is_measured_against_samples_without_it(make_reco
     for number in range(3):
         expected = [sk.recall_score(run["given"][:, number], run["chosen"][:, number]) for run in runs]
         assert found.loc[f"label {number}"]["sensitivity", "value"] == pytest.approx(np.mean(expected))
-    assert set(list_clinical_tables(study)) == {"classes-fedavg", "recall-fedavg"}
+    assert [table.file for table in list_clinical_tables(study)] == ["classes-fedavg", "recall-fedavg"]
     assert "calibration" in make_figures(study)
     with pytest.raises(UsageError, match="several labels have no confusion matrix"):
         count_confusions(study, "fedavg")
@@ -120,7 +120,7 @@ def test_two_classes_are_decided_where_validation_data_say(make_recorded):
         expected.append((tested["score"][:, 1] >= thresholds["a"][seed])[tested["truth"] == 1].mean())
     assert row["sensitivity", "value"] == pytest.approx(np.mean(expected))
     assert row["threshold", ""] == pytest.approx(thresholds["a"].mean())
-    text = list_clinical_tables(study)["decisions-fedavg"][2]
+    text = list_clinical_tables(study)[0].text
     assert text.note.startswith("Thresholds are chosen on each client's validation data (sensitivity>=0.9).")
     assert [row[0].text for row in text.rows] == ["a", "b", ALL]
 
@@ -135,7 +135,7 @@ def test_a_client_without_positive_validation_samples_takes_the_threshold_of_all
 def test_without_validation_data_the_threshold_is_one_half_and_the_table_says_so(make_recorded):
     study = make_recorded()
     assert choose_thresholds(study, "fedavg", 1, "personal")["a"].tolist() == [0.5, 0.5]
-    assert "--validation 0.2" in list_clinical_tables(study)["decisions-fedavg"][2].note
+    assert "--validation 0.2" in list_clinical_tables(study)[0].text.note
     assert {"calibration", "decision-curve"} <= make_figures(study).keys()
     curve = tabulate_benefit(study, "fedavg", 1)
     assert curve["all"].iloc[0] == pytest.approx(curve["method"].iloc[0], abs=0.05)
@@ -158,5 +158,5 @@ def test_subgroups_are_measured_over_all_clients_or_refused(make_recorded):
 
 def test_studies_without_records_have_no_such_tables(study):
     assert measure_classes(study, "fedavg").empty
-    assert list_clinical_tables(study) == {}
+    assert list_clinical_tables(study) == ()
     assert not {"calibration", "decision-curve"} & make_figures(study).keys()

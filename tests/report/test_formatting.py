@@ -24,7 +24,7 @@ from fedshift.report.formatting import (
     to_markdown,
     to_terminal,
 )
-from fedshift.report.page import collect_tables
+from fedshift.report.page import make_report
 
 MINUS = "\N{MINUS SIGN}"
 LAST = {
@@ -195,7 +195,7 @@ def test_latex_marks_only_what_is_significant(make_study):
     }
     for runs, bold in ((better, True), ({method: seeds[:1] for method, seeds in better.items()}, False)):
         study = make_study(runs)
-        table = collect_tables(study, collect_claims(study))["metric"]
+        table = make_report(study, whole=False).tables[0]
         source = to_latex(table.text, table.caption, "tab:accuracy")
         rows = {line.split(" & ")[0]: line for line in source.splitlines() if " & " in line}
         assert ("mathbf" in rows["macro"] or "textbf" in rows["macro"]) == bold

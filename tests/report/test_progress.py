@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fedshift.report.claims import collect_claims, describe_baseline, describe_ranking, difference_table
 from fedshift.report.concordance import concordance_table
-from fedshift.report.page import collect_tables, render_page
+from fedshift.report.page import make_report, render_page
 from fedshift.report.progress import describe_falling, describe_partial, describe_reached, find_reached_rounds, is_even
 from fedshift.report.publication import publish_summary
 from fedshift.report.tables import describe_seeds
@@ -61,7 +61,7 @@ def test_a_training_loss_that_still_falls_is_noted(make_study):
     steady = replace(study, rows=rows)
     # means of rounds 17..20, 13..16 and of round 1: 6.5, 10.5 and 24
     assert "by this percentage of its whole fall: fedbn 23. Train" in describe_falling(steady)
-    assert describe_falling(steady) in collect_tables(steady, collect_claims(steady))["metric"].text.note
+    assert describe_falling(steady) in make_report(steady, whole=False).tables[0].text.note
     rows.loc[rows["seed"] == 1, "loss_sum"] = rows["samples"]
     assert describe_falling(replace(study, rows=rows)) == ""  # not for every seed
     assert describe_falling(make_study(rounds=9)) == ""
@@ -108,9 +108,9 @@ def test_discordance_is_over_such_seeds_too(make_study):
 
 def test_every_table_begins_with_the_line_and_none_has_a_best_method(interrupted, tmp_path, undrawn):
     interrupted = replace(interrupted, target_metric=0.99)
-    for name, table in collect_tables(interrupted, collect_claims(interrupted)).items():
-        assert table.text.partial == LINE, name
-        assert not any(cell.best for row in table.text.rows for cell in row), name
+    for table in make_report(interrupted, whole=False).list_tables("files"):
+        assert table.text.partial == LINE, table.file
+        assert not any(cell.best for row in table.text.rows for cell in row), table.file
     console = Console(width=400, record=True, file=StringIO())
     publish_summary(interrupted, tmp_path, console)
     printed = console.export_text()

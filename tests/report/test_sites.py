@@ -128,7 +128,8 @@ def test_terminal_latex_page_and_frame_say_the_same(profits, tmp_path, monkeypat
     console = Console(file=io.StringIO(), width=250)
     publication.publish_summary(study, tmp_path, console)
     said, frame = console.file.getvalue(), tabulate_clients(compare_clients(study))
-    caption, shown, text = list_client_tables(study)["clients-single"]
+    table = list_client_tables(study)[0]
+    caption, shown, text = table.caption, table.frame, table.text
     assert caption == "Who profits: accuracy of each client minus single's, in points"
     assert frame[frame["reference"] == "single"].reset_index(drop=True).equals(shown)
     cell = text.rows[0][4].text
@@ -148,7 +149,7 @@ def test_terminal_latex_page_and_frame_say_the_same(profits, tmp_path, monkeypat
 def test_without_single_a_sentence_says_how_to_have_it_and_few_seeds_decide_nothing(make_counted):
     study, _ = make_profits(make_counted, methods=("fedavg", "fedbn"), seeds=2)
     assert describe_clients(study) == ["To see which clients gain over training alone, add method single."]
-    assert list_client_tables(study) == {}
+    assert list_client_tables(study) == []
     assert {each.reason for each in compare_clients(study)} == {"2 seeds, of 3"}
 
 
@@ -172,8 +173,8 @@ def test_where_sites_keep_the_results_of_single_samples_errors_count_as_independ
     paired, unpaired = (compare_clients(each)[4] for each in (study, alone))
     assert unpaired.gap.sampled.variance > paired.gap.sampled.variance
     assert unpaired.units == paired.units == 200
-    assert "errors count as independent" in list_client_tables(alone)["clients-single"][2].note
-    assert "independent" not in list_client_tables(study)["clients-single"][2].note
+    assert "errors count as independent" in list_client_tables(alone)[0].text.note
+    assert "independent" not in list_client_tables(study)[0].text.note
 
 
 def test_groups_of_samples_are_counted_and_widen_intervals(profits):
@@ -185,7 +186,7 @@ def test_groups_of_samples_are_counted_and_widen_intervals(profits):
         return replace(cases, records=pairs)
 
     grouped = replace(study, read_cases=read)
-    table = list_client_tables(grouped)["clients-single"][2]
+    table = list_client_tables(grouped)[0].text
     assert [cell.text for cell in table.rows[0][:2]] == ["gains", "40"]
     assert table.header[:2] == ("client", "groups")
     assert "cover seeds and test groups" in table.note

@@ -130,7 +130,7 @@ class Comparison:
         """Yield the run's notices, which the command line prints during the run, and its tables and sentences."""
         summary = self.summary
         yield from (f"note: {notice}" for notice in summary.notices)
-        yield from list_parts(summary, "table()")
+        yield from list_parts(summary)
 
     def table(
         self,

@@ -78,7 +78,7 @@ def advise(
                 )
         except KeyboardInterrupt:
             return report_stop(console, "advise", directory)
-    _publish(spec, directory, console)
+    _publish(spec, directory)
     return 0 if search.ended or (search.overtime and search.results) else report_stop(console, "advise", directory)
 
 
@@ -110,24 +110,20 @@ def _check_same(spec: AdviseSpec, directory: Path) -> None:
             )
 
 
-def rebuild_advice(directory: Path, console: Console) -> None:
+def rebuild_advice(directory: Path, _: Console) -> None:
     """Publish the results so far of the search in ``directory`` again; nothing is trained."""
-    _publish(AdviseSpec(**read_run_settings(directory).values), directory, console)
+    _publish(AdviseSpec(**read_run_settings(directory).values), directory)
 
 
-def _publish(spec: AdviseSpec, directory: Path, console: Console) -> None:
+def _publish(spec: AdviseSpec, directory: Path) -> None:
     """Print and write the results so far of the search in ``directory``."""
     from ..diagnosis.search import read_search
     from ..diagnosis.search_report import list_parts, write_search
-    from ..report.formatting import TextTable, to_terminal
+    from ..report.publication import print_parts
 
     search = read_search(directory)
     write_search(search, directory)
-    for part in list_parts(search, _format_flags(spec)):
-        if isinstance(part, TextTable):
-            make_console().print(to_terminal(part))
-        else:
-            print_line(console, part)
+    print_parts(make_console(), list_parts(search, _format_flags(spec)))
 
 
 def _format_flags(spec: AdviseSpec) -> str:

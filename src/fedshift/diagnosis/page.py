@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..data.federation import Federation
-from ..report.figures import to_svg
-from ..report.html import embed_svg, render_template
+from ..report.figures import FigurePanel
+from ..report.html import render_template
+from ..report.report import Report, ReportTable
 from ..utils.files import write_atomically
 from . import Diagnosis
 from .overview import make_overview
@@ -34,21 +36,25 @@ def write_page(
         remarks: Sentences to show first.
 
     """
-    findings, *evidence = tabulate_diagnosis(diagnosis).items()
-    figures = make_overview(data)
-    text = render_template(
+    tables = [
+        ReportTable(file=f"evidence-{number}", caption=caption, text=text, section="evidence")
+        for number, (caption, text) in enumerate(tabulate_diagnosis(diagnosis).items())
+    ]
+    findings = replace(tables[0], section="findings", kind="findings")
+    panels = (
+        FigurePanel(name=name, figure=figure, description=_DESCRIPTIONS[name])
+        for name, figure in make_overview(data).items()
+    )
+    html = render_template(
         "diagnosis.html.j2",
         name=diagnosis.federation,
         clients=len(diagnosis.clients),
         samples=sum(diagnosis.sizes),
         named=diagnosis.named,
-        remarks=list(remarks),
+        report=Report(tables=(findings, *tables[1:]), panels=tuple(panels), notices=tuple(remarks)),
         readings=list(interpret(diagnosis)),
-        findings=findings,
         advice=diagnosis.advice,
         command=comparison_command(diagnosis, command),
-        evidence=evidence,
-        figures=[embed_svg(to_svg(figure), name, _DESCRIPTIONS[name]) for name, figure in figures.items()],
     )
-    write_atomically(path, text.encode())
+    write_atomically(path, html.encode())
     return path

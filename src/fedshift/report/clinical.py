@@ -34,6 +34,7 @@ from ..results.schema import RunSummary
 from ..utils.errors import UsageError, unknown_name
 from .formatting import MINUS, MISSING, TextTable, make_table
 from .progress import remembered
+from .report import ReportTable, detail_table
 from .survival import list_survival_tables
 from .tables import ONE_BY_ONE, find_reported_rounds
 
@@ -345,44 +346,47 @@ def tabulate_benefit(
 
 
 @remembered
-def list_clinical_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFrame, TextTable]]:
-    """Return caption, data and text of a run's tables of decisions and classes, or of survival, by file name.
+def list_clinical_tables(summary: RunSummary) -> list[ReportTable]:
+    """Return a run's tables of decisions and classes, or of survival, for page and files.
 
     There are none of classes beyond :data:`~fedshift.report.tables.ONE_BY_ONE` clients, nor of more than :data:`MOST`.
     """
     if summary.task == "survival":
         return list_survival_tables(summary)
-    tables: dict[str, tuple[str, pd.DataFrame, TextTable]] = {}
+    tables: list[ReportTable] = []
     if len(summary.clients) > ONE_BY_ONE or summary.classes > MOST:
         return tables
+
+    def add(kind: str, caption: str, frame: pd.DataFrame, text: TextTable) -> None:
+        tables.append(detail_table(f"{kind}-{to_file_name(method)}", f"{method}: {caption}", frame, text))
+
     for method in summary.methods:
         frame = measure_classes(summary, method)
         if frame.empty:
             continue
-        slug, names = to_file_name(method), name_classes(summary)
+        names = name_classes(summary)
         if find_positive(summary, None) is None:
             of_all = frame.loc[[ALL]].droplevel("client")
-            caption = f"{method}: each class against the rest, all clients together, in percent"
             rule = OF_LABELS if summary.task == "multilabel" else WITHOUT_RULE
-            tables[f"classes-{slug}"] = caption, of_all, _write_measures(of_all, "class", rule)
+            text = _write_measures(of_all, "class", rule)
+            add("classes", "each class against the rest, all clients together, in percent", of_all, text)
             order = list(dict.fromkeys(frame.index.get_level_values("client")))
             recall = frame["sensitivity"].unstack("class").reindex(order)
             rows = [[client, *(_format_share(recall.loc[client], name) for name in names)] for client in order]
             text = make_table(("client", *names), rows, rule=len(rows) - 1, note=INTERVALS)
-            tables[f"recall-{slug}"] = f"{method}: recall of each class, in percent", recall, text
+            add("recall", "recall of each class, in percent", recall, text)
         else:
-            by_client = frame.droplevel("class")
-            caption = f"{method}: {names[1]!r} as positive, decided at {summary.operating_point}, in percent"
+            by_client, point = frame.droplevel("class"), summary.operating_point
             held = collect_scores(summary, method, "personal", "validation")
-            note = f"Thresholds are chosen on each client's validation data ({summary.operating_point})."
-            text = _write_measures(by_client, "client", note if held else WITHOUT_DATA)
-            tables[f"decisions-{slug}"] = caption, by_client, text
+            note = f"Thresholds are chosen on each client's validation data ({point})." if held else WITHOUT_DATA
+            text = _write_measures(by_client, "client", note)
+            add("decisions", f"{names[1]!r} as positive, decided at {point}, in percent", by_client, text)
         if summary.task == "multilabel":
             continue
         counts = count_confusions(summary, method)
         rows = [[name, *(f"{value:,.4g}" for value in counts.loc[name])] for name in counts.index.tolist()]
-        caption = f"{method}: test samples of each class (rows) by predicted class (columns), mean over seeds"
-        tables[f"confusion-{slug}"] = caption, counts, make_table(("class", *names), rows)
+        caption = "test samples of each class (rows) by predicted class (columns), mean over seeds"
+        add("confusion", caption, counts, make_table(("class", *names), rows))
     return tables
 
 

@@ -28,7 +28,8 @@ _GAP = 2
 def render_template(name: str, /, **values: Any) -> str:
     """Return the HTML of template ``name`` of the packages ``report`` and ``reproduce``; all values are escaped."""
     template = _make_environment().get_template(name)
-    return template.render(version=__version__, latex=to_latex, markdown=to_markdown, **values)
+    made = {"latex": to_latex, "markdown": to_markdown, "embed": embed_panel, "draw": draw_legend_entry}
+    return template.render(version=__version__, **made, **values)
 
 
 @cache

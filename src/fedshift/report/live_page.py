@@ -13,8 +13,9 @@ from secrets import token_urlsafe
 from ..results.schema import RunSummary
 from .curves import CurvePoint, format_setting
 from .figures import make_panels, to_svg
-from .formatting import MISSING, TextTable, make_table
+from .formatting import MISSING, make_table
 from .html import embed_svg, render_template
+from .report import ReportTable
 from .sweep_report import plot_rounds
 from .tables import metric_history
 
@@ -53,8 +54,7 @@ def render_live_page(view: LiveView, version: str, seconds: int) -> str:
     return render_template(
         "live.html.j2",
         view=view,
-        table=_tabulate_progress(view.points),
-        unit=view.points[0].summary.metric_unit if view.points else "percent",
+        progress=_tabulate_progress(view.points),
         figures=figures,
         wide=len(begun) > 1,
         seen=version,
@@ -64,7 +64,7 @@ def render_live_page(view: LiveView, version: str, seconds: int) -> str:
     )
 
 
-def _tabulate_progress(points: Sequence[CurvePoint]) -> TextTable | None:
+def _tabulate_progress(points: Sequence[CurvePoint]) -> ReportTable | None:
     if not points:
         return None
     keys = list(points[0].keys)
@@ -75,7 +75,11 @@ def _tabulate_progress(points: Sequence[CurvePoint]) -> TextTable | None:
         for point in points
         for row in _describe_methods(point.summary)
     ]
-    return make_table(header, rows)
+    caption = (
+        f"Test metric of the personal model in {points[0].summary.metric_unit}: mean over finished seeds, and the last "
+        "value of a seed under way"
+    )
+    return ReportTable(file="methods", caption=caption, text=make_table(header, rows))
 
 
 def _describe_methods(summary: RunSummary) -> Iterator[tuple[str, str, str, str]]:

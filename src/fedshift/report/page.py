@@ -1,11 +1,11 @@
-"""Tables of a report with their captions, and the page: one self-contained HTML file without scripts or network."""
+"""The report of a run, and its page: one self-contained HTML file without scripts or network."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,10 @@ from ..utils.words import join_some
 from .claims import (
     Claims,
     collect_claims,
+    describe_baseline,
     describe_leaders,
+    describe_needed_seeds,
+    describe_ranking,
     find_leader,
     rank_methods,
     tabulate_claims,
@@ -51,10 +54,11 @@ from .formatting import (
     format_metric_table,
     make_table,
 )
-from .html import draw_legend_entry, embed_panel, encode_strip, render_template
+from .html import encode_strip, render_template
 from .lag import describe_lag
 from .origin import describe_run, find_changed
 from .progress import describe_falling, describe_partial, find_reached_rounds, is_even
+from .report import FILES, PAGE, TERMINAL, Report, ReportTable
 from .sites import describe_clients, list_client_tables
 from .style import make_styles
 from .tables import (
@@ -73,6 +77,7 @@ from .tables import (
     measures_trained,
     select_crossed,
     select_reported_rows,
+    tabulate_history,
     traffic_table,
 )
 from .target_metric import describe_target, format_target_table, target_table
@@ -83,25 +88,7 @@ CLASSES = 8
 _UNITS = {"auc": "area under the ROC curve in percent"}
 NAMED = 4
 """Number of names of what leaves a client that a table gives."""
-_EXCHANGE = {
-    (True, True): "shared",
-    (True, False): "loaded only",
-    (False, True): "sent only",
-    (False, False): "kept local",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportTable:
-    """A table of a report: its data ``frame``, the same as ``text``, its ``caption`` and its ``file`` name.
-
-    The accuracy of the most frequent classes, in the note of ``text``, is a column of ``frame``.
-    """
-
-    file: str
-    caption: str
-    frame: pd.DataFrame
-    text: TextTable
+_EXCHANGE = ("kept local", "sent only", "loaded only", "shared")
 
 
 def make_metric_table(
@@ -141,36 +128,109 @@ def make_metric_table(
     return ReportTable(caption=caption, frame=frame, text=text, file=file)
 
 
-def collect_tables(summary: RunSummary, claims: Claims) -> dict[str, ReportTable]:
-    """Return the tables that ``summary`` has data for: metric, trained, differences, by client, target, concordance."""
-    tables: dict[str, ReportTable] = {}
-
-    def add(name: str, caption: str, frame: pd.DataFrame, text: TextTable, file: str = "") -> None:
-        text = replace(text, partial=partial)
-        tables[name] = ReportTable(caption=caption, frame=frame, text=text, file=file or name)
-
-    metric, partial = summary.metric, describe_partial(summary)
-    tables["metric"] = make_metric_table(summary, claims)
+def list_tables(summary: RunSummary, claims: Claims) -> Iterator[ReportTable]:
+    """Yield the tables of results that ``summary`` has data for, which every form of the report shows."""
+    metric, unit = summary.metric, difference_unit(summary.metric, numbers=summary.of_numbers)
+    yield replace(make_metric_table(summary, claims), section="headline")
     if measures_trained(summary):
-        tables["trained"] = make_metric_table(summary, claims, moment="trained")
+        yield replace(make_metric_table(summary, claims, moment="trained"), section="after work")
+    caption = f"Macro {summary.metric_name} {{}} in {unit.name}, paired over seeds"
+    if (pairs := tabulate_pairs(summary, claims)) is not None:
+        yield _detail("claims", "claims", caption.format("of one method minus another's"), pairs, kind="claims")
     if len(frame := tabulate_claims(claims)):
-        unit = difference_unit(metric, numbers=summary.of_numbers).name
-        caption = f"Macro {summary.metric_name} minus {claims.baseline}'s in {unit}, paired over seeds"
-        add("differences", caption, frame, format_difference_table(frame, metric))
+        text, places = format_difference_table(frame, metric), (TERMINAL, FILES)  # the page has all pairs
+        caption = caption.format(f"minus {claims.baseline}'s")
+        yield ReportTable(file="differences", caption=caption, frame=frame, text=text, places=places)
+    yield from list_client_tables(summary)
     if (target := summary.target_metric) is not None:
         frame = target_table(summary, target)
-        add("target", describe_target(summary, target), frame, format_target_table(frame, ended=not partial))
-    for name, (caption, frame, text) in list_client_tables(summary).items():
-        add(name, caption, frame, text)
+        text = format_target_table(frame, ended=not describe_partial(summary))
+        yield ReportTable(file="target", caption=describe_target(summary, target), frame=frame, text=text)
     if len(frame := concordance_table(summary)):
         text = format_concordance_table(frame, claims.concordance)
-        add("concordance", describe_concordance(summary, frame), frame, text)
-    return tables
+        file, caption = "concordance", describe_concordance(summary, frame)
+        yield ReportTable(file=file, caption=caption, frame=frame, text=text, section=file)
+
+
+def list_details(summary: RunSummary) -> Iterator[ReportTable]:
+    """Yield the tables that the terminal does not show."""
+    yield from collect_crossed(summary)
+    yield from _other_metrics(summary)
+    yield from list_clinical_tables(summary)
+    caption = "Samples of clients" if len(summary.clients) > ONE_BY_ONE else "Samples of each client"
+    yield _detail("clients", "sizes", caption, _client_table(summary))
+    caption = "Bytes down and up: one client in one round; all clients: both ways in one round; whole run: both ways, "
+    yield _detail("methods", "exchange", f"{caption}mean over seeds", _method_table(summary), kind="facts-table")
+    for number, (name, method) in enumerate(summary.methods.items(), start=1):
+        caption, leaving = f"What leaves each client in a round under {name}", _leaving_table(method)
+        if leaving.rows:
+            yield _detail(f"leaves {name}", f"leaves-{number}", caption, leaving, kind="pairs")
+        line, entries = _scope_table(method.entries)
+        caption = f"Named entries of the network under {name}"
+        yield _detail(f"scope {name}", f"scope-{number}", caption, entries, title=line, kind="scope")
+    yield from list_settings("trained", "What was trained, where and when", describe_run(summary))
+    yield from list_settings("changed", "Settings other than the defaults", find_changed(summary.config))
+    yield from list_settings("config", "Settings as they were given", summary.config)
+    yield from list_settings("environment", "Versions, machine, and the commands that trained", summary.environment)
+
+
+def _detail(
+    section: str, file: str, caption: str, text: TextTable, *, title: str = "", kind: str = "numbers"
+) -> ReportTable:
+    """Return a table that only the page shows."""
+    return ReportTable(file=file, caption=caption, text=text, section=section, places=(PAGE,), title=title, kind=kind)
+
+
+def list_settings(name: str, caption: str, settings: Mapping[str, Any]) -> Iterator[ReportTable]:
+    """Yield the table of ``settings`` or facts for the section ``name`` of the page, unless it is empty."""
+    if settings:
+        yield _detail(name, name, caption, make_table((), flatten_settings(settings)), kind="pairs")
+
+
+def make_report(summary: RunSummary, *, values: object = "table()", whole: bool = True) -> Report:
+    """Return the report of ``summary``.
+
+    ``values``: place of each client's values, which tables of many clients omit; ``whole``: also what the terminal does
+    not show, which takes most of the time.
+    """
+    claims = collect_claims(summary)
+    return Report(
+        tables=(*list_tables(summary, claims), *(list_details(summary) if whole else ())),
+        panels=tuple(make_panels(summary)) if whole else (),
+        partial=describe_partial(summary),
+        notices=(*summary.notices, *list_shortfalls(summary)),
+        sentences=tuple(_list_sentences(summary, claims, values)),
+        frames=_list_frames(summary, claims),
+    )
+
+
+def _list_sentences(summary: RunSummary, claims: Claims, values: object) -> Iterator[str]:
+    """Yield the sentences below the terminal's tables."""
+    if len(summary.clients) > ONE_BY_ONE:
+        yield f"Each client is in {values}."
+    if (summary.rows["split"] == "validation").any() and is_even(find_reached_rounds(summary)):
+        means = accuracy_table(summary, split="validation").iloc[len(summary.clients)].unstack()["mean"]
+        parts = ", ".join(f"{method} {summary.scale * means[method]:.2f}" for method in summary.methods)
+        yield f"Validation, macro: {parts}. Choose by these."
+    yield from describe_baseline(summary, claims)
+    yield from describe_ranking(summary, claims)
+    yield from describe_needed_seeds(summary, claims)
+    yield from describe_clients(summary)
+    yield from list_shortfalls(summary)
+
+
+def _list_frames(summary: RunSummary, claims: Claims) -> dict[str, pd.DataFrame]:
+    """Return the data that have a CSV file and no table."""
+    frames = {f"history-{name_file(summary.metric)}": tabulate_history(summary).set_index("method")}
+    if (summary.rows["split"] == "validation").any():
+        frames["validation"] = accuracy_table(summary, split="validation")
+    return frames if claims.others else frames | {"differences": tabulate_claims(claims)}
 
 
 def collect_crossed(summary: RunSummary) -> list[ReportTable]:
     """Return a table of cross-site validation for each method and moment for which it was requested."""
-    tables = []
+    tables: list[ReportTable] = []
+    places = (FILES,) if len(summary.clients) > ONE_BY_ONE else (PAGE, FILES)
     for method, moment in product(summary.methods, MOMENTS):
         rows = select_crossed(summary, method, moment)
         if not len(rows):
@@ -186,62 +246,39 @@ def collect_crossed(summary: RunSummary) -> list[ReportTable]:
         text = format_cross_table(frame, summary.metric)
         text = replace(text, note=f"{text.note} {describe_missing(rows, summary.metric)}".strip())
         file = f"cross-site-{to_file_name(method)}{ending}"
-        tables.append(ReportTable(file=file, caption=caption, frame=frame, text=text))
+        table = ReportTable(file=file, caption=caption, frame=frame, text=text, section="crossed", places=places)
+        tables.append(table)
     return tables
 
 
-def write_page(summary: RunSummary, path: Path) -> Path:
+def write_page(summary: RunSummary, path: Path, report: Report | None = None) -> Path:
     """Write the page of ``summary`` to ``path`` atomically, with equal bytes for equal summaries; return ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render_page(summary).encode())
+    write_atomically(path, render_page(summary, report).encode())
     return path
 
 
-def render_page(summary: RunSummary) -> str:
-    """Return the page's HTML."""
-    many = len(summary.clients) > ONE_BY_ONE
-    claims = collect_claims(summary)
-    tables = collect_tables(summary, claims)
-    reached = find_reached_rounds(summary)
-    leaders = _find_leaders(tables["metric"].text, summary.methods) if is_even(reached) else {}
-    images, panels = list(summary.samples.items())[:PICTURED], make_panels(summary)
-    notes = dict.fromkeys(panel.note for panel in panels if panel.note)
+def render_page(summary: RunSummary, report: Report | None = None) -> str:
+    """Return the page's HTML; ``report``: that of ``summary``, if it is made already."""
+    report = report or make_report(summary)
+    claims, headline = collect_claims(summary), report.list_tables(PAGE, "headline")[0].text
+    leaders = _find_leaders(headline, summary.methods) if is_even(find_reached_rounds(summary)) else {}
+    images = list(summary.samples.items())[:PICTURED]
     return render_template(
         "page.html.j2",
         summary=summary,
-        partial=describe_partial(summary),
-        tables=tables,
+        report=report,
         leaders=[f"{method} with {text}" for method, text in leaders.items()],
         comparison=describe_leaders(claims, leaders, [m for m in rank_methods(summary) if m not in leaders]),
         lower=is_lower_better(summary.metric),
-        unit=difference_unit(summary.metric, numbers=summary.of_numbers).name,
-        spread=describe_seeds(summary),
-        other_metrics=list(_other_metrics(summary)),
-        clinical_title="Survival" if summary.task == "survival" else "Classes and decisions",
-        clinical=[(name, *table) for name, table in list_clinical_tables(summary).items()],
-        figures={panel.name: embed_panel(panel) for panel in panels},
-        legend={name: draw_legend_entry(style) for name, style in make_styles(summary.methods).items() if notes},
-        notes=notes,
-        claimed=tabulate_pairs(summary, claims),
         compare_with=claims.compare_with,
         profits=describe_clients(summary),
-        by_client=[tables[name] for name in list_client_tables(summary)],
-        most=ONE_BY_ONE if many else 0,
-        without_panel=0 if many else max(0, len(summary.clients) - PICTURED),
-        methods=_method_table(summary),
-        scopes=[
-            (*_scope_table(name, method.entries), _leaving_table(method)) for name, method in summary.methods.items()
-        ],
-        clients=_client_table(summary),
+        styles=make_styles(summary.methods),
+        one_by_one=ONE_BY_ONE,
+        pictured=PICTURED,
         worst=list_worst_cases(summary),
         strips={name: encode_strip(several) for name, several in images if len(several)},
-        trained=make_table((), describe_run(summary).items()),
-        changed=make_table((), flatten_settings(find_changed(summary.config))),
-        config=make_table((), flatten_settings(summary.config)),
-        environment=make_table((), flatten_settings(summary.environment)),
-        crossed=[] if many else collect_crossed(summary),
-        notices=[*summary.notices, *list_shortfalls(summary)],
-        evaluated=any(text != MISSING for text in tables["metric"].text.values),
+        evaluated=any(text != MISSING for text in headline.values),
     )
 
 
@@ -256,34 +293,30 @@ def _find_leaders(table: TextTable, methods: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _other_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
-    """Yield title, unit and table of every other metric, model and moment that has values."""
-    for model, moment in (("personal", "loaded"), ("personal", "trained"), ("global", "loaded")):
-        for metric in summary.metrics:
-            if (model, metric) == ("personal", summary.metric):
-                continue
-            table = make_metric_table(summary, metric=metric, model=model, moment=moment).text
-            if any(text != MISSING for text in table.values):
-                title = f"{_capitalize(name_metric(metric))}, {model} model"
-                title += f" {AFTER_WORK}" if moment == "trained" else ""
-                unit = _UNITS.get(metric, f"in {metric_unit(metric)[2]}")
-                if metric == "loss":
-                    unit = f"mean loss, {summary.loss_unit}"
-                unit += ", lower is better" if is_lower_better(metric) else ""
-                yield title, unit, table
-    yield from _class_metrics(summary)
-
-
-def _class_metrics(summary: RunSummary) -> Iterator[tuple[str, str, TextTable]]:
-    """Yield title, unit and table per mask class, if there are several, for metrics that are means over classes."""
-    if "dice" not in summary.metrics or not 2 < summary.classes <= CLASSES:
-        return
-    for metric in (summary.metric if summary.metric in ("dice", "iou") else "dice", *DISTANCES):
-        for number in range(1, summary.classes) if metric in summary.metrics else ():
-            table = make_metric_table(summary, metric=metric, number=number).text
-            if any(text != MISSING for text in table.values):
-                title = f"{_capitalize(name_metric(metric))} of class {number}, personal model"
-                yield title, f"in {metric_unit(metric)[2]}", table
+def _other_metrics(summary: RunSummary) -> Iterator[ReportTable]:
+    """Yield a table of every other metric, model, moment and mask class that has values."""
+    shown: list[tuple[str, str, str, int | None]] = [
+        (metric, model, moment, None)
+        for model, moment in (("personal", "loaded"), ("personal", "trained"), ("global", "loaded"))
+        for metric in summary.metrics
+        if (model, metric) != ("personal", summary.metric)
+    ]
+    if "dice" in summary.metrics and 2 < summary.classes <= CLASSES:  # these are means over classes
+        means = summary.metric if summary.metric in ("dice", "iou") else "dice", *DISTANCES
+        classes = product((metric for metric in means if metric in summary.metrics), range(1, summary.classes))
+        shown += [(metric, "personal", "loaded", number) for metric, number in classes]
+    for place, (metric, model, moment, number) in enumerate(shown):
+        table = make_metric_table(summary, metric=metric, model=model, moment=moment, number=number)
+        if all(text == MISSING for text in table.text.values):
+            continue
+        title = f"{_capitalize(name_metric(metric))}{f' of class {number}' if number else ''}, {model} model"
+        title += f" {AFTER_WORK}" if moment == "trained" else ""
+        unit = f"in {metric_unit(metric)[2]}"
+        if number is None:
+            unit = f"mean loss, {summary.loss_unit}" if metric == "loss" else _UNITS.get(metric, unit)
+            unit += ", lower is better" if is_lower_better(metric) else ""
+        caption = f"{title}: {unit}, {describe_seeds(summary)}"
+        yield _detail("metrics", f"metric-{place}", caption, table.text, title=title)
 
 
 def _capitalize(text: str) -> str:
@@ -312,18 +345,18 @@ def _put_in_words(name: str) -> str:
     return "; ".join(part.summary.partition(": ")[2].rstrip(".") for part in parts if part) or MISSING
 
 
-def _scope_table(name: str, entries: Iterable[Mapping[str, Any]]) -> tuple[str, str, TextTable]:
-    """Return a method's name, its scope in one line, and the table of its entries."""
+def _scope_table(entries: Iterable[Mapping[str, Any]]) -> tuple[str, TextTable]:
+    """Return a method's scope in one line, and the table of its entries."""
     rows, counts, totals = [], Counter[str](), Counter[str]()
     for entry in entries:
-        exchange = _EXCHANGE[bool(entry["load"]), bool(entry["send"])]
+        exchange = _EXCHANGE[2 * bool(entry["load"]) + bool(entry["send"])]
         counts[exchange] += 1
         totals[exchange] += int(entry["bytes"])
         shape = " x ".join(map(str, entry["shape"])) or "scalar"
         trained = "trained" if entry["trained"] else "buffer" if entry["buffer"] else "frozen"
         rows.append((entry["name"], entry["type"], shape, f"{entry['bytes']:,}", exchange, trained))
     line = ", ".join(f"{count} {kind} ({format_bytes(totals[kind])})" for kind, count in counts.items())
-    return name, line, make_table(("entry", "layer", "shape", "bytes", "exchange", "values"), rows)
+    return line, make_table(("entry", "layer", "shape", "bytes", "exchange", "values"), rows)
 
 
 def _leaving_table(method: MethodSummary) -> TextTable:

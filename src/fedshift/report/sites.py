@@ -28,6 +28,7 @@ from ..utils.words import join_some
 from .claims import Measured, measure_methods
 from .formatting import MISSING, TextCell, TextTable, Unit, difference_unit, make_table
 from .progress import remembered
+from .report import ReportTable
 from .tables import ONE_BY_ONE
 
 REFERENCES = ("single", "fedavg")
@@ -179,23 +180,23 @@ def tabulate_clients(differences: Sequence[ClientDifference]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def list_client_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFrame, TextTable]]:
-    """Return caption, data and text of a table for each reference, by file name; none below three seeds.
+def list_client_tables(summary: RunSummary) -> list[ReportTable]:
+    """Return a table for each reference; none below three seeds.
 
     Runs of more than :data:`~fedshift.report.tables.ONE_BY_ONE` clients have none either.
     """
-    tables: dict[str, tuple[str, pd.DataFrame, TextTable]] = {}
     if len(summary.clients) > ONE_BY_ONE:
-        return tables
+        return []
     found = compare_clients(summary)
     if max((each.gap.pairs for each in found), default=0) < FEWEST:
-        return tables
-    unit = difference_unit(summary.metric, numbers=summary.of_numbers)
+        return []
+    unit, tables = difference_unit(summary.metric, numbers=summary.of_numbers), []
     for kind in REFERENCES:
         if own := [each for each in found if is_plain(each.reference, kind)]:
             caption = f"Who profits: {summary.metric_name} of each client minus {own[0].reference}'s, in {unit.name}"
-            late = summary.config.get("margin") is None
-            tables[f"clients-{kind}"] = (caption, tabulate_clients(own), _write_table(own, unit, late=late))
+            text = _write_table(own, unit, late=summary.config.get("margin") is None)
+            file, frame = f"clients-{kind}", tabulate_clients(own)
+            tables.append(ReportTable(file=file, caption=caption, text=text, frame=frame, section="profits"))
     return tables
 
 

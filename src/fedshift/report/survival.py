@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from ..analysis.clinical import SurvivalCurve, estimate_survival
 from ..results.run_directory import to_file_name
 from ..results.schema import RunSummary
-from .formatting import MISSING, TextTable, make_table
+from .formatting import MISSING, make_table
 from .progress import remembered
+from .report import ReportTable, detail_table
 from .sites import FEWEST_OF_CLASS, FEWEST_UNITS
 from .tables import find_reported_rounds
 
@@ -100,9 +101,9 @@ def tabulate_survival(summary: RunSummary, method: str, model: str = "personal")
     return pd.concat(frames, names=["third", "time"])
 
 
-def list_survival_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFrame, TextTable]]:
-    """Return caption, data and text of each method's survival by third, by file name."""
-    tables = {}
+def list_survival_tables(summary: RunSummary) -> list[ReportTable]:
+    """Return a table of each method's survival by third."""
+    tables = []
     for method in summary.methods:
         patients = divide_patients(summary, method)
         if patients.empty:
@@ -117,8 +118,8 @@ def list_survival_tables(summary: RunSummary) -> dict[str, tuple[str, pd.DataFra
             rows.append((name, f"{len(part):,}", f"{int(part['event'].sum()):,}", *cells))
         header = ("test patients", "number", "events", *(f"at {at:g}" for at in times))
         caption = f"{method}: percent of test patients without an event, by predicted risk, and [number still observed]"
-        table = make_table(header, rows, note=NOTE)
-        tables[f"survival-{to_file_name(method)}"] = caption, tabulate_survival(summary, method), table
+        text, file = make_table(header, rows, note=NOTE), f"survival-{to_file_name(method)}"
+        tables.append(detail_table(file, caption, tabulate_survival(summary, method), text))
     return tables
 
 

@@ -41,16 +41,15 @@ from .formatting import (
     TextTable,
     difference_unit,
     explain_spread,
-    flatten_settings,
     format_metric_table,
     make_table,
-    to_terminal,
-    write_table,
 )
-from .html import draw_legend_entry, embed_panel, render_template
+from .html import render_template
 from .origin import find_changed
+from .page import list_settings
 from .progress import describe_partial, find_reached_rounds, is_even
-from .publication import print_lines
+from .publication import print_lines, print_parts
+from .report import PAGE, Report, ReportTable
 from .style import DASHES, INK, MethodStyle, make_styles
 from .tables import accuracy_table, describe_round, describe_seeds, list_shortfalls, seed_table
 from .target_metric import describe_target, format_rounds, format_traffic, target_table
@@ -122,52 +121,50 @@ def publish_sweep(sweep: SweepResults, directory: Path, console: Console, config
 
     ``config``: the sweep's settings, which the page lists.
     """
-    tables, figures, remarks = sweep_tables(sweep), sweep_figures(sweep), sweep_remarks(sweep)
-    if sweep.partial:
-        print_lines(console, sweep.partial)
-    for name, (title, table) in tables.items():
-        print_lines(console, title)
-        console.print(to_terminal(table))
-        write_table(directory / "tables", name, table, sweep_frame(sweep) if name == "sweep" else None)
-    print_lines(console, *remarks)
-    save_each(figures, directory / "figures")
-    write_atomically(directory / "sweep.html", _render_page(sweep, tables, remarks, config).encode())
+    report = make_sweep_report(sweep, config)
+    print_parts(console, report.list_parts())
+    report.write_tables(directory / "tables")
+    save_each(sweep_figures(sweep), directory / "figures")
+    write_atomically(directory / "sweep.html", _render_page(sweep, report).encode())
     print_lines(console, f"Page: {directory / 'sweep.html'}")
 
 
-def _render_page(
-    sweep: SweepResults, tables: Mapping[str, tuple[str, TextTable]], remarks: Sequence[str], config: Mapping[str, Any]
-) -> str:
-    summary = sweep.points[0].summary
-    groups = list(_group_panels(sweep))
+def make_sweep_report(sweep: SweepResults, config: Mapping[str, Any]) -> Report:
+    """Return the report of ``sweep``, whose settings are ``config``."""
+    remarks = tuple(sweep_remarks(sweep))
+    settings = (
+        *list_settings("changed", "Settings of the sweep other than the defaults", find_changed(config)),
+        *list_settings("config", "Settings as they were given", config),
+    )
+    tables = (*sweep_tables(sweep), *_list_heat_maps(sweep), *settings)
+    return Report(tables=tables, partial=sweep.partial, notices=remarks, sentences=remarks)
+
+
+def _render_page(sweep: SweepResults, report: Report) -> str:
     chosen = {} if sweep.partial else best_on_validation(sweep)
     lines, settings = _find_line_settings(sweep.points)
     return render_template(
         "sweep.html.j2",
-        name=summary.name,
-        summary=summary,
-        keys=sweep.keys,
-        partial=sweep.partial,
-        tables=tables,
+        sweep=sweep,
+        summary=sweep.points[0].summary,
+        report=report,
         best=[f"{method} at {sweep.describe(index)}" for method, index in chosen.items()],
-        validated=sweep.validated,
-        heat_maps={} if sweep.partial else make_heat_maps(sweep),
-        groups=[(title, [embed_panel(panel) for panel in panels]) for title, panels in groups],
-        notes=dict.fromkeys(panel.note for _, panels in groups for panel in panels),
-        legend={
-            name: draw_legend_entry(replace(style, dashes=DASHES[0]))
-            for name, style in make_styles(sweep.methods).items()
-        },
-        line_settings=[
-            (text, draw_legend_entry(MethodStyle(number=100 + number, color=INK, marker="", dashes=dashes, hatch="")))
+        groups=list(_group_panels(sweep)),
+        styles={name: replace(style, dashes=DASHES[0]) for name, style in make_styles(sweep.methods).items()},
+        line_styles={
+            text: MethodStyle(number=100 + number, color=INK, marker="", dashes=dashes, hatch="")
             for number, (text, dashes) in enumerate(zip(settings, cycle(DASHES)))
-        ],
+        },
         line_keys=lines,
-        remarks=remarks,
-        folders=sweep.folders,
-        changed=make_table((), flatten_settings(find_changed(config))),
-        config=make_table((), flatten_settings(config)),
     )
+
+
+def _list_heat_maps(sweep: SweepResults) -> Iterator[ReportTable]:
+    maps = {} if sweep.partial else make_heat_maps(sweep)
+    for number, (method, text) in enumerate(maps.items(), start=1):
+        yield ReportTable(
+            file=f"heat-{number}", caption=method, text=text, section="heat", places=(PAGE,), kind="numbers heat"
+        )
 
 
 def _group_panels(sweep: SweepResults) -> Iterator[tuple[str, list[FigurePanel]]]:
@@ -243,8 +240,9 @@ def sweep_frame(sweep: SweepResults) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index([*sweep.keys, "method"])
 
 
-def sweep_tables(sweep: SweepResults) -> dict[str, tuple[str, TextTable]]:
-    """Return tables by file name, each with its caption: sweep, and if applicable chosen, rounds and bytes."""
+def sweep_tables(sweep: SweepResults) -> Iterator[ReportTable]:
+    """Yield the tables of the metric and, if applicable, of the choice, and of rounds and bytes to a target."""
+    summary = sweep.points[0].summary
     metric = [
         format_metric_table(
             accuracy_table(point.summary),
@@ -254,24 +252,22 @@ def sweep_tables(sweep: SweepResults) -> dict[str, tuple[str, TextTable]]:
         ).rows[0][1:]
         for point in sweep.points
     ]
-    tables = {"sweep": (sweep.caption, _make_table(sweep, metric))}
+    text, frame = _make_table(sweep, metric), sweep_frame(sweep)
+    yield ReportTable(file="sweep", caption=sweep.caption, text=text, frame=frame)
     if not sweep.partial and (chosen := best_on_validation(sweep)):
-        tables["chosen"] = (
-            f"Each method where its validation data are best, in {sweep.points[0].summary.metric_unit}",
-            _chosen_table(sweep, chosen),
-        )
-    summary = sweep.points[0].summary
+        caption = f"Each method where its validation data are best, in {summary.metric_unit}"
+        yield ReportTable(file="chosen", caption=caption, text=_chosen_table(sweep, chosen), section="chosen")
     if summary.target_metric is None:
-        return tables
+        return
     targets = [target_table(point.summary, summary.target_metric) for point in sweep.points]
     quantities: dict[str, tuple[str, Callable[[pd.Series], str]]] = {
         "rounds": ("Rounds", partial(format_rounds, ended=not sweep.partial)),
         "bytes": ("Bytes (all clients, down and up)", partial(format_traffic, ended=not sweep.partial)),
     }
-    for name, (quantity, text) in quantities.items():
-        cells = ([_mark_partial(text(row), row) for _, row in table.iterrows()] for table in targets)
-        tables[name] = describe_target(summary, summary.target_metric, quantity), _make_table(sweep, cells)
-    return tables
+    for name, (quantity, write) in quantities.items():
+        cells = ([_mark_partial(write(row), row) for _, row in table.iterrows()] for table in targets)
+        caption = describe_target(summary, summary.target_metric, quantity)
+        yield ReportTable(file=name, caption=caption, text=_make_table(sweep, cells), section="targets")
 
 
 def best_on_validation(sweep: SweepResults) -> dict[str, int]:
@@ -382,7 +378,7 @@ def _make_table(sweep: SweepResults, cells: Iterable[Iterable[str | TextCell]]) 
     note = explain_spread(len(sweep.points[0].summary.seeds))
     if any(isinstance(cell, TextCell) and cell.best for row in rows for cell in row):
         note = f"{note} {BOLD} {CLAIMS}"
-    return make_table((*sweep.keys, *sweep.methods), rows, note=note, partial=sweep.partial)
+    return make_table((*sweep.keys, *sweep.methods), rows, note=note)
 
 
 def _mark_partial(text: str, row: pd.Series) -> str:

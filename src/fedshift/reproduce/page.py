@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..report.formatting import TextCell, TextTable, make_table
+from ..report.formatting import TextCell, make_table
 from ..report.html import embed_svg, render_template
+from ..report.report import ReportTable
 from ..utils.files import write_atomically
 from .figures import load_figures
 from .published_tables import PAPERS, Table, load_tables
@@ -19,7 +20,6 @@ def write_results_page(directory: Path) -> Path:
     entries = [entry for table in load_tables().values() if (entry := _make_entry(table, directory))]
     text = render_template(
         "papers.html.j2",
-        links=[(entry["id"], entry["table"].key) for entry in entries],
         overview=_make_overview(entries),
         entries=entries,
         shortest=SHORTEST,
@@ -45,7 +45,7 @@ def _make_entry(table: Table, directory: Path) -> dict[str, Any] | None:
     }
 
 
-def _make_overview(entries: list[dict[str, Any]]) -> TextTable:
+def _make_overview(entries: list[dict[str, Any]]) -> ReportTable:
     """Return the table of all verdicts."""
     rows: list[tuple[object, ...]] = []
     for entry in entries:
@@ -60,4 +60,8 @@ def _make_overview(entries: list[dict[str, Any]]) -> TextTable:
         if entry["pictures"]:
             source, scale = "stand-in" if figures["notes"] else "the paper's", f"{figures['scale']:.2g}"
             rows.append((TextCell(text=key, link=link), "drawn", "", source, figures["seeds"], scale))
-    return make_table(("table", "verdict", "pairs", "data and network", "seeds", "share of rounds"), rows)
+    caption = (
+        "Pairs: pairs of methods, all else in their rows equal, whose order by the mean over columns is the paper's"
+    )
+    text = make_table(("table", "verdict", "pairs", "data and network", "seeds", "share of rounds"), rows)
+    return ReportTable(file="overview", caption=f"{caption}paper's", text=text, kind="verdicts")
