@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -11,7 +12,7 @@ from rich.console import Console
 from scipy import stats
 
 from fedshift.analysis.statistics import paired_tests
-from fedshift.report import difference_table
+from fedshift.report import difference_table, page
 from fedshift.report.claims import (
     Verdict,
     collect_claims,
@@ -50,6 +51,7 @@ def equal(sizes, right, seed, *, reports=REPORTS, seeds=SEEDS, methods=METHODS):
 def said(study, folder, monkeypatch):
     """Everything that a report says: terminal, tables, and the end of the page's headline."""
     monkeypatch.setattr("fedshift.report.publication.save_figures", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publication.make_report", partial(page.make_report, whole=False))
     monkeypatch.setattr("fedshift.report.publication.write_page", lambda *_: None)
     console = Console(file=io.StringIO(), width=200)
     publish_summary(study, folder, console)

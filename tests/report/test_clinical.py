@@ -158,5 +158,5 @@ def test_subgroups_are_measured_over_all_clients_or_refused(make_recorded):
 
 def test_studies_without_records_have_no_such_tables(study):
     assert measure_classes(study, "fedavg").empty
-    assert list_clinical_tables(study) == ()
+    assert list_clinical_tables(study) == []
     assert not {"calibration", "decision-curve"} & make_figures(study).keys()

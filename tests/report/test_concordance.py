@@ -117,7 +117,7 @@ def test_it_is_printed_written_shown_and_drawn(pooling, tmp_path, monkeypatch, b
     assert "| fedsmb | centralized | 3.9e-03 (3.3e-03) |" in tables["concordance.md"]
     assert "fedsmb & centralized & 3.9e-03 (3.3e-03) &" in tables["concordance.tex"]
     page = (tmp_path / "report.html").read_text()
-    assert '<figcaption id="concordance">Concordance with centralized training' in page
+    assert '<figcaption id="table-concordance">Concordance with centralized training' in page
     assert "Test loss (macro): test loss (nats) over rounds" in page
     assert "fedsmb 0.38 after round 2" in {panel.name: panel.description for panel in make_panels(study)}["test-loss"]
 

@@ -180,7 +180,7 @@ def test_write_is_repeatable_and_leaves_nothing_else(study, plain, tmp_path):
 def test_a_failed_write_keeps_the_old_page(study, tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("old")
-    monkeypatch.setattr("fedshift.report.page.render_page", lambda study: "\ud800")
+    monkeypatch.setattr("fedshift.report.page.render_page", lambda *_: "\ud800")
     with pytest.raises(UnicodeEncodeError):
         write_page(study, path)
     assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("report.html", "old")]

@@ -10,11 +10,12 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from fedshift.cli.watch import PageServer
 from fedshift.report.curves import CurvePoint
-from fedshift.report.figures import to_svg
+from fedshift.report.figures import FigurePanel
 from fedshift.report.formatting import make_table
-from fedshift.report.html import embed_svg, render_template
+from fedshift.report.html import render_template
 from fedshift.report.live_page import LiveView, render_live_page
 from fedshift.report.page import render_page
+from fedshift.report.report import Report, ReportTable
 from fedshift.report.style import make_panel
 
 pytestmark = pytest.mark.browser
@@ -106,14 +107,14 @@ def test_row_names_leave_room_for_values_on_a_phone(opened, crowded):
 def test_a_wide_figure_of_the_diagnosis_stays_legible_on_a_phone(opened):
     figure, _ = make_panel("Samples", "class", "client")
     figure.set_figwidth(9)
-    shown = embed_svg(to_svg(figure), "wide", "wide")
-    advice = {"methods": (), "cautions": ()}
+    verdicts = make_table(("shift", "verdict"), [("label skew", "not named")])
+    findings = ReportTable(file="findings", caption="shifts", text=verdicts, section="findings")
+    panel = FigurePanel(name="wide", figure=figure, description="wide")
     page = opened(
         render_template(
-            "diagnosis.html.j2", name="digits", clients=2, samples=9, named=[], remarks=[], readings=["none"],
-            findings=("shifts", make_table(("shift", "verdict"), [("label skew", "not named")])), advice=advice,
-            command="fedshift sweep --data digits --methods " + ",".join(["fedavg"] * 20), evidence=[],
-            figures=[shown],
+            "diagnosis.html.j2", name="digits", clients=2, samples=9, named=[], readings=["none"],
+            report=Report(tables=(findings,), panels=(panel,)), advice={"methods": (), "cautions": ()},
+            command="fedshift sweep --data digits --methods " + ",".join(["fedavg"] * 20),
         ),
         400,
     )  # fmt: skip

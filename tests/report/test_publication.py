@@ -1,5 +1,6 @@
 """What a run leaves for people: each client while they are few, their distribution when they are many."""
 
+import html
 import io
 from dataclasses import replace
 
@@ -7,7 +8,10 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from fedshift.report import page
+from fedshift.report.formatting import make_table
 from fedshift.report.publication import publish_summary
+from fedshift.report.report import ReportTable
 from fedshift.report.tables import ONE_BY_ONE
 
 
@@ -20,6 +24,32 @@ def published(tmp_path, undrawn):
         return console.file.getvalue(), tables
 
     return run
+
+
+def test_a_table_that_is_declared_once_is_in_every_form_and_others_only_in_their_places(
+    published, make_study, tmp_path, monkeypatch
+):
+    new = ReportTable(
+        file="new", caption="Declared once", text=make_table(("what", "value"), [("row", 4711)]),
+        frame=pd.DataFrame({"value": [4711]}),
+    )  # fmt: skip
+    declared = page.list_tables
+    monkeypatch.setattr(page, "list_tables", lambda *how: [*declared(*how), new])
+    study = make_study(target_metric=0.6)
+    said, files = published(study)
+    shown = html.unescape((tmp_path / "report.html").read_text())
+    tables = page.make_report(study).tables
+    assert {"accuracy", "claims", "differences", "clients-fedavg", "target", "new"} < {table.file for table in tables}
+    for table in tables:
+        first = table.text.rows[0][1].text
+        assert (table.caption in said.splitlines()) == ("terminal" in table.places), table.file
+        assert (f'<figcaption id="table-{table.file}">{table.caption}<' in shown) == ("page" in table.places)
+        for kind in ("md", "tex", "csv"):
+            assert (f"{table.file}.{kind}" in files) == ("files" in table.places), table.file
+        if "files" in table.places:
+            assert any(first in line for line in files[f"{table.file}.md"])
+    assert "4711" in said
+    assert files["new.csv"] == [",value", "0,4711"]
 
 
 def test_few_clients_are_printed_one_by_one(published, make_crowd):

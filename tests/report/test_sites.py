@@ -124,7 +124,7 @@ def test_a_loss_above_the_margin_is_excluded_by_the_interval_of_all_differences_
 def test_terminal_latex_page_and_frame_say_the_same(profits, tmp_path, monkeypatch):
     study, _ = profits
     monkeypatch.setattr(publication, "save_figures", lambda *_: None)
-    monkeypatch.setattr(publication, "write_page", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.page.make_panels", lambda *_: [])
     console = Console(file=io.StringIO(), width=250)
     publication.publish_summary(study, tmp_path, console)
     said, frame = console.file.getvalue(), tabulate_clients(compare_clients(study))

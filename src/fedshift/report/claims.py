@@ -53,7 +53,7 @@ from .tables import accuracy_table, mask_incomparable, seed_table, select_report
 LEAST_ERROR = CONCORDANT / 1000
 """Smallest standard error of a discordance, in squared nats; below it, seeds agree as far as losses can show."""
 WORTH = 0.05
-"""Difference of a metric for which the number of seeds is said."""
+"""Difference of a metric for which a report gives the number of seeds."""
 NAMED = 4
 """Maximum number of methods in the headline, and of neighbors with a sentence each."""
 

@@ -286,7 +286,7 @@ def count_confusions(
 ) -> pd.DataFrame:
     """Return how many test samples of each class (rows) were predicted as each (columns), mean over seeds.
 
-    The class of the highest score counts as predicted. ``client``: only its samples; None: those of all. Raises
+    The class of the highest score counts as predicted. ``client``: only its samples; None: all samples. Raises
     :class:`UsageError` for an unknown client, and for several labels.
     """
     held = collect_scores(summary, method, model, "test")

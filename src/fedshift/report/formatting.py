@@ -40,7 +40,7 @@ SIGNIFICANT = (
 )
 BOOKTABS = r"% \usepackage{booktabs}"
 PADDING = 3
-"""Spaces and lines beside a column of a terminal table."""
+"""Spaces and lines around a column of a terminal table."""
 NARROW = 60
 """Characters in a line of the note below a narrower terminal table."""
 FEW = 5

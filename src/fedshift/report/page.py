@@ -170,7 +170,7 @@ def list_details(summary: RunSummary) -> Iterator[ReportTable]:
         yield _detail(f"scope {name}", f"scope-{number}", caption, entries, title=line, kind="scope")
     yield from list_settings("trained", "What was trained, where and when", describe_run(summary))
     yield from list_settings("changed", "Settings other than the defaults", find_changed(summary.config))
-    yield from list_settings("config", "Settings as they were given", summary.config)
+    yield from list_settings("config", "Settings of the run", summary.config)
     yield from list_settings("environment", "Versions, machine, and the commands that trained", summary.environment)
 
 
@@ -259,7 +259,7 @@ def write_page(summary: RunSummary, path: Path, report: Report | None = None) ->
 
 
 def render_page(summary: RunSummary, report: Report | None = None) -> str:
-    """Return the page's HTML; ``report``: that of ``summary``, if it is made already."""
+    """Return the page's HTML; ``report``: the report of ``summary``, if there is one already."""
     report = report or make_report(summary)
     claims, headline = collect_claims(summary), report.list_tables(PAGE, "headline")[0].text
     leaders = _find_leaders(headline, summary.methods) if is_even(find_reached_rounds(summary)) else {}

@@ -52,7 +52,7 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
         return
     report = make_report(summary)
     report.write_tables(directory / "tables")
-    save_figures(summary, directory / "figures", report.panels)
+    save_figures(summary, directory / "figures")
     print_lines(console, f"Page: {write_page(summary, directory / 'report.html', report)}")
 
 

@@ -134,7 +134,7 @@ def make_sweep_report(sweep: SweepResults, config: Mapping[str, Any]) -> Report:
     remarks = tuple(sweep_remarks(sweep))
     settings = (
         *list_settings("changed", "Settings of the sweep other than the defaults", find_changed(config)),
-        *list_settings("config", "Settings as they were given", config),
+        *list_settings("config", "Settings of the sweep", config),
     )
     tables = (*sweep_tables(sweep), *_list_heat_maps(sweep), *settings)
     return Report(tables=tables, partial=sweep.partial, notices=remarks, sentences=remarks)
