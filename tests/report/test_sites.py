@@ -106,14 +106,14 @@ def test_a_loss_above_the_margin_is_excluded_by_the_interval_of_all_differences_
         at = next(each for each in found if (each.method, each.client) == ("fedavg", "same"))
         assert (at.excluded, at.gap) == (excluded, first)
     wide = replace(study, margin=0.25, config={"margin": 0.25})
-    _, frame, table = list_client_tables(wide)["clients-single"]
+    frame, table = list_client_tables(wide)[0].frame, list_client_tables(wide)[0].text
     cells = {row[0].text: row[4].text for row in table.rows}
     assert cells["same"].endswith("undecided, loss above 25 excluded")
     assert cells["gains"].endswith("gains")
     assert frame.loc[frame["method"] == "fedbn", "excluded"].tolist() == [True, False, True, False]
     assert any("is excluded at 2 of 4. Worst: loses" in line for line in describe_clients(wide))
     assert "when results were known" not in table.note
-    assert "when results were known" in list_client_tables(replace(wide, config={}))["clients-single"][2].note
+    assert "when results were known" in list_client_tables(replace(wide, config={}))[0].text.note
     loss, _ = make_profits(make_counted, lower=True)
     errors = {each.client: each for each in compare_clients(replace(loss, margin=0.25)) if each.reference == "fedavg"}
     assert [errors[client].excluded for client in ("gains", "loses")] == [True, False]

@@ -27,8 +27,8 @@ TERMINAL, PAGE, FILES = "terminal", "page", "files"
 class ReportTable:
     """A table of a report: its data ``frame``, the same as ``text``, its ``caption`` and its ``file`` name.
 
-    ``section``: where the page has it; ``title``: what unfolds it there, if not the caption; ``kind``: its class in HTML.
-    The accuracy of the most frequent classes, in the note of ``text``, is a column of ``frame``.
+    ``section``: where the page has it; ``title``: what unfolds it there, if not the caption; ``kind``: its class in
+    HTML. The accuracy of the most frequent classes, in the note of ``text``, is a column of ``frame``.
     """
 
     file: str
