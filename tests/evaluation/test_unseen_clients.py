@@ -12,8 +12,9 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.schedule import Cosine
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
-from fedshift.data.samples import to_samples
-from fedshift.evaluation.batch_norm import reestimate_statistics
+from fedshift.data.patches import Patches
+from fedshift.data.samples import Samples, to_samples
+from fedshift.evaluation.batch_norm import iterate_inputs, reestimate_statistics
 from fedshift.evaluation.metrics import evaluate
 from fedshift.evaluation.policy import SKIP, list_policies
 from fedshift.experiments.settings import Settings
@@ -184,6 +185,38 @@ def test_statistics_of_many_batches_are_those_of_all_inputs_at_once_whatever_the
     assert all(torch.equal(state[name], plan.initial[name]) for name in ("0.weight", "1.weight", "3.bias"))
     without_labels = reestimate_statistics(plan, plan.initial, to_samples(x, 0 * y))
     assert is_equal(state, without_labels)
+
+
+def test_statistics_of_cases_are_those_of_all_windows_that_cover_them(monkeypatch):
+    def pointwise(shape, classes):
+        return nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, classes, 1)).double()
+
+    random = np.random.default_rng(3)
+    size, extents = (4, 4), np.array([(9, 4), (6, 7), (3, 4), (8, 8), (5, 5)])
+    x = torch.from_numpy(random.normal(0, 1, (5, 1, 9, 8))) + torch.arange(5.0).reshape(-1, 1, 1, 1)
+    y = torch.zeros(5, 9, 8, dtype=torch.uint8)
+    y[:, :2] = 1
+    cases = Samples(x=x, y=y).with_patches(Patches(size, extents))
+    plan = Trial(
+        fedbn(), pointwise, federation({"a": (x.numpy(), y.numpy(), x.numpy(), y.numpy())}), Settings(rounds=1), 0
+    ).plan
+    windows = []
+    for case, (height, width) in zip(x, extents.tolist(), strict=True):
+        for top in (0,) if height <= 4 else sorted({*range(0, height - 4, 2), height - 4}):
+            for left in (0,) if width <= 4 else sorted({*range(0, width - 4, 2), width - 4}):
+                window = torch.full((4, 4), float(case[0, :height, :width].min()), dtype=torch.float64)
+                part = case[0, top : min(top + 4, height), left : min(left + 4, width)]
+                window[: part.shape[0], : part.shape[1]] = part
+                windows.append(window)
+    values = torch.stack(windows)
+    for bytes_of_batch in (2**24, 4 * 16 * 3):  # one batch, or batches of three
+        monkeypatch.setattr("fedshift.evaluation.batch_norm.WINDOWS", bytes_of_batch)
+        state = reestimate_statistics(plan, plan.initial, cases)
+        assert float(state["0.running_mean"]) == pytest.approx(float(values.mean()))
+        assert float(state["0.running_var"]) == pytest.approx(float(values.var()))
+        given = torch.cat(list(iterate_inputs(plan, cases, 250, "any")))
+        assert sorted(given.sum((1, 2, 3)).tolist()) == pytest.approx(sorted(values.sum((1, 2)).tolist()))
+    assert [len(batch) for batch in iterate_inputs(plan, cases, 250, "any", batches=2)] == [3, 3]
 
 
 def test_statistics_of_every_layer_are_those_of_all_inputs_one_layer_after_another():

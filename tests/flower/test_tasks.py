@@ -9,7 +9,9 @@ from torch import nn
 
 import fedshift
 from fedshift.config.spec import RunSpec
+from fedshift.export.source import export_run
 from fedshift.flower.server.registry import ClientRegistry, SiteDescription
+from fedshift.flower.server.served import load_served
 from fedshift.flower.site.site import Site
 from fedshift.flower.transport.exchange import Exchange
 from fedshift.results.summary import read_summary
@@ -81,6 +83,8 @@ def test_sites_give_the_results_of_one_process_bit_for_bit(tmp_path, task, metho
     assert list_rows(found) == list_rows(expected)
     assert (found.task, found.metric) == (expected.task, expected.metric)
     assert found.task == (task or "segmentation").partition("(")[0]
+    served = load_served(tmp_path / "run", {spec.model})
+    assert served.data.schema.preparation.patched == bool(patch)
 
 
 def test_sites_whose_targets_are_scaled_by_their_own_spread_are_told_what_to_do(tmp_path):
@@ -149,6 +153,18 @@ def test_a_class_of_the_sites_machine_is_a_task_only_where_the_site_allows_it(tm
     answer = grid.sites[1].answer(Exchange(kind="describe", facts={"spec": asdict(spec), "labels": False}, run=RUN))
     assert answer.kind == "refused"
     assert "nobody allowed" in answer.facts["why"]
+
+
+@pytest.mark.slow
+def test_the_coordinators_model_of_patches_takes_images_of_any_size(tmp_path):
+    place = folders(None, tmp_path / "data")
+    spec, code = spec_of(None, place, "fedavg", "3,2"), {f"{__name__}:convolutions"}
+    coordinator(spec, SiteGrid(sites_in(place, tmp_path / "sites")), tmp_path / "run", Heard()).run()
+    report = export_run(load_served(tmp_path / "run", code), tmp_path / "run", tmp_path / "out", onnx=False)
+    model, x = fedshift.load(report.directory), draw(None, 1, 3)[0]
+    assert model.inputs.patched
+    assert model.predict(x).shape == (1, 4, 4)
+    assert model.predict(np.tile(x, (1, 1, 3, 2))).shape == (1, 12, 8)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A new site's data for ``fedshift adapt``: converted to the run's kind, or refused; with labels and without."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -272,6 +273,34 @@ def test_a_flat_folder_is_read_as_class_folders_are(tiny, tmp_path, mode, size):
     assert torch.equal(without.inputs(slice(None)), with_labels.inputs(slice(None)))
     again = load_unlabeled(tmp_path / "flat", RunSpec(), tiny.schema)  # from the cache
     assert torch.equal(again.x, without.x)
+
+
+@pytest.mark.parametrize("suffix", ["png", "nii"])
+def test_images_of_any_size_join_a_run_on_patches_without_masks(tmp_path, suffix):
+    random, flat = np.random.default_rng(0), tmp_path / "flat"
+    flat.mkdir()
+    for number in range(6):
+        size = tuple(random.integers(6, 12, 2 if suffix == "png" else 3))
+        for folder in ("images", "masks"):
+            file = tmp_path / "run" / "a" / folder / f"{number}.{suffix}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            values = random.integers(0, 2 if folder == "masks" else 250, size).astype(np.uint8)
+            if suffix == "png":
+                Image.fromarray(values).save(file)
+            else:
+                nibabel = pytest.importorskip("nibabel")
+                nibabel.save(nibabel.Nifti1Image(values, np.diag([1, 1, number % 2 + 1.0, 1])), file)
+        shutil.copy(tmp_path / "run" / "a" / "images" / f"{number}.{suffix}", flat)
+    spec = RunSpec(data=str(tmp_path / "run"), patch="5", spacing="1.5" if suffix == "nii" else None)
+    run = load_federation(spec.data, spec)
+    found, train = load_unlabeled(flat, spec, run.schema), run.clients[0].train
+    assert found.shape == train.shape
+    for number, row in enumerate(train.all_rows.tolist()):
+        assert torch.equal(found.read_case(row)[0], train.read_case(number)[0])
+    if suffix == "nii":
+        (flat / "9.nii").write_bytes(b"no volume")
+        with pytest.raises(UsageError, match=r"9\.nii: is no NIfTI file"):
+            load_unlabeled(flat, spec, run.schema)
 
 
 def test_broken_images_of_a_flat_folder_are_refused_or_skipped(tiny, tmp_path):

@@ -292,8 +292,8 @@ class DataSpec:
 
     spacing: Annotated[Lengths | None, Parameter(group=FILES)] = None
     """Millimeters between voxels to which medical images are resampled, along columns, rows and slices: 1,1,3, one
-    number for all axes, or median, the median along each axis over all clients' files outside of test and validation
-    folders. By default files keep their voxels."""
+    number for all axes, or median, the median along each axis over all clients' training files. By default files keep
+    their voxels."""
 
     missing: Annotated[Literal["impute", "refuse"], Parameter(group=FILES)] = "impute"
     """Treatment of missing values in a table: filled in from the client's own training part, or refused."""

@@ -6,7 +6,7 @@ each class or, with groups (for example, all samples of one patient), whole grou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..tasks.catalog import TASKS
@@ -23,16 +22,14 @@ from ..tasks.classification import CLASSIFICATION
 from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
-from ..utils.random_streams import stream
 from ..utils.words import join_some
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
 from .inputs import require_layout
-from .partition import split_stratified
 from .preparation import ARRAY, HALF, Scaling
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
-from .scan import LEFT_OUT, SPLITS, UNSAID, Part, Reader, Scan, Sides
+from .scan import LEFT_OUT, SPLITS, UNSAID, Part, Reader, Scan, Sides, assign_splits
 from .stores import LazyStore
 
 GROUPED = "files of one subject (sub-XX in names, or DICOM's PatientID) stay together, {} groups; --groups names others"
@@ -142,25 +139,6 @@ def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:
         )
 
 
-def assign_splits(part: Part, left_out: Collection[str], *, task: Task, reading: ReadOptions) -> Sides:
-    """Return the split of each sample of ``part``, without the files that are ``left_out``."""
-    side = part.side.copy()
-    if left_out:
-        side[[file in left_out for file in part.files]] = LEFT_OUT
-    drawn = np.flatnonzero(side == UNSAID)
-    if len(drawn):
-        side[drawn] = SPLITS.index("train")
-        rng = stream(0, "test", part.client)
-        if len(part.group):
-            tested = np.flatnonzero(draw_groups(part.group[drawn], reading.test_fraction, rng))
-        else:
-            strata = task.strata(part.y[torch.from_numpy(drawn)])
-            y = np.zeros(len(drawn), np.int64) if strata is None else strata.numpy()
-            tested = split_stratified(y, reading.test_fraction, rng)[1]
-        side[drawn[tested]] = SPLITS.index("test")
-    return side
-
-
 def _refuse_cut_groups(scan: Scan, sides: list[Sides]) -> None:
     """Raise :class:`UsageError` naming a group of a client whose samples have several splits."""
     held: dict[tuple[str, str], int] = {}
@@ -172,28 +150,6 @@ def _refuse_cut_groups(scan: Scan, sides: list[Sides]) -> None:
                     f"group {group!r} of client {part.client!r} is on two sides, {SPLITS[other]} and {SPLITS[one]}: a "
                     "group must be on one side; correct the split, or name no groups"
                 )
-
-
-def draw_groups(group: NDArray[np.generic], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Draw whole groups for testing, about ``fraction`` of the rows in total; return a mask of their rows ``[N]``.
-
-    Groups are visited in random order and drawn if the number of rows gets closer to ``fraction * N``; if none is
-    drawn, the smallest group is. At least one group remains, so a single group is never drawn. ``group`` contains the
-    number of each row's group ``[N]``. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
-    """
-    if not 0 < fraction < 1:
-        raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
-    names, sizes = np.unique(group, return_counts=True)
-    order = rng.permutation(len(names))
-    taken: list[int] = []
-    count, wanted = 0, fraction * len(group)
-    for place in order:
-        more = count + sizes[place]
-        if abs(more - wanted) < abs(count - wanted) and more < len(group):
-            taken, count = [*taken, place], more
-    if not taken and len(names) > 1:
-        taken = [order[sizes[order].argmin()]]
-    return np.isin(group, names[taken])
 
 
 def _number_groups(parts: Sequence[Part]) -> tuple[list[Tensor | None], int]:

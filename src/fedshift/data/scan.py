@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..nn.several_inputs import Inputs
 from ..tasks.task import Task
-from ..utils.errors import unknown_name
+from ..utils.errors import UsageError, unknown_name
+from ..utils.random_streams import stream
 from .columns import Column
 from .files.read_options import ReadOptions
+from .partition import split_stratified
 from .preparation import Decoding, Scaling
 from .stores import LazyStore
 
@@ -162,3 +165,44 @@ def choose_clients(found: Mapping[str, Any] | Iterable[str], reading: ReadOption
         if name not in known:
             raise unknown_name("domain", name, known).about("domains")
     return list(dict.fromkeys(known if reading.domains is None else reading.domains))
+
+
+def assign_splits(part: Part, left_out: Collection[str], *, task: Task, reading: ReadOptions) -> Sides:
+    """Return the split of each sample of ``part``, without the files that are ``left_out``."""
+    side = part.side.copy()
+    if left_out:
+        side[[file in left_out for file in part.files]] = LEFT_OUT
+    drawn = np.flatnonzero(side == UNSAID)
+    if len(drawn):
+        side[drawn] = SPLITS.index("train")
+        rng = stream(0, "test", part.client)
+        if len(part.group):
+            tested = np.flatnonzero(draw_groups(part.group[drawn], reading.test_fraction, rng))
+        else:
+            strata = task.strata(part.y[torch.from_numpy(drawn)])
+            y = np.zeros(len(drawn), np.int64) if strata is None else strata.numpy()
+            tested = split_stratified(y, reading.test_fraction, rng)[1]
+        side[drawn[tested]] = SPLITS.index("test")
+    return side
+
+
+def draw_groups(group: NDArray[np.generic], fraction: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Draw whole groups for testing, about ``fraction`` of the rows in total; return a mask of their rows ``[N]``.
+
+    Groups are visited in random order and drawn if the number of rows gets closer to ``fraction * N``; if none is
+    drawn, the smallest group is. At least one group remains, so a single group is never drawn. ``group`` contains the
+    number of each row's group ``[N]``. Raises :class:`UsageError` for a ``fraction`` outside 0..1.
+    """
+    if not 0 < fraction < 1:
+        raise UsageError(f"test_fraction={fraction:g}: must lie between 0 and 1")
+    names, sizes = np.unique(group, return_counts=True)
+    order = rng.permutation(len(names))
+    taken: list[int] = []
+    count, wanted = 0, fraction * len(group)
+    for place in order:
+        more = count + sizes[place]
+        if abs(more - wanted) < abs(count - wanted) and more < len(group):
+            taken, count = [*taken, place], more
+    if not taken and len(names) > 1:
+        taken = [order[sizes[order].argmin()]]
+    return np.isin(group, names[taken])

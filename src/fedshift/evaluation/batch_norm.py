@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -17,10 +19,14 @@ from ..core.contexts import Hook
 from ..core.plan import Plan, compute_outputs, to_memory_format
 from ..core.selection import batch_norm, norm_layers
 from ..core.work import Work
+from ..data.patches import list_starts
 from ..data.samples import Samples
 from ..utils.random_streams import stream
 from ..utils.state import State, clone
-from .metrics import BATCH
+from .metrics import BATCH, LARGE
+
+WINDOWS = 2**24
+"""Most bytes of windows in a batch, as float32: as many as a network can learn from within a few gigabytes."""
 
 
 class Moments:
@@ -80,11 +86,54 @@ def observe_inputs(plan: Plan, hooks: dict[str, list[Hook]], *, training: bool) 
             handle.remove()
 
 
-def iterate_inputs(plan: Plan, data: Samples, batch_size: int, purpose: str) -> Iterator[Tensor]:
-    """Yield all inputs in batches, in a random order keyed by ``purpose``."""
-    order = torch.from_numpy(stream(plan.seed, purpose).permutation(len(data))).to(data.y.device)
-    for start, stop in Work(batch_size=batch_size, epochs=1).batch_bounds(len(data), plan.smallest_batch):
-        yield data.inputs(order[start:stop], plan.dtype)
+def iterate_inputs(
+    plan: Plan, data: Samples, batch_size: int, purpose: str, batches: int | None = None
+) -> Iterator[Tensor]:
+    """Yield all inputs in batches, in a random order keyed by ``purpose``; at most ``batches``.
+
+    Of cases of which patches are cut, the inputs are the windows that cover them (:mod:`fedshift.data.patches`), as in
+    evaluation; with ``batches``, a draw of as many windows from each case. A batch has no more of them than are
+    :data:`WINDOWS` bytes.
+    """
+    rng = stream(plan.seed, purpose)
+    order = rng.permutation(len(data))
+    if data.patches is None:
+        bounds = Work(batch_size=batch_size, epochs=1).batch_bounds(len(data), plan.smallest_batch)
+        places = torch.from_numpy(order).to(data.y.device)
+        yield from (data.inputs(places[start:stop], plan.dtype) for start, stop in bounds[:batches])
+        return
+    batch_size = max(plan.smallest_batch, min(batch_size, WINDOWS // (4 * prod(data.shape))))
+    each = None if batches is None else -(-batches * batch_size // max(1, len(data)))
+    at_once = max(1, LARGE // (4 * prod(data.whole_shape)))
+    made, waiting = 0, list[tuple[Tensor, NDArray[np.int64]]]()
+    for first in range(0, len(order), at_once):
+        waiting += _draw_windows(data, order[first : first + at_once].tolist(), each, rng)
+        while len(waiting) >= batch_size + plan.smallest_batch and made != batches:
+            yield _cut_windows(plan, data, waiting[:batch_size])
+            made, waiting = made + 1, waiting[batch_size:]
+    if waiting and made != batches:  # the last batch has those that are too few for another
+        yield _cut_windows(plan, data, waiting)
+
+
+def _draw_windows(
+    data: Samples, numbers: list[int], each: int | None, rng: np.random.Generator
+) -> list[tuple[Tensor, NDArray[np.int64]]]:
+    """Return stored cases ``[C, *axes]`` with the first voxel of a window, in a random order; ``each``: most of a case.
+
+    ``numbers``: numbers of the cases among ``data``.
+    """
+    assert data.patches is not None
+    found = []
+    for number in numbers:
+        case = data.read_case(number)[0][0]
+        starts = list_starts(case.shape[1:], data.patches.size)
+        found += [(case, np.array(starts[place])) for place in rng.permutation(len(starts))[:each]]
+    return [found[place] for place in rng.permutation(len(found))]
+
+
+def _cut_windows(plan: Plan, data: Samples, windows: list[tuple[Tensor, NDArray[np.int64]]]) -> Tensor:
+    assert data.patches is not None
+    return data.scale(torch.stack([data.patches.cut(*window) for window in windows]), plan.dtype)
 
 
 @torch.no_grad()
@@ -100,7 +149,7 @@ def reestimate_statistics(plan: Plan, state: State, data: Samples, batches: int 
     if len(data) < plan.smallest_batch or not found:
         return state
     with observe_inputs(plan, {name: [moments] for name, moments in found.items()}, training=True):
-        for x in islice(iterate_inputs(plan, data, BATCH, "reestimate"), batches):
+        for x in iterate_inputs(plan, data, BATCH, "reestimate", batches):
             compute_outputs(plan, scratch, to_memory_format(x, plan.image_format))
     for layer, moments in found.items():
         mean, variance = name_statistics(layer)

@@ -17,18 +17,23 @@ from numpy.typing import NDArray
 
 from ..config.spec import DataSpec
 from ..data.federation import ClientData, Federation
+from ..data.files.dicom import holds_slices
 from ..data.files.image_decoding import SUFFIXES
-from ..data.files.image_store import ImageFile
+from ..data.files.image_store import ImageFile, read_all
 from ..data.files.images import describe_broken, refuse_broken
 from ..data.files.read_options import Progress, ReadOptions
+from ..data.files.volume_decoding import UNMEASURED, is_volume, read_volume_header
+from ..data.files.volumes import KEPT, VolumeStore, refuse_other_kinds
 from ..data.formats import open_arrays
 from ..data.joining import join_schema
+from ..data.patches import Patches
 from ..data.readers._objects import holds_hub_datasets, holds_tables
 from ..data.readers.images import decode_images, inspect_images, make_part
 from ..data.samples import Samples, join_several, to_samples
 from ..data.scan import Part
 from ..data.schema import Schema
 from ..data.sources import READ, load_source
+from ..data.stores import RecentArrays
 from ..experiments.experiment import Experiment
 from ..nn.several_inputs import Inputs
 from ..utils.errors import UsageError
@@ -70,7 +75,7 @@ def load_unlabeled(
         x, inputs = _read_array(path, [each.name for each in schema.preparation.inputs])
     else:
         x = _read_images(path, spec, schema, progress, notices)
-    x = x.with_targets(schema.task.make_blank_targets(len(x), x.shape, schema.classes))
+    x = x.with_targets(schema.task.make_blank_targets(len(x), x.whole_shape, schema.classes))
     only = ClientData(name=client_name(path), train=x, test=x)
     data = Federation(name=str(path), clients=(only,), classes=schema.classes, task=schema.task, inputs=inputs)
     return join_schema(data, schema).clients[0].train
@@ -110,8 +115,8 @@ def _read_images(
     wanted = "give a folder of images, or an .npz file with an array x"
     if not path.is_dir():
         raise UsageError(f"{path} is no folder: {wanted}")
-    if schema.preparation.patched:
-        raise UsageError(f"{path}: the run was trained on patches of images with masks: give images with masks")
+    if schema.preparation.decoding.kind == "volume":
+        return _read_volumes(path, schema, progress)
     if len(schema.preparation.shape) != 3:
         raise UsageError(
             f"{path}: the run was trained on samples of shape {schema.preparation.shape}, not on images: {wanted}"
@@ -122,11 +127,13 @@ def _read_images(
         raise UsageError(f"{path} holds no image ({', '.join(sorted(SUFFIXES))}): {wanted}")
     files = tuple(ImageFile(str(n), "", "", f.stat().st_size, f.stat().st_mtime_ns) for n, f in found.items())
     height, width = schema.preparation.shape[1:]
+    patch = (height, width) if schema.preparation.patched else ()
     reading = ReadOptions(
-        image_size=spec.image_size, differing=(height, width), on_unreadable=spec.on_unreadable, progress=progress
-    )
+        image_size=spec.image_size, differing=(height, width), on_unreadable=spec.on_unreadable, progress=progress,
+        patch=patch,
+    )  # fmt: skip
     name = client_name(path)
-    images = inspect_images(path, {name: files}, reading)
+    images = inspect_images(path, {name: files}, reading, cases=bool(patch))
     y = torch.zeros(len(files), dtype=torch.int64)
     part = make_part(name, files, y, path, reading)
 
@@ -140,7 +147,33 @@ def _read_images(
     refuse_broken(path, broken, len(files), reading if len(usable) else replace(reading, on_unreadable="refuse"))
     if broken and notices is not None:
         notices.append(describe_broken(name, broken, len(files)))
-    return Samples(x=torch.from_numpy(store.pixels), y=y[usable], rows=usable)
+    patches = Patches(patch, store.facts.list_extents(files), schema.preparation.resized) if patch else None
+    return Samples(x=torch.from_numpy(store.pixels), y=y[usable], rows=usable, patches=patches)
+
+
+def _read_volumes(path: Path, schema: Schema, progress: Progress | None) -> Samples:
+    """Return the medical images in folder ``path``, files and folders of slices, decoded when they are needed.
+
+    Raises :class:`UsageError` naming a file that cannot be read, or that has another grid if there are no patches.
+    """
+    how, shape = schema.preparation.decoding, schema.preparation.shape
+    files = [file for file in sorted(path.iterdir()) if (holds_slices(file) if file.is_dir() else is_volume(file))]
+    if not files:
+        raise UsageError(f"{path} holds no NIfTI or DICOM file, and the run was trained on such: give a folder of them")
+    headers, broken = read_all({file.name: file for file in files}, read_volume_header, "headers", progress)
+    refuse_broken(path, broken, len(files), ReadOptions())
+    refuse_other_kinds(path, headers)
+    if how.spacing and (unmeasured := [name for name, header in headers.items() if not header.measured]):
+        raise UsageError(f"{path / unmeasured[0]} {UNMEASURED}")
+    found = {name: header.resample(how.spacing) if how.spacing else header for name, header in headers.items()}
+    resized = schema.preparation.resized if schema.preparation.patched else shape[1:]
+    sizes = np.array([resized or header.shape for header in found.values()], np.int64)
+    store = VolumeStore(
+        [(file,) for file in files], (next(iter(found.values())).channels, *sizes.max(axis=0).tolist()), str(path),
+        RecentArrays(KEPT), extents=None if resized else sizes, window=how.window, spacing=how.spacing,
+    )  # fmt: skip
+    patches = Patches(shape[1:], sizes, schema.preparation.resized) if schema.preparation.patched else None
+    return Samples(x=store, y=torch.zeros(len(files), dtype=torch.int64), patches=patches)
 
 
 def find_overlap(data: Federation, experiment: Experiment) -> list[str]:

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 
-from fedshift.data.assembly import draw_groups, read_source
+from fedshift.data.assembly import read_source
 from fedshift.data.federation import Federation
 from fedshift.data.files import table_schema
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.readers.tables import can_read
+from fedshift.data.scan import draw_groups
 from fedshift.utils.errors import UsageError
 
 READING = ReadOptions(client_column="site", target="ill", split_column="part")

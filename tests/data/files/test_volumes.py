@@ -4,6 +4,7 @@ import gzip
 import itertools
 import os
 import pickle
+import shutil
 import sys
 
 import numpy as np
@@ -446,6 +447,13 @@ def test_the_median_spacing_is_that_of_files_outside_of_test_folders(root):
     with pytest.raises(UsageError, match="images differ in size at one spacing") as error:
         read_folder(root, spacing="median")
     assert "s.nii.gz would have 7 x 12 x 60 voxels" in str(error.value)  # 20, 25 and 30 mm at 3, 2 and 0.5 mm
+    shutil.rmtree(root / "a")
+    drawn = read_folder(root, image_size=4, test_fraction=0.4).clients[0]
+    for number, row in enumerate([*drawn.train.rows.tolist(), *drawn.test.rows.tolist()]):
+        for folder in ("images", "masks"):
+            file = root / drawn.files[row].replace("images", folder)
+            save(file, np.asarray(nibabel.load(file).dataobj), affine(spacing=(1, 1, [1, 2, 3, 9, 9][number])))
+    assert "to 1 x 1 x 2 mm" in " ".join(read_folder(root, spacing="median", patch=(2,), test_fraction=0.4).notices)
 
 
 def test_a_spacing_that_cannot_be_had_is_refused(root):

@@ -8,7 +8,7 @@ them, and the most recently used :data:`~fedshift.data.files.volumes.KEPT` bytes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ from ..files.volumes import (
 from ..patches import make_box
 from ..preparation import Decoding
 from ..resizing import resample_mask, resize_mask
-from ..scan import Assign, Loaded, Scan
+from ..scan import SPLITS, Assign, Loaded, Scan, assign_splits
 from ..stores import RecentArrays
 from .images import list_clients, make_part, require_task
 
@@ -114,7 +114,20 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
                 raise UsageError(f"mask {source / mask.path} {told}: bring it to its image's grid")
     shown = {image.path: headers[image.path] for image, _ in flat if image.path in headers}
     refuse_other_kinds(source, shown)
-    trained = {image.path for image, _ in flat if image.part in ("", "train")}
+    lost = pairing.list_left_out(pairs, broken)
+    known = [
+        make_part(
+            name, [image for image, _ in own], torch.zeros(len(own), dtype=torch.uint8), places[name], reading,
+            [headers[image.path].patient if image.path in headers else "" for image, _ in own],
+        )
+        for name, own in pairs.items()
+    ]  # fmt: skip
+    trained = {
+        file
+        for part in known
+        for file, side in zip(part.files, assign_splits(part, lost, task=Segmentation(), reading=reading), strict=True)
+        if side == SPLITS.index("train")
+    }
     spacing = find_spacing(source, shown, trained or set(shown), reading)
     before = {every[mask.path]: headers[image.path].spacing for image, mask in flat if image.path in headers}
     if spacing:
@@ -128,8 +141,8 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         return resize_mask(torch.from_numpy(mask), wanted.get(file, mask.shape)).numpy()
 
     readable = {mask.path: every[mask.path] for _, mask in flat if mask.path in headers}
-    decoded, unread = read_all(readable, read_mask, "masks", reading.progress)
-    broken |= unread
+    decoded, damaged = read_all(readable, read_mask, "masks", reading.progress)
+    broken |= damaged
     folders.refuse_broken(source, broken, len(every), reading)
     blank = (1,) * len(next(iter(sizes.values()), (1, 1, 1)))
     found = {
@@ -145,16 +158,15 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     classes, white = pairing.number_classes(source, pairs, held, reading)
     left_out = pairing.list_left_out(pairs, broken)
     parts, faults = [], []
-    for name, own in pairs.items():
+    for part, (name, own) in zip(known, pairs.items(), strict=True):
         classes_of = pairing.to_classes(y[name], white=name in white)
         targets = torch.from_numpy(pairing.ignore_outside(classes_of, found[name]) if reading.patch else classes_of)
-        patients = [headers[image.path].patient if image.path in headers else "" for image, _ in own]
-        parts.append(make_part(name, [image for image, _ in own], targets, places[name], reading, patients))
+        parts.append(replace(part, y=targets))
         notices += list_unplaced(name, [headers[image.path] for image, _ in own if image.path in headers])
         notices += pairing.list_empty(name, own, held[name], left_out, white=name in white)
         notices += pairing.describe_partners(name, own)
-        if lost := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
-            faults.append(folders.describe_broken(name, lost, 2 * len(own)))
+        if unread := {file.path: broken[file.path] for pair in own for file in pair if file.path in broken}:
+            faults.append(folders.describe_broken(name, unread, 2 * len(own)))
     task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
     own_headers = {
         name: [headers[image.path] for image, _ in own if image.path in headers] for name, own in pairs.items()

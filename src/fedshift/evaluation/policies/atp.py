@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...core.plan import Plan, compute_outputs
 from ...core.work import Work
 from ...data.samples import Samples
+from ...data.stores import Keys
 from ...engines.engine import Diverged
 from ...utils.random_streams import stream
 from ...utils.state import State
@@ -108,14 +109,15 @@ def _learn_rates(context: PolicyContext, rounds: int, lr: float, batch_size: int
         learned = []
         for client in sorted(clients):
             data, own = clients[client], dict(rates)
+            key = (plan.seed, "atp", client, number) if data.patches else ()  # other patches in each round
             order = torch.from_numpy(stream(plan.seed, "atp", client, number).permutation(len(data))).to(data.y.device)
 
-            def compute_loss(outputs: Tensor, at: Tensor, data: Samples = data) -> Tensor:
-                return plan.loss(outputs, data.targets(at))
+            def compute_loss(outputs: Tensor, at: Tensor, data: Samples = data, key: Keys = key) -> Tensor:
+                return plan.loss(outputs, data.targets(at, key))
 
             for start, stop in Work(batch_size=batch_size, epochs=1).batch_bounds(len(data), plan.smallest_batch):
                 at = order[start:stop]
-                x = data.inputs(at, plan.dtype)
+                x = data.inputs(at, plan.dtype, key=key)
                 directions = _find_directions(plan, state, [x], entropy)
                 adapted = _adapt_by(plan, state, directions, own)
                 grads = _compute_gradients(plan, adapted, x, partial(compute_loss, at=at), {})

@@ -155,7 +155,8 @@ class Coordinator:
             )
         if self.spec.spacing == MEDIAN:
             raise UsageError(
-                "{}: sites do not tell how far their voxels are apart; give the millimeters, such as 1,1,3",
+                "{}: sites do not tell how far their voxels are apart; give the millimeters, such as 1,1,3, or a plan "
+                "made of the sites' counts (`fedshift plan`)",
                 Ref(spacing=MEDIAN),
             )
         if settings.adapter and not settings.weights:

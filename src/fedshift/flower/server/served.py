@@ -10,6 +10,11 @@ from typing import Never
 from ...config.expressions import trust_only
 from ...config.seeds import parse_seeds
 from ...config.settings_file import FILE
+from ...config.spec import CompareSpec, RunSpec
+from ...data.federation import Federation
+from ...data.files.volume_decoding import parse_spacing, parse_window
+from ...data.patches import Patches, parse_size
+from ...data.preparation import Decoding
 from ...data.sources import SCALES
 from ...experiments.experiment import Experiment
 from ...experiments.factory import make_methods, resolve_model
@@ -38,7 +43,7 @@ def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
         raise UsageError(f"the samples of {directory} are scaled by values that only their sites know: {AT_SITE}")
     spec = replace(spec, engine="sequential", workers=None, device="cpu", log=None)
     with trust_only(code, directory / FILE):
-        data = registry.to_federation(spec.classes, spec.task).normalize(SCALES[scales.pop()])
+        data = _describe_files(registry.to_federation(spec.classes, spec.task), spec).normalize(SCALES[scales.pop()])
         experiment = Experiment(
             methods=make_methods(spec), data=data,
             model=resolve_model(spec.model, data.sample_shape, data.task, data.inputs),
@@ -46,6 +51,24 @@ def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
             make_engine=_refuse,
         )  # fmt: skip
     return select_trials(experiment.keep_labels(directory))
+
+
+def _describe_files(data: Federation, spec: RunSpec | CompareSpec) -> Federation:
+    """Return ``data`` with what the settings say of sites' files: patches, and how medical images are decoded."""
+    axes = len(data.sample_shape) - 1
+    if spec.patch:
+        data = data.cut_patches(parse_size(spec.patch))
+    if spec.patch and spec.image_size:
+        whole = (spec.image_size,) * axes
+        data = data.map_splits(
+            lambda split: split.with_patches(Patches.whole(split.shape[1:], whole, len(split.store), resized=whole))
+        )
+    if not (spec.spacing or spec.window):
+        return data
+    steps = parse_spacing(spec.spacing)
+    steps = steps * axes if len(steps) == 1 else steps
+    how = Decoding(kind="volume", window=parse_window(spec.window), spacing=steps)
+    return replace(data, clients=tuple(replace(client, decoding=how) for client in data.clients))
 
 
 def _refuse(*_: object) -> Never:
