@@ -664,9 +664,8 @@ def test_what_other_methods_did_before_one_diverged_is_kept(tiny, tmp_path):
     assert "note: fedprox(mu=1e30), seed 0: training diverged" in str(rest)
     with pytest.raises(FedshiftError, match="training diverged"):
         fedshift.compare("fedavg", data=tiny, lr=1e29, batch_size=8, out=tmp_path / "none")
-    assert str(fedshift.read_run(tmp_path / "none")).endswith(
-        "No round was evaluated yet, so there is nothing to report."
-    )
+    none = str(fedshift.read_run(tmp_path / "none")).splitlines()
+    assert "No round was evaluated yet, so there is nothing to report." in none
 
 
 def test_errors_of_the_run_directory_are_those_of_the_command_line(tiny, tmp_path):

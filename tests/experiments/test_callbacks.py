@@ -6,8 +6,10 @@ import fedshift
 from fedshift.experiments.callbacks import CALLBACKS, Callbacks
 from fedshift.report.tables import find_reported_rounds
 from fedshift.results.run_directory import trial_folder
-from fedshift.results.summary import read_summary
+from fedshift.results.summary import NOTICES, read_notices, read_summary
+from fedshift.utils.checked_json import write_checked
 from fedshift.utils.errors import FedshiftError, UsageError
+from fedshift.utils.words import is_information
 
 HEARD: list[str] = []
 
@@ -75,8 +77,11 @@ def test_a_callback_saves_logs_and_stops_a_trial_with_its_next_evaluation(make, 
     summary = read_summary(tmp_path / "run")
     assert summary.stopped == {("fedavg", 0): "half is enough"}
     assert find_reported_rounds(summary).to_dict() == {("fedavg", 0): 2, ("fedbn", 0): 4}
-    assert "fedbn, seed 0: round 4 is done" in summary.notices
-    assert "fedavg, seed 0: stopped after round 2 of 4: half is enough" in summary.notices
+    kinds = {notice: is_information(notice) for notice in summary.notices}
+    assert kinds["fedbn, seed 0: round 4 is done"]
+    assert not kinds["fedavg, seed 0: stopped after round 2 of 4: half is enough"]
+    write_checked(tmp_path / "run" / NOTICES, {"notices": list(summary.notices)})  # as before there were kinds
+    assert not any(map(is_information, read_notices(tmp_path / "run")))
     saved = trial_folder(tmp_path / "run", "fedavg", 0) / "callbacks"
     assert sorted(path.name for path in saved.iterdir()) == ["1.txt", "2.txt"]
     writer = Writer()

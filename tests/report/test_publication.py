@@ -13,6 +13,7 @@ from fedshift.report.formatting import make_table
 from fedshift.report.publication import publish_summary
 from fedshift.report.report import ReportTable
 from fedshift.report.tables import ONE_BY_ONE
+from fedshift.utils.words import Information
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_a_table_that_is_declared_once_is_in_every_form_and_others_only_in_their
     )  # fmt: skip
     declared = page.list_tables
     monkeypatch.setattr(page, "list_tables", lambda *how: [*declared(*how), new])
-    study = make_study(target_metric=0.6)
+    study = make_study(target_metric=0.6, notices=(Information("pairs of files"), "wrong masks"))
     said, files = published(study)
     shown = html.unescape((tmp_path / "report.html").read_text())
     tables = page.make_report(study).tables
@@ -49,6 +50,11 @@ def test_a_table_that_is_declared_once_is_in_every_form_and_others_only_in_their
         if "files" in table.places:
             assert any(first in line for line in files[f"{table.file}.md"])
     assert "4711" in said
+    first, last = shown.index("Read this first"), shown.index('<h2 id="notes">')
+    assert "<li>wrong masks</li>" in shown[first:last]
+    assert "pairs of files" not in shown[first:last]
+    assert "<li>pairs of files</li>" in shown[last:]
+    assert '<a href="#notes">Notes</a>' in shown
     assert files["new.csv"] == [",value", "0,4711"]
 
 

@@ -81,6 +81,7 @@ from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.files import ScratchDirectory, require_writable
 from ..utils.state import State
 from ..utils.threads import limit_threads
+from ..utils.words import is_information
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,10 +128,11 @@ class Comparison:
         return render_template("notebook.html.j2", parts=list(self._list_parts()))
 
     def _list_parts(self) -> Iterator[str | TextTable]:
-        """Yield the run's notices, which the command line prints during the run, and its tables and sentences."""
+        """Yield the run's notices, which the command line prints during the run, around its tables and sentences."""
         summary = self.summary
-        yield from (f"note: {notice}" for notice in summary.notices)
+        yield from (f"note: {notice}" for notice in summary.notices if not is_information(notice))
         yield from list_parts(summary)
+        yield from (f"note: {notice}" for notice in summary.notices if is_information(notice))
 
     def table(
         self,

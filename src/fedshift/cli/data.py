@@ -19,6 +19,7 @@ from ..console.printing import Console
 from ..console.terminal import describe_cache, make_console, print_line, print_parts, show_loading
 from ..utils.errors import UsageError, as_flag, unknown_name
 from ..utils.files import require_writable, write_atomically
+from ..utils.words import is_information
 
 if TYPE_CHECKING:
     from ..data.datasets._card import Card
@@ -261,8 +262,8 @@ def load_for_display(where: str, spec: DataSpec) -> Federation:
 
 def format_notices(data: Federation) -> Iterator[RenderableType]:
     """Yield notes on the data: remarks from loading, and how images are scaled."""
-    for notice in data.notices:
-        yield Text(f"Note: {notice}", style="dim")
+    for notice in sorted(data.notices, key=is_information):
+        yield Text(f"Note: {notice}", style="dim" if is_information(notice) else "")
     scales = {client.train.normalization for client in data.clients if str(client.train.dtype) == "torch.uint8"}
     if len(scales) == 1:
         yield Text(f"Note: a network is given {scales.pop()}", style="dim")

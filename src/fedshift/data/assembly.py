@@ -22,7 +22,7 @@ from ..tasks.classification import CLASSIFICATION
 from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
-from ..utils.words import join_some
+from ..utils.words import Information, join_some
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
 from .inputs import require_layout
@@ -112,7 +112,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
             *_describe_stores(made),
             *scan.notices,
             *loaded.notices,
-            *([GROUPED.format(grouped)] if grouped and reading.groups is None else []),
+            *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
         ),
         faults=(*scan.faults, *loaded.faults),
         columns=loaded.columns,

@@ -24,6 +24,7 @@ from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream
+from ..utils.words import Information
 from .agreement import check_scales, name_scales
 from .columns import Column
 from .patches import Patches, Size
@@ -41,7 +42,7 @@ from .samples import (
 from .schema import Schema
 from .stores import LazyStore
 
-LAZY = (
+LAZY = Information(
     "samples that are not in memory are read when a batch needs them, and not compared with each other before a run: "
     "`fedshift data check` finds copies"
 )

@@ -18,6 +18,7 @@ from ..engines.auto import EngineChoice
 from ..results.schema import Row
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.user_code import describe_error, describe_function
+from ..utils.words import Information
 from .trial import RoundResult
 
 
@@ -45,7 +46,7 @@ class RunningTrial:
 
     def log(self, text: str) -> None:
         """Print a note, and keep it with the run: in its notices and on its page."""
-        self.say(f"{self.method}, seed {self.seed}: {text}")
+        self.say(Information(f"{self.method}, seed {self.seed}: {text}"))
 
     def stop(self, reason: str = "a callback asked for it") -> None:
         """End this trial, but no other, after its next evaluated round (in :meth:`Callback.on_evaluation`: this one).

@@ -30,6 +30,7 @@ from ..nn.adapters import ADAPTERS
 from ..nn.several_inputs import Inputs, name_inputs
 from ..tasks import CLASSIFICATION, Segmentation, Task
 from ..utils.errors import Ref, UsageError
+from ..utils.words import Information
 from .experiment import Experiment
 from .initial_weights import as_initial_weights
 from .loggers import parse_loggers
@@ -72,7 +73,7 @@ def scale_for(model: ModelFactory, data: Federation) -> Federation:
     if (scale := model.find_scale(data.sample_shape[0])) is None:
         return data
     scaling = Normalization(mean=scale[0], std=scale[1], source=f"what {model} was trained with")
-    return replace(data.normalize(scaling), notices=(*data.notices, f"scaling of inputs: {scaling}"))
+    return replace(data.normalize(scaling), notices=(*data.notices, Information(f"scaling of inputs: {scaling}")))
 
 
 def make_optimizer(spec: Spec) -> Optimizer:

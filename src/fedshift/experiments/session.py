@@ -21,6 +21,7 @@ from ..results.summary import (
 )
 from ..utils.errors import FedshiftError
 from ..utils.version import __version__
+from ..utils.words import is_information
 from .callbacks import Callback
 
 
@@ -95,10 +96,9 @@ class Session:
         write_outcome(self.directory)
 
     def _write(self) -> None:
-        self.directory.write_json(
-            NOTICES,
-            {"notices": list(dict.fromkeys([*self.before, *sorted(self.said, key=lambda text: self.said[text])]))},
-        )
+        notices = list(dict.fromkeys([*self.before, *sorted(self.said, key=lambda text: self.said[text])]))
+        information = [text for text in notices if is_information(text)]
+        self.directory.write_json(NOTICES, {"notices": notices, "information": information})
 
 
 def format_now() -> str:

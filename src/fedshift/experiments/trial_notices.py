@@ -12,7 +12,7 @@ from ..evaluation.policy import list_policies
 from ..nn.adapters import list_constants
 from ..tasks.segmentation import Segmentation
 from ..utils.state import nbytes, pick
-from ..utils.words import join_choices, join_some
+from ..utils.words import Information, join_choices, join_some
 from .private_training import list_uncovered
 from .trial import Trial
 
@@ -31,7 +31,7 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     if isinstance(trial.data.task, Segmentation):
         yield from _list_low_rates(plan.optimizer)
     if trial.settings.adapter:
-        yield f"{plan.method.label}: {describe_adapter(trial)}"
+        yield Information(f"{plan.method.label}: {describe_adapter(trial)}")
     for bound in plan.rules:
         yield from bound.notices
     if mechanism := find_mechanism((trial.plan.method.gradient,)):
@@ -43,7 +43,7 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
                 yield f"{plan.method.label}: {needs.several_steps}; a round is one step here"
     merged = trial.find_merged_batches()
     for who in [f"client {name!r}" for name in merged] if len(merged) <= MAX_NAMED else [f"{len(merged)} clients"]:
-        yield (
+        yield Information(
             f"{who}: the last batch would hold one sample, over which batch normalization has no variance; it "
             "joins the batch before it"
         )

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 
 from ..utils.version import __version__
+from ..utils.words import is_information
 from .figures import FigurePanel, to_svg
 from .formatting import to_latex, to_markdown
 from .style import GRID, INK, PAPER, MethodStyle, figure_settings, remove_legend
@@ -34,10 +35,12 @@ def render_template(name: str, /, **values: Any) -> str:
 
 @cache
 def _make_environment() -> Environment:
-    return Environment(
+    made = Environment(
         loader=ChoiceLoader([PackageLoader("fedshift", "report"), PackageLoader("fedshift", "reproduce")]),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    made.tests["information"] = is_information
+    return made
 
 
 def embed_svg(svg: str, prefix: str, description: str) -> Markup:

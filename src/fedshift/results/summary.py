@@ -20,6 +20,7 @@ from ..config.settings_file import FILE
 from ..utils.checked_json import checksum, read_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
 from ..utils.version import __version__, find_series, is_own_series
+from ..utils.words import Information
 from .cases import read_cases, read_pictures
 from .disclosure import Disclosure
 from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder
@@ -120,8 +121,13 @@ def require_series(path: Path) -> None:
 
 
 def read_notices(path: Path) -> tuple[str, ...]:
-    """Return the notices of the run in directory ``path``; raise :class:`FedshiftError` if they cannot be read."""
-    return tuple(read_checked(path / NOTICES, _written_again(path))["notices"])
+    """Return the notices of the run in directory ``path``; raise :class:`FedshiftError` if they cannot be read.
+
+    Those of runs before there were kinds of notices are plain text.
+    """
+    found = read_checked(path / NOTICES, _written_again(path))
+    information = set(found.get("information", ()))
+    return tuple(Information(text) if text in information else text for text in found["notices"])
 
 
 def read_summary(path: Path) -> RunSummary:

@@ -1,8 +1,22 @@
-"""Lists of names and times in sentences."""
+"""Kinds of notices, and lists of names and times in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+
+class Information(str):
+    """A notice that does not change what one may conclude from results, such as which files were paired.
+
+    All other notices are plain text. A page has them first, and information last.
+    """
+
+    __slots__ = ()
+
+
+def is_information(notice: str) -> bool:
+    """Return whether ``notice`` is :class:`Information`."""
+    return isinstance(notice, Information)
 
 
 def join_some(items: Iterable[str], separator: str = ", ", shown: int = 5, rest: str = "more") -> str:

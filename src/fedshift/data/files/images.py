@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
-from ...utils.words import join_some
+from ...utils.words import Information, join_some
 from .dicom import DICOM, holds_slices, is_dicom
 from .image_decoding import SUFFIXES
 from .image_store import ImageFacts, ImageFile, ImageStore
@@ -64,7 +64,10 @@ def refuse_broken(path: Path, broken: Mapping[str, str], count: int, reading: Re
 def list_unkept(stores: Iterable[ImageStore], reading: ReadOptions) -> list[str]:
     """Return notices that explain why decoded files are not in the cache."""
     reasons = {store.unkept for store in stores if store.unkept}
-    return [f"{reading.cache_directory} cannot be written ({why}): images are kept in memory" for why in reasons]
+    return [
+        Information(f"{reading.cache_directory} cannot be written ({why}): images are kept in memory")
+        for why in reasons
+    ]
 
 
 def find_kind(source: object) -> str:
@@ -164,7 +167,7 @@ def list_files(
     Raises :class:`UsageError` if images are outside of class folders or below them, parts are unclear, or images are
     missing.
     """
-    name, found, notices = client.name, [], []
+    name, found, notices = client.name, [], list[str]()
     others: Counter[str] = Counter()
     for part, folders in _find_parts(client, check=True).items():
         for folder in folders:
@@ -190,7 +193,8 @@ def list_files(
                 found.append(ImageFile(Path(file).relative_to(root).as_posix(), part, folder.name, *stamp))
     if others:
         kinds = ", ".join(sorted(suffix or "no suffix" for suffix in others))
-        notices.append(f"client {name!r}: {others.total()} files that are not images left out ({kinds})")
+        text = f"client {name!r}: {others.total()} files that are not images left out ({kinds})"
+        notices.append(Information(text))
     if not found:
         raise UsageError(f"client {name!r} has no image ({', '.join(sorted(suffixes))}) in {client}: {LAYOUT}")
     return tuple(found), tuple(notices)
@@ -256,14 +260,16 @@ def _is_image(file: os.DirEntry[str]) -> bool:
 
 def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:
     """Return remarks on how the client's images were read."""
-    said = []
+    said: list[str] = []
     if facts.frames:
         frames = join_some(f"{file}: {count}" for file, count in facts.frames.items())
         said.append(f"client {name!r}: {len(facts.frames)} files hold several frames, the first is read ({frames})")
     if facts.bits:
-        said.append(f"client {name!r}: gray read as {facts.bits} bits, 0..{2**facts.bits - 1} scaled to [-1, 1]")
+        text = f"client {name!r}: gray read as {facts.bits} bits, 0..{2**facts.bits - 1} scaled to [-1, 1]"
+        said.append(Information(text))
     if any(file.part for file in files) and not any(file.part == "test" for file in files):
-        said.append(f"client {name!r}: no test folder, so {reading.test_fraction:g} of its train folder is for testing")
+        text = f"client {name!r}: no test folder, so {reading.test_fraction:g} of its train folder is for testing"
+        said.append(Information(text))
     return said
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...tasks.segmentation import IGNORED
 from ...utils.errors import Ref, UsageError
-from ...utils.words import join_some
+from ...utils.words import Information, join_some
 from ..patches import make_box
 from .image_store import ImageFile
 from .read_options import ReadOptions
@@ -136,7 +136,8 @@ def describe_partners(name: str, pairs: Sequence[Pair]) -> list[str]:
     ]
     if not unlike:
         return []
-    return [f"client {name!r}: {len(unlike)} files are paired by the parts in which their names differ, as {unlike[0]}"]
+    text = f"client {name!r}: {len(unlike)} files are paired by the parts in which their names differ, as {unlike[0]}"
+    return [Information(text)]
 
 
 def find_values(masks: NDArray[np.generic]) -> NDArray[np.bool_]:
@@ -208,5 +209,6 @@ def ignore_outside(y: NDArray[np.uint8], extents: NDArray[np.int64]) -> NDArray[
 def describe_values(white: Collection[str], clients: Collection[str]) -> list[str]:
     """Return a notice about clients whose masks write the class 1 as 255, ``white``, among all ``clients``."""
     if len(white) == len(clients):
-        return [TWO_VALUES]
-    return [f"{TWO_VALUES}, at {join_some(map(repr, sorted(white)))}; elsewhere they hold 0 and 1"] if white else []
+        return [Information(TWO_VALUES)]
+    named = join_some(map(repr, sorted(white)))
+    return [Information(f"{TWO_VALUES}, at {named}; elsewhere they hold 0 and 1")] if white else []

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
+from ...utils.words import Information
 from ..files import image_store
 from ..files import images as folders
 from ..files import masks as pairing
@@ -113,7 +114,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     if found.fields:
         outside = {name: float((store.pixels == 0).mean()) for name, store in found.fields.items()}
         shares = ", ".join(f"{share:.0%} at {name!r}" for name, share in outside.items())
-        notices.append(f"pixels outside of the fields of view are ignored: {shares}")
+        notices.append(Information(f"pixels outside of the fields of view are ignored: {shares}"))
     return Loaded(
         stores=[torch.from_numpy(store.pixels) for store in stores],
         decodings=[store.facts.decoding for store in stores],

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ...tasks import CLASSIFICATION, Classification, Task
 from ...utils.errors import Ref, UsageError, unknown_name
-from ...utils.words import join_some
+from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
 from ..columns import Column, Holds
 from ..files import table_schema as schema
@@ -264,14 +264,14 @@ def _check_roles(tables: Sequence[TableFile], reading: ReadOptions) -> tuple[Rea
             raise UsageError(
                 f"{nested[0].path}: column {name!r} holds {nested[0].types[name]}: give it one value a row"
             )
-    notices = [
-        f"{table.path}: semicolons separate its columns, and a comma in a number is its decimal point"
+    notices: list[str] = [
+        Information(f"{table.path}: semicolons separate its columns, and a comma in a number is its decimal point")
         for table in tables
         if table.semicolons
     ]
     free = "split" in names and "split" not in (*roles, *reading.ignored)
     if reading.split_column is None and free and _is_split_column(tables):
-        notices.append("column 'split' assigns rows to training, validation and testing")
+        notices.append(Information("column 'split' assigns rows to training, validation and testing"))
         reading = replace(reading, split_column="split")
     return reading, notices
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
+from ...utils.words import Information
 from ..files import image_store
 from ..files import images as folders
 from ..files import masks as pairing
@@ -172,7 +173,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         name: [headers[image.path] for image, _ in own if image.path in headers] for name, own in pairs.items()
     }
     notices += compare_grids(own_headers, resampled=bool(spacing))
-    resampled = [f"images are resampled to {describe_spacing(spacing)}"] if spacing else []
+    resampled = [Information(f"images are resampled to {describe_spacing(spacing)}")] if spacing else []
     task, said = choose_spacing(task, list(shown.values()), list(sizes.values()))
     return Scan(
         name=source.resolve().name,
@@ -232,7 +233,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
         extents=sizes,
         decodings=[Decoding(kind="volume", window=window, spacing=found.spacing)] * len(scan.parts),
         left_out=pairing.list_left_out(found.pairs, found.broken),
-        notices=(f"{reading.cache_directory} {UNKEPT}",) if unkept else (),
+        notices=(Information(f"{reading.cache_directory} {UNKEPT}"),) if unkept else (),
     )
 
 
