@@ -36,17 +36,20 @@ from .style import (
     label_rows,
     make_legend_entry,
     make_panel,
+    make_style,
     make_styles,
     plot_band,
     shorten,
 )
-from .survival import estimate_thirds
+from .survival import THIRDS, estimate_thirds
 from .tables import ONE_BY_ONE, QUANTILES, accuracy_table, find_reported_rounds, metric_history
 
 LOW = 0.05
 """Quantile over many clients that is plotted over rounds."""
 TENTHS, SPREAD = 10, (0.1, 0.9)
 """Number of parts by target, and quantiles of errors, in the figure of residuals."""
+_RISKS = dict(zip(THIRDS, (0, 2, 1), strict=True))
+"""Looks of curves by predicted risk: blue, green, orange."""
 PARTIAL = "PARTIAL: "
 """Beginning of the title of a figure that compares runs, some of them unfinished."""
 _METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -459,11 +462,11 @@ def _draw_survival(summary: RunSummary) -> Iterator[FigurePanel]:
         curves = estimate_thirds(summary, method)
         if not curves:
             continue
-        figure, axes = make_panel(method, "time", "share without an event")
+        figure, axes = make_panel(f"Survival: {method}", "time", "share without an event")
         handles: dict[str, Any] = {}
         points: list[tuple[float, float, str]] = []
-        for name, style in make_styles(curves).items():
-            curve = curves[name]
+        for name, curve in curves.items():
+            style = make_style(0, _RISKS[name])
             time = np.concatenate([[0.0], curve.time, [curve.end]])
             share, low, high = (
                 np.concatenate([[1.0], part, part[-1:] if len(part) else [1.0]])

@@ -70,7 +70,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MethodStyle:
-    """Color, marker, line style and hatch of one method, all chosen by ``number``."""
+    """Color, marker, line style and hatch of one method; ``number`` is its index in the figure."""
 
     number: int
     color: str
@@ -92,21 +92,23 @@ def make_styles(names: Iterable[str]) -> dict[str, MethodStyle]:
     """
     listed = list(dict.fromkeys(names))
     first = {re.split(r"\W", name)[0]: name for name in reversed(listed)}
-    numbers = {first[method]: number for number, method in enumerate(WITH_COLOR) if method in first}
-    others = [name for name in listed if name not in numbers]
+    looks = {first[method]: look for look, method in enumerate(WITH_COLOR) if method in first}
+    others = [name for name in listed if name not in looks]
     colors, own = len(_COLORS), len(WITH_COLOR)
     order = chain(range(own, colors), range(own), range(colors, colors + len(listed)))
-    numbers |= zip(others, [number for number in order if number not in numbers.values()], strict=False)
-    return {
-        name: MethodStyle(
-            number=numbers[name],
-            color=_COLORS[numbers[name] % len(_COLORS)],
-            marker=MARKERS[numbers[name] % len(MARKERS)],
-            dashes=DASHES[(numbers[name] + numbers[name] // len(_COLORS)) % len(DASHES)],
-            hatch="" if numbers[name] < len(_COLORS) else "//////",
-        )
-        for name in listed
-    }
+    looks |= zip(others, [look for look in order if look not in looks.values()], strict=False)
+    return {name: make_style(number, looks[name]) for number, name in enumerate(listed)}
+
+
+def make_style(number: int, look: int) -> MethodStyle:
+    """Return the style of the method at index ``number`` of a figure with the colors, markers and lines of ``look``."""
+    return MethodStyle(
+        number=number,
+        color=_COLORS[look % len(_COLORS)],
+        marker=MARKERS[look % len(MARKERS)],
+        dashes=DASHES[(look + look // len(_COLORS)) % len(DASHES)],
+        hatch="" if look < len(_COLORS) else "//////",
+    )
 
 
 @contextmanager
