@@ -50,7 +50,7 @@ class Stepper:
     """
 
     def __init__(self, plan: Plan, shared: frozenset[str] = frozenset()) -> None:
-        self._plan, self._shared = plan, shared
+        self.plan, self._shared = plan, shared
         self.template = Lock()  # running the plan's module replaces its tensors
         self._tapes: dict[object, Tape | None] = {}
         self._rules_act = bool(plan.defines("loss") or plan.defines("batch"))
@@ -82,11 +82,11 @@ class Stepper:
             lanes = weights, rest, optimizer, *memory
             grads, rest, loss = self._differentiate(job, lanes, x, y, keys, recorded=recorded, held=held)
         with timed_section("update"):
-            if self._plan.subtracts and not job.separate_phase:
+            if self.plan.subtracts and not job.separate_phase:
                 _subtract_(params, grads, job.lr, held)
             elif self._elementwise:
                 parts = params, stack[1], optimizer, *memory
-                update_(self._plan, replace_parts(job, parts), dict(grads), rest, 0)  # type: ignore[arg-type]
+                update_(self.plan, replace_parts(job, parts), dict(grads), rest, 0)  # type: ignore[arg-type]
             else:
                 update_lane = partial(self._update_lane, job)
                 torch.vmap(update_lane)(grads, rest, (params, stack[1], optimizer, *memory), keys)
@@ -103,14 +103,14 @@ class Stepper:
         with timed_section("forward and backward"):
             sums, rest, loss = self._differentiate(job, (params, before, *stack[2:]), x, y, keys, recorded=True)
         with timed_section("update"):
-            if self._plan.subtracts:
+            if self.plan.subtracts:
                 rates = {n: job.lr / len(x) if n in shared else job.lr for n in params}
                 params = {n: tensor.sub(sums[n], alpha=rates[n]) for n, tensor in params.items()}  # type: ignore[arg-type]
             else:
                 grads: State = {n: grad / len(x) if n in shared else grad for n, grad in sums.items()}  # type: ignore[operator,misc]
                 params = {n: tensor.clone() if n in shared else tensor for n, tensor in params.items()}
-                parts = params, stack[1], self._plan.optimizer.init(params), *stack[3:]
-                update_(self._plan, replace_parts(job, parts), grads, rest, 0)
+                parts = params, stack[1], self.plan.optimizer.init(params), *stack[3:]
+                update_(self.plan, replace_parts(job, parts), grads, rest, 0)
         params = {n: tensor.expand(len(x), *tensor.shape) if n in shared else tensor for n, tensor in params.items()}
         return (params, rest, *stack[2:]), loss
 
@@ -119,7 +119,7 @@ class Stepper:
 
         A tape per round would cost more than it saves.
         """
-        lasts = self._plan.optimizer.lr_in_round(job.round + 1) == job.lr and not self._plan.reads.round
+        lasts = self.plan.optimizer.lr_in_round(job.round + 1) == job.lr and not self.plan.reads.round
         return not job.separate_phase and (lasts or not self._rules_act)
 
     def _list_read(self, job: LocalTrainingState, stack: Stack) -> tuple[Any, ...]:
@@ -128,7 +128,7 @@ class Stepper:
 
     def _update_lane(self, job: LocalTrainingState, grads: State, rest: State, parts: Stack, key: Tensor) -> Stack:
         lane = replace_parts(job, parts)
-        after = update_(self._plan, lane, transform_gradients(self._plan, lane, grads, key), rest, 0)
+        after = update_(self.plan, lane, transform_gradients(self.plan, lane, grads, key), rest, 0)
         return after.params, after.optimizer, after.rest
 
     def _differentiate(
@@ -164,7 +164,7 @@ class Stepper:
             with self.template:
                 parts = leaves, before, *around
                 batch = flat[end : end + 3]
-                grads, after, loss = _compute_lanes(self._plan, now, parts, *batch, shared=self._shared, held=lanes)
+                grads, after, loss = _compute_lanes(self.plan, now, parts, *batch, shared=self._shared, held=lanes)
             pairs_of = [tensor for name in held for tensor in grads.pop(name)]
             return [*grads.values(), *after.values(), loss, *pairs_of]
 
@@ -172,8 +172,8 @@ class Stepper:
         tape = None
         if recorded and self._may_record(job):
             shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
-            kind = shapes, job.frozen, job.lr if self._rules_act else None, list_updates(self._plan, job)
-            factored = count - len(held) if self._plan.subtracts and not (self._shared or self._rules_act) else 0
+            kind = shapes, job.frozen, job.lr if self._rules_act else None, list_updates(self.plan, job)
+            factored = count - len(held) if self.plan.subtracts and not (self._shared or self._rules_act) else 0
             if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
                 try:
                     self._tapes[kind] = Tape(run, inputs, factored=factored)
@@ -181,7 +181,7 @@ class Stepper:
                     self._tapes[kind] = None
             tape = self._tapes.get(kind)
         results: list[Any] = tape(*inputs) if tape else run(*inputs)
-        free = [name for name in list_active(self._plan, job) if name not in held]
+        free = [name for name in list_active(self.plan, job) if name not in held]
         grads: dict[str, Any] = dict(zip(free, results, strict=False))
         last = len(free) + len(rest)
         after = dict(zip(rest, results[len(free) : last], strict=True))
