@@ -250,6 +250,14 @@ def test_every_public_name_is_on_one_page_of_the_reference():
     assert len(documented) == len(set(documented))
 
 
+def test_every_public_name_has_an_example_in_the_reference():
+    """Methods have theirs on their pages."""
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    examples = "\n".join(code for kind, code in BLOCK.findall(pages) if kind == "python")
+    names = set(fedshift.__all__) - set(list_catalog("methods"))
+    assert {name for name in names if not re.search(rf"\b{name}\b", examples)} == set()
+
+
 def test_every_message_of_troubleshooting_is_one_of_the_package():
     """Up to where it names a value."""
     source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
