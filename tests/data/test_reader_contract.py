@@ -92,6 +92,17 @@ def make_source(kind, folder):
         for name in NAMES:
             for value, label in zip(*draw(name), strict=True):
                 save(folder / name / "ab"[label] / f"{value:03}.png", picture(value))
+    elif kind == "signals":
+        wfdb = pytest.importorskip("wfdb")
+        for name in NAMES:
+            for value, label in zip(*draw(name), strict=True):
+                place = folder / name / "ab"[label]
+                place.mkdir(parents=True, exist_ok=True)
+                values = np.stack([np.linspace(value, value + 1, 8), np.zeros(8)], axis=1)
+                wfdb.wrsamp(
+                    f"{value:03}", fs=4, units=["mV", "mV"], sig_name=["I", "V1"], p_signal=values, fmt=["32", "32"],
+                    write_dir=str(place),
+                )  # fmt: skip
     elif kind in ("masks", "volumes"):
         make_pairs(folder, *((".png", 4, 4) if kind == "masks" else (".nii", 4, 4, 3)))
     else:
@@ -178,7 +189,7 @@ GIVEN = {
 
 def test_a_fraction_is_refused_beside_data_that_name_their_test_samples(kind, source, tmp_path):
     given, options = source
-    if kind in ("images", "masks", "volumes"):
+    if kind in ("images", "masks", "volumes", "signals"):
         for client in list(given.iterdir()):
             kept = client.rename(tmp_path / f"kept-{client.name}")
             client.mkdir()
@@ -258,7 +269,7 @@ def add_groups(kind, source, folder):
         return source, "patient"
     if kind == "volumes":
         return source, "*/images/{group}.nii"
-    files = [file.relative_to(source).as_posix() for file in source.rglob("*.png")]
+    files = [file.relative_to(source).as_posix() for file in source.rglob("*.hea" if kind == "signals" else "*.png")]
     groups = [int(Path(file).stem) // 2 for file in files]
     pd.DataFrame({"file": files, "group": groups}).to_csv(folder / "groups.csv", index=False)
     return source, str(folder / "groups.csv")

@@ -23,6 +23,7 @@ from ..nn.several_inputs import Input, Inputs, divide_rows
 from ..utils.errors import UsageError
 from .columns import Column
 from .files.image_decoding import Kind, Unreadable, convert_image, decode_image, find_kind, read_header
+from .files.signals import decode_signal, read_signal_header
 from .files.volume_decoding import decode_volume
 from .inputs import join_inputs
 from .resizing import resize, resize_volume
@@ -160,20 +161,24 @@ class Decoding:
         bits: Bits of gray integers: the largest, ``2^bits - 1``, is stored as 1.
         window: Values of a medical image that become -1 and 1, in place of its percentiles.
         spacing: Millimeters to which a medical image is resampled, along slices, rows and columns; empty: it is not.
+        leads: Names of the leads of a recording, in the order of the channels.
+        rate: Samples in a second of a recording.
 
     """
 
-    kind: Literal["array", "byte", "integer", "real", "volume"] = "array"
+    kind: Literal["array", "byte", "integer", "real", "volume", "signal"] = "array"
     bits: int = 0
     window: tuple[float, float] | None = None
     spacing: tuple[float, ...] = ()
+    leads: tuple[str, ...] = ()
+    rate: float = 0.0
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Decoding:
         """Return the decoding described by the result of ``asdict``."""
         window = facts.get("window")
-        spacing = tuple(facts.get("spacing", ()))
-        return cls(**{**facts, "window": None if window is None else tuple(window), "spacing": spacing})
+        several = {name: tuple(facts.get(name, ())) for name in ("spacing", "leads")}
+        return cls(**{**facts, "window": None if window is None else tuple(window), **several})
 
     def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
         """Return gray values ``pixels`` of kind ``integer`` or ``real`` from -1 to 1; values beyond become 1."""
@@ -369,6 +374,8 @@ class Preparation:
         """Return the sample in a file, or a PIL image, read as in the run."""
         if not self.takes_files:
             raise UsageError(f"the model takes {self}: give an array of them, not a file")
+        if self.decoding.kind == "signal":
+            return self._read_signal(Path(str(file)))
         channels, *window = self.shape
         size = self.resized if self.patched else tuple(window)
         try:
@@ -383,6 +390,18 @@ class Preparation:
         if stored.shape[0] not in (1, channels) or stored.ndim != len(self.shape) or size not in ((), stored.shape[1:]):
             raise UsageError(f"{file} holds an image of shape {tuple(stored.shape)}: the model takes {self}")
         return stored.expand(channels, *stored.shape[1:]).contiguous()
+
+    def _read_signal(self, file: Path) -> Tensor:
+        try:
+            header, values = read_signal_header(file), decode_signal(file, self.decoding.leads)
+        except Unreadable as error:
+            raise UsageError(f"{file} {error}: give a recording that can be read") from error
+        if header.rate != self.decoding.rate or values.shape != self.shape:
+            raise UsageError(
+                f"{file} has {values.shape[1]} samples at {header.rate:g} Hz: the model takes {self.shape[1]} at "
+                f"{self.decoding.rate:g} Hz"
+            )
+        return torch.from_numpy(values)
 
     def _decode_image(self, file: str | Path | Image.Image) -> NDArray[Any]:
         """Return the pixels of an image ``[C, H, W]``, resized; raise :class:`UsageError` if its depth is another."""

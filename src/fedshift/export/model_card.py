@@ -181,6 +181,7 @@ def _introduce(facts: ModelFacts, classes: Sequence[str]) -> str:
 
 def _describe_use(facts: ModelFacts, preparation: Preparation, files: Mapping[str, int]) -> Iterator[str]:
     file = '"image.png"' if preparation.is_image and preparation.decoding.kind != "volume" else '"image.nii.gz"'
+    file = '"record.hea"' if preparation.decoding.kind == "signal" else file
     argument = file if preparation.takes_files else "row" if preparation.columns else "x"
     taken = ", ".join(preparation.names)
     if preparation.inputs:

@@ -28,6 +28,7 @@ from ..data.files.dicom import DICOM, holds_slices, is_dicom, is_stack
 from ..data.files.image_decoding import Unreadable
 from ..data.files.mask_writing import write_mask
 from ..data.files.masks import FIELDS, MASKS, match_names
+from ..data.files.signals import SIGNALS
 from ..data.files.volume_decoding import (
     READABLE,
     VolumeHeader,
@@ -93,7 +94,8 @@ def predict_files(
     if not (model.inputs.takes_files or model.inputs.columns):
         raise UsageError(f"{model.directory} takes {model.inputs}, and no files: use fedshift.load in Python")
     stacks = model.inputs.decoding.kind == "volume" and len(model.inputs.shape) == 4
-    found = list_files(files, (".csv",) if model.inputs.columns else READABLE, stacks=stacks)
+    signals = SIGNALS if model.inputs.decoding.kind == "signal" else READABLE
+    found = list_files(files, (".csv",) if model.inputs.columns else signals, stacks=stacks)
     truths = _Truths(masks, found, len(model.classes), stacks=stacks) if masks is not None else None
     if model.task == "segmentation":
         _require_distinct_names(found)

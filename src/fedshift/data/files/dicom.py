@@ -69,12 +69,12 @@ class Series:
     patient: str = field(default="", repr=False)
 
 
-def load_library(library: str, file: Path) -> ModuleType:
-    """Return an optional library; raise :class:`UsageError` with the package to install if it is missing."""
+def load_library(library: str, file: Path, extra: str = "medical") -> ModuleType:
+    """Return an optional library; raise :class:`UsageError` with the extra to install if it is missing."""
     try:
         made = import_module(library)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{file} needs the package {library} to be read: pip install 'fedshift[medical]'") from error
+        raise UsageError(f"{file} needs the package {library} to be read: pip install 'fedshift[{extra}]'") from error
     logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)  # it logs as errors what is reported here
     return made
 
@@ -234,7 +234,7 @@ def _open_slice(file: Path, whole: bool) -> Any:
         found = open_dicom(file, whole=whole)
         frames, *_, channels = count_frames(found)
         if frames > 1 or channels > 1:
-            raise Unreadable("has several frames or colors: put it beside the folders, or take it away")
+            raise Unreadable("has several frames or colors: move it out of the folder")
         for name, count in _COUNTS.items():
             if len(found.get(name) or ()) != count:
                 raise Unreadable(f"has no {name}: export the series again, or convert it to NIfTI")

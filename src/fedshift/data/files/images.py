@@ -116,15 +116,20 @@ def holds_images(path: Path) -> bool:
     return path.is_dir() and any(below(Path(folder), _DEEPEST) for folder in list_content(path)[1])
 
 
-def holds_one_client(path: Path) -> bool:
-    """Return whether the folders in ``path`` belong to one client: parts, or classes that directly contain images."""
+def holds_one_client(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
+    """Return whether the folders in ``path`` belong to one client: parts, or classes that directly contain images.
+
+    ``suffixes``: of other samples than images.
+    """
     folders = list_content(path)[1]
     if folders and all(folder.name.lower() in PARTS for folder in folders):
         return True
     if {"images", "masks"} <= {folder.name.lower() for folder in folders}:
         return True
     inside = [list_content(Path(folder)) for folder in folders]
-    return any(_is_image(file) for files, _ in inside for file in files) and not any(deeper for _, deeper in inside)
+    held = (file for files, _ in inside for file in files)
+    found = any(file.name.lower().endswith(suffixes) if suffixes else _is_image(file) for file in held)
+    return found and not any(deeper for _, deeper in inside)
 
 
 def find_clients(path: Path) -> dict[str, Path]:
@@ -158,11 +163,12 @@ def sort_classes(found: Collection[str]) -> tuple[str, ...]:
 
 
 def list_files(
-    root: Path, client: Path, suffixes: Collection[str] = SUFFIXES
+    root: Path, client: Path, suffixes: Collection[str] = SUFFIXES, attached: Collection[str] = ()
 ) -> tuple[tuple[ImageFile, ...], tuple[str, ...]]:
     """Return a client's images with ``suffixes``, ordered by part, class and name, and notices of ignored files.
 
-    If DICOM files are images, so are folders of them; each folder is one series of slices.
+    If DICOM files are images, so are folders of them; each folder is one series of slices. ``attached``: suffixes of
+    files that belong to images.
 
     Raises :class:`UsageError` if images are outside of class folders or below them, parts are unclear, or images are
     missing.
@@ -181,7 +187,8 @@ def list_files(
             images = [f for f in files if f.name.lower().endswith(known) or (slices and is_dicom(Path(f)))]
             lost = [file for file in files if file not in images]
             images = sorted(images + series, key=lambda each: each.name)
-            others.update(Path(file.name).suffix for file in lost if not _is_lost(file))
+            own = (Path(file.name).suffix for file in lost if not _is_lost(file))
+            others.update(suffix for suffix in own if suffix not in attached)
             if not images:
                 notices.append(f"client {name!r}: {folder.path} holds no image")
             for file in images:

@@ -95,13 +95,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     """
     require_task(source, reading, Classification)
     places = folders.choose_folders(source, reading)
-    refuse_other_labels({name: folders.list_categories([folder]) for name, folder in places.items()})
-    labels = {name: label for label, name in enumerate(folders.list_categories(places.values()))}
-    classes = len(labels) if reading.classes is None else reading.classes
-    if classes < len(labels):
-        raise UsageError(
-            f"classes={classes}: {source} has {len(labels)} class folders ({join_some(labels)}); ask for as many"
-        )
+    labels = number_labels(source, places, reading)
     files, notices = list_clients(source, places, reading)
     parts = [
         make_part(name, own, torch.tensor([labels[file.category] for file in own]), places[name], reading)
@@ -112,7 +106,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         name=source.resolve().name,
         parts=tuple(parts),
         task=reading.task or CLASSIFICATION,
-        classes=classes,
+        classes=reading.classes or len(labels),
         class_names=tuple(labels),
         note="{samples} images of {clients} clients",
         notices=(*notices, *images.notices),
@@ -140,6 +134,21 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     )
 
 
+def number_labels(source: Path, places: Mapping[str, Path], reading: ReadOptions) -> dict[str, int]:
+    """Return the label of each class folder of the clients in ``places``, selected or not.
+
+    Raises :class:`UsageError` for fewer ``classes`` than folders, and names of one kind at some clients alone.
+    """
+    refuse_other_labels({name: folders.list_categories([folder]) for name, folder in places.items()})
+    labels = {name: label for label, name in enumerate(folders.list_categories(places.values()))}
+    if reading.classes is not None and reading.classes < len(labels):
+        raise UsageError(
+            f"classes={reading.classes}: {source} has {len(labels)} class folders ({join_some(labels)}); ask for as "
+            "many"
+        )
+    return labels
+
+
 def require_task(source: Path, reading: ReadOptions, kind: type[Any]) -> None:
     """Raise :class:`UsageError` if the images in ``source`` are for another kind of task than the one asked for."""
     if reading.task and not isinstance(reading.task, kind):
@@ -147,12 +156,16 @@ def require_task(source: Path, reading: ReadOptions, kind: type[Any]) -> None:
 
 
 def list_clients(
-    source: Path, places: Mapping[str, Path], reading: ReadOptions, suffixes: Collection[str] = SUFFIXES
+    source: Path,
+    places: Mapping[str, Path],
+    reading: ReadOptions,
+    suffixes: Collection[str] = SUFFIXES,
+    attached: Collection[str] = (),
 ) -> tuple[dict[str, tuple[ImageFile, ...]], list[str]]:
-    """Return the files of each requested client in its folder, and notices of ignored files."""
+    """Return the files of each requested client, and notices of ignored files that are not ``attached`` to others."""
     files, notices = {}, list[str]()
     for name in choose_clients(places, reading):
-        files[name], remarks = folders.list_files(source, places[name], suffixes)
+        files[name], remarks = folders.list_files(source, places[name], suffixes, attached)
         notices += remarks
     return files, notices
 

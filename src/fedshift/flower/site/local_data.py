@@ -66,7 +66,13 @@ def load_local(
             other.unlink()
     link.symlink_to(path.resolve())  # its directory contains only this client
     if not is_table(link):
-        return load_source(str(alone), spec).select_clients([called]).fit_images(spec.image_size)
+        made = load_source(str(alone), spec).select_clients([called]).fit_images(spec.image_size)
+        if any(client.decoding.kind == "signal" for client in made.clients):
+            raise UsageError(
+                f"{path} holds recordings, whose leads sites do not compare with each other's: write them to .npz "
+                "files, with the same leads in the same order at all sites"
+            )
+        return made
     try:
         made = load_source(str(alone), replace(spec, domains=called), schema=layout)
         if not layout.columns:

@@ -1,0 +1,191 @@
+"""Recordings of signals in files: WFDB (``.hea`` with ``.dat``) by wfdb, EDF by edfio (extra ``signals``).
+
+A recording is ``[C, L]``: leads (channels) in a given order of their names, which do not distinguish capitals and
+spaces, at L times. Voltages become millivolts; other units stay. Headers are checked before values are read: a record
+has one rate, no segments and no gaps, its files are in its own folder, and their size is bounded
+(:data:`~fedshift.data.files.dicom.MOST_BYTES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from ...utils.errors import UsageError
+from ...utils.files import NotRegular, require_regular
+from ...utils.words import join_some
+from ..stores import Keys, LazyStore, RecentArrays
+from .dicom import check_bytes, load_library
+from .image_decoding import Unreadable
+
+WFDB, EDF = ".hea", ".edf"
+SIGNALS = (WFDB, EDF)
+"""Suffixes of files that this module reads."""
+VALUES = frozenset({".dat", ".mat", ".atr", ".qrs", ".xyz"})
+"""Suffixes of files that belong to a WFDB header."""
+KEPT = 2**28
+"""Bytes of decoded recordings to keep."""
+_MILLIVOLTS = {"nv": 1e-6, "uv": 1e-3, "µv": 1e-3, "μv": 1e-3, "mv": 1.0, "v": 1e3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignalHeader:
+    """Facts from a recording's header.
+
+    Attributes:
+        leads: Names of the leads in the file's order, in the form of :func:`name_lead`.
+        units: Unit of each lead; ``mv`` for all voltages.
+        rate: Samples in a second.
+        length: Samples of each lead.
+
+    """
+
+    leads: tuple[str, ...]
+    units: tuple[str, ...]
+    rate: float
+    length: int
+
+    @property
+    def by_lead(self) -> Mapping[str, str]:
+        """The unit of each lead."""
+        return dict(zip(self.leads, self.units, strict=True))
+
+
+def name_lead(name: object) -> str:
+    """Return the name of a lead without capitals and outer spaces, for matching leads of different files."""
+    return " ".join(str(name).split()).casefold()
+
+
+def read_signal_header(file: Path) -> SignalHeader:
+    """Read the header of ``file``; raise :class:`Unreadable` if the recording cannot be used."""
+    with _explain(file):
+        found = _read_wfdb_header(file) if file.suffix.lower() == WFDB else _describe_edf(_open_edf(file))
+    twice = [lead for lead in found.leads if found.leads.count(lead) > 1 or not lead]
+    if twice:
+        raise Unreadable(f"has two leads called {twice[0]!r}, or leads without names: name each by itself")
+    return found
+
+
+def decode_signal(file: Path, leads: Sequence[str]) -> NDArray[np.float32]:
+    """Return the values of ``leads`` in ``file``, ``[C, L]``; raise :class:`Unreadable` if they cannot be used."""
+    header = read_signal_header(file)
+    lacking = [lead for lead in leads if lead not in header.leads]
+    if lacking:
+        raise Unreadable(f"lacks the lead {lacking[0]!r} (it has {join_some(header.leads)})")
+    with _explain(file):
+        if file.suffix.lower() == WFDB:
+            values = load_library("wfdb", file, "signals").rdrecord(str(file.with_suffix(""))).p_signal.T
+            units = _read_units(load_library("wfdb", file, "signals").rdheader(str(file.with_suffix(""))).units)
+        else:
+            opened = _open_edf(file)
+            values = np.stack([signal.data for signal in opened.signals])
+            units = _read_units(signal.physical_dimension for signal in opened.signals)
+    scales = np.array([scale for _, scale in units])[:, None]
+    order = [header.leads.index(lead) for lead in leads]
+    made: NDArray[np.float32] = (values * scales)[order].astype(np.float32)
+    if count := made.size - int(np.isfinite(made).sum()):
+        raise Unreadable(f"has {count} values that are missing or infinite: cut gaps out, or fill them in")
+    return made
+
+
+class SignalStore(LazyStore):
+    """Recordings ``[N, C, L]`` in ``files``, decoded when a batch needs them; ``recent``: a cache of stores."""
+
+    probed = 2
+
+    def __init__(
+        self, files: Sequence[Path], leads: Sequence[str], length: int, where: str, recent: RecentArrays
+    ) -> None:
+        super().__init__(where, len(files), torch.zeros(1, len(leads), length))
+        self._files, self._leads, self._recent = tuple(files), tuple(leads), recent
+
+    @override
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        x = torch.empty(len(rows), *self.shape[1:])
+        for place, row in enumerate(rows.tolist()):
+            file = self._files[row]
+            known = self._recent.find(file)
+            try:
+                made = decode_signal(file, self._leads) if known is None else known
+            except Unreadable as error:
+                raise UsageError(f"{file} {error}") from error
+            if made.shape != self.shape[1:]:
+                raise UsageError(f"{file} has shape {made.shape} and not {self.shape[1:]}: it changed while in use")
+            self._recent.keep(file, made)
+            x[place] = torch.from_numpy(made)
+        return x
+
+
+def _read_wfdb_header(file: Path) -> SignalHeader:
+    require_regular(file)
+    header = load_library("wfdb", file, "signals").rdheader(str(file.with_suffix("")))
+    if getattr(header, "n_seg", None):
+        raise Unreadable("is a record of several segments: write them to one, or to a record each")
+    if not header.n_sig or not header.sig_len or not header.fs:
+        raise Unreadable("does not give the number of leads, their length and rate: complete its header")
+    if any(frame != 1 for frame in header.samps_per_frame or ()):
+        raise Unreadable("has leads of several rates: resample them to one")
+    for name in dict.fromkeys(header.file_name or ()):
+        values = file.parent / str(name)
+        if Path(str(name)).name != name or not values.is_file():
+            raise Unreadable(f"has its values in {name}, which is not a file in its folder: put both together")
+        require_regular(values)
+    check_bytes(8 * header.n_sig * header.sig_len, f"{header.n_sig} leads of {header.sig_len} samples")
+    units = tuple(unit for unit, _ in _read_units(header.units))
+    return SignalHeader(
+        leads=tuple(map(name_lead, header.sig_name)), units=units, rate=float(header.fs), length=int(header.sig_len)
+    )
+
+
+def _open_edf(file: Path) -> Any:
+    require_regular(file)
+    check_bytes(4 * file.stat().st_size, "values in its length")
+    return load_library("edfio", file, "signals").read_edf(file, lazy_load_data=True)
+
+
+def _describe_edf(opened: Any) -> SignalHeader:
+    signals = opened.signals
+    if not signals:
+        raise Unreadable("has no signals, only annotations")
+    if not opened.is_continuous:
+        raise Unreadable("has gaps (EDF+D): write each part to its own file")
+    rates = {signal.sampling_frequency for signal in signals}
+    if len(rates) > 1:
+        each = join_some(f"{rate:g}" for rate in sorted(rates))
+        raise Unreadable(f"has leads of several rates ({each} Hz): resample them to one")
+    return SignalHeader(
+        leads=tuple(name_lead(signal.label) for signal in signals),
+        units=tuple(unit for unit, _ in _read_units(signal.physical_dimension for signal in signals)),
+        rate=float(rates.pop()),
+        length=int(opened.num_data_records * signals[0].samples_per_data_record),
+    )
+
+
+def _read_units(units: Any) -> Iterator[tuple[str, float]]:
+    """Yield the unit of each lead, and the factor for its values: voltages become millivolts."""
+    for unit in units:
+        known = _MILLIVOLTS.get(name_lead(unit))
+        yield (name_lead(unit), 1.0) if known is None else ("mv", known)
+
+
+@contextmanager
+def _explain(file: Path) -> Iterator[None]:
+    """Convert any exception of a library for a damaged file into :class:`Unreadable`."""
+    try:
+        yield
+    except (Unreadable, UsageError):
+        raise
+    except NotRegular as error:
+        raise Unreadable(str(error.strerror)) from error
+    except Exception as error:
+        kind = "WFDB record" if file.suffix.lower() == WFDB else "EDF file"
+        raise Unreadable(f"is not a {kind} that can be read ({str(error) or type(error).__name__})") from error

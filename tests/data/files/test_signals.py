@@ -1,0 +1,139 @@
+"""Recordings in WFDB and EDF files: their values by lead, and which are refused."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedshift.config.spec import DataSpec
+from fedshift.data.assembly import read_folder
+from fedshift.data.files.image_decoding import Unreadable
+from fedshift.data.files.signals import decode_signal, read_signal_header
+from fedshift.data.preparation import Preparation
+from fedshift.flower.site.local_data import load_local
+from fedshift.utils.errors import FedshiftError, UsageError
+
+RATE, LENGTH = 50, 100
+
+
+def draw(key):
+    """Two leads of one recording in millivolts, II before V1, ``[L, C]``."""
+    return np.random.default_rng(key).normal(size=(LENGTH, 2)).round(3)
+
+
+def write_wfdb(folder, stem, values, *, names=("II", "V1"), units=("mV", "mV"), rate=RATE):
+    wfdb = pytest.importorskip("wfdb")
+    folder.mkdir(parents=True, exist_ok=True)
+    wfdb.wrsamp(
+        stem, fs=rate, units=list(units), sig_name=list(names), p_signal=values, fmt=["32", "32"],
+        write_dir=str(folder),
+    )  # fmt: skip
+
+
+def write_edf(folder, stem, values, *, names=("v1", " ii"), unit="uV", rates=(RATE, RATE)):
+    """Write V1 before II, in microvolts."""
+    edfio = pytest.importorskip("edfio")
+    folder.mkdir(parents=True, exist_ok=True)
+    signals = [
+        edfio.EdfSignal(1000 * np.repeat(x, rate // RATE), rate, label=name, physical_dimension=unit)
+        for x, name, rate in zip(values.T[::-1], names, rates, strict=True)
+    ]
+    edfio.Edf(signals).write(folder / f"{stem}.edf")
+
+
+@pytest.fixture
+def root(tmp_path):
+    for client, write in (("north", write_wfdb), ("south", write_edf)):
+        for number in range(8):
+            write(tmp_path / "ecg" / client / ("af", "sinus")[number % 2], f"sub-{number // 2}_{number}", draw(number))
+    return tmp_path / "ecg"
+
+
+def test_leads_are_matched_by_name_and_voltages_in_one_unit(root):
+    data = read_folder(root).check()
+    assert data.class_names == ("af", "sinus")
+    assert "leads in this order: ii, v1; 50 Hz, 100 samples, in mV" in data.notices
+    assert not any("left out" in notice for notice in data.notices)  # the files with values
+    for client in data.clients:
+        assert client.train.shape == (2, LENGTH)
+        assert not set(client.train.group.tolist()) & set(client.test.group.tolist())
+        for row, x, y in zip(client.train.rows.tolist(), client.train.inputs(slice(None)), client.train.y, strict=True):
+            number = int(client.files[row].rpartition("_")[2].partition(".")[0])
+            np.testing.assert_allclose(x, draw(number).T, atol=2e-4)  # 16 bits of EDF
+            assert y == number % 2
+    kept = data.describe_client(data.clients[0]).preparation
+    assert Preparation.from_json(kept.to_json()) == kept
+    file = root / "south" / data.clients[1].files[0].partition("/")[2]
+    assert torch.equal(kept.store(str(file))[0][0], data.clients[1].train.store.read(torch.tensor([0]))[0])
+    again = read_folder(root / "north", schema=data.schema)
+    assert [client.name for client in again.clients] == ["north"]
+    other = replace(kept, decoding=replace(kept.decoding, leads=("i", "v1")))
+    with pytest.raises(UsageError, match="has the leads ii, v1 at 50 Hz, and ecg i, v1 at 50 Hz"):
+        read_folder(root / "north", schema=replace(data.schema, preparation=other))
+    with pytest.raises(UsageError, match="holds recordings, whose leads sites do not compare"):
+        load_local(str(root / "north"), None, DataSpec(), root.parent)
+
+
+def spoil(write, **changes):
+    return lambda place: write(place, "sub-0_0", changes.pop("values", draw(0)), **changes)
+
+
+def cut(place):
+    (place / "sub-0_0.dat").write_bytes(b"short")
+
+
+def move_values(place):
+    (place / "sub-0_0.dat").rename(place / "other.dat")
+
+
+def two_rates(place):
+    (place / "sub-0_0.hea").unlink()
+    write_edf(place, "sub-0_0", draw(0), rates=(RATE, 2 * RATE))
+
+
+REFUSED = {
+    "another rate": (spoil(write_wfdb, rate=40), r"has 40 Hz and .* 50: resample all to one rate"),
+    "another length": (spoil(write_wfdb, values=draw(0)[:60]), "has 60 samples and .* 100: cut all to one length"),
+    "another lead": (spoil(write_wfdb, names=("II", "V2")), r"has the lead 'v[12]', and .* does not \(it has ii, v"),
+    "another unit": (spoil(write_wfdb, units=("mmHg", "mV")), r"the lead 'ii' is in mmhg in .* and in mv in"),
+    "two of a name": (spoil(write_wfdb, names=("II", "ii")), "has two leads called 'ii'"),
+    "values elsewhere": (move_values, r"has its values in sub-0_0\.dat, which is not a file in its folder"),
+    "two rates": (two_rates, r"has leads of several rates \(50, 100 Hz\)"),
+    "no recording": (lambda place: (place / "sub-0_0.hea").write_text("hello"), "is not a WFDB record that can be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_recordings_that_differ_or_are_damaged_are_refused_by_file(root, fault):
+    change, message = REFUSED[fault]
+    change(root / "north" / "af")
+    with pytest.raises(UsageError, match=message) as refused:
+        read_folder(root)
+    assert "sub-0_0" in str(refused.value)
+
+
+def test_gaps_and_values_that_are_cut_off_are_refused_when_they_are_read(root):
+    values = draw(0)
+    values[3:5, 1] = np.nan
+    write_wfdb(root / "north" / "af", "sub-0_0", values)
+    with pytest.raises(Unreadable, match="has 2 values that are missing or infinite: cut gaps out"):
+        decode_signal(root / "north" / "af" / "sub-0_0.hea", ("ii", "v1"))
+    cut(root / "north" / "af")
+    data = read_folder(root)
+    with pytest.raises(FedshiftError, match=r"sub-0_0\.hea is not a WFDB record that can be read"):
+        data.clients[0].train.store.read(torch.arange(8))
+
+
+def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
+    for client in "ab":
+        (tmp_path / client / "af").mkdir(parents=True)
+        (tmp_path / client / "af" / "1.hea").write_text("1 1 50 100\n1.dat 16 200 16 0 0 0 0 II\n")
+    monkeypatch.setitem(sys.modules, "wfdb", None)
+    with pytest.raises(
+        UsageError, match=r"1\.hea needs the package wfdb to be read: pip install 'fedshift\[signals\]'"
+    ):
+        read_folder(tmp_path)
+    with pytest.raises(UsageError, match="needs the package wfdb"):
+        read_signal_header(tmp_path / "a" / "af" / "1.hea")
