@@ -54,7 +54,7 @@ _Z = 1.959964
 _DOUBT = " Samples of so few numbers can be equal by chance: check whether they are copies."
 
 FAULTS: Mapping[str, tuple[Severity, str]] = {
-    "left-out": ("error", "Convert them to PNG, repair or remove them: no result includes files that are skipped."),
+    "left-out": ("error", "Repair, convert or remove them: no result includes files that are skipped."),
     "empty": ("error", "Give every client samples in each split, or leave the client out."),
     "label-range": ("error", "Correct them, or give the number of classes (--classes)."),
     "not-finite": ("error", "Fill them in from the client's own training data, or remove them."),

@@ -69,7 +69,8 @@ def describe_grids(data: Federation) -> Table | None:
     headers = list_headers(data)
     if not headers:
         return None
-    table = Table(box=None, title="medical images, as stored: axes; columns x rows x slices", title_justify="left")
+    title = "medical images as stored, columns x rows x slices"
+    table = Table(box=None, title=title, title_justify="left", min_width=len(title))
     table.add_column("client", overflow="fold")
     for title in ("images", "axes", "voxels (mm)", "size"):
         table.add_column(title, justify="right" if title == "images" else "left")

@@ -142,6 +142,12 @@ def test_a_client_has_a_folder_for_each_case_and_masks_on_any_axes(tmp_path):
         file.rename(file.with_name(("IM0001", "1.2.840.17", "slice.ima")[number]))
     shutil.copy(client / "images" / "case.1" / "IM0001", client / "images" / "case.1" / "DICOMDIR")
     assert read_folder(tmp_path / "scans").fingerprint == data_of_all.fingerprint
+    damaged = client / "images" / "case.1" / "IM0001"
+    kept = damaged.read_bytes()
+    damaged.write_bytes(b"no DICOM")
+    (other,) = read_folder(tmp_path / "scans", on_unreadable="skip").clients
+    assert len(other.train.group) == len(other.train)  # patients of the files that are left are still known
+    damaged.write_bytes(kept)
     save_nifti(client / "masks" / "case.1.nii.gz", mask, SAGITTAL)
     with pytest.raises(UsageError, match=r"case\.1\.nii\.gz has .* but its image .*case\.1 "):
         read_folder(tmp_path / "scans")

@@ -33,7 +33,7 @@ UNREAD = frozenset({".avif", ".dcm", ".heic", ".heif", ".jfif", ".jp2", ".tga", 
 CLASSES, MASKS, VOLUMES = KINDS = ("classes", "masks", "volumes")
 """Kinds of directories: folders of classes, images with masks, and medical images with masks."""
 
-_IGNORED = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
+_IGNORED = frozenset({"thumbs.db", "desktop.ini", "__macosx", "dicomdir"})
 _DEEPEST = 4  # levels below DIR to search for images: client, part, class, and one level too deep
 
 Rows = NDArray[np.int64]

@@ -119,7 +119,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     known = [
         make_part(
             name, [image for image, _ in own], torch.zeros(len(own), dtype=torch.uint8), places[name], reading,
-            [headers[image.path].patient if image.path in headers else "" for image, _ in own],
+            [headers[image.path].patient if image.path in headers else image.path for image, _ in own],
         )
         for name, own in pairs.items()
     ]  # fmt: skip
