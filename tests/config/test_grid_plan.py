@@ -91,6 +91,7 @@ def test_sites_write_counts_apart_that_give_the_plan_of_all_of_them(cli, tmp_pat
         (lambda kept: kept["sites"]["a"]["spacings"][0].update(nan=1), "do not add up"),
         (lambda kept: kept["sites"]["a"].update(extents=[]), "lengths that are not|other axes"),
         (lambda kept: kept.update({"fedshift plan": 2}), "has format 2"),
+        (lambda kept: kept["sites"].update({"\x1b[2J": kept["sites"]["a"]}), "names of sites that cannot be shown"),
     ],
 )
 def test_other_files_are_no_plans(tmp_path, change, message):

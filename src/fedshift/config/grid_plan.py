@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +127,10 @@ def _sort(counts: Counts) -> Counts:
 
 def find_percentile(counts: Counts, share: float) -> float:
     """Return the percentile of lengths by their number, interpolated linearly as by ``numpy.percentile``."""
-    lengths = sorted(Counter(counts).elements())
-    place = (len(lengths) - 1) * share
-    low, high = lengths[math.floor(place)], lengths[math.ceil(place)]
+    lengths = sorted(counts)
+    ends = list(accumulate(counts[length] for length in lengths))
+    place = (ends[-1] - 1) * share
+    low, high = (lengths[bisect_right(ends, number)] for number in (math.floor(place), math.ceil(place)))
     return low + (high - low) * (place - math.floor(place))
 
 
@@ -204,6 +207,8 @@ def read_plan(path: Path) -> tuple[dict[str, str | None], dict[str, Fingerprint]
             raise ValueError(f"format {found['fedshift plan']}")
         settings = {name: found[name] for name in ("spacing", "patch")}
         sites = {str(name): Fingerprint.read(site) for name, site in found["sites"].items()}
+        if not all(map(str.isprintable, sites)):
+            raise ValueError("names of sites that cannot be shown")
         if not sites or not isinstance(settings["patch"], str) or not isinstance(settings["spacing"], str | None):
             raise ValueError("no sites, or other settings")
     except OSError as error:
