@@ -126,6 +126,27 @@ def test_a_client_of_a_stack_does_not_keep_the_stack_in_memory():
 
 
 @pytest.mark.slow
+def test_rows_of_all_clients_stay_one_array_that_a_later_round_releases():
+    names = NAMES[:4]
+
+    def rows(of, value):
+        stack_KN = torch.full((len(of), 30), value)
+        pairs = zip(of, stack_KN, strict=True)
+        return {name: ClientState(personal={"w": row}, memory=({}, {}), steps=1) for name, row in pairs}
+
+    def place(state):
+        return state.personal["w"].untyped_storage().data_ptr()
+
+    for limit, whole in ((2**20, True), (300, False)):
+        kept = store(limit, names)
+        clients, some = rows(names, 1.0), rows(names[:2], 2.0)
+        kept.put(clients)
+        assert (place(kept[names[1]]) == place(clients[names[1]])) == whole
+        kept.put(some)
+        assert place(kept[names[0]]) != place(some[names[0]])
+        assert [float(kept[name].personal["w"].sum()) for name in names] == [60.0, 60.0, 30.0, 30.0]
+
+
 def test_memory_is_bounded_and_the_least_recently_used_go_first(tmp_path):
     clients, alive = store(limit=5 * SIZE), {}
     for number, name in enumerate(NAMES):

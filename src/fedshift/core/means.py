@@ -59,7 +59,9 @@ class StreamingMean:
             self.add({name: entry[0] for name, entry in state.items()}, sum(weights))
             return
         self._flush()
-        self._begin({name: entry[0].clone() for name, entry in state.items()})
+        if not self._sums:  # only the first of float64 entries is kept
+            ones = {name: entry[0] for name, entry in state.items()}
+            self._begin({name: one.clone() if one.dtype == torch.float64 else one for name, one in ones.items()})
         self._total += sum(weights)
         weights_K = torch.tensor(weights, dtype=torch.float64).to(next(iter(self._sums.values())).device)
         for name, total in self._sums.items():

@@ -9,7 +9,7 @@ import inspect
 import pickle
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -77,8 +77,8 @@ class SGD(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        if not (self.weight_decay or self.momentum) and _may_join(params):
-            torch._foreach_sub_([*params.values()], [grads[name] for name in params], alpha=lr)
+        if may_join(params.values()):
+            self._join_(params, grads, state, lr)
             return
         for name, param in params.items():
             grad = grads[name]
@@ -88,6 +88,18 @@ class SGD(Optimizer):
                 velocity = state[f"momentum/{name}"].mul_(self.momentum).add_(grad)
                 grad = grad.add(velocity, alpha=self.momentum) if self.nesterov else velocity
             param.sub_(grad, alpha=lr)
+
+    def _join_(self, params: State, grads: State, state: State, lr: float) -> None:
+        """Take the step of :meth:`update_` in one operation for all parameters each, with the same bits."""
+        now, slopes = [*params.values()], [grads[name] for name in params]
+        if self.weight_decay:
+            slopes = torch._foreach_add(slopes, now, alpha=self.weight_decay)
+        if self.momentum:
+            velocities = [state[f"momentum/{name}"] for name in params]
+            torch._foreach_mul_(velocities, self.momentum)
+            torch._foreach_add_(velocities, slopes)
+            slopes = torch._foreach_add(slopes, velocities, alpha=self.momentum) if self.nesterov else velocities
+        torch._foreach_sub_(now, slopes, alpha=lr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +125,9 @@ class AdamW(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
+        if may_join(params.values()):
+            self._join_(params, grads, state, lr)
+            return
         means, squares = entries_under("mean", state), entries_under("square", state)
         for name, param in params.items():
             grad, count = grads[name], state[f"count/{name}"].add_(1)
@@ -122,15 +137,35 @@ class AdamW(Optimizer):
             param.mul_(1 - lr * self.weight_decay)
             param.sub_(mean / ((square / correction2).sqrt() + self.eps) * (lr / correction1))
 
+    def _join_(self, params: State, grads: State, state: State, lr: float) -> None:
+        """Take the step of :meth:`update_` in one operation for all parameters each, with the same bits."""
+        now, slopes = [*params.values()], [grads[name] for name in params]
+        means, squares, counts = ([state[f"{kind}/{name}"] for name in params] for kind in ("mean", "square", "count"))
+        torch._foreach_add_(counts, 1)
+        corrections = [
+            torch._foreach_add(torch._foreach_neg(torch._foreach_pow(beta, counts)), 1)
+            for beta in (self.beta1, self.beta2)
+        ]
+        for averages, beta, terms in (
+            (means, self.beta1, slopes),
+            (squares, self.beta2, torch._foreach_mul(slopes, slopes)),
+        ):
+            torch._foreach_mul_(averages, beta)
+            torch._foreach_add_(averages, terms, alpha=1 - beta)
+        torch._foreach_mul_(now, 1 - lr * self.weight_decay)
+        roots = torch._foreach_sqrt(torch._foreach_div(squares, corrections[1]))
+        torch._foreach_add_(roots, self.eps)
+        rates = torch._foreach_mul(torch._foreach_reciprocal(corrections[0]), lr)
+        torch._foreach_sub_(now, torch._foreach_mul(torch._foreach_div(means, roots), rates))
 
-def _may_join(params: State) -> bool:
-    """Return whether one operation may update all ``params``: on a device where each call costs more than its memory.
+
+def may_join(tensors: Iterable[Tensor]) -> bool:
+    """Return whether one operation may change all ``tensors``: on a device where each call costs more than its memory.
 
     On a CPU, joined operations take as long. ``torch.vmap`` has no rule for them.
     """
-    return any(not each.is_cpu for each in params.values()) and not any(
-        torch._C._functorch.is_batchedtensor(each) for each in params.values()
-    )
+    each = list(tensors)
+    return any(not one.is_cpu for one in each) and not any(map(torch._C._functorch.is_batchedtensor, each))
 
 
 NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}

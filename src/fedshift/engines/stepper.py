@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..core.optimizer import SGD
+from ..core.optimizer import SGD, may_join
 from ..core.plan import Plan
 from ..core.states import LocalTrainingState
 from ..core.step import combine_samples, compute_objective, list_active, list_updates, transform_gradients, update_
@@ -251,13 +251,16 @@ def _compute_lanes(
 
 def _subtract_(params: State, grads: Gradients, lr: float, held: Held) -> None:
     """Take a step of plain SGD in place of ``params``, or add it to the deferred updates ``held``."""
+    plain = {n: grad for n, grad in grads.items() if n not in held and not isinstance(grad, Factors)}
+    if joined := may_join(plain.values()):
+        torch._foreach_sub_([params[name] for name in plain], [*plain.values()], alpha=lr)
     for name, grad in grads.items():
         if name in held:
             slope_KBO, x_KBI = grad
             held[name].add_(slope_KBO, x_KBI, lr)
         elif isinstance(grad, Factors):
             params[name].baddbmm_(*grad, alpha=-lr)
-        else:
+        elif not joined:
             params[name].sub_(grad, alpha=lr)
 
 

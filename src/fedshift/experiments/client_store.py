@@ -12,7 +12,7 @@ with many clients.
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -95,6 +95,7 @@ class ClientStore(Mapping[str, ClientState]):
 
     def put(self, clients: Mapping[str, ClientState]) -> None:
         """Store ``clients`` after a round."""
+        whole = self._find_whole(clients)
         for name, client in clients.items():
             number = self._number[name]
             for place in (self._unsaved, self._cached):
@@ -102,9 +103,25 @@ class ClientStore(Mapping[str, ClientState]):
                     self.held -= _state_bytes(before)
             self._steps[number], self._place[number] = client.steps, 0
             if any((client.personal, client.optimizer, *client.memory)):
-                self._unsaved[number] = _compact_state(client)
+                self._unsaved[number] = _compact_state(client, whole)
                 self.held += _state_bytes(self._unsaved[number])
         self._shrink()
+
+    def _find_whole(self, clients: Mapping[str, ClientState]) -> frozenset[int]:
+        """Return the arrays, by address, whose parts are entries of ``clients`` and may stay what they are.
+
+        All clients must be given, and fit into memory: their arrays are then released together.
+        """
+        if len(clients) < len(self.names) or sum(map(_state_bytes, clients.values())) > self._limit:
+            return frozenset()
+        used, sizes = Counter[int](), dict[int, int]()
+        for client in clients.values():
+            for state in (client.personal, client.optimizer, *client.memory):
+                for tensor in state.values():
+                    storage = tensor.untyped_storage()
+                    used[storage.data_ptr()] += tensor.nbytes
+                    sizes[storage.data_ptr()] = storage.nbytes()
+        return frozenset(address for address, size in sizes.items() if used[address] == size)
 
     def save(self, folder: Path, round: int) -> tuple[State, dict[str, int]]:
         """Write the states that changed since the last call as a segment in ``folder``, if any did.
@@ -252,19 +269,24 @@ def _state_bytes(client: ClientState) -> int:
     return sum(map(nbytes, (client.personal, client.optimizer, *client.memory)))
 
 
-def _compact_state(client: ClientState) -> ClientState:
-    """Return ``client`` with a copy of each entry that is part of a larger array, as with the stacked engine."""
+def _compact_state(client: ClientState, whole: frozenset[int]) -> ClientState:
+    """Return ``client`` with a copy of each entry that is part of a larger array, except of the arrays ``whole``.
+
+    Such are entries from the stacked engine, which would keep those of other clients in memory.
+    """
 
     def own(state: State) -> State:
-        return {
-            name: x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x
-            for name, x in state.items()
-        }
+        return {name: x.clone() if _is_part(x, whole) else x for name, x in state.items()}
 
     return ClientState(
         personal=own(client.personal), optimizer=own(client.optimizer), memory=tuple(map(own, client.memory)),
         steps=client.steps,
     )  # fmt: skip
+
+
+def _is_part(tensor: torch.Tensor, whole: frozenset[int]) -> bool:
+    storage = tensor.untyped_storage()
+    return storage.nbytes() > tensor.nbytes and storage.data_ptr() not in whole
 
 
 def _damaged_error(path: Path, what: str) -> FedshiftError:
