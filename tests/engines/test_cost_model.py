@@ -56,7 +56,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cost_model, "SPAN", 0)
     monkeypatch.setattr(cost_model, "make_products", lambda *_: {kind: ((kind, False), (kind, True)) for kind in KINDS})
-    monkeypatch.setattr(cost_model, "_time", made)
+    monkeypatch.setattr(cost_model, "_time_processor", made)
     monkeypatch.setattr(linear, "is_available", lambda: True)
     monkeypatch.setattr(linear, "multiply_by_onednn", round_once)
     time_products.cache_clear()
@@ -83,8 +83,23 @@ def test_the_faster_library_forms_each_product_and_torchs_own_where_they_are_clo
 def test_work_beside_it_that_slows_single_products_does_not_decide(clock, monkeypatch, gain, chosen):
     clock.usual = dict.fromkeys(KINDS, gain)
     monkeypatch.setattr(cost_model, "PAIRS", 20)
-    monkeypatch.setattr(cost_model, "_time", lambda work: clock(work) * (20 if clock.timed % 5 == 0 else 1))
+    slow = [20, 3, 1, 7, 2]  # four of five runs are slowed, each by another factor
+    monkeypatch.setattr(cost_model, "_time_processor", lambda work: clock(work) * slow[clock.timed % 5])
     assert list_products(plan().module) == {"1": chosen}
+
+
+def test_timing_goes_on_until_the_shortest_time_has_come_twice_or_the_time_is_up(clock, monkeypatch):
+    monkeypatch.setattr(cost_model, "_time_processor", lambda work: clock(work) * 1.5**-clock.timed)
+    monkeypatch.setattr(cost_model, "LONGEST", 0)
+    plan()
+    least = clock.timed
+    assert least == 2 * len(KINDS) * (PAIRS + 1)
+    monkeypatch.setattr(cost_model, "LONGEST", 60)
+    clock.timed = 0
+    alone = 2 * len(KINDS)
+    monkeypatch.setattr(cost_model, "_time_processor", lambda work: clock(work) * max(1, 20 - clock.timed // alone))
+    plan(batch_size=8)
+    assert clock.timed == alone * 21  # the shortest comes in the 20th turn
 
 
 def test_a_shape_is_timed_once_and_remembered(clock):
@@ -112,15 +127,15 @@ def test_without_a_cache_a_process_decides_once(clock, monkeypatch, tmp_path):
 def test_the_choice_does_not_depend_on_threads(clock):
     clock.usual = dict.fromkeys(KINDS, 2.0)
     seen, before = [], torch.get_num_threads()
-    time_one = cost_model._time
-    cost_model._time = lambda work: seen.append(torch.get_num_threads()) or time_one(work)
+    time_one = cost_model._time_processor
+    cost_model._time_processor = lambda work: seen.append(torch.get_num_threads()) or time_one(work)
     torch.set_num_threads(2)
     try:
         plan()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-        cost_model._time = time_one
+        cost_model._time_processor = time_one
     assert set(seen) == {1}
 
 

@@ -91,7 +91,8 @@ class SGD(Optimizer):
 
     def _join_(self, params: State, grads: State, state: State, lr: float) -> None:
         """Take the step of :meth:`update_` in one operation for all parameters each, with the same bits."""
-        now, slopes = [*params.values()], [grads[name] for name in params]
+        now = [*params.values()]
+        slopes: list[Tensor] | tuple[Tensor, ...] = [grads[name] for name in params]
         if self.weight_decay:
             slopes = torch._foreach_add(slopes, now, alpha=self.weight_decay)
         if self.momentum:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from math import ceil
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import flop_counter
 
 from ..core.plan import Plan, forward
-from ..nn.linear import ALONE, FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
+from ..nn.linear import FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
 from ..utils.allocator import keep_freed_memory
 from ..utils.files import cached_measurement
 from ..utils.profiling import wait_for_device
@@ -27,8 +27,10 @@ FASTER = 1.1
 """Minimum speedup for choosing another library over torch's default; smaller ones are within noise."""
 LARGEST, HEAVIEST = 2**23, 2**18
 """Maximum number of multiplications and of weights in a timed layer; larger layers are scaled down."""
-PAIRS, SPAN = 5, 0.03
-"""Minimum number of timed pairs of each product, and minimum duration of timing in seconds."""
+PAIRS, SPAN, LONGEST = 5, 0.03, 0.5
+"""Minimum number of timed pairs of each product, and minimum and maximum duration of timing in seconds."""
+AGAIN = 1.05
+"""Maximum ratio of the second shortest time of a product to the shortest, for the shortest to count as undisturbed."""
 FULL = 64
 """Batch size for which libraries are chosen if a batch is the client's whole data."""
 
@@ -154,22 +156,40 @@ def _reduce_shape(rows: int, inputs: int, outputs: int) -> tuple[int, int, int]:
 def time_products(shape: tuple[int, int, int]) -> Mapping[str, float]:
     """Return the speedup of oneDNN over torch's default library for each product of a layer (cached).
 
-    ``shape``: rows, inputs and outputs. Timed on one thread, because timings on several depend on other load. Libraries
-    and products alternate, so that a disturbance affects few of the pairs whose median is returned.
+    ``shape``: rows, inputs and outputs. Timed on one thread, because timings on several depend on other load, by the
+    processor's time and the shortest of alternating runs, which other programs disturb least. Timing goes on until the
+    shortest time of each product has come twice. Every result is cached, since worker processes must choose the same.
     """
 
     def measure() -> dict[str, float]:
         with limit_threads(1), torch.no_grad(), keep_freed_memory():
             works = make_products(*shape)
-            gains: dict[str, list[float]] = {kind: [] for kind in works}
+            took: dict[str, tuple[list[float], ...]] = {kind: ([], []) for kind in works}
             began = time.perf_counter()
-            while len(gains[ALONE[0]]) <= PAIRS or time.perf_counter() - began < SPAN:
-                for kind, (usual, other) in works.items():
-                    gains[kind].append(_time(usual) / _time(other))
-        return {kind: median(each[1:]) for kind, each in gains.items()}  # the first are warm-up runs
+            while not _is_settled([times for pair in took.values() for times in pair], time.perf_counter() - began):
+                for kind, pair in works.items():
+                    for work, times in zip(pair, took[kind], strict=True):
+                        times.append(_time_processor(work))
+        return {kind: min(usual) / min(other) for kind, (usual, other) in took.items()}
 
     facts = torch.__version__, torch.backends.cpu.get_cpu_capability(), shape
     return cached_measurement("products.json", facts, measure)
+
+
+def _is_settled(timings: Sequence[Sequence[float]], seconds: float) -> bool:
+    """Return whether ``timings`` of each work are enough after these ``seconds`` of timing."""
+    if len(timings[0]) <= PAIRS or seconds < SPAN:
+        return False
+    shortest = (sorted(times)[:2] for times in timings)
+    return seconds >= LONGEST or all(second <= AGAIN * first for first, second in shortest)
+
+
+def _time_processor(work: Callable[[], object]) -> float:
+    """Return the seconds of processor time of this thread for ``work``; of a clock where that is too coarse."""
+    clock = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
+    began = clock()
+    work()
+    return clock() - began
 
 
 def _time(work: Callable[[], object]) -> float:
