@@ -244,7 +244,7 @@ def test_words_stand_side_by_side_unconnected(course):
     ).axes[0]
     assert drawn(axes)[0] == ([0, 1], pytest.approx([10, 20]))
     assert axes.lines[0].get_linestyle() == "None"
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["iid(clients=10)", "dirichlet(clien…"]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["iid(clients=10)", "dirichle…nts=10)"]
 
 
 def test_error_bars_are_one_deviation_over_seeds(course):

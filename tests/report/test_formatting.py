@@ -267,3 +267,11 @@ def test_a_table_that_is_too_wide_is_turned_or_cut():
             assert len(lines) == len(block.rows) + 1
     assert fit_width(table, 200) == [table]
     assert fit_width(replace(table, corner=""), 80) == [replace(table, corner="")]
+    names = [f"fedbn+fedprox(mu=0.{number})+tuned(lr=0.03)" for number in range(3)]
+    table = make_table(
+        ("method", "interval", "new"), [(name, *["\N{MINUS SIGN}60.00 to +60.00"] * 2) for name in names]
+    )
+    console = Console(file=(written := StringIO()), width=60)
+    console.print(to_terminal(*fit_width(table, 60)))
+    first = [line[:20].strip() for line in written.getvalue().splitlines()[3:] if line.strip()]
+    assert first[:3] == ["fedbn+", "fedprox(mu=0.0)+", "tuned(lr=0.03)"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 import numpy as np
@@ -222,7 +223,7 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
         return
     baseline, level = table["baseline"].iloc[0], f"{100 * table['level'].iloc[0]:g}%"
     unit = difference_unit(summary.metric, numbers=summary.of_numbers).name
-    label = f"macro {summary.metric_name} above {shorten(baseline, 20)} ({unit})"
+    label = fill(f"macro {summary.metric_name} above {shorten(baseline, 30)} ({unit})", 44, break_on_hyphens=False)
     figure, axes = make_panel("Difference to the baseline", label, "", 1.0 + 0.24 * len(table))
     styles = make_styles(summary.methods)
     for row, (method, gap) in enumerate(table.iterrows()):

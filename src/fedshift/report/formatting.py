@@ -43,6 +43,8 @@ PADDING = 3
 """Spaces and lines around a column of a terminal table."""
 NARROW = 60
 """Characters in a line of the note below a narrower terminal table."""
+NAME = 32
+"""Width of a column of names that a terminal table never breaks."""
 FEW = 5
 """Maximum number of methods in the columns of a LaTeX table, by default, and of columns in normal size."""
 _MEAN_AND_STD = re.compile(r"(\d[\d.]*) \((\d[\d.]*)\)")
@@ -243,6 +245,12 @@ def transpose(table: TextTable) -> TextTable:
     return replace(table, header=(table.corner, *names), rows=tuple(rows), rule=0, corner=table.header[0])
 
 
+def turn_if_wide(table: TextTable, width: int) -> TextTable:
+    """Return ``table``, with columns as rows if its lines then take ``width`` characters, and not otherwise."""
+    blocks = fit_width(table, width) if table.corner else [table]
+    return blocks[0] if len(blocks) == 1 else table
+
+
 def rename(table: TextTable, names: Mapping[str, str]) -> TextTable:
     """Return ``table`` with other names of columns and rows, where ``names`` has some."""
     rows = ((replace(row[0], text=names.get(row[0].text, row[0].text)), *row[1:]) for row in table.rows)
@@ -252,10 +260,13 @@ def rename(table: TextTable, names: Mapping[str, str]) -> TextTable:
 def fit_width(table: TextTable, width: int) -> list[TextTable]:
     """Return ``table``, transposed or as several tables of some columns each, so that lines take ``width`` characters.
 
-    A table whose columns may not become rows is returned unchanged.
+    A table whose columns may not become rows stays one; names of rows and columns then break after each ``+``.
     """
-    if not table.corner or _measure_width(table) <= width:
+    if _measure_width(table) <= width:
         return [table]
+    if not table.corner:
+        broken = {name: name.replace("+", "+\n") for name in (*table.header, *(row[0].text for row in table.rows))}
+        return [rename(table, broken)]
     turned = transpose(table)
     if _measure_width(turned) <= width:
         return [turned]
@@ -265,7 +276,7 @@ def fit_width(table: TextTable, width: int) -> list[TextTable]:
 
 def _measure_columns(table: TextTable) -> list[int]:
     cells = zip(table.header, *([cell.text for cell in row] for row in table.rows), strict=True)
-    return [max(map(len, column)) + PADDING for column in cells]
+    return [max(map(len, "\n".join(column).splitlines()), default=0) + PADDING for column in cells]
 
 
 def _measure_width(table: TextTable) -> int:
@@ -359,11 +370,12 @@ def to_terminal(table: TextTable) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    inside = _measure_width(table) >= NARROW
+    inside, first = _measure_width(table) >= NARROW, next(iter(_measure_columns(table)), 0)
     note = Text(table.note) if table.note and inside else None
     grid = Table(box=box.SIMPLE_HEAD, caption=note, caption_justify="left", caption_style="")
     for number, name in enumerate(table.header):
-        grid.add_column(Text(name), justify="right" if number else "left", overflow="fold")
+        whole = number == 0 and first <= NAME
+        grid.add_column(Text(name), justify="right" if number else "left", overflow="fold", no_wrap=whole)
     for number, row in enumerate(table.rows, start=1):
         texts = [Text(cell.text, style="bold" if cell.best else "") for cell in row]
         grid.add_row(*texts, end_section=number == table.rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from functools import cache
+from functools import cache, partial
 from io import BytesIO
 from typing import Any
 
@@ -17,19 +17,22 @@ from matplotlib.image import imsave
 from ..utils.version import __version__
 from ..utils.words import is_information
 from .figures import FigurePanel, to_svg
-from .formatting import to_latex, to_markdown
+from .formatting import to_latex, to_markdown, turn_if_wide
 from .style import GRID, INK, PAPER, MethodStyle, figure_settings, remove_legend
 
 MAX_SIDE = 96  # pixels of one sample's longer side
 MOST_POINTS = 400
 """Maximum number of values in a figure that respond to the pointer."""
+WIDTH = 120
+"""Characters in a line of a table, beyond which its columns become rows if it is then narrower."""
 _GAP = 2
 
 
 def render_template(name: str, /, **values: Any) -> str:
     """Return the HTML of template ``name`` of the packages ``report`` and ``reproduce``; all values are escaped."""
     template = _make_environment().get_template(name)
-    made = {"latex": to_latex, "markdown": to_markdown, "embed": embed_panel, "draw": draw_legend_entry}
+    made: dict[str, Any] = {"latex": to_latex, "markdown": to_markdown, "embed": embed_panel, "draw": draw_legend_entry}
+    made["narrow"] = partial(turn_if_wide, width=WIDTH)
     return template.render(version=__version__, **made, **values)
 
 

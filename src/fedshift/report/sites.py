@@ -237,7 +237,7 @@ def _write_table(own: Sequence[ClientDifference], unit: Unit, *, late: bool) -> 
         note += " Without results of single samples, which sites keep, the methods' errors count as independent."
     if reasons := {f"{each.client}: {each.reason}" for each in own if each.reason}:
         note += f" No interval: {join_some(sorted(reasons), '; ')}."
-    return make_table(("client", units, reference, *methods), rows, note=note)
+    return replace(make_table(("client", units, reference, *methods), rows, note=note), corner="method")
 
 
 def _format_margin(difference: ClientDifference, unit: Unit) -> str:

@@ -157,9 +157,9 @@ def label_rows(axes: Axes, names: Sequence[str], length: int, margin: float = 0.
 
 
 def shorten(text: str, length: int) -> str:
-    """Return ``text`` on one line, cut to ``length`` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= length else text[: length - 1] + "…"
+    """Return ``text`` on one line, of at most ``length`` characters: its beginning and its end, which may differ."""
+    text, tail = " ".join(text.split()), (length - 1) // 2
+    return text if len(text) <= length else f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def plot_band(axes: Axes, style: MethodStyle, values: pd.DataFrame) -> None:
