@@ -65,11 +65,11 @@ def describe(data: Federation) -> Table:
 
 
 def describe_grids(data: Federation) -> Table | None:
-    """Tabulate the axes, voxels and sizes of each client's medical images, as their files have them; None: no such."""
+    """Tabulate the axes, voxels and sizes of each client's medical images, without resampling; None: no such."""
     headers = list_headers(data)
     if not headers:
         return None
-    title = "medical images as stored, columns x rows x slices"
+    title = "medical images: axes as stored; columns x rows x slices as read"
     table = Table(box=None, title=title, title_justify="left", min_width=len(title))
     table.add_column("client", overflow="fold")
     for title in ("images", "axes", "voxels (mm)", "size"):
