@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...tasks import CLASSIFICATION, Classification
 from ...utils.errors import Ref, UsageError
-from ...utils.words import join_some
+from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
 from ..files import image_store
 from ..files import images as folders
@@ -79,7 +79,8 @@ class Images:
     def notices(self) -> list[str]:
         """Remarks on the images' sizes."""
         width, height = self.size
-        return [f"images of several sizes are resized to {width} x {height} pixels"] if self.resized else []
+        said = Information(f"images of several sizes are resized to {width} x {height} pixels")
+        return [said] if self.resized else []
 
 
 def can_read(source: object) -> bool:

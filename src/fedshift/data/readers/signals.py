@@ -14,7 +14,7 @@ import torch
 
 from ...tasks import CLASSIFICATION, Classification
 from ...utils.errors import UsageError
-from ...utils.words import join_some
+from ...utils.words import Information, join_some
 from ..files import images as folders
 from ..files.image_store import read_all
 from ..files.read_options import ReadOptions
@@ -68,7 +68,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         if (lost := {file.path: broken[file.path] for file in own if file.path in broken})
     ]
     unit = "mV" if set(first.units) == {"mv"} else "the files' units"
-    told = (
+    told = Information(
         f"leads in this order: {join_some(how.leads, shown=16)}; {first.rate:g} Hz, {first.length} samples, in {unit}"
     )
     return Scan(
