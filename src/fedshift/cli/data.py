@@ -94,6 +94,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     Unreadable images are skipped and listed. The exit code is 1 if something must be corrected before training, unless
     --on-data-error allows training to continue.
     """
+    from ..data.federation import LAZY
     from ..data.sources import apply_splits, load_federation, load_source
     from ..diagnosis.overview import describe, describe_grids, render_quality
     from ..diagnosis.quality import examine
@@ -110,7 +111,8 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
         except UsageError as error:
             refusal = f"Training would refuse these data: {error.render(as_flag)}."
     told = {finding.text.removesuffix(".").lower() for finding in found.findings}
-    notices = tuple(each for each in made.notices if each.partition(";")[0].lower() not in told)
+    told.add(LAZY.lower())  # about this command
+    notices = tuple(each for each in made.notices if {each.lower(), each.partition(";")[0].lower()}.isdisjoint(told))
     grids = describe_grids(made)
     print_parts(console, [describe(made), *([grids] if grids else []), *_explain_inputs(made)])
     print_parts(console, [*format_notices(replace(made, notices=notices)), *render_quality(found)])
