@@ -1,4 +1,4 @@
-"""What ``benchmarks/peers.py`` measures: one federated work done by fedshift, the plain loop, pfl, fedlab and flwr.
+"""What ``benchmarks/peers.py`` measures: one federated work done by fedshift, the plain loop and other libraries.
 
 Each function does ``options.rounds`` rounds in the way its library documents and returns the seconds of each round and
 the final model's state. Libraries are imported where they are used: a process measures one and may lack the others.
@@ -198,6 +198,43 @@ def fedlab(options: Options) -> Outcome:
     marks = [time.perf_counter()]
     Timed(handler, trainer).main()
     return between(marks), handler.model.state_dict()
+
+
+def fedjax(options: Options) -> Outcome:
+    import jax
+
+    if not hasattr(jax, "tree_map"):
+        print("NOTE: jax lacks tree_map, which fedjax calls; jax.tree.map stands in for it", file=sys.stderr)
+        jax.tree_map = jax.tree.map
+    from fedjax import ClientDataset, ShuffleRepeatBatchHParams, optimizers
+    from fedjax.algorithms.fed_avg import federated_averaging
+
+    start = network().state_dict()
+    names = list(start)
+    layers = list(zip(names[::2], names[1::2], strict=True))
+
+    def loss(params: Any, batch: Any, _: Any) -> Any:
+        x = batch["x"]
+        for weight, bias in layers:
+            x = x @ params[weight].T + params[bias]
+            x = x if (weight, bias) == layers[-1] else jax.nn.relu(x)
+        return -jax.numpy.take_along_axis(jax.nn.log_softmax(x), batch["y"][:, None], 1).mean()
+
+    batches = ShuffleRepeatBatchHParams(batch_size=BATCH, num_epochs=1)
+    method = federated_averaging(jax.grad(loss), optimizers.sgd(LR), optimizers.sgd(1.0), batches)
+    keys = jax.random.split(jax.random.PRNGKey(0), CLIENTS)
+    clients = [
+        (f"{i}".encode(), ClientDataset({"x": x.numpy(), "y": y.numpy()}), keys[i]) for i, (x, y) in enumerate(data())
+    ]
+    state = method.init({name: jax.numpy.asarray(tensor.numpy()) for name, tensor in start.items()})
+
+    def take() -> None:
+        nonlocal state
+        state, _ = method.apply(state, clients)
+        jax.block_until_ready(state.params)
+
+    seconds = timed(take, options.rounds)
+    return seconds, {name: torch.tensor(state.params[name].tolist()) for name in names}
 
 
 def flwr_train(message: Any, context: Any, ready: bool) -> Any:

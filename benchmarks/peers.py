@@ -1,13 +1,14 @@
-"""Seconds a round of fedshift, of the plain loop, and of the simulations of pfl, fedlab and flwr on the same work.
+"""Seconds a round of fedshift, of the plain loop, and of the simulations of other libraries on the same work.
 
 The work: 10 clients x 60 steps, batches of 50 of each client's 3,000 random samples, the network 2FNN (784-200-200-10),
 SGD with a learning rate of 0.1, FedAvg, nothing evaluated. All begin with the same weights and hold the same float32
 arrays in memory. ``loss`` is the final model's on all samples and shows that they did the same work; those that shuffle
-(fedshift, and flwr with its data loader) differ a little in it from those that do not.
+(fedshift, fedjax, and flwr with its data loader) differ a little in it from those that do not.
 
 * fedshift: ``Trial.advance`` with the engine of ``--engine``; plain: ``benchmarks/plain.py``.
 * pfl: ``SimulatedBackend`` and ``FederatedAveraging`` on tensors, of which pfl slices batches.
 * fedlab: ``SGDSerialClientTrainer``, ``SyncServerHandler``, ``StandalonePipeline``; a ``DataLoader`` for each client.
+* fedjax: ``federated_averaging`` with ``jax.jit`` for each client's step, on the processor.
 * flwr: ``run_simulation`` on Ray, an actor for each core, one thread an actor; a ``DataLoader`` for each client.
 * fedlab-ready, flwr-ready: the same on batches sliced beforehand, as the plain loop has them.
 
@@ -18,7 +19,7 @@ times over, so that what else the machine does hits all. Startup and the first r
 Run ``python benchmarks/peers.py``: about five minutes, and at first two more to make a virtual environment
 (``--venv``) with this project and the peers from PyPI, in which all of them run; delete it to make it anew. Nothing
 else uses the network. Standard output has a line of JSON for the environment and one for each run: what was measured,
-or the error of a peer that cannot be installed, imported or run.
+or the error of a peer that cannot be installed, imported or run. Blazefl 2 needs Python 3.12, and 3 needs 3.14.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"pfl": "pfl[pytorch]", "fedlab": "fedlab", "flwr": "flwr[simulation]"}
-RUNS = ("fedshift", "plain", "pfl", "fedlab", "fedlab-ready", "flwr", "flwr-ready")
-SHOWN = ("torch", "numpy", "fedshift", *PACKAGES, "torchvision", "ray")
+PACKAGES = {"pfl": "pfl[pytorch]", "fedlab": "fedlab", "fedjax": "fedjax", "flwr": "flwr[simulation]"}
+RUNS = ("fedshift", "plain", "pfl", "fedlab", "fedlab-ready", "fedjax", "flwr", "flwr-ready")
+SHOWN = ("torch", "numpy", "fedshift", *PACKAGES, "jax", "torchvision", "ray")
 ALIKE = {
     "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0",
     "CUDA_VISIBLE_DEVICES": "",
