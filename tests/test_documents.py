@@ -373,7 +373,7 @@ def list_stated_numbers():
         ("docs/performance.md", f"batches of up to {deferred.FEW} samples"),
         ("docs/performance.md", f"Linear layers (float32, from {linear.LEAST:,} weights)"),
         ("docs/performance.md", f"at least {cost_model.FASTER} times as fast"),
-        ("docs/performance.md", f"in {cost_model.SPAN} s for each layer shape"),
+        ("docs/performance.md", f"in {cost_model.SPAN} to {cost_model.LONGEST} s for each layer shape"),
         (
             "docs/performance.md",
             f"(from {deferral.LEAST:,} weights) are kept as factors of a product for {deferred.ROWS} samples",
