@@ -113,8 +113,11 @@ class Ranking:
 
     @property
     def complete(self) -> pd.DataFrame:
-        """:attr:`federations` with the methods that have all of them."""
-        return self.federations.dropna(axis=1)
+        """The largest part of :attr:`federations` without gaps: those with the most methods x their common methods."""
+        table = self.federations
+        order = table.notna().sum(axis=1).sort_values(ascending=False, kind="stable").index
+        parts = (table[table.index.isin(order[:count])].dropna(axis=1) for count in range(1, len(table) + 1))
+        return max(parts, key=lambda part: (part.size, len(part)))
 
 
 def average(clients: pd.DataFrame) -> pd.DataFrame:
@@ -220,9 +223,9 @@ def describe_ranks(ranking: Ranking) -> str:
     p = friedmanchisquare(*(table[name] for name in table)).pvalue
     far = [name for name, rank in ranks.items() if rank - ranks.iloc[0] >= least]
     return (
-        f"{table.shape[1]} methods have all {len(table)} federations. Friedman's test of equal ranks: p = {p:.2g}. The "
-        f"critical difference of mean ranks is {least:.1f}. {ranks.index[0]} has the best mean rank; behind it by more "
-        f"than this: {', '.join(far) or 'none'}."
+        f"{table.shape[1]} methods have all of {len(table)} federations. Friedman's test of equal ranks: p = {p:.2g}. "
+        f"The critical difference of mean ranks is {least:.1f}. {ranks.index[0]} has the best mean rank; behind it by "
+        f"more than this: {', '.join(far) or 'none'}."
     )
 
 
