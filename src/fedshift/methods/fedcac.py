@@ -67,20 +67,25 @@ class CriticalMix(Aggregation):
 
     def _select(self, before: Tensor, after: Tensor) -> Tensor:
         """Return which weights of a tensor are critical, bool in its shape."""
-        change = (after - before).double().cpu()
-        moved = change.abs() > ROUNDING * torch.finfo(after.dtype).eps * before.abs().max().cpu()
-        matters = (change * after.double().cpu()).abs() * moved
+        change = (after - before).double()
+        moved = change.abs() > ROUNDING * torch.finfo(after.dtype).eps * before.abs().max()
+        matters = (change * after.double()).abs() * moved
         count = int(self.tau * matters.numel())
-        least = float(matters.flatten().topk(count).values[-1]) if count else torch.inf
-        return (matters >= least) & (matters > 0)
+        if not count:
+            return torch.zeros_like(moved)
+        return (matters >= matters.flatten().topk(count).values[-1]) & (matters > 0)
 
     def _choose(self, masks: Mapping[str, State], present: Sequence[str], number: int) -> dict[str, set[str]]:
         """Return, for every client, those of the round ``number`` with which it shares critical weights."""
         flat = {client: torch.cat([mask.flatten() for mask in own.values()]) for client, own in masks.items()}
+        pairs = [(one, other) for one in flat for other in present if one != other]
+        counts = [*((flat[one] ^ flat[other]).sum() for one, other in pairs), *(own.sum() for own in flat.values())]
+        numbers = torch.stack(counts).tolist()  # one copy from the device
+        sizes = dict(zip(flat, numbers[len(pairs) :], strict=True))
         overlaps = {
-            (one, other): 1 - float((flat[one] ^ flat[other]).sum()) / max(2 * float(flat[one].sum()), 1.0)
-            for one in flat for other in present if one != other
-        }  # fmt: skip
+            (one, other): 1 - differing / max(2 * sizes[one], 1)
+            for (one, other), differing in zip(pairs, numbers, strict=False)
+        }
         mean, largest = sum(overlaps.values()) / max(len(overlaps), 1), max(overlaps.values(), default=0.0)
         threshold = mean + number / self.beta * (largest - mean)
         return {one: {other for other in present if one == other or overlaps[one, other] >= threshold} for one in flat}
@@ -88,6 +93,8 @@ class CriticalMix(Aggregation):
 
 def _weigh(masks: State, mean_N: Tensor, chosen_N: Tensor) -> State:
     """Return the weights of the uploads, float64 ``[N, *shape]``: ``chosen_N`` where a weight is critical."""
+    device = next(iter(masks.values())).device
+    mean_N, chosen_N = mean_N.to(device), chosen_N.to(device)
     return {
         name: torch.where(mask, chosen_N.reshape(-1, *[1] * mask.ndim), mean_N.reshape(-1, *[1] * mask.ndim))
         for name, mask in masks.items()
