@@ -51,7 +51,7 @@ def check(found: dict[str, Any], chunks: int) -> None:
 
 
 def test_a_method_trains_as_on_the_cpu_with_no_copy_in_a_step() -> None:
-    (found,) = run(["silobn+scaffold"], "stacked", "static")
+    (found,) = run(["scaffold"], "stacked", "static")
     check(found, chunks=1)
 
 
