@@ -107,6 +107,7 @@ def test_every_engine_repeats_pooled_training_bit_for_bit(trial, course, method,
     assert is_equal(again.to_tensors()[0], course(method, engine)[2].tensors)
 
 
+@pytest.mark.sampled(20)
 def test_training_moves_the_model(course, method):
     running = course(method)
     initial, moved = running.plan.initial, running[1].states["a"]
