@@ -11,6 +11,7 @@ import fedshift
 from fedshift.analysis.sampling import difference_variance
 from fedshift.core.loss import LOSSES, Cox
 from fedshift.report.paired_samples import sample_values
+from fedshift.report.survival import list_survival_tables
 from fedshift.results.schema import compute_metric, rows_to_frame
 from fedshift.tasks import Survival
 from fedshift.utils.errors import UsageError
@@ -180,6 +181,17 @@ def test_a_linear_model_of_tables_learns_to_rank_patients(clinics, tmp_path):
     assert (table.loc[["north", "south"]].xs("mean", axis=1, level=1) > 0.65).all(axis=None)
     page = run.report().read_text(encoding="utf-8")
     assert "concordance index" in page
+
+
+def test_a_client_with_too_few_patients_for_thirds_is_named(clinics, tmp_path):
+    for file in clinics.glob("*.csv"):
+        rows = pd.read_csv(file)
+        (rows.head(10) if file.stem == "north" else rows).to_csv(tmp_path / file.name, index=False)
+    run = fedshift.compare(
+        "fedavg", data=tmp_path, target="days, died", task="survival", model="linear", rounds=1, seeds=1,
+    )  # fmt: skip
+    (table,) = list_survival_tables(run.summary)
+    assert table.text.note.endswith("Without north: no records, or fewer than 3 patients.")
 
 
 def test_a_column_too_many_is_refused_with_what_to_give(clinics):

@@ -48,7 +48,7 @@ GROUP_COLUMN = re.compile(r"(patient|subject|person|case|lesion|participant)([ _
 """Names of columns that seem to identify groups."""
 
 COPIED = "Keep one file of each: a case that counts twice makes results look surer than they are."
-"""How to correct cases with masks that are in several files."""
+"""Correction of cases with masks that are in several files."""
 
 _Z = 1.959964
 _DOUBT = " Samples of so few numbers can be equal by chance: check whether they are copies."

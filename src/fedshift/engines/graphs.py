@@ -64,7 +64,7 @@ class CudaReplay(Replay):
 
 
 REPLAYS: dict[str, type[Replay]] = {"cuda": CudaReplay}
-"""How steps are replayed, by type of device. Steps on other devices are not replayed."""
+"""Ways to replay steps, by type of device. Steps on other devices are not replayed."""
 
 
 class StaticSteps:

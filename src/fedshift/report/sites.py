@@ -82,7 +82,7 @@ class ClientDifference:
 
     @property
     def excluded(self) -> bool:
-        """Whether a loss above the margin is excluded; False without a margin or an interval."""
+        """Return whether a loss above the margin is excluded; False without a margin or an interval."""
         benefit = -self.gap if self.lower else self.gap
         return not self.reason and benefit.excludes_below(-self.margin)
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..analysis.clinical import SurvivalCurve, estimate_survival
 from ..results.run_directory import to_file_name
 from ..results.schema import RunSummary
+from ..utils.words import join_some
 from .formatting import MISSING, make_table
 from .progress import remembered
 from .report import ReportTable, detail_table
@@ -48,7 +49,7 @@ def divide_patients(summary: RunSummary, method: str, model: str = "personal") -
         known = [each for each in held if each is not None and "risk" in each]
         if not known or len(known) < len(cases) or summary.same_test.get(client, client) != client:
             continue
-        if any(not np.array_equal(each["time"], known[0]["time"]) for each in known):
+        if any(not np.array_equal(each[name], known[0][name]) for each in known for name in ("time", "event")):
             continue
         rank_N = np.mean([_rank(each["risk"]) for each in known], axis=0)
         parts.append(
@@ -118,7 +119,10 @@ def list_survival_tables(summary: RunSummary) -> list[ReportTable]:
             rows.append((name, f"{len(part):,}", f"{int(part['event'].sum()):,}", *cells))
         header = ("test patients", "number", "events", *(f"at {at:g}" for at in times))
         caption = f"{method}: percent of test patients without an event, by predicted risk, and [number still observed]"
-        text, file = make_table(header, rows, note=NOTE), f"survival-{to_file_name(method)}"
+        held = set(patients["client"])
+        lost = [name for name in map(str, summary.clients) if summary.same_test.get(name, name) not in held]
+        note = f"{NOTE} Without {join_some(lost)}: no records, or fewer than {len(THIRDS)} patients." if lost else NOTE
+        text, file = make_table(header, rows, note=note), f"survival-{to_file_name(method)}"
         tables.append(detail_table(file, caption, tabulate_survival(summary, method), text))
     return tables
 
