@@ -1,7 +1,9 @@
 """What holds for every reader: how it is found, its options, its clients, and drawn test samples."""
 
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pandas as pd
@@ -118,16 +120,22 @@ def make_source(kind, folder):
     return folder, {}
 
 
-@pytest.fixture(params=READERS)
+@pytest.fixture(params=READERS, scope="module")
 def kind(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def made(kind, tmp_path_factory):
+    return make_source(kind, tmp_path_factory.mktemp(kind))
+
+
 @pytest.fixture
-def source(kind, tmp_path, monkeypatch):
+def source(made, tmp_path, monkeypatch):
+    """A source of its own for each test, since some add to it, and its options."""
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "own").mkdir()
-    return make_source(kind, tmp_path / "own")
+    given, options = made
+    return (copytree(given, tmp_path / "own") if isinstance(given, Path) else deepcopy(given)), options
 
 
 def values(split):
