@@ -60,10 +60,10 @@ ARRAYS = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of a sampled test as slow, but for as many as its mark says, evenly spread over all of them."""
+    """Mark cases of a sampled test as slow, so that as many as its mark says stay fast, evenly spread."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
+        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("slow") is None:
             cases.setdefault((item.path, item.originalname), []).append(item)
     for each in cases.values():
         count = each[0].get_closest_marker("sampled").args[0]

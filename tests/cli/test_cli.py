@@ -64,7 +64,7 @@ def test_a_run_prints_tables_and_leaves_a_report(cli, vector_only, tiny_folder, 
         assert (tmp_path / "results" / name).stat().st_size > 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["compare", "sweep"])
 def test_a_quiet_run_prints_its_directory_and_its_tables_alone(cli, undrawn, monkeypatch, tiny_folder, command):
     monkeypatch.setattr("fedshift.report.sweep_report.sweep_figures", lambda _: {})

@@ -46,9 +46,8 @@ def run(project, cli, monkeypatch):
     return project / "out"
 
 
-@pytest.mark.parametrize(
-    "moved", [pytest.param(False, id="as it was", marks=pytest.mark.slow), pytest.param(True, id="moved together")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moved", [False, True], ids=["as it was", "moved together"])
 def test_a_run_goes_on_from_any_directory(cli, project, run, moved, monkeypatch, tmp_path):
     if moved:
         project.rename(tmp_path / "moved")

@@ -79,6 +79,7 @@ def test_data_without_fault_are_said_to_have_none(tiny):
     assert printed(*render_quality(examine(enough))).strip() == "Found nothing in 45 samples of 1 client."
 
 
+@pytest.mark.slow
 def test_pictures_of_images_are_written_and_show_training_images_by_class(tiny, tmp_path, drawn, unchanged):
     paths = draw_overview(replace(tiny, class_names=("top", "mid", "low")), tmp_path / "new" / "show")
     assert [path.name for path in paths] == [*FILES["samples"], *FILES["classes"]]

@@ -49,6 +49,7 @@ def test_initial_values_fade_as_torchs_own_layer_forgets_them(tiny):
     assert (remaining_part(plan, 0), remaining_part(plan, 1)) == (1, 0)
 
 
+@pytest.mark.slow
 def test_models_are_measured_again_as_torch_estimates_and_averages_their_statistics(tiny, tmp_path):
     result = fedshift.compare("fedavg,fedbn,silobn,gn", data=tiny, model=conv, out=tmp_path / "run", **HOW)
     plain, again = result.table(), result.table(moment="reestimated")

@@ -61,6 +61,7 @@ def test_a_display_counts_the_rounds_of_a_stopped_trial_as_done(make, tmp_path):
     assert {number for runs in display.macros.values() for number, _ in runs.values()} == {6}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("select", ["last", "best"])
 def test_a_stopped_trial_resumes_as_if_it_had_never_been_interrupted(make, tmp_path, assert_same, select, Listener):
     experiment = make(methods=STILL, patience=2, select=select, **WATCHED)

@@ -364,6 +364,7 @@ def test_best_is_the_first_round_of_the_best_validation_accuracy_and_its_model_i
     assert find_reported_rounds(read_summary(tmp_path / "last")).tolist() == [12] * 2
 
 
+@pytest.mark.slow
 def test_a_round_that_measured_fewer_clients_is_never_the_best(make, tmp_path):
     for seed in range(4):
         make(rounds=6, validation=0.3, participation=1, select="best", seeds=[seed], lr=0.0).run(tmp_path / str(seed))

@@ -198,6 +198,7 @@ def test_selections_that_are_told_apart_by_identity_stay_what_they_are():
     buffer.close()
 
 
+@pytest.mark.slow
 def test_stopped_and_interrupted_trials_go_on_bit_for_bit(make, tmp_path, assert_same, Listener):
     def interrupt(done):
         raise KeyboardInterrupt

@@ -40,6 +40,7 @@ def whole(tmp_path_factory):
     return fedshift.compare(", ".join(TYPED), data=data, out=out, **HOW)
 
 
+@pytest.mark.slow
 def test_every_method_of_the_catalog_is_shown_as_it_was_typed(whole):
     summary = whole.summary
     assert list(summary.methods) == list(dict.fromkeys(summary.rows["method"])) == TYPED
@@ -64,6 +65,7 @@ def test_tables_sentences_and_the_page_call_methods_as_they_were_typed(tiny, tmp
         assert "fedavg()" in shown
 
 
+@pytest.mark.slow
 def test_every_method_of_the_catalog_is_found_by_label_name_and_text(whole):
     for run in (whole.summary, whole.experiment):
         methods = run.methods.items() if isinstance(run.methods, dict) else [(m.label, m) for m in run.methods]

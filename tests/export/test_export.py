@@ -96,7 +96,7 @@ def test_a_fresh_process_gives_the_logged_accuracy_by_torch_alone_and_by_load(bo
     assert right(one_by_one, "bob") == recorded(kept, "fedbn", "bob")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("method", "client"), [("fedwon", "cid"), ("ditto", "ann"), ("ditto", None)])
 def test_every_kind_of_model_gives_the_recorded_counts(method, client, experiment, kept, tmp_path):
     report = export_run(experiment, kept, tmp_path / "model", method=method, client=client, seed=1, onnx=False)

@@ -73,7 +73,7 @@ def test_several_methods_and_seeds_are_compared(tmp_path, machine):
     }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "changes"),
     [("fedbn", {}), ("scaffold", {"steps": 5, "batch_size": 5}), ("fedadam+fedbn+fedmmb(batches=1)", {})],

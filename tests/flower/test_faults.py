@@ -194,7 +194,7 @@ UPLOADS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", UPLOADS)
 def test_an_upload_that_cannot_be_is_refused_by_name_and_moves_nothing(fault, served, without):
     made, why = UPLOADS[fault]
@@ -224,6 +224,7 @@ POISON = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", POISON)
 def test_an_update_many_times_as_long_as_the_others_is_left_out_by_name(fault, served):
     method, record, change = POISON[fault]
@@ -420,7 +421,7 @@ MEASURED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", MEASURED)
 def test_measurements_that_cannot_be_are_left_out_by_name(fault, served):
     wrong, why = MEASURED[fault]

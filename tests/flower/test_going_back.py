@@ -130,6 +130,7 @@ def flip(path):
     path.write_bytes(content)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["a bit of the checkpoint", "records of a copy made while a round ended", "a state"])
 def test_what_is_damaged_is_named_and_the_run_goes_on_from_the_round_before(what, tmp_path, machine):
     spec, served = spec_for(rounds=4, **OWN), tmp_path / "served"

@@ -120,6 +120,7 @@ def test_a_site_that_measures_nothing_of_what_was_asked_is_refused(rows, served)
     assert re.fullmatch(r".*: it measured nothing on its \w+ samples", told)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "value"), [
     pytest.param(name, value, marks=() if value % 3 == number else pytest.mark.slow)
     for number, name in enumerate(("classes", "samples", "task")) for value in range(len(EVIL))

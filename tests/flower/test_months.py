@@ -46,6 +46,7 @@ def test_a_site_that_was_away_for_rounds_goes_on_where_it_was(tmp_path, machine,
     same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "error",
     [

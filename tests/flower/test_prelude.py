@@ -97,6 +97,7 @@ def test_asking_again_reveals_nothing_more(served):
     assert len({line["digest"] for line in lines}) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -285,6 +285,7 @@ print("all is done", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dies", "code", "said"), [
     pytest.param(False, 0, "all is done", marks=pytest.mark.slow), (True, 1, "a process at work was killed (signal 9)"),
 ])  # fmt: skip

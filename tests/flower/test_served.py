@@ -11,6 +11,7 @@ import fedshift
 from tests.flower.sites import Heard, SiteGrid, coordinator, in_process, sites_of, spec_for
 
 
+@pytest.mark.slow
 def test_the_server_model_of_a_run_across_machines_is_that_of_one_process(cli, tmp_path, machine):
     spec = spec_for("fedavg", rounds=1)
     assert coordinator(spec, SiteGrid(sites_of(spec, tmp_path)), tmp_path / "served", Heard()).run()

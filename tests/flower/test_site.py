@@ -224,6 +224,7 @@ FORGED = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FORGED)
 def test_a_question_that_the_coordinator_did_not_sign_is_refused_before_anything_is_done(name, asked, keys):
     site = asked.site(checked=Verifier(keys / "tls" / "ca.crt", "localhost"))

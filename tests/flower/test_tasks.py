@@ -67,6 +67,7 @@ def sites_in(place, folder):
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("task", "method", "patch"),
     [(None, "fedbn", "3,2"), ("multilabel", "fedavg", None), (SCALED, "fedprox", None)],
@@ -123,6 +124,7 @@ def test_sites_whose_tasks_differ_are_refused_by_name(other, said):
         admit()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change",
     [

@@ -39,6 +39,7 @@ def read_sorted(directory):
     return read_summary(directory).rows.sort_values(PLACE, ignore_index=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "unseen"),
     [

@@ -34,6 +34,7 @@ from tests.laws.course import ROUNDS, client_tensors, make_trial, unequal
 BATCH_NORM = {"first", "downsample.1", "second"}
 
 
+@pytest.mark.sampled(1)
 def test_fedprox_without_its_term_is_fedavg(trial, course, engine):
     proximal = trial(fedprox(mu=0.0), engine)
     for _ in range(2):
@@ -90,6 +91,7 @@ def test_single_mini_batches_of_equal_clients_are_one_centralized_step_on_the_un
         assert (smb.server.shared[name] - expected).abs().max() <= 1e-12
 
 
+@pytest.mark.sampled(45)
 def test_what_leaves_a_client_is_what_the_scope_sends(course, federated, engine):
     running = course(federated, engine)
     plan = running.plan
@@ -329,7 +331,7 @@ def test_a_rule_that_adds_a_network_leaves_the_servers_bits_alone(trial, other, 
     assert is_equal(alone.server.shared, both.server.shared)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
 def test_the_stacked_engine_decays_alike(trial, method, kind):

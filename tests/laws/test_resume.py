@@ -37,6 +37,7 @@ def through_disk(trial, fresh, folder):
     return fresh
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize(
     ("engine", "stop"),
     [
@@ -76,6 +77,7 @@ def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, cours
     assert is_equal(poor.to_tensors()[0], whole[ROUNDS].tensors)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -69,7 +69,7 @@ DATA = federation(clients(a=21, b=16, c=9)).check()
 NETWORKS = NetworksOfInputs(make_several, DATA.inputs)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("each", [each for each in METHODS if each.name not in REFUSED], ids=by_name)
 def test_every_method_trains_the_network_that_divides_rows_itself(each):
     one, other = (make_trial(each, model=model, data=DATA) for model in (NETWORKS, make_divided))

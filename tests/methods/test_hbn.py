@@ -222,6 +222,7 @@ def test_a_network_without_batch_norm_is_refused():
         apply_surgery(hbn(), nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_it_learns_digits_that_look_different_with_one_model():
     two = digits(size=8).select_clients(["pen", "photo"]).limit_samples(128)
     optimizer, work = SGD(lr=0.3), Work(batch_size=8, epochs=1)

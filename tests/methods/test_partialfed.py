@@ -182,6 +182,7 @@ def test_the_weights_gradients_are_those_of_plain_training():
         assert (rest[name] - buffer).abs().max() <= 1e-12
 
 
+@pytest.mark.slow
 def test_a_layer_is_drawn_as_often_as_its_logits_say():
     gates = Gates(1.0, 10.0, layers=(("w",), ("v",)))
     drawn = []

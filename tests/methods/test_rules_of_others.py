@@ -65,7 +65,7 @@ def test_what_cannot_go_together_is_refused_for_its_reason(pair):
         plain.trial(made(pair))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("engine", ["stacked", "pool", pytest.param("ray", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pair", RUNNING, ids="+".join)
 def test_every_engine_equals_the_loop(pair, engine):

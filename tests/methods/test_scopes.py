@@ -94,7 +94,7 @@ def plain(initial, rounds, local):
     return models, mean
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "local"), LOCAL, ids=[method.name for method, _ in LOCAL])
 def test_three_rounds_equal_a_plain_loop_that_keeps_these_entries(method, local):
     running = trial(method)

@@ -67,6 +67,7 @@ def shot(folder):
 # What a policy gives is what the run itself would have measured
 
 
+@pytest.mark.slow
 def test_the_models_are_those_of_a_run_with_the_client_as_newcomer_bit_for_bit(make, run, tiny_folder, tmp_path):
     spec, experiment = load_experiment(run)
     new = load_site(str(tiny_folder), spec, experiment.data.schema, "cid").client("cid")

@@ -80,6 +80,7 @@ def test_nor_do_those_on_few_methods_and_samples(methods, seeds):
     assert (smallest_p(hits, [20]) < 0.05).mean() <= 0.05
 
 
+@pytest.mark.slow
 def test_a_report_claims_exactly_where_its_smallest_p_does(make_counted, tmp_path, monkeypatch):
     """Of the simulated reports the nearest ones on both sides of the level, in all their sentences and tables."""
     sizes = CLIENTS["five of 20 to 100"]

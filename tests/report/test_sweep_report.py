@@ -51,6 +51,7 @@ def test_without_validation_data_a_heat_map_has_test_values(pairs):
     assert cells == [["1", "50.00", "55.00"], ["2", "90.00", "42.00"]]
 
 
+@pytest.mark.slow
 def test_of_errors_the_lowest_on_validation_data_is_chosen(pairs, tmp_path, undrawn):
     sweep = pairs()
     points = tuple(CurvePoint(point.keys, in_errors(point.summary)) for point in sweep.points)

@@ -142,7 +142,7 @@ def test_the_run_has_every_kind_of_file(finished):
     assert found - {".lock", ".owner"} == set(FILES)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FILES)
 def test_a_changed_byte_changes_no_result_in_silence(finished, assert_told, name):
     whole = finished.whole[name]

@@ -168,6 +168,7 @@ def clinics(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_linear_model_of_tables_learns_to_rank_patients(clinics, tmp_path):
     run = fedshift.compare(
         "single, fedavg", data=clinics, target="days, died", task="survival", model="linear", rounds=10, lr=0.1,

@@ -97,6 +97,7 @@ def test_covariances_are_what_was_asked_for():
     assert np.abs(targets).max() <= 1
 
 
+@pytest.mark.slow
 def test_the_study_is_its_seeds_alone(found):
     again, other = check_theory(TheorySettings(**SMALL)), check_theory(TheorySettings(**SMALL, seed=1))
     np.testing.assert_array_equal(again.limits.full, found.limits.full)
