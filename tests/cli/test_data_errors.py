@@ -15,7 +15,7 @@ from fedshift.diagnosis.quality import check_data, examine, find_errors
 from fedshift.utils.errors import UsageError
 from tests.conftest import ARRAYS
 
-SPELLED = "Classes have names that differ only in spaces and case: 'One' and 'one'."
+SPELLED = "Classes have names that differ only in spaces, case or codes of accents: 'One' and 'one'."
 LOST = "Client 'north': 1 image in a format that is not read, left out (.webp)."
 LINE = f"2 errors in the data: {LOST} {SPELLED} `fedshift data check` shows how to correct them; "
 WORDS = ("--rounds", 1, "--batches", 1, "--batch-size", 4)

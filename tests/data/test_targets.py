@@ -227,6 +227,7 @@ def test_more_classes_than_samples_are_meant_only_if_their_number_is_given(label
     [
         ((0, 255), "client 'ann', train data: masks hold only 0 and 255, and 255 means that a pixel is ignored"),
         ((0, 128), r"masks hold class 128, and only 2 of 0\.\.128 occur .*\(classes=129\)"),
+        (range(0, 256, 5), "'ann', train data: masks hold 255 and 50 values between 0 and 255, as after smoothing"),
         ((0, 1, 200), r"masks hold class 200, and only 3 of 0\.\.200 occur"),
     ],
 )
@@ -234,7 +235,7 @@ def test_masks_of_classes_that_do_not_occur_are_refused(values, said):
     masks = np.resize(np.array(values, np.uint8), IMAGES.shape)
     with pytest.raises(UsageError, match=said):
         federation({"ann": (IMAGES, masks, IMAGES, masks)})
-    assert federation({"ann": (IMAGES, masks, IMAGES, masks)}, classes=250).check().classes == 250
+    assert federation({"ann": (IMAGES, masks, IMAGES, masks)}, classes=255).check().classes == 255
 
 
 def test_one_client_that_writes_the_foreground_as_255_is_refused():

@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -22,6 +24,7 @@ from fedshift.data.samples import Samples
 from fedshift.diagnosis.faults import SampleLocation, find_duplicates
 from fedshift.diagnosis.quality import examine
 from fedshift.diagnosis.survey import survey_splits
+from fedshift.tasks import Survival
 
 X, Y, X_TEST, Y_TEST = range(4)
 
@@ -455,6 +458,41 @@ def test_classes_that_differ_in_capitals_alone_are_an_error(tiny):
     found = [finding for finding in examine(named).of("error") if finding.kind == "class-names"]
     assert ["'yes' and 'Yes '" in finding.text for finding in found] == [True]
     assert not examine(replace(tiny, class_names=("yes", "no", "maybe"))).of("error")
+
+
+@pytest.mark.parametrize("words", [("hündin", "hu\u0308ndin"), ("no  pain", "No pain")])
+def test_words_with_one_meaning_in_two_spellings_are_found(words, tiny, tmp_path):
+    assert "class-names" in found(replace(tiny, class_names=(*words, "other")))
+    for site, word in zip(("north", "south"), words, strict=True):
+        rows = pd.DataFrame({"a": range(20), "ward": np.resize([word, "x"], 20), "y": np.arange(20) % 2})
+        rows.to_csv(tmp_path / f"{site}.csv", index=False)
+    text = found(read_folder(tmp_path, target="y"))["category-names"].text
+    assert text.endswith(" in 'ward'.")
+    assert len(set(re.findall("'[^']+'", text))) == 3  # both spellings are told apart in print
+
+
+def test_a_patient_in_two_tables_is_found_though_each_site_scales_its_own(tmp_path):
+    draw = np.random.default_rng(0)
+    north, south = (
+        pd.DataFrame(draw.normal(mean, 1 + mean, (40, 40))).add_prefix("c").assign(y=np.arange(40) % 2)
+        for mean in (0, 5)
+    )
+    north.iloc[::3, 2] = np.nan  # filled by another median at each site
+    north.to_csv(tmp_path / "north.csv", index=False)
+    pd.concat([south, north[:10]]).to_csv(tmp_path / "south.csv", index=False)
+    kinds = found(read_folder(tmp_path, target="y"))
+    assert kinds["leakage"].severity == "error"
+    assert kinds["leakage"].samples + kinds["shared"].samples / 2 == 10
+
+
+def test_patients_of_one_age_are_no_copies_if_their_times_differ(tmp_path):
+    rows = pd.DataFrame({"age": np.arange(40) % 5, "days": np.arange(40) + 1, "died": np.arange(40) % 2})
+    for copies in (0, 10):
+        rows.loc[40 - copies :] = rows.loc[: copies - 1].to_numpy()
+        for start, site in enumerate(("north", "south")):
+            rows[start::2].to_csv(tmp_path / f"{site}.csv", index=False)
+        kinds = found(read_folder(tmp_path, target="days,died", task=Survival()))
+        assert sum(kinds[kind].samples for kind in ("leakage", "repeats") if kind in kinds) == copies
 
 
 def test_masks_without_foreground_are_noted_and_pixels_counted():

@@ -90,7 +90,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     scalings, decodings = loaded.normalizations or repeat(HALF), loaded.decodings or repeat(ARRAY)
     for part, side, store, scaling, group in zip(scan.parts, sides, loaded.stores, scalings, numbers, strict=False):
         clients[part.client] = clients.get(part.client, {}) | _take_splits(part, side, store, scaling, group)
-    _require_both(scan, sides, clients)
+    _require_both(scan, sides, clients, (*scan.faults, *loaded.faults))
     decoded = {part.client: (part.files, how) for part, how in zip(scan.parts, decodings, strict=False)}
     made = tuple(
         replace(ClientData.from_splits(name, splits, decoded[name][0]), decoding=decoded[name][1])
@@ -182,8 +182,10 @@ def _take_splits(
     return made
 
 
-def _require_both(scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise :class:`UsageError` naming a client without training or test samples, and the reason."""
+def _require_both(
+    scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[str, Any]], faults: Sequence[str]
+) -> None:
+    """Raise :class:`UsageError` naming a client without training or test samples, and the reason, as ``faults``."""
     for name, splits in clients.items():
         for split in ("train", "test"):
             if split not in splits:
@@ -197,8 +199,9 @@ def _require_both(scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[
                     fix = "its samples are all of one group"
                 else:
                     fix = "it has one sample of each class"
+                why = "".join(f"; {said}" for said in faults if said.startswith(f"client {name!r}"))
                 raise UsageError(
-                    f"client {name!r} has no sample for {split} among its {count}: {fix}, or leave it out ({{}})",
+                    f"client {name!r} has no sample for {split} among its {count}: {fix}, or leave it out ({{}}){why}",
                     Ref("domains"),
                 )
 

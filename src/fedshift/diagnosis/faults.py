@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,10 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
     "targets": ("error", "Correct the targets, or remove the samples."),
     "empty-mask": ("note", "No action is needed if there is nothing to segment; otherwise correct the masks."),
     "class-names": ("error", "Spell labels the same way everywhere: different spellings are different classes."),
+    "category-names": (
+        "warning",
+        "Spell categories the same way everywhere: different spellings are different features.",
+    ),
     "absent-class": ("note", "Give the number of classes if there are fewer (--classes)."),
     "unlearned-class": ("warning", "Add samples of these classes to training data, or remove them from the test data."),
     "untrained-class": ("warning", "Split each client's samples within each class, unless this is how they arise."),
@@ -355,14 +360,26 @@ def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterato
 
 
 def judge_names(data: Federation) -> Iterator[QualityFinding]:
-    """Find classes whose names differ only in white space at the ends and in case."""
+    """Find classes, and a column's categories, whose names differ only in white space, case and accents' codes."""
+    differ = "that differ only in spaces, case or codes of accents"
+    if twice := _find_alike(data.class_names):
+        yield _make_finding("class-names", f"Classes have names {differ}: {join_some(twice, '; ')}.")
+    alike = {column.name: pairs for column in data.columns if (pairs := _find_alike(column.categories or ()))}
+    if alike:
+        listed = (f"{join_some(pairs, '; ')} in {name!r}" for name, pairs in alike.items())
+        yield _make_finding("category-names", f"Categories have names {differ}: {join_some(listed, '; ')}.")
+
+
+def _find_alike(names: Sequence[str]) -> list[str]:
+    """Format the ``names`` that differ only in white space, case and accents' codes as ``'cat' and 'Cat'``."""
     alike: dict[str, list[str]] = {}
-    for name in data.class_names:
-        alike.setdefault(name.strip().casefold(), []).append(name)
-    twice = [" and ".join(map(repr, names)) for names in alike.values() if len(names) > 1]
-    if twice:
-        text = f"Classes have names that differ only in spaces and case: {join_some(twice, '; ')}."
-        yield _make_finding("class-names", text)
+    for name in names:
+        alike.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
+    twice = []
+    for several in alike.values():
+        shown = repr if len({unicodedata.normalize("NFC", name) for name in several}) == len(several) else ascii
+        twice += [" and ".join(map(shown, several))] if len(several) > 1 else []
+    return twice
 
 
 def judge_groups(data: Federation) -> Iterator[QualityFinding]:
@@ -463,8 +480,10 @@ def judge_test_sizes(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]
     yield from _list_places("small-test", what, small)
 
 
-def find_duplicates(parts: Sequence[SplitSurvey]) -> pd.DataFrame:
+def find_duplicates(parts: Sequence[SplitSurvey], *, targets: bool = False) -> pd.DataFrame:
     """Return the samples that occur more than once in ``parts``, without blank images.
+
+    ``targets``: samples are equal only if their targets are, too.
 
     Columns: ``part``, the number of the split; ``split``, its name; ``row``; ``label``; and ``group``, the number of
     the group of equal samples. Groups are ordered by their first member, members by split and row.
@@ -476,20 +495,25 @@ def find_duplicates(parts: Sequence[SplitSurvey]) -> pd.DataFrame:
         ).drop(part.blank)
         for number, part in enumerate(parts)
     )
-    digest = ["digest 0", "digest 1"]
+    digest = ["digest 0", "digest 1", *["label"] * targets]
     copies = samples[samples.duplicated(digest, keep=False)]
-    copies = copies.assign(group=copies.groupby(digest, sort=False).ngroup()).drop(columns=digest)
+    copies = copies.assign(group=copies.groupby(digest, sort=False).ngroup()).drop(columns=digest[:2])
     return copies.sort_values("group", kind="stable", ignore_index=True)
 
 
 def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find equal samples that distort results; numeric targets of equal samples may differ."""
+    """Find equal samples that distort results; numeric targets of equal samples may differ.
+
+    Samples of few numbers with other numeric targets, such as two patients of one age, are no copies.
+    """
     holders: defaultdict[tuple[str, int | bytes], list[SplitSurvey]] = defaultdict(list)
     for number, part in enumerate(surveys):
         separate = part.split == "train" or not len(part.labels)
         holders[part.split, number if separate else part.content].append(part)
     parts = [held[0] for held in holders.values()]
-    copies = find_duplicates(parts).reset_index()
+    proof = min(math.prod(split.whole_shape) for split in data.named_splits().values()) >= MANY_NUMBERS
+    numeric = isinstance(data.task, Regression | Survival)
+    copies = find_duplicates(parts, targets=numeric and not proof).reset_index()
     part_of, row_of = copies["part"].to_numpy(), copies["row"].to_numpy()
 
     def differ(column: str, keys: list[str]) -> pd.DataFrame:
@@ -499,7 +523,6 @@ def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterat
     trained, validating, tested = (copies[copies["split"] == split] for split in ("train", "validation", "test"))
     learned = copies[copies["split"] != "test"]
     alike, in_part, in_split = ["group"], ["group", "part"], ["group", "split"]
-    proof = min(math.prod(split.whole_shape) for split in data.named_splits().values()) >= MANY_NUMBERS
     for kind, what, keys, suspects, others in (
         ("leakage", "Test samples are also in training or validation data", alike, tested, learned),
         ("leakage-validation", "Validation samples are also in training data", alike, validating, trained),
@@ -507,7 +530,7 @@ def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterat
         ("repeats", "Samples repeat an earlier one of the same split", in_part, copies, differ("row", in_part)),
         ("shared", "Several clients have the same samples", in_split, copies, differ("part", in_split)),
     ):
-        if kind == "conflict" and (isinstance(data.task, Regression | Survival) or list_headers(data)):
+        if kind == "conflict" and (numeric or list_headers(data)):
             continue  # masks of equal voxels differ where headers turn or resample them otherwise
         second = others.drop_duplicates(keys)
         found = suspects.merge(second[keys], on=keys)

@@ -1,7 +1,8 @@
 """Survey of a federation: statistics and digests of every sample, from one pass in chunks.
 
 A sample is identified by the BLAKE2b digest of its bytes (RFC 7693), 128 bits: the probability that two of a million
-different samples share a digest is below 1e-26. Means and variances of chunks are combined by equation 2.1 of Chan,
+different samples share a digest is below 1e-26. A row of a table is identified by its values before they are filled and
+scaled, which each client does by its own rows. Means and variances of chunks are combined by equation 2.1 of Chan,
 Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..data.federation import Federation
+from ..data.preparation import FeatureScaling
 from ..data.samples import Samples, digest_each
 from ..data.stores import LazyStore
 from ..utils.errors import FedshiftError
@@ -125,7 +127,9 @@ def _read_pieces(
 def _read_piece(split: Samples, start: int, count: int) -> tuple[NDArray[Any], NDArray[np.uint64]]:
     stored = split.read_case(start)[0] if split.patches else split.copy_rows(slice(start, start + count))
     x = np.ascontiguousarray(stored.cpu().numpy())
-    rows = split.all_rows[start : start + len(x)].tolist()
+    rows, scaling = split.all_rows[start : start + len(x)].tolist(), split.normalization
+    if isinstance(scaling, FeatureScaling) and len(scaling.digests) == len(split.store):
+        return x, scaling.digests[rows]
     known = [split.store.identify(row) for row in rows] if isinstance(split.store, LazyStore) else [b""]
     return x, np.frombuffer(b"".join(known), np.uint64).reshape(-1, 2) if all(known) else digest_each(x)
 

@@ -9,7 +9,7 @@ only one. Distances between surfaces (:mod:`fedshift.tasks.surfaces`) take time,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ SURFACE_METRICS = ("surface_distance", "hausdorff95")
 """Metrics that are counted with ``surface``."""
 MANY_CLASSES, SPARSE = 32, 4
 """Classes beyond the first number are refused if more than this many times as many would be counted as occur."""
+GRAY = 240
+"""Masks with 255 and more than :data:`MANY_CLASSES` values below it, up to at least this one, hold gray levels."""
 NAMED = 8
 """Maximum number of classes whose shares are reported."""
 
@@ -113,6 +115,7 @@ class Segmentation(Task):
         top = max(classes, default=0)
         where = next((place for place, count in counts.items() if count[top if top else IGNORED]), "masks")
         for place, count in counts.items():
+            refuse_gray_levels(place, count.nonzero()[:, 0].tolist())
             if top <= 1 and count.nonzero()[:, 0].tolist() == [0, IGNORED]:
                 raise UsageError(
                     f"{place}: masks hold only 0 and {IGNORED}, and {IGNORED} means that a pixel is ignored: write 1 "
@@ -200,6 +203,18 @@ class Segmentation(Task):
         if counts[IGNORED]:
             facts["ignored"] = f"{float(counts[IGNORED] / counts.sum()):.1%}"
         return facts
+
+
+def refuse_gray_levels(where: str, values: Collection[int]) -> None:
+    """Raise :class:`UsageError` if masks ``where`` hold ``values`` 0..255 that are no classes, as of smoothed edges."""
+    between = [value for value in values if 0 < value < IGNORED]
+    if IGNORED in values and len(between) > MANY_CLASSES and max(between) >= GRAY:
+        raise UsageError(
+            f"{where}: masks hold 255 and {len(between)} values between 0 and 255, as after smoothing: they would "
+            "all be classes; write one number for each class, such as 1 from 128 on, or give the number of "
+            "classes ({})",
+            Ref(classes=IGNORED),
+        )
 
 
 def find_empty_masks(y: Tensor) -> Tensor:

@@ -127,9 +127,9 @@ def test_a_client_of_broken_files_alone_is_refused(read, root):
         text(file)
     for _ in range(2):  # decoded, and from the cache
         assert refused(read).startswith("10 of 22 files")
-        assert "client 'gray' has no sample for train among its 10: none of them can be read" in refused(
-            read, on_unreadable="skip"
-        )
+        said = refused(read, on_unreadable="skip")
+        assert "client 'gray' has no sample for train among its 10: none of them can be read" in said
+        assert "(gray/cat/0.png: is not an image in format PNG" in said
     assert read(domains=("color",)).note == "12 images of 1 clients"
 
 

@@ -157,6 +157,27 @@ def test_two_values_of_which_one_is_no_class_are_refused(read, tmp_path):
     )
 
 
+def test_smoothed_masks_do_not_become_255_classes(read, root):
+    image, _ = draw("b", "", "w")
+    levels = np.resize(np.linspace(0, 255, 36, dtype=np.uint8), (HIGH, WIDE))  # 24 pixels a mask
+    save(root / "b", "w", image, levels)
+    save(root / "b", "x", image, levels.T.reshape(HIGH, WIDE) | 1)
+    save(root / "b", "v", image, np.full((HIGH, WIDE), 255, np.uint8))
+    save(root / "b", "u", image, np.arange(229, 229 + HIGH * WIDE, dtype=np.uint8).reshape(HIGH, WIDE))
+    assert "client 'b': masks hold 255 and " in refused(read)
+    assert read(classes=255).classes == 255
+
+
+def test_a_client_that_writes_the_foreground_in_two_ways_is_refused(read, tmp_path):
+    for stem, factor in zip("pqrst", (1, 255, 1, 1, 255), strict=True):
+        image, mask = draw("c", "", stem, 2)
+        save(tmp_path / "mixed" / "c", stem, image, factor * mask)
+    folder = tmp_path / "mixed"
+    said = refused(lambda: read(folder))
+    assert f"such as {folder}/c/masks/p.png, or 0 and 255, such as {folder}/c/masks/q.png" in said
+    assert read(folder, classes=2).classes == 2
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...tasks.segmentation import IGNORED
+from ...tasks.segmentation import IGNORED, refuse_gray_levels
 from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
 from ..patches import make_box
@@ -168,6 +168,9 @@ def number_classes(
             )
     top = max(values - {IGNORED}, default=0)
     if asked is None:
+        for name, own in found.items():
+            refuse_gray_levels(f"client {name!r}", own)
+            _refuse_two_ways(path, name, pairs[name], held[name])
         classes = sorted(values - {IGNORED})
         if (len(values) == 2 and classes[0] == 0 and top > 1) or len(classes) < (top + 1) / 2:
             alone = " alone" if len(values) == 2 else ""
@@ -178,17 +181,30 @@ def number_classes(
                 Ref(classes=top + 1),
             )
         return max(top + 1, 2), frozenset()
-    for name, own in held.items():
-        wrong = np.flatnonzero(own[:, asked:IGNORED].any(axis=1))
+    for name, each in held.items():
+        wrong = np.flatnonzero(each[:, asked:IGNORED].any(axis=1))
         if len(wrong):
-            value = asked + int(own[wrong[0], asked:].argmax())
+            value = asked + int(each[wrong[0], asked:].argmax())
             raise UsageError(
                 f"mask {path / pairs[name][wrong[0]][1].path} has the value {value}, but classes={asked} means "
-                f"0..{asked - 1} (and {IGNORED} for ignored pixels), as have {len(wrong)} of {len(own)} masks of "
+                f"0..{asked - 1} (and {IGNORED} for ignored pixels), as have {len(wrong)} of {len(each)} masks of "
                 f"client {name!r}: correct the masks, or give the number of classes ({{}})",
                 Ref("classes"),
             )
     return asked, frozenset()
+
+
+def _refuse_two_ways(path: Path, name: str, pairs: Sequence[Pair], held: NDArray[np.bool_]) -> None:
+    """Raise :class:`UsageError` if some masks of a client are 0 and 1, others 0 and 255, and none has all of these."""
+    one, white = held[:, 1], held[:, IGNORED]
+    if one.any() and white.any() and not (one & white).any() and not held[:, 2:IGNORED].any():
+        ones, whites = (path / pairs[int(rows.argmax())][1].path for rows in (one, white))
+        raise UsageError(
+            f"masks of client {name!r} hold 0 and 1, such as {ones}, or 0 and {IGNORED}, such as {whites}, and "
+            f"{IGNORED} means that a pixel is ignored: write 1 in place of {IGNORED} if it is the class 1, or give the "
+            "number of classes ({})",
+            Ref(classes=2),
+        )
 
 
 def to_classes(masks: NDArray[Any], *, white: bool, fields: NDArray[Any] | None = None) -> NDArray[Any]:

@@ -39,6 +39,7 @@ from ..files import table_schema as schema
 from ..files.read_options import Progress, ReadOptions
 from ..files.table_schema import ColumnContents, Floats, Ints, TableFile
 from ..preparation import FeatureScaling
+from ..samples import digest_each
 from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides
 
 TARGETS = ("target", "label", "y", "class", "outcome")
@@ -537,8 +538,9 @@ def _impute_and_scale(
                     Ref(ignore_columns=column.name),
                     Ref(missing="impute"),
                 )
+        digests = digest_each(part) if len(part) else np.empty((0, 2), np.uint64)
         imputed, without, scaling = schema.prepare_rows(part, train, columns, scaled=reading.scaling == "client")
-        scalings.append(scaling)
+        scalings.append(replace(scaling, digests=digests))
         filled += [f"{name} {imputed}"] if imputed else []
         for lacking in without:
             empty.setdefault(lacking, []).append(name)
