@@ -486,7 +486,7 @@ def test_a_patient_in_two_tables_is_found_though_each_site_scales_its_own(tmp_pa
 
 
 def test_patients_of_one_age_are_no_copies_if_their_times_differ(tmp_path):
-    rows = pd.DataFrame({"age": np.arange(40) % 5, "days": np.arange(40) + 1, "died": np.arange(40) % 2})
+    rows = pd.DataFrame({"age": np.arange(40) % 5, "days": np.arange(40) + 1, "died": np.arange(40) // 2 % 2})
     for copies in (0, 10):
         rows.loc[40 - copies :] = rows.loc[: copies - 1].to_numpy()
         for start, site in enumerate(("north", "south")):
