@@ -32,6 +32,7 @@ from fedshift.utils.errors import FedshiftError, UsageError
 from tests.conftest import ARRAYS, images
 
 
+@pytest.mark.slow
 def test_the_example_of_the_module_is_true():
     assert doctest.testmod(comparison).failed == 0
     assert len(doctest.DocTestFinder().find(comparison)[0].examples) >= 4

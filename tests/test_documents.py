@@ -60,7 +60,7 @@ def blocks(language):
     ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("code", blocks("python"))
 def test_every_python_block_runs(code, tmp_path, monkeypatch):
     """On every third of the digits, in few pixels, for two rounds."""

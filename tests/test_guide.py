@@ -110,6 +110,7 @@ def test_links_and_their_anchors_lead_somewhere(name):
                 assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", ["README", *PAGES])
 def test_commands_are_understood_and_their_methods_make_sense(name, monkeypatch):
     monkeypatch.setattr(app, "config", ())

@@ -129,6 +129,7 @@ def test_many_clients_are_shown_in_part_and_counted_in_full(tiny, tmp_path, draw
     assert drawn["classes"].axes[0].get_ylabel().startswith(f"{SHOWN + 9} clients")
 
 
+@pytest.mark.slow
 def test_masks_are_outlined_and_counted_by_pixels(tmp_path, drawn):
     data = nuclei().select_clients(["bright_1024", "stain_white"])
     overview = printed(describe(data))

@@ -232,7 +232,7 @@ def test_rounds_of_steps_equal_a_plain_pytorch_loop_over_endless_batches(weighti
         assert (trial.server.shared[name] - tensor).abs().max() <= 1e-12, name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "pool", pytest.param("ray", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", [fedavg(), fedbn()], ids=lambda method: method.name)
 def test_models_just_after_local_work_are_those_of_a_plain_pytorch_loop_before_it_averages(method, engine):

@@ -87,6 +87,7 @@ def assert_same(found, expected):
         assert (trained.client.steps, trained.loss_sum) == (other.client.steps, other.loss_sum)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "at_once"),
     [("pool", 2), pytest.param("pool", 3, marks=pytest.mark.slow), pytest.param("ray", 2, marks=pytest.mark.slow)],

@@ -47,6 +47,7 @@ def test_each_number_is_that_of_the_owners_network_on_the_clients_data(compared)
     assert diagonal == pytest.approx(list(records[NAMES[:2]]))
 
 
+@pytest.mark.slow
 def test_models_after_local_work_are_those_of_a_run_of_one_round_more(tiny, compared, tmp_path):
     table = compared.cross_site("trained", methods=["fedavg", "fedbn"], seeds=1)
     further = fedshift.compare(

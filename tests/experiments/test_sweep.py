@@ -391,6 +391,7 @@ def test_a_report_of_a_sweep_is_the_sweeps_own_of_what_is_there(sweep, cli, monk
         pd.testing.assert_frame_equal(one.summary.rows, other.summary.rows)
 
 
+@pytest.mark.slow
 def test_the_table_has_a_column_for_each_method(sweep, tmp_path, unpublished, undrawn):
     assert sweep("--over", "samples=none,9", "--out", "out", rounds=1).code == 0
     lines = (tmp_path / "out" / "tables" / "sweep.md").read_text().splitlines()

@@ -194,7 +194,7 @@ UPLOADS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", UPLOADS)
 def test_an_upload_that_cannot_be_is_refused_by_name_and_moves_nothing(fault, served, without):
     made, why = UPLOADS[fault]

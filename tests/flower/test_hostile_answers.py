@@ -120,7 +120,7 @@ def test_a_site_that_measures_nothing_of_what_was_asked_is_refused(rows, served)
     assert re.fullmatch(r".*: it measured nothing on its \w+ samples", told)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "value"), [
     pytest.param(name, value, marks=() if value % 3 == number else pytest.mark.slow)
     for number, name in enumerate(("classes", "samples", "task")) for value in range(len(EVIL))
@@ -132,6 +132,7 @@ def test_a_description_of_any_form_keeps_a_site_out_or_lets_it_in_and_ends_nothi
         assert any(re.search("number 2\\) does not take part|photo is not admitted", told) for told in heard.notices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_mutated_answers_end_no_experiment_and_every_refusal_has_the_sites_name(method, tmp_path, machine):
     outcome = mutations.Outcome()

@@ -23,7 +23,7 @@ def distance(a, b):
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(5)
 def test_every_engine_equals_the_loop_over_rounds_in_float64(course, method, other_engine):
     reference, other = course(method), course(method, other_engine)
     for number in range(1, ROUNDS + 1):
@@ -37,6 +37,7 @@ def test_every_engine_equals_the_loop_over_rounds_in_float64(course, method, oth
     assert [row["moment"] for row in found.rows if row["split"] == "test"].count("trained") == 3
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("weighting", ["samples", "used", "uniform"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_every_engine_weighs_as_the_loop_where_it_sums_uploads(steps, weighting, other_engine):

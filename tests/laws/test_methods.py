@@ -91,7 +91,7 @@ def test_single_mini_batches_of_equal_clients_are_one_centralized_step_on_the_un
         assert (smb.server.shared[name] - expected).abs().max() <= 1e-12
 
 
-@pytest.mark.sampled(45)
+@pytest.mark.sampled(20)
 def test_what_leaves_a_client_is_what_the_scope_sends(course, federated, engine):
     running = course(federated, engine)
     plan = running.plan
@@ -124,6 +124,7 @@ def test_a_client_is_sent_its_mix_and_no_upload_of_another(course, engine):
         assert is_equal(broadcast(server, "stranger").shared, server.shared)
 
 
+@pytest.mark.sampled(12)
 def test_entries_are_kept_loaded_and_sent_as_declared(course, federated):
     running = course(federated)
     plan = running.plan
@@ -132,7 +133,7 @@ def test_entries_are_kept_loaded_and_sent_as_declared(course, federated):
     assert client_final(plan, job)[0].personal.keys() == plan.personal == frozenset(plan.initial) - plan.loaded
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_a_federation_of_one_client_is_that_clients_local_training(trial, engine):
     data = trial(fedavg()).data.select_clients(["a"])
     for method in (fedavg(), fedbn(), silobn()):

@@ -37,7 +37,7 @@ def through_disk(trial, fresh, folder):
     return fresh
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(
     ("engine", "stop"),
     [

@@ -194,7 +194,7 @@ def test_what_dp_and_robust_aggregation_refuse_is_whatever_sends_more_than_entri
     }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.slow) for third in (1, 2))])
 @pytest.mark.parametrize("outer", METHODS)
 def test_every_pair_runs_a_round_or_is_refused_for_its_reason(outer, third):

@@ -177,6 +177,7 @@ def test_charts_of_every_size_are_saved_within_page_width(clients, classes, tmp_
     ]
 
 
+@pytest.mark.slow
 def test_saved_twice_gives_the_same_bytes_and_text_stays_text(tmp_path):
     written = []
     for name in ("one", "two"):

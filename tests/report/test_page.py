@@ -51,7 +51,7 @@ def read(text):
     return reader
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_edge_cases_give_a_well_formed_page(shown):
     reader = read(shown.page)
     assert len(reader.ids) == len(set(reader.ids))

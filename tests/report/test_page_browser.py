@@ -78,6 +78,7 @@ def test_page_fits_and_stays_quiet(opened, shown, width):
     assert page.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
+@pytest.mark.slow
 def test_the_page_of_many_clients_fits_a_phone(opened, make_crowd):
     page = opened(render_page(make_crowd(300, seeds=2)), 400)
     assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
@@ -97,6 +98,7 @@ def test_images_are_shown(opened, plain):
     assert page.execute_script("return document.images.length") == 2
 
 
+@pytest.mark.slow
 def test_row_names_leave_room_for_values_on_a_phone(opened, crowded):
     shares = opened(crowded, 400).execute_script(
         "return [...document.querySelectorAll('.scroll table')].map(table => "

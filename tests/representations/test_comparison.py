@@ -58,6 +58,7 @@ def bytes_of(directory):
 # Similarities
 
 
+@pytest.mark.slow
 def test_similarities_are_those_of_networks_run_one_by_one(run, found):
     for trial in trials_of(run):
         if (method := trial.plan.method.name) == "centralized":

@@ -198,6 +198,7 @@ def test_methods_that_send_the_same_gradients_are_attacked_alike(found):
     assert one == other
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_from_what_is_kept_and_only_under_its_settings(kept, found, monkeypatch):
     with pytest.raises(UsageError, match="begun with another study"):
         leak(**SMALL | {"iterations": 3}, out=kept)
