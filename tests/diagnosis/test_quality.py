@@ -24,7 +24,7 @@ from fedshift.data.samples import Samples
 from fedshift.diagnosis.faults import SampleLocation, find_duplicates
 from fedshift.diagnosis.quality import examine
 from fedshift.diagnosis.survey import survey_splits
-from fedshift.tasks import Survival
+from fedshift.tasks import Regression, Survival
 
 X, Y, X_TEST, Y_TEST = range(4)
 
@@ -493,6 +493,42 @@ def test_patients_of_one_age_are_no_copies_if_their_times_differ(tmp_path):
             rows[start::2].to_csv(tmp_path / f"{site}.csv", index=False)
         kinds = found(read_folder(tmp_path, target="days,died", task=Survival()))
         assert sum(kinds[kind].samples for kind in ("leakage", "repeats") if kind in kinds) == copies
+
+
+def test_numbers_that_mean_something_else_at_one_site_are_found(tmp_path):
+    draw, kinds = np.random.default_rng(0), ("far", "target-units", "constant-target")
+
+    def check(cell=None, factor=1.0):
+        for site in ("north", "south"):
+            rows = pd.DataFrame({"age": draw.normal(60, 10, 60).round(), "crp": draw.lognormal(1, 1.2, 60)})
+            rows["kg"] = rows["age"] / 3 + draw.normal(50, 5, 60)
+            if site == "south":
+                rows["kg"] *= factor
+                if cell:
+                    rows.loc[4, cell[0]] = cell[1]
+            rows.to_csv(tmp_path / f"{site}.csv", index=False)
+        given = found(read_folder(tmp_path, target="kg", task=Regression()))
+        return {kind: given[kind].text for kind in kinds if kind in given}
+
+    assert check() == {}
+    for name, value in (("age", -999), ("age", 999), ("crp", 9999), ("kg", 1e6), ("crp", -99)):
+        text = f"Values far from all others of their column: south {name!r} {value:g} (1 of 60)."
+        assert check((name, value))["far"] == text
+    assert check(("age", 99)) == {}
+    assert check(factor=1000.0)["target-units"].startswith("Targets differ in scale: 'kg' has interquartile ranges of ")
+    assert check(factor=0.0) == {"constant-target": "The same target in all samples of a client: south 'kg' = 0."}
+
+
+def test_sites_that_number_classes_from_0_and_from_1_are_found(tmp_path):
+    for start, site in enumerate(("north", "south", "west")):
+        rows = pd.DataFrame(
+            {"a": np.arange(60) + start / 8, "study_id": np.arange(60), "y": start % 2 + np.arange(60) % 2}
+        )
+        rows.to_csv(tmp_path / f"{site}.csv", index=False)
+    kinds = found(read_folder(tmp_path, target="y"))
+    assert kinds["numbering"].text == "Classes seem to be numbered in two ways: north, west from 0 and south from 1."
+    assert kinds["group-column"].text.endswith("features: 'study_id'.")
+    assert "numbering" not in found(read_folder(tmp_path, ["north", "west"], target="y"))
 
 
 def test_masks_without_foreground_are_noted_and_pixels_counted():

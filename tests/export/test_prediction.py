@@ -184,6 +184,38 @@ def test_pixels_outside_of_the_field_of_view_do_not_count(tmp_path):
     assert row["dice bright"] == pytest.approx(2 * 8 / (16 + 8))
 
 
+def test_tables_are_predicted_in_the_forms_in_which_they_are_read_for_training(tmp_path):
+    columns = (
+        Column(name="age"),
+        Column(name="smokes", holds="True and False"),
+        Column(name="sex", categories=("f", "m")),
+    )
+    rows = make_model(
+        Preparation(shape=(4,), dtype="float32", columns=columns), "regression", ("dose", "days"),
+        lambda x: torch.stack((2 * x[:, 0] + x[:, 1], x[:, 3]), dim=1),
+    )  # fmt: skip
+    frame = pd.DataFrame({"ward": ["x", "y"], "sex": ["f", "m"], "smokes": [False, True], "age": [30, 40.5]})
+    frame.to_csv(tmp_path / "a.csv", index=False, sep=";", decimal=",")
+    frame.to_csv(tmp_path / "b.tsv", index=False, sep="\t")
+    frame.to_parquet(tmp_path / "c.parquet")
+    files = {
+        "d.csv": "sex,smokes,age\n", "e.csv": "sex,smokes\nf,0\n", "f.csv": "sex,smokes,age\nf,0,1e60\n",
+        "g.csv": "sex,smokes,age\nf,0,old\n",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = predict_files(rows, [tmp_path], tmp_path / "out")
+    table = pd.read_csv(found.table)
+    assert table[["row", "dose", "days"]].to_numpy()[:6].tolist() == [[0, 60, 0], [1, 82, 1]] * 3
+    assert rows.predict(frame.astype(str)) == [[60, 0], [82, 1]]
+    for said, part in zip(
+        table.status[6:],
+        ("has names of columns but no row", "has no column 'age'", "row 1: an infinite value in column 'age'", "'old'"),
+        strict=True,
+    ):
+        assert part in said
+
+
 def test_rows_of_tables_and_images_with_a_class_have_their_predictions_in_the_table(tmp_path):
     columns = Column(name="age"), Column(name="sex", categories=("f", "m"))
     rows = make_model(
@@ -194,7 +226,7 @@ def test_rows_of_tables_and_images_with_a_class_have_their_predictions_in_the_ta
     (tmp_path / "b.csv").write_text("sex,age\nx,30\n")
     table = pd.read_csv(predict_files(rows, [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "rows").table)
     assert table[["row", "dose", "days"]].to_numpy()[:2].tolist() == [[0, 60, 0], [1, 81, 1]]
-    assert "column 'sex' holds one of f, m, not 'x'" in table.status[2]
+    assert "column 'sex' holds 'x', but its categories in " in table.status[2]
 
     for name, value in {"dark": 0, "light": 255}.items():
         Image.fromarray(np.full((4, 4), value, np.uint8)).save(tmp_path / f"{name}.png")

@@ -17,7 +17,7 @@ def predict(model: Path, *files: Path, out: Path, masks: Path | None = None) -> 
     Args:
         model: Directory that `fedshift export` wrote.
         files: Images or directories of images; for a model of volumes, also folders of DICOM slices, one folder per
-            image; for a model of tables, CSV files with its columns.
+            image; for a model of tables, tables (.csv, .tsv, .parquet) with its columns.
         out: Directory to write, new or empty.
         masks: Directory of true masks with the names of the images, or 21_manual1 beside 21_training and so on; the
             table then has the mask, the Dice and the surface distances of each image.

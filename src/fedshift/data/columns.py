@@ -9,6 +9,8 @@ from ..utils.errors import UsageError
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
 """Texts that mark a missing value, after surrounding spaces are removed."""
+TRUTHS = {"true": 1, "false": 0}
+"""Texts that stand for numbers in columns of 0 and 1, in lower case."""
 Holds = Literal["numbers", "0 and 1", "True and False"]
 """Kinds of values in a column of numbers: any numbers, only 0 and 1, or also True and False for them."""
 
@@ -38,6 +40,8 @@ class Column:
         if value is None or value != value or text in MISSING:
             return [float("nan")] * self.width
         if self.categories is None:
+            if text.lower() in TRUTHS and self.holds != "numbers":
+                return [float(TRUTHS[text.lower()])]
             try:
                 return [float(value)]
             except (TypeError, ValueError) as error:

@@ -293,7 +293,9 @@ class Preparation:
             kind = "features" if isinstance(self.scaling, FeatureScaling) else "pixels"
             facts[kind] = self.scaling.to_json()
         if self.columns:
-            facts["columns"] = [{"name": column.name, "categories": column.categories} for column in self.columns]
+            facts["columns"] = [
+                {"name": column.name, "categories": column.categories, "holds": column.holds} for column in self.columns
+            ]
         if self.inputs:
             facts["inputs"] = [asdict(each) for each in self.inputs]
         if self.patched:
@@ -309,7 +311,7 @@ class Preparation:
         elif "pixels" in facts:
             scaling = Normalization.from_json(facts["pixels"])
         columns = tuple(
-            Column(name=c["name"], categories=None if c["categories"] is None else tuple(c["categories"]))
+            Column(name=c["name"], categories=c["categories"] and tuple(c["categories"]), holds=c["holds"])
             for c in facts.get("columns", ())
         )
         return cls(

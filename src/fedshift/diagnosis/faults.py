@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 
 from ..data.agreement import FRACTIONS, SIGNED, check_scales, name_scales
 from ..data.copies import MANY_NUMBERS
-from ..data.federation import Federation
+from ..data.federation import ClientData, Federation
+from ..data.files.table_schema import feature_slices
 from ..data.files.volumes import compare_spacings, is_resampled, list_headers
+from ..data.preparation import FeatureScaling
 from ..tasks import Classification, Regression, Segmentation, Survival
 from ..tasks.segmentation import find_empty_masks
 from ..utils.errors import UsageError
@@ -33,6 +35,7 @@ from ..utils.words import join_some
 from .survey import SplitSurvey
 
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
@@ -43,9 +46,20 @@ NAMED = 20
 FEW = 30
 """Minimum number of samples for an accuracy or a standard deviation to be certain enough."""
 LARGE, RATIO = 1e4, 100.0
-"""A feature counts as unscaled with values beyond the first, or with standard deviations that differ by the second."""
+"""A feature counts as unscaled with values beyond the first, or with standard deviations that differ by the second.
 
-GROUP_COLUMN = re.compile(r"(patient|subject|person|case|lesion|participant)([ _-]?(id|number|name))?", re.IGNORECASE)
+A value is far from all others if its distance to the next one is the second times their range.
+"""
+TARGET_RATIO = 10.0
+"""Numeric targets may have other units where their interquartile ranges differ by more than this factor."""
+LEAST = 10
+"""Minimum number of values at a client to compare units and to find outlying values."""
+NINES = re.compile(r"-?9{2,}(\.9+)?")
+"""Usual codes for missing values, such as 999 and -99, which are far from the others beyond these' range."""
+
+GROUP_COLUMN = re.compile(
+    r"(patient|subject|person|case|lesion|participant)([ _-]?(id|number|name))?|(.*[ _-])?(id|mrn)", re.IGNORECASE
+)
 """Names of columns that seem to identify groups."""
 
 COPIED = "Keep one file of each: a case that counts twice makes results look surer than they are."
@@ -88,7 +102,8 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
     ),
     "group-column": (
         "warning",
-        "Name it (--groups COLUMN), so that each group stays on one side and the column is not a feature.",
+        "Name it (--groups COLUMN), so that each group stays on one side and the column is not a feature, or leave it "
+        "out (--ignore-columns COLUMN).",
     ),
     "conflict": ("error", "Correct the labels, or remove these samples."),
     "repeats": ("warning", "Keep one of each, unless they are meant to have more weight."),
@@ -107,6 +122,14 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
         "Scale each feature to mean 0 and standard deviation 1 on the client's own training data.",
     ),
     "units": ("warning", "Check whether they use the same unit, and scale by the client's own training data."),
+    "far": (
+        "warning",
+        "Leave the cell empty if it is a slip or a code for a missing value: it moves the mean and the scale of all "
+        "others.",
+    ),
+    "target-units": ("warning", "Check whether all clients use one unit: clients share one scale of targets."),
+    "constant-target": ("warning", "Check whether this client measures it; nothing can be learned from it there."),
+    "numbering": ("warning", "Check whether all clients number classes from the same one."),
     "targets": ("error", "Correct the targets, or remove the samples."),
     "empty-mask": ("note", "No action is needed if there is nothing to segment; otherwise correct the masks."),
     "class-names": ("error", "Spell labels the same way everywhere: different spellings are different classes."),
@@ -470,6 +493,69 @@ def judge_targets(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[
         yield from _list_rows("empty-mask", "Masks of background only", empty)
 
 
+def judge_numbers(data: Federation) -> Iterator[QualityFinding]:
+    """Find numbers of tables and numeric targets that are far from all others at their client, and targets' units."""
+    targets = {client.name: dict(_list_targets(data, client)) for client in data.clients}
+    far: dict[str, str] = {}
+    for client in data.clients:
+        named = [*_list_numbers(data, client), *targets[client.name].items()]
+        found = [f"{name!r} {text}" for name, values in named for text in _find_far(values)]
+        far |= {client.name: f"{client.name} {join_some(found)}"} if found else {}
+    yield from _list_places("far", "Values far from all others of their column", far, "; ")
+    for name in targets[data.names[0]] if isinstance(data.task, Regression) else ():
+        held = {client: values[name] for client, values in targets.items() if len(values[name]) >= LEAST}
+        ranges = {client: float(np.subtract(*np.quantile(values, (0.75, 0.25)))) for client, values in held.items()}
+        known = sorted((size, client) for client, size in ranges.items() if size > 0)
+        if known and known[-1][0] > TARGET_RATIO * known[0][0]:
+            (narrow, one), (wide, other) = known[0], known[-1]
+            text = f"{name!r} has interquartile ranges of {wide:.3g} at {other} and {narrow:.3g} at {one}"
+            yield _make_finding("target-units", f"Targets differ in scale: {text}.", [other, one])
+        same = {client: f"{client} {name!r} = {v[0]:g}" for client, v in held.items() if (v == v[0]).all()}
+        yield from _list_places("constant-target", "The same target in all samples of a client", same)
+
+
+def _list_numbers(data: Federation, client: ClientData) -> Iterator[tuple[str, Floats]]:
+    """Yield the name and values of each column of numbers of a client's table, before they were scaled."""
+    scaling = client.train.normalization
+    if isinstance(scaling, FeatureScaling):
+        x = np.concatenate([split.copy_rows(slice(None)).cpu().numpy() for split in client.splits.values()])
+        for column, features in feature_slices(data.columns):
+            at = features.start
+            if column.categories is None and np.isfinite(scaling.std[at]):
+                yield column.name, x[:, at].astype(np.float64) * scaling.std[at] + scaling.mean[at]
+
+
+def _list_targets(data: Federation, client: ClientData) -> Iterator[tuple[str, Floats]]:
+    """Yield the name and values of each numeric target of a client; of survival, the time."""
+    if isinstance(data.task, Regression | Survival):
+        y = np.concatenate([split.y.cpu().numpy().reshape(len(split), -1) for split in client.splits.values()])
+        names = data.class_names or [f"target {number}" for number in range(y.shape[1])]
+        yield from zip(["time"] if isinstance(data.task, Survival) else names, y.astype(np.float64).T, strict=False)
+
+
+def _find_far(values: Floats) -> Iterator[str]:
+    """Format as ``-999 (1 of 60)`` the lowest and the highest of ``values [N]`` if it is far from all others."""
+    levels, counts = np.unique(values[np.isfinite(values)].round(6), return_counts=True)
+    for at, near, others in ((0, 1, levels[1:]), (-1, -2, levels[:-1])):
+        if len(others) >= LEAST:
+            text = f"{levels[at]:.6g}"
+            gap, spread = abs(levels[at] - levels[near]), others[-1] - others[0]
+            if gap > (1 if NINES.fullmatch(text) else RATIO) * spread:
+                yield f"{text} ({counts[at]:,} of {len(values):,})"
+
+
+def judge_numbering(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
+    """Find clients that number the same number of classes from 1 where others number from 0."""
+    held: dict[str, set[int]] = defaultdict(set)
+    for part in surveys:
+        held[part.client] |= set(part.labels.tolist())
+    low, high = set(range(data.classes - 1)), set(range(1, data.classes))
+    first, second = ([name for name, own in held.items() if own == each] for each in (low, high))
+    if not data.class_names and data.classes > 2 and first and second and len(first) + len(second) == len(held):
+        names = [f"{join_some(several)} from {start}" for start, several in enumerate((first, second))]
+        yield _make_finding("numbering", f"Classes seem to be numbered in two ways: {' and '.join(names)}.", second)
+
+
 def judge_test_sizes(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     """Find test sets that are too small for a reliable accuracy."""
     small = {
@@ -501,17 +587,24 @@ def find_duplicates(parts: Sequence[SplitSurvey], *, targets: bool = False) -> p
     return copies.sort_values("group", kind="stable", ignore_index=True)
 
 
+def _count_numbers(data: Federation) -> int:
+    """Count the numbers of a sample, without the categories and the columns of 0 and 1 of a table."""
+    if data.columns:
+        return sum(column.categories is None and column.holds == "numbers" for column in data.columns)
+    return min(math.prod(split.whole_shape) for split in data.named_splits().values())
+
+
 def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
     """Find equal samples that distort results; numeric targets of equal samples may differ.
 
-    Samples of few numbers with other numeric targets, such as two patients of one age, are no copies.
+    Two patients of one age are not copies if their targets differ, unless samples have many numbers.
     """
     holders: defaultdict[tuple[str, int | bytes], list[SplitSurvey]] = defaultdict(list)
     for number, part in enumerate(surveys):
         separate = part.split == "train" or not len(part.labels)
         holders[part.split, number if separate else part.content].append(part)
     parts = [held[0] for held in holders.values()]
-    proof = min(math.prod(split.whole_shape) for split in data.named_splits().values()) >= MANY_NUMBERS
+    proof = _count_numbers(data) >= MANY_NUMBERS
     numeric = isinstance(data.task, Regression | Survival)
     copies = find_duplicates(parts, targets=numeric and not proof).reset_index()
     part_of, row_of = copies["part"].to_numpy(), copies["row"].to_numpy()

@@ -21,6 +21,8 @@ from .faults import (
     judge_groups,
     judge_labels,
     judge_names,
+    judge_numbering,
+    judge_numbers,
     judge_reading,
     judge_scale,
     judge_scales,
@@ -83,6 +85,8 @@ def examine(data: Federation) -> Quality:
         *(() if data.inputs else judge_scale(surveys, names)),
         *judge_names(data),
         *judge_groups(data),
+        *judge_numbers(data),
+        *(judge_numbering(data, surveys) if classified else ()),
         *(judge_classes(data, surveys) if classified else judge_targets(data, surveys)),
         *(judge_test_sizes(surveys) if classified else ()),
     ]

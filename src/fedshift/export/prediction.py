@@ -29,6 +29,8 @@ from ..data.files.image_decoding import Unreadable
 from ..data.files.mask_writing import write_mask
 from ..data.files.masks import FIELDS, MASKS, match_names
 from ..data.files.signals import SIGNALS
+from ..data.files.table_schema import SUFFIXES as TABLES
+from ..data.files.table_schema import read_rows
 from ..data.files.volume_decoding import (
     READABLE,
     VolumeHeader,
@@ -37,7 +39,6 @@ from ..data.files.volume_decoding import (
     find_stem,
     read_volume_header,
 )
-from ..data.formats import explain_errors
 from ..data.resizing import resize_volume
 from ..tasks.segmentation import IGNORED
 from ..tasks.surfaces import count_surfaces
@@ -95,7 +96,7 @@ def predict_files(
         raise UsageError(f"{model.directory} takes {model.inputs}, and no files: use fedshift.load in Python")
     stacks = model.inputs.decoding.kind == "volume" and len(model.inputs.shape) == 4
     signals = SIGNALS if model.inputs.decoding.kind == "signal" else READABLE
-    found = list_files(files, (".csv",) if model.inputs.columns else signals, stacks=stacks)
+    found = list_files(files, TABLES if model.inputs.columns else signals, stacks=stacks)
     truths = _Truths(masks, found, len(model.classes), stacks=stacks) if masks is not None else None
     if model.task == "segmentation":
         _require_distinct_names(found)
@@ -244,9 +245,7 @@ def _match_masks(directory: Path, images: Sequence[Path], stacks: bool) -> dict[
 def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths | None) -> Iterator[Row]:
     """Yield the rows of one file, after writing its mask; raise :class:`Unreadable` or :class:`UsageError`."""
     if model.inputs.columns:
-        with explain_errors(file, "CSV"):
-            table = pd.read_csv(file, dtype=str, keep_default_na=False).to_dict("records")
-        for number, answer in enumerate(model.predict(table) if table else []):
+        for number, answer in enumerate(model.predict(read_rows(file, model.inputs.columns, model.directory.name))):
             yield {"file": str(file), "row": number, "status": WRITTEN, **_name_answer(model, answer)}
         return
     if model.task != "segmentation":

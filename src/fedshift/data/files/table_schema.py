@@ -416,6 +416,41 @@ def match_column(column: Column, seen: ColumnContents, other: str) -> Column:
     return column
 
 
+def read_rows(path: Path, columns: Sequence[Column], other: str) -> Floats:
+    """Return a table's rows as ``columns`` of ``other``, float32 ``[N, D]`` with NaN for missing values.
+
+    Further columns are ignored. Raises :class:`UsageError` for a table without one of the columns or without rows, and
+    for cells that do not fit.
+    """
+    table, names = open_table(path), [column.name for column in columns]
+    lacking = [name for name in names if name not in table.types]
+    if lacking:
+        raise UsageError(
+            f"{path} has no column {', '.join(map(repr, lacking))}: give every column, with empty cells where a value "
+            f"is missing; its columns are {', '.join(table.types)}"
+        )
+    seen = {name: read_declared_types(name, [table]) for name in names}
+    offsets, parts = feature_offsets(columns), [np.empty((0, feature_offsets(columns)[-1]), np.float32)]
+    for batch in table.batches(names):
+        numbers = 1 + sum(map(len, parts)) + np.arange(batch.num_rows)
+        parts.append(np.empty((batch.num_rows, offsets[-1]), np.float32))
+        for number, (column, cells) in enumerate(zip(columns, batch.columns, strict=True)):
+            if is_text(cells.type):
+                seen[column.name] = seen[column.name].update(cells, path, numbers)
+            match_column(column, seen[column.name], other)
+            fill_cells(column, cells, parts[-1][:, offsets[number] : offsets[number + 1]])
+    rows = np.concatenate(parts)
+    if not len(rows):
+        raise UsageError(f"{path} has names of columns but no row: give it data, or leave it out")
+    if np.isinf(rows).any():
+        row, at = np.argwhere(np.isinf(rows))[0]
+        name = names[int(np.searchsorted(offsets, at, side="right")) - 1]
+        raise UsageError(
+            f"{path}, data row {row + 1}: an infinite value in column {name!r}: correct it, or leave it empty"
+        )
+    return rows
+
+
 def prepare_rows(
     x: Floats, train: Rows, columns: Sequence[Column], *, scaled: bool = True
 ) -> tuple[int, list[str], FeatureScaling]:
