@@ -41,9 +41,9 @@ def test_plain_lines_are_one_for_each_evaluated_round(experiment, tmp_path):
     assert rounds[-1].endswith(", left 0:00")
     notes = [line for line in lines if line.startswith("note: ")]  # one line each, however narrow the console
     assert sum(note.endswith("it joins the batch before it") for note in notes) == 2
-    engines = [note for note in notes if " runs on the sequential engine on one thread (" in note]
-    assert len(engines) == 2
-    assert len(notes) == 4
+    engines = [note for note in notes if ", runs on the sequential engine on one thread (" in note]  # once for both
+    assert len(engines) == 1
+    assert len(notes) == 3
 
 
 def test_the_accuracy_shown_is_the_macro_accuracy_of_the_personal_models(experiment, tmp_path):

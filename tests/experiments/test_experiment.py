@@ -326,7 +326,11 @@ def test_a_diverging_run_stops_and_keeps_the_round_before(make, tmp_path, monkey
 
 @pytest.mark.slow
 def test_in_a_comparison_the_other_trials_go_on(make, tmp_path, Listener):
-    watch = Listener()
+    class Ends(Listener):
+        def on_trial_end(self, stopped):
+            ends[self.trial.method, self.trial.seed] = stopped
+
+    watch, ends = Ends(), {}
     experiment = make(methods="fedavg,scaffold,fedprox(mu=1e30)", seeds=2, rounds=2)
     with pytest.raises(Diverged, match=r"training diverged: client '\w+', round \d, step \d of \d: "):
         experiment.run(tmp_path / "run", callback=watch)
@@ -336,6 +340,8 @@ def test_in_a_comparison_the_other_trials_go_on(make, tmp_path, Listener):
         said = [text for text in watch.notices if text.startswith(f"fedprox(mu=1e30), seed {seed}: training diverged")]
         assert len(said) == 1
         assert said[0].endswith("Its numbers are from the previous round.")
+    assert len(ends) == 6
+    assert {method for (method, _), stopped in ends.items() if "diverged" in stopped} == {"fedprox(mu=1e30)"}
     with pytest.raises(Diverged):
         experiment.run(tmp_path / "run", resume=True)
 

@@ -110,6 +110,7 @@ class Conductor:
         except Diverged as error:
             self._turn(trial, running)
             session.say_diverged(trial.method, trial.seed, error)
+            callback.on_trial_end(str(error))
             return error
         except LaneLost as error:
             raise FedshiftError(
