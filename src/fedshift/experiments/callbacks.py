@@ -95,7 +95,7 @@ class Callback:
         """A round ended."""
 
     def on_trial_end(self, stopped: str) -> None:
-        """The trial has ended, or diverged; ``stopped``: why before the last planned round, empty if it has done all."""
+        """The trial has ended or diverged; ``stopped``: why before the last planned round, empty if it has done all."""
 
     def on_notice(self, text: str) -> None:
         """A notice for the user; each is given once."""
