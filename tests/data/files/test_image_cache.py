@@ -1,5 +1,6 @@
 """Images that cannot be read, and the cache of those that can."""
 
+import errno
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ from PIL import Image
 import fedshift.data.files.image_decoding as image_decoding
 import fedshift.data.files.image_store as image_store
 from fedshift.data.assembly import read_source
+from fedshift.data.files import signals, volume_decoding
+from fedshift.data.files.image_decoding import Unreadable, explain_unreadable
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.utils.errors import UsageError
 
@@ -354,6 +357,38 @@ def test_a_file_that_cannot_be_opened_now_is_no_broken_file_and_is_not_remembere
         with pytest.raises(UsageError, match=r"2\.png cannot be read now: Permission denied"):
             read_source(tmp_path / "own", reading)
     assert sum(len(split) for split in read_source(tmp_path / "own", reading).clients[0].splits.values()) == 8
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (OSError(errno.EIO, "Input/output error"), UsageError, "s.hea cannot be read now: Input/output error"),
+        (MemoryError(), UsageError, "s.hea does not fit into memory"),
+        (EOFError(), Unreadable, "is cut short"),
+        (FileNotFoundError(errno.ENOENT, "No such file"), Unreadable, "that can be read (No such file)"),
+        (ValueError("bad magic"), Unreadable, "is not a WFDB record that can be read (bad magic)"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_only_a_file_that_is_damaged_for_good_may_be_left_out(error, kind, said):
+    with pytest.raises(kind) as raised, explain_unreadable(Path("s.hea"), "a WFDB record"):
+        raise error
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "read", "name"),
+    [(volume_decoding, volume_decoding.read_volume_header, "s.nii"), (signals, signals.read_signal_header, "s.hea")],
+    ids=["volume", "signal"],
+)
+def test_a_share_that_is_away_for_a_moment_changes_no_data(module, read, name, monkeypatch, tmp_path):
+    def fail(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / name).write_bytes(b"")
+    monkeypatch.setattr(module, "require_regular", fail)
+    with pytest.raises(UsageError, match="cannot be read now: Input/output error"):
+        read(tmp_path / name)
 
 
 # How much the cache may hold

@@ -254,7 +254,7 @@ FAULTS = {
     "bomb": (bomb, "says that it holds 1000 x 1000 x 1000 values of float64, 8.0 GB: at most 2.1 GB are unpacked"),
     "empty": (lambda path: path.write_bytes(b""), "is no NIfTI file, or is cut short"),
     "text": (lambda path: path.write_bytes(gzip.compress(b"no volume" * 100)), "is no NIfTI file, or is cut short"),
-    "no gzip": (lambda path: path.write_bytes(b"no gzip" * 100), "is no NIfTI file that can be read"),
+    "no gzip": (lambda path: path.write_bytes(b"no gzip" * 100), "is not a NIfTI file that can be read"),
     "cut gzip": (lambda path: path.write_bytes(path.read_bytes()[:120]), "is cut short"),
     "long comments": (
         claim(lambda header: header.__setitem__("vox_offset", 1e9)),
@@ -289,7 +289,7 @@ def test_a_broken_volume_is_refused_by_name_or_left_out(root, fault):
 def test_a_volume_of_which_values_are_cut_off_is_refused_before_training(root):
     file = root / "a" / "train" / "images" / "p.nii.gz"
     file.write_bytes(gzip.compress(gzip.decompress(file.read_bytes())[:400]))
-    with pytest.raises(UsageError, match=r"p\.nii\.gz is no NIfTI file that can be read \(Expected 240 bytes"):
+    with pytest.raises(UsageError, match=r"p\.nii\.gz is not a NIfTI file that can be read \(Expected 240 bytes"):
         read_folder(root).check()
 
 

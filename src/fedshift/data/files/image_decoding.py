@@ -45,6 +45,36 @@ class Unreadable(Exception):
     """A file cannot be used; the message gives the reason in a few words."""
 
 
+@contextmanager
+def explain_unreadable(file: Path, kind: str = "") -> Iterator[None]:
+    """Convert exceptions of a library that reads ``file``.
+
+    ``kind``: what the file is not if the library fails, with its article.
+
+    Raises:
+        Unreadable: The file is damaged.
+        UsageError: The file may be intact, but cannot be read now or does not fit into memory: it is never left out.
+
+    """
+    try:
+        yield
+    except (Unreadable, UsageError):
+        raise
+    except NotRegular as error:
+        raise Unreadable(str(error.strerror)) from error
+    except EOFError as error:
+        raise Unreadable("is cut short") from error
+    except MemoryError as error:
+        raise UsageError(f"{file} does not fit into memory: use smaller files, or a machine with more") from error
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.errno is not None:
+            reason = error.strerror or reason
+            if error.errno not in _LASTING:
+                raise UsageError(f"{file} cannot be read now: {reason}. Make it readable, or take it away") from error
+        raise Unreadable(f"is not {kind} that can be read ({reason})" if kind else reason) from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """Facts from a file's header; ``width`` and ``height`` of the upright image in pixels."""
@@ -121,26 +151,15 @@ def convert_image(
 
 @contextmanager
 def _open_image(file: Path) -> Iterator[Image.Image]:
-    """Open an image lazily; convert any exception of Pillow for a damaged file into :class:`Unreadable`."""
-    try:
-        # not by name: Pillow would memory-map plain gray TIFFs and rotate orientations 5 to 8 wrongly
-        with open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
-            yield image
-    except Unreadable:
-        raise
-    except UnidentifiedImageError as error:
-        empty = file.stat().st_size == 0
-        raise Unreadable("is empty" if empty else f"is not an image in format {', '.join(_FORMATS)}") from error
-    except NotRegular as error:
-        raise Unreadable(str(error.strerror)) from error
-    except OSError as error:
-        if error.errno is not None and error.errno not in _LASTING:
-            raise UsageError(
-                f"{file} cannot be read now: {error.strerror}. Make it readable, or take it away"
-            ) from error
-        raise Unreadable(error.strerror or str(error)) from error
-    except Exception as error:
-        raise Unreadable(str(error) or type(error).__name__) from error
+    """Open an image lazily; errors are those of :func:`explain_unreadable`."""
+    with explain_unreadable(file):
+        try:
+            # not by name: Pillow would memory-map plain gray TIFFs and rotate orientations 5 to 8 wrongly
+            with open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
+                yield image
+        except UnidentifiedImageError as error:
+            empty = file.stat().st_size == 0
+            raise Unreadable("is empty" if empty else f"is not an image in format {', '.join(_FORMATS)}") from error
 
 
 def _to_bytes(image: Image.Image, channels: int) -> Image.Image:

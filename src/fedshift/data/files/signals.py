@@ -9,7 +9,6 @@ has one rate, no segments and no gaps, its files are in its own folder, and thei
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...utils.errors import UsageError
-from ...utils.files import NotRegular, require_regular
+from ...utils.files import require_regular
 from ...utils.words import join_some
 from ..stores import Keys, LazyStore, RecentArrays
 from .dicom import check_bytes, load_library
-from .image_decoding import Unreadable
+from .image_decoding import Unreadable, explain_unreadable
 
 WFDB, EDF = ".hea", ".edf"
 SIGNALS = (WFDB, EDF)
@@ -67,7 +66,7 @@ def name_lead(name: object) -> str:
 
 def read_signal_header(file: Path) -> SignalHeader:
     """Read the header of ``file``; raise :class:`Unreadable` if the recording cannot be used."""
-    with _explain(file):
+    with explain_unreadable(file, _describe_kind(file)):
         found = _read_wfdb_header(file) if file.suffix.lower() == WFDB else _describe_edf(_open_edf(file))
     twice = [lead for lead in found.leads if found.leads.count(lead) > 1 or not lead]
     if twice:
@@ -81,7 +80,7 @@ def decode_signal(file: Path, leads: Sequence[str]) -> NDArray[np.float32]:
     lacking = [lead for lead in leads if lead not in header.leads]
     if lacking:
         raise Unreadable(f"lacks the lead {lacking[0]!r} (it has {join_some(header.leads)})")
-    with _explain(file):
+    with explain_unreadable(file, _describe_kind(file)):
         if file.suffix.lower() == WFDB:
             values = load_library("wfdb", file, "signals").rdrecord(str(file.with_suffix(""))).p_signal.T
             units = _read_units(load_library("wfdb", file, "signals").rdheader(str(file.with_suffix(""))).units)
@@ -177,15 +176,5 @@ def _read_units(units: Any) -> Iterator[tuple[str, float]]:
         yield (name_lead(unit), 1.0) if known is None else ("mv", known)
 
 
-@contextmanager
-def _explain(file: Path) -> Iterator[None]:
-    """Convert any exception of a library for a damaged file into :class:`Unreadable`."""
-    try:
-        yield
-    except (Unreadable, UsageError):
-        raise
-    except NotRegular as error:
-        raise Unreadable(str(error.strerror)) from error
-    except Exception as error:
-        kind = "WFDB record" if file.suffix.lower() == WFDB else "EDF file"
-        raise Unreadable(f"is not a {kind} that can be read ({str(error) or type(error).__name__})") from error
+def _describe_kind(file: Path) -> str:
+    return "a WFDB record" if file.suffix.lower() == WFDB else "an EDF file"

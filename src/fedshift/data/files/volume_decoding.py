@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import gzip
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -31,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
-from ...utils.files import NotRegular, open_regular, require_regular
+from ...utils.files import open_regular, require_regular
 from ...utils.words import join_some
 from ..resizing import find_size, resample_image
 from .dicom import (
@@ -49,7 +48,7 @@ from .dicom import (
     read_values,
     stack_slices,
 )
-from .image_decoding import SUFFIXES, Unreadable, decode_image, read_header
+from .image_decoding import SUFFIXES, Unreadable, decode_image, explain_unreadable, read_header
 
 VOLUMES = (*NIFTI, *DICOM)
 """Suffixes of files that this module reads."""
@@ -125,7 +124,7 @@ def find_stem(name: str) -> str:
 
 def read_volume_header(file: Path) -> VolumeHeader:
     """Read the header of ``file`` without its voxels; raise :class:`Unreadable` if it cannot be used."""
-    with _explain(file):
+    with explain_unreadable(file, _describe_kind(file)):
         if file.is_dir():
             return _describe_series(file, read_series(file))[0]
         if file.name.lower().endswith(NIFTI):
@@ -186,7 +185,7 @@ def decode_volume(
     in Hounsfield units where the file has such, that become -1 and 1; None: the volume's :data:`PERCENTILES`.
     ``spacing``: resample to these millimeters between voxels along the array's axes; empty: keep the file's voxels.
     """
-    with _explain(file):
+    with explain_unreadable(file, _describe_kind(file)):
         values, header = _decode(file, turn, window)
         if count := values.size - int(np.isfinite(values).sum()):
             raise Unreadable(f"has {count} voxel{'s' * (count > 1)} that are NaN or infinite")
@@ -205,7 +204,7 @@ def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
 
     ``turn``: as in :func:`decode_volume`.
     """
-    with _explain(file):
+    with explain_unreadable(file, _describe_kind(file)):
         if is_volume(file) or file.is_dir():
             values, _ = _decode(file, turn, brighten=False)
         else:
@@ -265,7 +264,7 @@ def digest_voxels(file: Path) -> bytes:
     It is that of the sums over each slab along each axis, modulo 2^64, of numbers that spread each value's bits
     (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, figure 16), from the end at which they are smaller.
     """
-    with _explain(file):
+    with explain_unreadable(file, _describe_kind(file)):
         values, _ = _decode(file, turn=False, brighten=False)
     bits = np.ascontiguousarray(values + np.float32(0), np.float32).view(np.uint32).astype(np.uint64)
     bits *= np.uint64(0x9E3779B97F4A7C15)
@@ -405,20 +404,7 @@ def _point(cosines: list[float]) -> str:
     return ("LPS" if cosines[axis] > 0 else "RAI")[axis]
 
 
-@contextmanager
-def _explain(file: Path) -> Iterator[None]:
-    """Convert any exception of a library for a damaged file into :class:`Unreadable`."""
-    try:
-        yield
-    except (Unreadable, UsageError):
-        raise
-    except NotRegular as error:
-        raise Unreadable(str(error.strerror)) from error
-    except EOFError as error:
-        raise Unreadable("is cut short") from error
-    except MemoryError as error:
-        raise UsageError(f"{file} does not fit into memory: use smaller volumes, or a machine with more") from error
-    except Exception as error:
-        what = "series of DICOM slices" if file.is_dir() else "DICOM file"
-        what = "NIfTI file" if file.name.lower().endswith(NIFTI) else what
-        raise Unreadable(f"is no {what} that can be read ({str(error) or type(error).__name__})") from error
+def _describe_kind(file: Path) -> str:
+    if file.name.lower().endswith(NIFTI):
+        return "a NIfTI file"
+    return "a series of DICOM slices" if file.is_dir() else "a DICOM file"
