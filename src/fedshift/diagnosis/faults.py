@@ -44,7 +44,7 @@ EXAMPLES = 3
 NAMED = 20
 """Number of pairs of files with equal samples that a finding shows."""
 FEW = 30
-"""Minimum number of samples for an accuracy or a standard deviation to be certain enough."""
+"""Minimum number of samples for an accuracy to be certain enough."""
 LARGE, RATIO = 1e4, 100.0
 """A feature counts as unscaled with values beyond the first, or with standard deviations that differ by the second.
 
@@ -363,7 +363,7 @@ def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterato
             column = f" in {names[most]}" if names else ""
             large[part] = f"{part.where} {extreme_F[most]:,.6g}{column}"
     yield from _list_places("large", f"Values beyond ±{LARGE:,.0f}", large)
-    parts = [part for part in _comparable_splits(surveys, FEW) if part.dtype.startswith("float")]
+    parts = [part for part in _comparable_splits(surveys, LEAST) if part.dtype.startswith("float")]
     if len(parts) < 2:
         return
     std_KF = np.stack([part.std for part in parts])

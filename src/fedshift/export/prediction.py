@@ -109,7 +109,7 @@ def predict_files(
             try:
                 rows += _predict_file(model, file, out, truths)
             except (Unreadable, UsageError) as error:
-                rows.append({"file": str(file), "status": str(error).removeprefix(f"{file} ")})
+                rows.append({"file": str(file), "status": str(error).removeprefix(str(file)).lstrip(", ")})
             if time.monotonic() - kept > EVERY:
                 _write_table(rows, out)
                 kept = time.monotonic()

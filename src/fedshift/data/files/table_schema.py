@@ -388,29 +388,27 @@ def match_features(table: TableFile, features: Sequence[str], columns: Sequence[
 
 
 def match_column(column: Column, seen: ColumnContents, other: str) -> Column:
-    """Return ``column`` of the data ``other``; raise :class:`UsageError` if the contents ``seen`` do not fit it."""
+    """Return ``column`` of ``other``, data or a model; raise :class:`UsageError` if the contents do not fit it."""
     have = f"column {column.name!r} holds"
     if column.categories is None:
         if seen.truth and column.holds == "numbers":
             raise UsageError(
-                f"{seen.truth}: {have} True or False, but numbers other than 0 and 1 in {other!r}, the data that it "
-                "joins: give the same measurement"
+                f"{seen.truth}: {have} True or False, but numbers other than 0 and 1 in {other}: "
+                "give the same measurement"
             )
         if seen.odd is not None:
             raise UsageError(
-                f"{seen.place}: {have} text such as {seen.odd!r}, but numbers in {other!r}, the data that it joins: "
+                f"{seen.place}: {have} text such as {seen.odd!r}, but numbers in {other}: "
                 "make it numbers, empty where there is none"
             )
         return column
     listed = ", ".join(column.categories)
     if seen.typed:
-        raise UsageError(
-            f"{have} numbers, but text in {other!r}, the data that it joins: give one of {listed}, as text"
-        )
+        raise UsageError(f"{have} numbers, but text in {other}: give one of {listed}, as text")
     unknown = sorted(seen.values.difference(column.categories))
     if unknown:
         raise UsageError(
-            f"{have} {', '.join(map(repr, unknown[:8]))}, but its categories in {other!r}, the data that it joins, are "
+            f"{have} {', '.join(map(repr, unknown[:8]))}, but its categories in {other}, are "
             f"{listed}: call it one of them, or leave the cells empty"
         )
     return column
@@ -437,7 +435,7 @@ def read_rows(path: Path, columns: Sequence[Column], other: str) -> Floats:
         for number, (column, cells) in enumerate(zip(columns, batch.columns, strict=True)):
             if is_text(cells.type):
                 seen[column.name] = seen[column.name].update(cells, path, numbers)
-            match_column(column, seen[column.name], other)
+            match_column(column, seen[column.name], f"the model {other!r}")
             fill_cells(column, cells, parts[-1][:, offsets[number] : offsets[number + 1]])
     rows = np.concatenate(parts)
     if not len(rows):

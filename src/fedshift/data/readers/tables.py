@@ -160,7 +160,8 @@ def scan_tables(tables: Sequence[TableFile], name: str, reading: ReadOptions) ->
     rows, seen = _scan_rows(tables, reading, declared)
     if reading.schema and reading.schema.columns:
         columns = [
-            schema.match_column(column, seen[column.name], reading.schema.name) for column in reading.schema.columns
+            schema.match_column(column, seen[column.name], f"{reading.schema.name!r}, the data that it joins")
+            for column in reading.schema.columns
         ]
         remarks = []
     else:
