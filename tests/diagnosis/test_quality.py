@@ -22,7 +22,7 @@ from fedshift.data.federation import ClientData, Federation
 from fedshift.data.partition import iid
 from fedshift.data.samples import Samples
 from fedshift.diagnosis.faults import SampleLocation, find_duplicates
-from fedshift.diagnosis.quality import examine
+from fedshift.diagnosis.quality import examine, find_errors
 from fedshift.diagnosis.survey import survey_splits
 from fedshift.tasks import Regression, Survival
 
@@ -485,6 +485,21 @@ def test_a_patient_in_two_tables_is_found_though_each_site_scales_its_own(tmp_pa
     kinds = found(read_folder(tmp_path, target="y"))
     assert kinds["leakage"].severity == "error"
     assert kinds["leakage"].samples + kinds["shared"].samples / 2 == 10
+
+
+def test_a_verdict_is_not_kept_where_only_a_unit_changed(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "own").mkdir()
+    rows = pd.DataFrame(np.random.default_rng(0).normal(5, 1, (40, 40))).add_prefix("c").assign(y=np.arange(40) % 2)
+    rows.to_csv(tmp_path / "own" / "north.csv", index=False)
+    errors = {}
+    for factor in (1024, 1):  # powers of 2 scale without rounding
+        other = rows.assign(**{name: rows[name] * factor for name in rows if name != "y"})
+        other.to_csv(tmp_path / "own" / "south.csv", index=False)
+        data = read_folder(tmp_path / "own", target="y")
+        errors[factor] = data.fingerprint, find_errors(data)
+    assert errors[1024][0] == errors[1][0]
+    assert (len(errors[1024][1]), len(errors[1][1])) == (0, 1)
 
 
 def test_patients_of_one_age_are_no_copies_if_their_times_differ(tmp_path):

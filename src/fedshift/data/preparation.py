@@ -311,7 +311,9 @@ class Preparation:
         elif "pixels" in facts:
             scaling = Normalization.from_json(facts["pixels"])
         columns = tuple(
-            Column(name=c["name"], categories=c["categories"] and tuple(c["categories"]), holds=c["holds"])
+            Column(
+                name=c["name"], categories=c["categories"] and tuple(c["categories"]), holds=c.get("holds", "numbers")
+            )
             for c in facts.get("columns", ())
         )
         return cls(
