@@ -308,9 +308,10 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
             (memory, "Peak memory", "MB, of all processes"),
         ):
             axes.set(title=title, xlabel="clients", ylabel=label, xscale="log")
-            axes.set_ylim(bottom=0)
             axes.set_xticks(CLIENTS, [f"{number:,}" for number in CLIENTS])
             axes.minorticks_off()
+        time_.set_ylim(bottom=0)
+        memory.set(yscale="log", ylim=(10, None))
         add_legend(figure, handles, "")
     path.write_text(to_svg(figure, background="white"), encoding="utf-8")
 

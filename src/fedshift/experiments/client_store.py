@@ -28,15 +28,18 @@ from ..utils.state import State, add_prefix, entries_under, join_states, nbytes,
 
 MEMORY = 512 * 2**20
 """Default limit on the bytes of clients' states in memory."""
+ENTRY = 1024
+"""Bytes that an entry takes besides its values: a tensor's objects, its name, and what the allocator adds."""
 PARTS = ("personal", "optimizer", "memory")
 
 
 class ClientStore(Mapping[str, ClientState]):
     """Clients by name: the result of ``fresh`` until a client has trained, then the last state given to :meth:`put`.
 
-    ``limit``: maximum bytes of states in memory; only states that :meth:`save` has not written yet may exceed it.
-    ``held``: bytes in memory now. ``rules``: names of the method's rules, which prefix their memories in files. Reading
-    a client raises :class:`FedshiftError` if its state on disk is missing or damaged.
+    ``limit``: maximum bytes of states in memory, with :data:`ENTRY` for each entry; only states that :meth:`save` has
+    not written yet may exceed it. ``held``: bytes in memory now. ``rules``: names of the method's rules, which
+    prefix their memories in files. Reading a client raises :class:`FedshiftError` if its state on disk is missing or
+    damaged.
     """
 
     def __init__(
@@ -266,7 +269,7 @@ def to_client(tensors: State, steps: int, rules: Sequence[str]) -> ClientState:
 
 
 def _state_bytes(client: ClientState) -> int:
-    return sum(map(nbytes, (client.personal, client.optimizer, *client.memory)))
+    return sum(nbytes(state) + ENTRY * len(state) for state in (client.personal, client.optimizer, *client.memory))
 
 
 def _compact_state(client: ClientState, whole: frozenset[int]) -> ClientState:
