@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 import torch
 from federations import HELD_APART, MAKERS, make_federations
-from methods import BUDGETS, PLAIN, SEARCHED, SEEDS, SETTINGS, read_values, train
+from methods import BUDGETS, PLAIN, SEARCHED, SEEDS, SETTINGS, read_values, split, train
 from ranking import BASE, RECORDS, format_table, make_ranking, read_records
 
 import fedshift
@@ -103,12 +103,13 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--out", type=Path, default=Path("runs/advise"))
     parser.add_argument("--weights", type=Path, metavar="FILE", help="mobilenet_v2-b0353104.pth of torchvision")
+    parser.add_argument("--federations", type=split, help="names with commas; default: all of the records")
     given = parser.parse_args()
     torch.set_num_threads(1)
     records, rounds = read_records(given.records), BUDGETS[0]
     tested = make_ranking(records, rounds).federations
     found, lost = dict[str, dict[str, Any]](), dict[str, pd.Series]()
-    for name, data, own in make_federations(tuple(tested.index), given.weights):
+    for name, data, own in make_federations(tuple(given.federations or tested.index), given.weights):
         advised = advise(data, rounds, given.out / name, own)
         found[name], lost[name] = compare(advised, tested.loc[name], find_validated(records, name, rounds))
         print(f"{name}: {advised[0]}", flush=True)

@@ -304,10 +304,12 @@ def write_parquet(table: pd.DataFrame, file: Path) -> None:
     write_atomically(file, buffer.getvalue())
 
 
-def main() -> None:
-    def split(text: str) -> list[str]:
-        return text.split(",")
+def split(text: str) -> list[str]:
+    """Return the names in an argument with commas."""
+    return text.split(",")
 
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/methods"))
     parser.add_argument("--federations", type=split, default=[*MAKERS], help="names with commas; default: all")
