@@ -115,7 +115,7 @@ def main() -> None:
         print(f"{name}: {advised[0]}", flush=True)
     table, others = pd.DataFrame(found).T, pd.DataFrame(lost).T
     cells = (
-        [name, *(f"{value:.1f}" if isinstance(value, float) else value for value in row)]
+        [name, *(value if isinstance(value, str) else f"{value:.1f}" for value in row)]
         for name, row in zip(table.index, table.to_numpy(), strict=True)
     )
     print("\n" + format_table(["federation", *table], cells))

@@ -301,8 +301,9 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
             handles[name] = make_legend_entry(look)
         images = {each["point"].clients: each["data"] / MEGABYTE for each in found}
         memory.fill_between([*images], [*images.values()], alpha=0.15, color="gray", linewidth=0)
-        memory.annotate("the images, once", (CLIENTS[-1], images[CLIENTS[-1]]), (-4, -6), textcoords="offset points",
-                        ha="right", va="top")  # fmt: skip
+        memory.annotate(
+            "the images,\nonce", (CLIENTS[-1], 12), (-2, 2), textcoords="offset points", ha="right", va="bottom"
+        )
         for axes, title, label in (
             (time_, "Time of a sampled client", "milliseconds, with checkpoints"),
             (memory, "Peak memory", "MB, of all processes"),
@@ -311,7 +312,9 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
             axes.set_xticks(CLIENTS, [f"{number:,}" for number in CLIENTS])
             axes.minorticks_off()
         time_.set_ylim(bottom=0)
-        memory.set(yscale="log", ylim=(10, None))
+        memory.set(yscale="log", ylim=(10, 10_000))
+        memory.set_yticks((10, 100, 1_000, 10_000), ("10", "100", "1,000", "10,000"))
+        memory.minorticks_off()
         add_legend(figure, handles, "")
     path.write_text(to_svg(figure, background="white"), encoding="utf-8")
 
