@@ -383,10 +383,8 @@ def list_stated_numbers():
         ("docs/performance.md", f"for at least {auto.SHORT} s"),
         ("docs/performance.md", f"rounds of up to {auto.MANY} clients"),
         ("docs/performance.md", f"less than about {WORDS[round(jobs.WORTH)]} seconds of work"),
-        (
-            "docs/performance.md",
-            f"in memory up to {client_store.MEMORY / 2**20:g} MiB, with {client_store.ENTRY / 2**10:g} KiB for each entry",
-        ),
+        ("docs/performance.md", f"in memory up to {client_store.MEMORY / 2**20:g} MiB, "),
+        ("docs/performance.md", f"MiB, with {client_store.ENTRY / 2**10:g} KiB for each entry"),
         ("docs/security.md", f"Certificates expire after `--days` ({pki.DAYS})"),
         ("docs/security.md", f"is more than {WORDS[round(served['update_bound'])]} times as long as the others'"),
         ("docs/security.md", f"at most {WORDS[serve.TRIES]} times in a row without a round"),
