@@ -30,6 +30,7 @@ FAST = (
 """Methods that differ in what the kernel does for them; the others are slow."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "method", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in FEDERATED]
 )

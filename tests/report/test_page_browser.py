@@ -69,7 +69,7 @@ def crowded(make_study):
     return render_page(make_study({name: [{"a": 50 + n, "b": 240}] * 3 for n, name in enumerate(names)}))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("width", [1280, 400])
 def test_page_fits_and_stays_quiet(opened, shown, width):
     page = opened(shown.page, width)
