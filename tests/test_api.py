@@ -558,8 +558,9 @@ def test_printing_a_result_shows_the_tables_of_the_command_line(cli, undrawn, co
     notes = [line for line in lines if line.startswith("note: ")]
     assert notes == [f"note: {notice}" for notice in compared.summary.notices]
     assert len(notes) == 2
-    assert lines[2].startswith("Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round")
-    printed = list(filter(None, map(str.strip, lines[2:])))
+    assert lines[-2:] == notes  # information comes last
+    assert lines[0].startswith("Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round")
+    printed = list(filter(None, map(str.strip, lines[:-2])))
     assert all(line in shown for line in printed)
     assert len(printed) == len(list(filter(None, map(str.strip, shown.splitlines())))) - 1  # that of the page
 
