@@ -108,6 +108,8 @@ def main() -> None:
     torch.set_num_threads(1)
     records, rounds = read_records(given.records), BUDGETS[0]
     tested = make_ranking(records, rounds).federations
+    if unknown := set(given.federations or ()) - set(tested.index):
+        parser.error(f"no records of {', '.join(sorted(unknown))}: {given.records} has {', '.join(tested.index)}")
     found, lost = dict[str, dict[str, Any]](), dict[str, pd.Series]()
     for name, data, own in make_federations(tuple(given.federations or tested.index), given.weights):
         advised = advise(data, rounds, given.out / name, own)

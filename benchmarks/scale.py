@@ -1,6 +1,6 @@
 """Time of a sampled client and peak memory, against how many clients there are; ``fedshift run`` on 10,000 of them.
 
-Each point is a process of its own: 10 to 100,000 clients of 20 distinct gray images of 28 x 28 pixels each, all in one
+Each point is a separate process: 10 to 100,000 clients of 20 distinct gray images of 28 x 28 pixels each, all in one
 array, of which min(clients, 100) take part in a round; every client has taken part once before, so that a method that
 keeps entries on clients has those of all. A round is ``Trial.advance`` without evaluation and ``Trial.save``: local
 work, aggregation, checkpoint. Points that differ in the number of clients alone take turns, 100 sampled clients a turn,
@@ -312,8 +312,9 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
             axes.set_xticks(CLIENTS, [f"{number:,}" for number in CLIENTS])
             axes.minorticks_off()
         time_.set_ylim(bottom=0)
-        memory.set(yscale="log", ylim=(10, 10_000))
+        memory.set_yscale("log")
         memory.set_yticks((10, 100, 1_000, 10_000), ("10", "100", "1,000", "10,000"))
+        memory.set_ylim(bottom=10)
         memory.minorticks_off()
         add_legend(figure, handles, "")
     path.write_text(to_svg(figure, background="white"), encoding="utf-8")

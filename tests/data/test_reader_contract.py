@@ -132,7 +132,7 @@ def made(kind, tmp_path_factory):
 
 @pytest.fixture
 def source(made, tmp_path, monkeypatch):
-    """A source of its own for each test, since some add to it, and its options."""
+    """Return a copy of the source, because some tests change it, and the options that it needs."""
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
     given, options = made
     return (copytree(given, tmp_path / "own") if isinstance(given, Path) else deepcopy(given)), options

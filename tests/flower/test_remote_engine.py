@@ -19,18 +19,14 @@ NAMED = (WITHOUT_BATCH_NORM.get(name, name) for name in list_catalog("methods") 
 FEDERATED = (*NAMED, *COMPOSED)
 FAST = (
     "fedavg",
-    "fedbn",
     "partialfed_adaptive",
     "silobn+scaffold",
     "fedbn+fedmmb(batches=1)+fedadam",
     "feddg_elcfs",
-    "fedap",
-    "hbn",
 )
 """Methods that differ in what the kernel does for them; the others are slow."""
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "method", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in FEDERATED]
 )

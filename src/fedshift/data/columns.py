@@ -10,7 +10,7 @@ from ..utils.errors import UsageError
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
 """Texts that mark a missing value, after surrounding spaces are removed."""
 TRUTHS = {"true": 1, "false": 0}
-"""Texts that stand for numbers in columns of 0 and 1, in lower case."""
+"""Numbers that texts in lower case stand for in columns of 0 and 1 and in targets."""
 Holds = Literal["numbers", "0 and 1", "True and False"]
 """Kinds of values in a column of numbers: any numbers, only 0 and 1, or also True and False for them."""
 

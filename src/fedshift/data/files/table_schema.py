@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
 from ...utils.files import check_expansion, open_regular, require_regular
-from ..columns import MISSING, Column
+from ..columns import MISSING, TRUTHS, Column
 from ..preparation import FeatureScaling
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -42,7 +42,6 @@ FEATURE_BYTES = 4
 BATCH_CELLS = 1 << 17
 """Cells in a batch of rows."""
 MOST_CATEGORIES = 50
-TRUTHS = pa.array(["true", "false"])
 
 _DECIMAL_COMMA, _POINT = r"^\s*([+-]?\d*),(\d+([eE][+-]?\d+)?)\s*$", r"^\s*[+-]?\d*\.\d+\s*$"
 _DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2,4}([T ].*)?")
@@ -287,7 +286,7 @@ def _are_truths(cells: pa.Array) -> NDArray[np.bool_]:
     with suppress(pa.ArrowInvalid):
         _to_float64(_to_strings(cells))
         return np.zeros(len(cells), bool)
-    found: NDArray[np.bool_] = pc.is_in(pc.utf8_lower(clean_texts(cells)), value_set=TRUTHS).to_numpy(
+    found: NDArray[np.bool_] = pc.is_in(pc.utf8_lower(clean_texts(cells)), value_set=pa.array([*TRUTHS])).to_numpy(
         zero_copy_only=False
     )
     return found

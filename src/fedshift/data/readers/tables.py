@@ -34,7 +34,7 @@ from ...tasks import CLASSIFICATION, Classification, Task
 from ...utils.errors import Ref, UsageError, unknown_name
 from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
-from ..columns import Column, Holds
+from ..columns import TRUTHS, Column, Holds
 from ..files import table_schema as schema
 from ..files.read_options import Progress, ReadOptions
 from ..files.table_schema import ColumnContents, Floats, Ints, TableFile
@@ -366,7 +366,7 @@ def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[Te
         numbers = np.empty(len(rows.values[name]))
         for code, value in enumerate(rows.values[name]):
             try:
-                numbers[code] = {"true": 1, "false": 0}.get(value.lower(), value)
+                numbers[code] = TRUTHS.get(value.lower(), value)
             except ValueError as error:
                 raise UsageError(
                     f"target {name!r} is {value!r} in some rows, no number, which {task} needs: correct it, or name "
@@ -393,8 +393,7 @@ def _refuse_other_labels(rows: TableRows, target: str) -> None:
 
 def _read_truths(values: Sequence[str]) -> dict[str, int]:
     """Return the class of each of ``values`` if they are True and False together with 0 and 1, else nothing."""
-    meaning = {"true": 1, "false": 0}
-    found = {value: meaning.get(value.casefold()) for value in values}
+    found = {value: TRUTHS.get(value.casefold()) for value in values}
     rest = [value for value, truth in found.items() if truth is None]
     try:
         numbers = {value: _to_number(value) for value in rest}
