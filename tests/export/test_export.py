@@ -111,6 +111,19 @@ def test_every_kind_of_model_gives_the_recorded_counts(method, client, experimen
     assert ("bn1.weight" in state) == (method != "fedwon")
 
 
+def test_the_usual_values_of_the_owners_training_images_are_kept_but_not_those_that_noise_hides(
+    bobs, experiment, kept, make, tmp_path
+):
+    usual = fedshift.load(bobs).inputs.usual
+    channels = ARRAYS["bob"][0].reshape(-1, 3)
+    assert usual.mean == pytest.approx(channels.mean(axis=0), rel=1e-3)
+    assert usual.std == pytest.approx(channels.std(axis=0), rel=1e-3)
+    noisy = make(methods="dp_sgd+nonorm", rounds=1, engine="sequential")
+    noisy.run(tmp_path / "run")
+    export_run(noisy, tmp_path / "run", tmp_path / "out", onnx=False)
+    assert fedshift.load(tmp_path / "out").inputs.usual is None
+
+
 @pytest.mark.slow
 def test_onnx_gives_the_same_answers_in_its_own_runtime(experiment, kept, tmp_path):
     pytest.importorskip("onnxscript")

@@ -11,8 +11,9 @@ from PIL import Image
 
 import fedshift
 from fedshift.data.columns import Column
+from fedshift.data.far_values import FarValues
 from fedshift.data.files.volume_decoding import decode_mask
-from fedshift.data.preparation import Decoding, Preparation
+from fedshift.data.preparation import Decoding, FeatureScaling, Preparation
 from fedshift.export.loading import ExportedModel
 from fedshift.export.prediction import predict_files
 from fedshift.results.cases import read_cases
@@ -234,6 +235,25 @@ def test_rows_of_tables_and_images_with_a_class_have_their_predictions_in_the_ta
     one._program = lambda x: torch.stack((127.5 - x.float().mean((1, 2, 3)), x.float().mean((1, 2, 3)) - 127.5), dim=1)
     table = pd.read_csv(predict_files(one, [tmp_path / "dark.png", tmp_path / "light.png"], tmp_path / "classes").table)
     assert table.prediction.to_list() == ["none", "bright"]
+
+
+def test_a_table_in_another_unit_has_a_warning_on_each_row_and_python_warns(tmp_path):
+    scaling = FeatureScaling(fill=np.zeros(2), mean=np.array([75.0, 50.0]), std=np.array([15.0, 10.0]))
+    columns = (Column(name="weight"), Column(name="age"))
+    model = make_model(
+        Preparation(shape=(2,), dtype="float32", columns=columns, scaling=scaling), "classification",
+        program=lambda x: torch.stack((-x[:, 0], x[:, 0]), dim=1),
+    )  # fmt: skip
+    (tmp_path / "kg.csv").write_text("weight,age\n70,40\n,95\n")
+    (tmp_path / "g.csv").write_text("weight,age\n70000,40\n80000,\n")
+    found = predict_files(model, [tmp_path / "kg.csv", tmp_path / "g.csv"], tmp_path / "out")
+    assert list(found.far) == [tmp_path / "g.csv"]
+    told = "values are far from the training data's: column 'weight': about 1,000 times larger: mean 7.5e+04"
+    assert found.far[tmp_path / "g.csv"].startswith(told)
+    assert pd.read_csv(found.table).warning.isna().to_list() == [True, True, False, False]
+    with pytest.warns(FarValues, match="weight") as warned:
+        model.predict({"weight": 80_000, "age": 40})
+    assert Path(warned[0].filename) == Path(__file__)
 
 
 def test_what_cannot_be_predicted_is_refused_before_anything_is_written(tmp_path):

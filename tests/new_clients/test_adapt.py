@@ -32,7 +32,7 @@ from fedshift.new_clients.site_data import find_overlap, load_site
 from fedshift.results.schema import compute_metric, read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.state import is_equal
-from tests.conftest import change_settings
+from tests.conftest import ARRAYS, change_settings, write_npz
 
 ROOT = Path(__file__).parents[2]
 POLICIES = parse_policies(None)
@@ -108,6 +108,15 @@ def test_a_client_whose_samples_the_run_has_is_called_known(cli, run, tiny_folde
     assert "note: client 'ann' is not unknown: the run has its samples, as client 'ann'" in outcome.out
     assert "client 'cid' is not" not in outcome.out
     assert "reestimate" not in outcome.out.replace("--", "")
+
+
+def test_a_new_client_on_another_scale_has_a_warning_before_its_results(cli, run, tmp_path):
+    (tmp_path / "far").mkdir()
+    x_train, y_train, x_test, y_test = ARRAYS["cid"]
+    write_npz(tmp_path / "far" / "cid.npz", x_train=x_train // 32, y_train=y_train, x_test=x_test // 32, y_test=y_test)
+    outcome = cli("adapt", run, "--data", tmp_path / "far", "--policies", "average")
+    assert "warning: client 'cid': values are far from the training data's: channel 0: about" in outcome.out
+    assert "times smaller" in outcome.out
 
 
 def test_samples_that_the_run_has_are_counted_whatever_part_they_were_in_and_label_they_have(run, tiny):

@@ -36,6 +36,7 @@ from ..config.spec import CompareSpec, DataSpec, read_help
 from ..console.printing import Console
 from ..console.terminal import show_progress
 from ..core.plan import forward
+from ..data.far_values import judge_newcomers, measure_training, warn_far
 from ..data.federation import Federation
 from ..data.joining import join_schema
 from ..data.patches import slide
@@ -385,6 +386,8 @@ class Comparison:
         schema = data.schema if client is None else data.describe_client(data.client(client))
         prepare, plan = schema.preparation, trial.plan
         x, single = prepare.store(samples)
+        trained = data if client is None else replace(data, clients=(data.client(client),))
+        warn_far(replace(prepare, measured=measure_training(trained, trial.settings.newcomers)), x, above=1)
 
         def score(x: Tensor) -> Tensor:
             return forward(plan, state, prepare.scale(x, plan.dtype).to(trial.settings.device)).cpu()
@@ -476,7 +479,8 @@ class Comparison:
         new = new.to(torch.device(experiment.settings.device))
         training = {client.name: client.train for client in new.clients}
         made = adapt_all(experiment, self.directory, training, wanted, data=new, rounds=rounds)
-        for notice in (*find_overlap(new, experiment), *made.notices, *(made.inapplicable if policies else ())):
+        far = judge_newcomers(new, experiment.data, experiment.settings.newcomers)
+        for notice in (*far, *find_overlap(new, experiment), *made.notices, *(made.inapplicable if policies else ())):
             warn(notice, stacklevel=2)
         if made.failures:
             raise FedshiftError("; ".join(made.failures))

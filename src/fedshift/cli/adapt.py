@@ -126,6 +126,8 @@ def adapt(
         )
     from torch import device as torch_device
 
+    from ..data.far_values import judge_newcomers
+    from ..data.federation import ClientData
     from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
     from ..new_clients.policies import adapt_all
     from ..new_clients.site_data import client_name, find_overlap, load_site
@@ -155,6 +157,11 @@ def adapt(
         made = adapt_all(
             experiment, run, training, wanted, data=new, rounds=rounds, inputs=inputs, save=save, progress=progress
         )
+    judged = new or replace(
+        experiment.data, clients=tuple(ClientData(name=name, train=x, test=x) for name, x in training.items())
+    )
+    for far in judge_newcomers(judged, experiment.data, experiment.settings.newcomers):
+        print_line(console, f"warning: {far}")
     if made.rows:
         _print_results(console, made, experiment.settings, len(experiment.seeds), rounds, save)
     for notice in (*notices, *made.notices, *made.inapplicable):

@@ -27,9 +27,16 @@ from .files.signals import decode_signal, read_signal_header
 from .files.volume_decoding import decode_volume
 from .inputs import join_inputs
 from .resizing import resize, resize_volume
+from .usual_values import SCALE_RATIO, UsualValues
 
 Augment = Callable[[Tensor], Tensor]
 """Function that augments a training batch of images ``[B, C, H, W]`` with values in [0, 1]."""
+
+
+def find_numeric(columns: Sequence[Column]) -> NDArray[np.bool_]:
+    """Return which features of a table are columns of numbers, not only of 0 and 1, ``[D]``."""
+    widths = [column.width for column in columns]
+    return np.repeat([column.categories is None and column.holds == "numbers" for column in columns], widths)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +67,13 @@ class FeatureScaling:
         )
         filled = torch.where(torch.isnan(x), fill.to(x.dtype), x)
         return ((filled.to(torch.float64) - mean) / std).to(x.dtype)
+
+    def find_usual(self, columns: Sequence[Column] = ()) -> UsualValues | None:
+        """Return the usual values of the rows that it was fitted to; None if it changes nothing."""
+        known = np.isfinite(self.std) & (find_numeric(columns) if columns else True)
+        if not ((self.mean != 0) | (self.std != 1))[known].any():
+            return None
+        return UsualValues(mean=np.where(known, self.mean, np.nan), std=np.where(known, self.std, np.nan))
 
     def to_json(self) -> dict[str, Any]:
         """Return the scaling as JSON values; ``unused``: features that become 0."""
@@ -113,6 +127,11 @@ class Normalization:
             for values in (self.mean, self.std)
         )
         return (x - mean) / std
+
+    def find_usual(self, columns: Sequence[Column] = ()) -> UsualValues | None:
+        """Return the usual values, from 0 to 255, of the images that it was fitted to; None if it is not."""
+        mean, std = 255 * np.array(self.mean), 255 * np.array(self.std)
+        return UsualValues(mean=mean, std=std, factor=SCALE_RATIO) if self.fitted else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the scaling as JSON values."""
@@ -209,6 +228,7 @@ class Preparation:
         inputs: Layout of a sample's row if a network is given several inputs; empty: a sample is one array.
         patched: Whether samples are cases of any size, which the network sees in windows of ``shape``.
         resized: Size to which cases are resized; empty: they keep theirs.
+        measured: Usual values of the training samples, of an exported model whose scaling does not state them.
 
     """
 
@@ -221,6 +241,7 @@ class Preparation:
     inputs: Inputs = ()
     patched: bool = False
     resized: tuple[int, ...] = ()
+    measured: UsualValues | None = field(default=None, compare=False)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -246,6 +267,26 @@ class Preparation:
     def scales(self) -> bool:
         """Return whether inputs differ from stored samples: pixels and a table's rows are scaled, other numbers not."""
         return self.dtype == "uint8" or isinstance(self.scaling, FeatureScaling)
+
+    @property
+    def usual(self) -> UsualValues | None:
+        """Return the usual values of stored samples in training; None if they are not known."""
+        if self.measured is not None or self.inputs or self.is_whole:
+            return self.measured
+        if isinstance(self.scaling, FeatureScaling):
+            return self.scaling.find_usual(self.columns)
+        return self.scaling.find_usual() if self.dtype == "uint8" else None
+
+    def describe_far(self, x: Tensor) -> list[str]:
+        """Return how stored samples, or a table's raw rows, ``x [N, ...]`` are far from the training data's."""
+        usual = self.usual
+        return self.name_features(usual.describe_far(x.cpu().numpy())) if usual and len(x) else []
+
+    def name_features(self, texts: Mapping[int, str]) -> list[str]:
+        """Return texts on features, by their number, with the name of the column or channel."""
+        names = [f"column {column.name!r}" for column in self.columns for _ in range(column.width)]
+        noun = "column" if len(self.shape) == 1 else "channel"
+        return [f"{names[number] if names else f'{noun} {number}'}: {text}" for number, text in sorted(texts.items())]
 
     @property
     def keeps_raw(self) -> bool:
@@ -300,6 +341,8 @@ class Preparation:
             facts["inputs"] = [asdict(each) for each in self.inputs]
         if self.patched:
             facts |= {"patched": True, "resized": list(self.resized)}
+        if self.measured is not None:
+            facts["measured"] = self.measured.to_json()
         return facts | {"values": list(self.values)}
 
     @classmethod
@@ -321,6 +364,7 @@ class Preparation:
             scaling=scaling, columns=columns, values=tuple(facts["values"]),
             inputs=tuple(Input(**each) for each in facts.get("inputs", ())),
             patched=bool(facts.get("patched", False)), resized=tuple(facts.get("resized", ())),
+            measured=UsualValues.from_json(facts["measured"]) if "measured" in facts else None,
         )  # fmt: skip
 
     def store(self, samples: Any) -> tuple[Tensor, bool]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.far_values import warn_far
 from ..data.patches import slide
 from ..data.preparation import Preparation
 from ..tasks import TASKS
@@ -56,6 +57,9 @@ class ExportedModel:
                 array; or several: a list of images or rows, a data frame, or an array with one more dimension. For a
                 network with several inputs, a dictionary of arrays by name, for one sample or for several.
 
+        Warns:
+            FarValues: The samples are far from the training data's, such as in another unit.
+
         Raises:
             UsageError: The samples do not have the model's input format.
 
@@ -80,6 +84,7 @@ class ExportedModel:
     def _score(self, samples: Any) -> tuple[Tensor, bool]:
         """Return the program's outputs ``[N, ...]``, and whether there was a single sample."""
         x, single = self.inputs.store(samples)
+        warn_far(self.inputs, x, above=3)
         if self.inputs.patched:
             return torch.cat([slide(self._program, each[None], self.inputs.shape[1:]) for each in x]), single
         return self._program(*self.inputs.divide(x)), single

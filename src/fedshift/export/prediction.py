@@ -13,6 +13,7 @@ empty cells; in only one of them, Dice is 0.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..data.far_values import FarValues
 from ..data.files.dicom import DICOM, holds_slices, is_dicom, is_stack
 from ..data.files.image_decoding import Unreadable
 from ..data.files.mask_writing import write_mask
@@ -52,6 +54,8 @@ from .package import require_new
 TABLE = "cases.csv"
 EVERY = 10.0
 """Seconds between two writings of the table, of which a killed program leaves the last."""
+FAR = "warning"
+"""Column of rows whose file has values far from the training data's, with the numbers."""
 WRITTEN = "predicted"
 """Status of a file that was predicted; another status is the reason why a file was not."""
 Row = dict[str, Any]
@@ -59,11 +63,15 @@ Progress = Callable[[str, int, int], None]
 
 
 class Predictions(NamedTuple):
-    """Rows that :func:`predict_files` wrote to ``table``; ``failed``: files without prediction, with the reasons."""
+    """Rows that :func:`predict_files` wrote to ``table``; ``failed``: files without prediction, with the reasons.
+
+    ``far``: by file, how its values are far from the training data's.
+    """
 
     table: Path
     rows: list[Row]
     failed: list[str]
+    far: dict[Path, str]
 
 
 def predict_files(
@@ -102,12 +110,19 @@ def predict_files(
         _require_distinct_names(found)
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
+    far: dict[Path, str] = {}
     kept = time.monotonic()
     try:
         for done, file in enumerate(found):
             progress("predictions", done, len(found))
             try:
-                rows += _predict_file(model, file, out, truths)
+                with warnings.catch_warnings(record=True, category=FarValues) as warned:
+                    warnings.simplefilter("always", FarValues)
+                    made = list(_predict_file(model, file, out, truths))
+                if warned:
+                    far[file] = str(warned[0].message)
+                    made = [row | {FAR: far[file]} for row in made]
+                rows += made
             except (Unreadable, UsageError) as error:
                 rows.append({"file": str(file), "status": str(error).removeprefix(str(file)).lstrip(", ")})
             if time.monotonic() - kept > EVERY:
@@ -116,7 +131,7 @@ def predict_files(
     finally:
         _write_table(rows, out)
     failed = [f"{row['file']} {row['status']}" for row in rows if row["status"] != WRITTEN]
-    return Predictions(out / TABLE, rows, failed)
+    return Predictions(out / TABLE, rows, failed, far)
 
 
 def _write_table(rows: Sequence[Row], out: Path) -> None:

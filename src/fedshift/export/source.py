@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..analysis.privacy import find_mechanism
 from ..analysis.statistics import mean_and_std, paired_difference
 from ..config.expressions import list_catalog
 from ..core.method import Method
 from ..core.plan import Plan
 from ..data.datasets._card import get_card
+from ..data.far_values import measure_training
 from ..data.federation import ClientData, Federation
 from ..data.files.volume_decoding import describe_spacing
 from ..data.nuclei import nuclei
@@ -140,6 +143,10 @@ def make_model(
     ``facts``: the remaining fields of :class:`~fedshift.export.model_card.ModelFacts`.
     """
     schema, method = data.describe_client(owner), plan.method
+    if schema.preparation.usual is None and tests and not find_mechanism((method.gradient, method.aggregate)):
+        trained = replace(data, clients=(owner,)) if facts["client"] else data
+        measured = measure_training(trained, settings.newcomers if len(trained.clients) > 1 else ())
+        schema = replace(schema, preparation=replace(schema.preparation, measured=measured))
     all_facts = ModelFacts(
         **describe_answers(data),
         method=method.label,
