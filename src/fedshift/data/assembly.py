@@ -212,10 +212,11 @@ def _describe_stores(clients: tuple[ClientData, ...]) -> list[str]:
     where = [name for name, split in splits.items() if not split.repeats]
     lazy = any(split.lazy for split in splits.values())
     shape = next(iter(splits.values())).shape
+    doubtful = len(shape) == 2 and shape[0] > 1 and clients[0].decoding == ARRAY
     return [
         *([LAZY] if lazy else []),
         *([f"{join_some(where, shown=1)}: {UNREPEATABLE}"] if where else []),
-        *([SIGNALS.format(*shape, shape[0])] if len(shape) == 2 and shape[0] > 1 else []),
+        *([SIGNALS.format(*shape, shape[0])] if doubtful else []),
     ]
 
 

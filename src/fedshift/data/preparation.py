@@ -184,6 +184,7 @@ class Decoding:
         window: Values of a medical image that become -1 and 1, in place of its percentiles.
         spacing: Millimeters to which a medical image is resampled, along slices, rows and columns; empty: it is not.
         leads: Names of the leads of a recording, in the order of the channels.
+        units: Unit of each lead, as in its file; ``mv`` for voltages. Empty: not known.
         rate: Samples in a second of a recording.
 
     """
@@ -193,13 +194,14 @@ class Decoding:
     window: tuple[float, float] | None = None
     spacing: tuple[float, ...] = ()
     leads: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
     rate: float = 0.0
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Decoding:
         """Return the decoding described by the result of ``asdict``."""
         window = facts.get("window")
-        several = {name: tuple(facts.get(name, ())) for name in ("spacing", "leads")}
+        several = {name: tuple(facts.get(name, ())) for name in ("spacing", "leads", "units")}
         return cls(**{**facts, "window": None if window is None else tuple(window), **several})
 
     def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
@@ -309,6 +311,10 @@ class Preparation:
             return f"{self.dtype} [{sizes}], images of {self.shape[0]} channels, height, width; {kind}"
         if self.columns:
             return f"{self.dtype} [{sizes}], a table's rows: a number each column, 1 or 0 each category, NaN if missing"
+        if self.decoding.units:
+            leads = zip(self.decoding.leads, self.decoding.units, strict=True)
+            channels = ", ".join(f"{lead} ({unit or 'no unit'})" for lead, unit in leads)
+            return f"{self.dtype} [{sizes}], signals at {self.decoding.rate:g} Hz: {channels}"
         return f"{self.dtype} [{sizes}], numbers as the run read them"
 
     @property
@@ -447,6 +453,12 @@ class Preparation:
             header, values = read_signal_header(file), decode_signal(file, self.decoding.leads)
         except Unreadable as error:
             raise UsageError(f"{file} {error}: give a recording that can be read") from error
+        for lead, unit in zip(self.decoding.leads, self.decoding.units, strict=False):
+            if header.by_lead[lead] != unit:
+                raise UsageError(
+                    f"{file} has the lead {lead!r} in {header.by_lead[lead] or 'no unit'}: the model takes it in "
+                    f"{unit or 'no unit'}"
+                )
         if header.rate != self.decoding.rate or values.shape != self.shape:
             raise UsageError(
                 f"{file} has {values.shape[1]} samples at {header.rate:g} Hz: the model takes {self.shape[1]} at "

@@ -141,7 +141,7 @@ def test_other_files_and_empty_classes_are_noticed(read, root):
     assert data.class_names == ("cat", "dog", "empty")
     assert data.notices == (
         f"client 'color': {root / 'color' / 'empty'} holds no image",
-        "client 'gray': 1 files that are not images left out (no suffix)",
+        "client 'gray': 1 files of other kinds left out (no suffix)",
     )
     assert data.faults == ("client 'gray': 1 image in a format that is not read, left out (.webp)",)
     assert data.select_clients(["color"]).faults == ()
@@ -180,9 +180,9 @@ def tree(tmp_path: Path, read):
         (["train/cat/0.png", "test/cat/1.png"], "tree holds test, train, but no folder of a client"),
         (
             ["a/cat/0.png", "b/"],
-            "client 'b' has no image (.bmp, .gif, .jpeg, .jpg, .pbm, .pgm, .png, .ppm, .tif, .tiff) in",
+            "client 'b' has no file to read (.bmp, .gif, .jpeg, .jpg, .pbm, .pgm, .png, .ppm, .tif, .tiff) in",
         ),
-        (["a/cat/0.png", "b/cat/"], "client 'b' has no image"),
+        (["a/cat/0.png", "b/cat/"], "client 'b' has no file to read"),
         ([".hidden/cat/0.png"], "tree holds no folder"),
         (
             ["a/cat/0.png", "a/dog/0.png"],

@@ -1,5 +1,6 @@
 """Recordings in WFDB and EDF files: their values by lead, and which are refused."""
 
+import re
 import sys
 from dataclasses import replace
 
@@ -32,15 +33,15 @@ def write_wfdb(folder, stem, values, *, names=("II", "V1"), units=("mV", "mV"), 
     )  # fmt: skip
 
 
-def write_edf(folder, stem, values, *, names=("v1", " ii"), unit="uV", rates=(RATE, RATE)):
+def write_edf(folder, stem, values, *, names=("v1", " ii"), unit="uV", rates=(RATE, RATE), kind="Edf"):
     """Write V1 before II, in microvolts."""
     edfio = pytest.importorskip("edfio")
     folder.mkdir(parents=True, exist_ok=True)
     signals = [
-        edfio.EdfSignal(1000 * np.repeat(x, rate // RATE), rate, label=name, physical_dimension=unit)
+        getattr(edfio, f"{kind}Signal")(1000 * np.repeat(x, rate // RATE), rate, label=name, physical_dimension=unit)
         for x, name, rate in zip(values.T[::-1], names, rates, strict=True)
     ]
-    edfio.Edf(signals).write(folder / f"{stem}.edf")
+    getattr(edfio, kind)(signals).write(folder / f"{stem}.{kind.lower()}")
 
 
 @pytest.fixture
@@ -69,6 +70,11 @@ def test_leads_are_matched_by_name_and_voltages_in_one_unit(root):
     assert torch.equal(kept.store(str(file))[0][0], data.clients[1].train.store.read(torch.tensor([0]))[0])
     again = read_folder(root / "north", schema=data.schema)
     assert [client.name for client in again.clients] == ["north"]
+    kpa = replace(kept, decoding=replace(kept.decoding, units=("mv", "kpa")))
+    with pytest.raises(UsageError, match="has the lead 'v1' in mv, and ecg in kpa: convert it to the same unit"):
+        read_folder(root / "north", schema=replace(data.schema, preparation=kpa))
+    with pytest.raises(UsageError, match="has the lead 'v1' in mv: the model takes it in kpa"):
+        kpa.store(str(file))
     other = replace(kept, decoding=replace(kept.decoding, leads=("i", "v1")))
     with pytest.raises(UsageError, match="has the leads ii, v1 at 50 Hz, and ecg i, v1 at 50 Hz"):
         read_folder(root / "north", schema=replace(data.schema, preparation=other))
@@ -93,6 +99,29 @@ def two_rates(place):
     write_edf(place, "sub-0_0", draw(0), rates=(RATE, 2 * RATE))
 
 
+def edit_edf(change):
+    """Return a function that replaces a recording by an EDF file whose bytes were changed."""
+
+    def spoil(place):
+        (place / "sub-0_0.hea").unlink()
+        write_edf(place, "sub-0_0", draw(0))
+        content = bytearray((place / "sub-0_0.edf").read_bytes())
+        (place / "sub-0_0.edf").write_bytes(change(content) or content)
+
+    return spoil
+
+
+def narrow(content):
+    """Make the digital range of the first of two leads a single number."""
+    at = 256 + 2 * (16 + 80 + 8 + 8 + 8)
+    content[at : at + 8] = content[at + 16 : at + 24]
+
+
+def lose_gain(place):
+    header = place / "sub-0_0.hea"
+    header.write_text(re.sub(r"\S+/mV", "0/mV", header.read_text()))
+
+
 REFUSED = {
     "another rate": (spoil(write_wfdb, rate=40), r"has 40 Hz and .* 50: resample all to one rate"),
     "another length": (spoil(write_wfdb, values=draw(0)[:60]), "has 60 samples and .* 100: cut all to one length"),
@@ -101,6 +130,10 @@ REFUSED = {
     "two of a name": (spoil(write_wfdb, names=("II", "ii")), "has two leads called 'ii'"),
     "values elsewhere": (move_values, r"has its values in sub-0_0\.dat, which is not a file in its folder"),
     "two rates": (two_rates, r"has leads of several rates \(50, 100 Hz\)"),
+    "cut short": (edit_edf(lambda content: content[:-10]), "has 1158 bytes, and 1168 by its header"),
+    "cut in its header": (edit_edf(lambda content: content[:300]), "is cut short"),
+    "a range of one number": (edit_edf(narrow), "gives lead 'v1' the digital range 32767 to 32767 and the physical"),
+    "no gain": (lose_gain, "the lead 'ii' is in uncalibrated in .* and in mv in"),
     "no recording": (lambda place: (place / "sub-0_0.hea").write_text("hello"), "is not a WFDB record that can be"),
 }  # fmt: skip
 
@@ -124,6 +157,24 @@ def test_gaps_and_values_that_are_cut_off_are_refused_when_they_are_read(root):
     data = read_folder(root)
     with pytest.raises(FedshiftError, match=r"sub-0_0\.hea is not a WFDB record that can be read"):
         data.clients[0].train.store.read(torch.arange(8))
+
+
+def test_values_that_do_not_fit_the_checksums_of_their_header_are_refused(root):
+    place = root / "north" / "af"
+    header = place / "sub-0_0.hea"
+    header.write_text(header.read_text().replace("sub-0_0.dat", "sub-1_2.dat"))
+    with pytest.raises(Unreadable, match=r"has the checksum \d+ of lead 'ii' in its header, and its values have \d+"):
+        decode_signal(header, ("ii", "v1"))
+    lines = [line.split() for line in header.read_text().splitlines()]
+    header.write_text("\n".join(" ".join([*line[:6], "0", *line[7:]]) for line in lines))  # no checksum
+    assert decode_signal(header, ("ii",)).shape == (1, LENGTH)
+
+
+def test_bdf_files_are_read_as_edf_files_are(root):
+    place = root / "south" / "af"
+    write_edf(place, "sub-0_0", draw(0), kind="Bdf")
+    np.testing.assert_allclose(decode_signal(place / "sub-0_0.bdf", ("ii", "v1")), draw(0).T, atol=1e-6)
+    assert read_signal_header(place / "sub-0_0.bdf") == read_signal_header(place / "sub-0_0.edf")
 
 
 def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):

@@ -200,10 +200,10 @@ def list_files(
                 found.append(ImageFile(Path(file).relative_to(root).as_posix(), part, folder.name, *stamp))
     if others:
         kinds = ", ".join(sorted(suffix or "no suffix" for suffix in others))
-        text = f"client {name!r}: {others.total()} files that are not images left out ({kinds})"
+        text = f"client {name!r}: {others.total()} files of other kinds left out ({kinds})"
         notices.append(Information(text))
     if not found:
-        raise UsageError(f"client {name!r} has no image ({', '.join(sorted(suffixes))}) in {client}: {LAYOUT}")
+        raise UsageError(f"client {name!r} has no file to read ({', '.join(sorted(suffixes))}) in {client}: {LAYOUT}")
     return tuple(found), tuple(notices)
 
 

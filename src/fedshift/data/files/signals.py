@@ -1,13 +1,14 @@
-"""Recordings of signals in files: WFDB (``.hea`` with ``.dat``) by wfdb, EDF by edfio (extra ``signals``).
+"""Recordings of signals in files: WFDB (``.hea`` with ``.dat``) by wfdb, EDF and BDF by edfio (extra ``signals``).
 
 A recording is ``[C, L]``: leads (channels) in a given order of their names, which do not distinguish capitals and
 spaces, at L times. Voltages become millivolts; other units stay. Headers are checked before values are read: a record
-has one rate, no segments and no gaps, its files are in its own folder, and their size is bounded
-(:data:`~fedshift.data.files.dicom.MOST_BYTES`).
+has one rate, no segments and no gaps, its files are in its own folder and as long as they say, and their size is
+bounded (:data:`~fedshift.data.files.dicom.MOST_BYTES`). Values have the checksums of a WFDB header, unless these are 0.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,16 @@ from ..stores import Keys, LazyStore, RecentArrays
 from .dicom import check_bytes, load_library
 from .image_decoding import Unreadable, explain_unreadable
 
-WFDB, EDF = ".hea", ".edf"
-SIGNALS = (WFDB, EDF)
+WFDB, EDF, BDF = ".hea", ".edf", ".bdf"
+SIGNALS = (WFDB, EDF, BDF)
 """Suffixes of files that this module reads."""
 VALUES = frozenset({".dat", ".mat", ".atr", ".qrs", ".xyz"})
 """Suffixes of files that belong to a WFDB header."""
 KEPT = 2**28
 """Bytes of decoded recordings to keep."""
+UNCALIBRATED = "uncalibrated"
+"""Unit of leads whose WFDB header gives no gain, or a gain of 0: nobody knows how much one of their numbers is."""
+_GAIN = re.compile(r"-?[\d.]*[1-9]")  # not 0
 _MILLIVOLTS = {"nv": 1e-6, "uv": 1e-3, "µv": 1e-3, "μv": 1e-3, "mv": 1.0, "v": 1e3}
 
 
@@ -82,8 +86,9 @@ def decode_signal(file: Path, leads: Sequence[str]) -> NDArray[np.float32]:
         raise Unreadable(f"lacks the lead {lacking[0]!r} (it has {join_some(header.leads)})")
     with explain_unreadable(file, _describe_kind(file)):
         if file.suffix.lower() == WFDB:
-            values = load_library("wfdb", file, "signals").rdrecord(str(file.with_suffix(""))).p_signal.T
-            units = _read_units(load_library("wfdb", file, "signals").rdheader(str(file.with_suffix(""))).units)
+            record = load_library("wfdb", file, "signals").rdrecord(str(file.with_suffix("")), physical=False)
+            _check_sums(record)
+            values, units = record.dac().T, _read_units(record.units)
         else:
             opened = _open_edf(file)
             values = np.stack([signal.data for signal in opened.signals])
@@ -139,16 +144,50 @@ def _read_wfdb_header(file: Path) -> SignalHeader:
             raise Unreadable(f"has its values in {name}, which is not a file in its folder: put both together")
         require_regular(values)
     check_bytes(8 * header.n_sig * header.sig_len, f"{header.n_sig} leads of {header.sig_len} samples")
-    units = tuple(unit for unit, _ in _read_units(header.units))
-    return SignalHeader(
-        leads=tuple(map(name_lead, header.sig_name)), units=units, rate=float(header.fs), length=int(header.sig_len)
+    lines = [line.split() for line in file.read_text(errors="replace").splitlines() if not line.startswith("#")]
+    gains = [line[2] if len(line) > 2 else "" for line in [line for line in lines if line][1:]]  # wfdb makes it 200
+    units = tuple(
+        unit if _GAIN.match(gain) else UNCALIBRATED
+        for (unit, _), gain in zip(_read_units(header.units), gains, strict=True)
     )
+    leads = tuple(name_lead(name or "") for name in header.sig_name)
+    return SignalHeader(leads=leads, units=units, rate=float(header.fs), length=int(header.sig_len))
+
+
+def _check_sums(record: Any) -> None:
+    """Raise :class:`Unreadable` if a lead's numbers do not have the sum in the header; 0: none was written."""
+    for name, sum_, found in zip(record.sig_name, record.checksum or (), record.calc_checksum(), strict=False):
+        if sum_ and (int(sum_) - int(found)) % 2**16:
+            raise Unreadable(
+                f"has the checksum {sum_} of lead {name_lead(name)!r} in its header, and its values have {found}: they "
+                "were changed or damaged. Copy the record again, or set the checksum in the header to 0"
+            )
 
 
 def _open_edf(file: Path) -> Any:
     require_regular(file)
     check_bytes(4 * file.stat().st_size, "values in its length")
-    return load_library("edfio", file, "signals").read_edf(file, lazy_load_data=True)
+    _check_length(file)
+    edfio = load_library("edfio", file, "signals")
+    return edfio.read_bdf(file) if file.suffix.lower() == BDF else edfio.read_edf(file, lazy_load_data=True)
+
+
+def _check_length(file: Path) -> None:
+    """Raise :class:`Unreadable` if the file is not as long as its header says (Kemp et al. 1992), which edfio cuts."""
+    with file.open("rb") as stream:
+        fixed = stream.read(256)
+        leads = int(fixed[252:] or 0)
+        sizes = stream.read(256 * leads)[216 * leads : 224 * leads]
+    if len(sizes) != 8 * leads or not leads:
+        raise EOFError
+    records, head = int(fixed[236:244]), int(fixed[184:192])
+    values = sum(int(sizes[8 * lead : 8 * lead + 8]) for lead in range(leads))
+    wanted = head + records * values * (3 if file.suffix.lower() == BDF else 2)
+    if records < 1 or file.stat().st_size != wanted:
+        raise Unreadable(
+            f"has {file.stat().st_size} bytes, and {wanted} by its header, which gives {records} data records: "
+            "it was cut short or not closed; copy it again, or correct its header"
+        )
 
 
 def _describe_edf(opened: Any) -> SignalHeader:
@@ -157,6 +196,12 @@ def _describe_edf(opened: Any) -> SignalHeader:
         raise Unreadable("has no signals, only annotations")
     if not opened.is_continuous:
         raise Unreadable("has gaps (EDF+D): write each part to its own file")
+    for signal in signals:
+        if any(each.min == each.max for each in (signal.digital_range, signal.physical_range)):
+            raise Unreadable(
+                f"gives lead {name_lead(signal.label)!r} the digital range {_join_range(signal.digital_range)} and the "
+                f"physical one {_join_range(signal.physical_range)}, from which no value follows: correct its header"
+            )
     rates = {signal.sampling_frequency for signal in signals}
     if len(rates) > 1:
         each = join_some(f"{rate:g}" for rate in sorted(rates))
@@ -169,6 +214,10 @@ def _describe_edf(opened: Any) -> SignalHeader:
     )
 
 
+def _join_range(limits: Any) -> str:
+    return f"{limits.min:g} to {limits.max:g}"
+
+
 def _read_units(units: Any) -> Iterator[tuple[str, float]]:
     """Yield the unit of each lead, and the factor for its values: voltages become millivolts."""
     for unit in units:
@@ -177,4 +226,4 @@ def _read_units(units: Any) -> Iterator[tuple[str, float]]:
 
 
 def _describe_kind(file: Path) -> str:
-    return "a WFDB record" if file.suffix.lower() == WFDB else "an EDF file"
+    return {WFDB: "a WFDB record", EDF: "an EDF file", BDF: "a BDF file"}[file.suffix.lower()]

@@ -40,9 +40,9 @@ def find_reader(source: object) -> Reader:
         raise UsageError(f"{source} holds {kinds}: put each kind into its own directory")
     if isinstance(source, Path):
         raise UsageError(
-            f"{source} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), with one "
-            ".npz, .csv or .parquet file per client, with client/train/x.npy and y.npy and test next to train, or one "
-            "table ({})",
+            f"{source} holds no data: give a directory with client/class/*.png (or client/train/class/*.png), or "
+            "recordings (.hea, .edf, .bdf) in place of images, with one .npz, .csv or .parquet file per client, with "
+            "client/train/x.npy and y.npy and test next to train, or one table ({})",
             Ref("client_column"),
         )
     raise UsageError(f"data of type {type(source).__name__}: give {FORMS}")

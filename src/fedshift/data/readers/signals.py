@@ -1,4 +1,4 @@
-"""Recordings in folders of classes, ``DIR/<client>/<class>/*.hea`` or ``.edf``, or with train and test between.
+"""Recordings (WFDB, EDF, BDF) in folders of classes, ``DIR/<client>/<class>/``, or with train and test between.
 
 Folders are those of images (:mod:`fedshift.data.readers.images`); single files are read by
 :mod:`fedshift.data.files.signals`. All recordings have the same leads, in any order, of one rate and length. Samples
@@ -52,10 +52,12 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
     headers, broken = read_all(every, read_signal_header, "headers of recordings", reading.progress)
     folders.refuse_broken(source, broken, len(every), reading)
     if not headers:
-        raise UsageError(f"none of the {len(every)} recordings in {source} can be read: give others")
+        name, reason = next(iter(broken.items()))
+        raise UsageError(f"none of the {len(every)} recordings in {source} can be read: give others ({name} {reason})")
     _refuse_others(source, headers)
     first = next(iter(headers.values()))
-    how = Decoding(kind="signal", leads=tuple(sorted(first.leads)), rate=first.rate)
+    leads = tuple(sorted(first.leads))
+    how = Decoding(kind="signal", leads=leads, units=tuple(first.by_lead[lead] for lead in leads), rate=first.rate)
     if isinstance(reading.schema, Schema):
         _refuse_other_run(source, how, reading.schema)
     parts = [
@@ -67,9 +69,10 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         for name, own in files.items()
         if (lost := {file.path: broken[file.path] for file in own if file.path in broken})
     ]
-    unit = "mV" if set(first.units) == {"mv"} else "the files' units"
+    units = ["mV"] if set(how.units) == {"mv"} else [unit or "no unit" for unit in how.units]
     told = Information(
-        f"leads in this order: {join_some(how.leads, shown=16)}; {first.rate:g} Hz, {first.length} samples, in {unit}"
+        f"leads in this order: {join_some(how.leads, shown=16)}; {first.rate:g} Hz, {first.length} samples, in "
+        f"{join_some(units, shown=16)}"
     )
     return Scan(
         name=source.resolve().name,
@@ -126,6 +129,13 @@ def _refuse_others(source: Path, headers: Mapping[str, SignalHeader]) -> None:
 
 def _refuse_other_run(source: Path, how: Decoding, schema: Schema) -> None:
     theirs = schema.preparation.decoding
+    for lead, unit in zip(theirs.leads, theirs.units, strict=False):  # none in older runs
+        ours = dict(zip(how.leads, how.units, strict=True)).get(lead, unit)
+        if ours != unit:
+            raise UsageError(
+                f"{source} has the lead {lead!r} in {ours or 'no unit'}, and {schema.name} in {unit or 'no unit'}: "
+                "convert it to the same unit"
+            )
     if (how.leads, how.rate) != (theirs.leads, theirs.rate):
         raise UsageError(
             f"{source} has the leads {join_some(how.leads)} at {how.rate:g} Hz, and {schema.name} "
