@@ -264,7 +264,7 @@ HUB = HubDataset({"u": [1, 2], "v": [3, 4]}, u=Picture(), v=Picture())
         ({"a": {"train": (X, Y), "tset": (X, Y)}}, {}, "unknown key of client 'a' 'tset': did you mean 'test'?"),
         ({"a": {"train": (X, Y)}}, {}, "client 'a' has no 'test', only train"),
         ({"a": (X, Y, X, Y)}, {"target": "y"}, "target is for tables in memory, datasets of HuggingFace"),
-        ({"a": (X, Y, X, Y)}, {"domains": "b"}, "unknown domain 'b': allowed are a"),
+        ({"a": (X, Y, X, Y)}, {"domains": "b"}, "unknown client 'b': allowed are a"),
         (FRAME, {"target": "y"}, "data is one DataFrame of all clients: say which column holds the client"),
         (FRAME, {"client_column": "site"}, "data.DataFrame: say which column holds the label (target); perhaps 'y'"),
         (FRAME, {"client_column": "sites", "target": "y"}, "unknown column 'sites': did you mean 'site'?"),

@@ -20,7 +20,9 @@ from fedshift.data.partition import (
     domain_mix,
     ham_non_iid,
     iid,
+    is_matched,
     labels,
+    match_names,
     only,
     quantity,
     repeat,
@@ -247,6 +249,29 @@ def test_clients_are_chosen_by_patterns():
     assert only(clients="d1-11, d0-0[12]")(data).names == ("d1-11", "d0-01", "d0-02")
     with pytest.raises(UsageError, match="unknown client 'd2-\\*'"):
         only(clients="d2-*")(data)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "found"),
+    [
+        ("b,a*", ("b", "a1", "a2")),
+        ("!a1", ("a2", "b", "!c")),
+        ("a*, !a2", ("a1",)),
+        ("!?1,b", ("b",)),
+        ("!c", ("!c",)),  # a name as it is
+        (("!c",), "unknown client 'c'"),
+        ("!a*,!b,!!c", "excludes all clients: a1, a2, b, !c"),
+        ("!d", "unknown client 'd'"),
+    ],
+)
+def test_names_are_chosen_and_left_out(patterns, found):
+    names = ("a1", "a2", "b", "!c")
+    if isinstance(found, tuple):
+        assert match_names(patterns, names) == found
+        assert {name for name in names if is_matched(name, patterns)} >= set(found)
+    else:
+        with pytest.raises(UsageError, match=found):
+            match_names(patterns, names)
 
 
 def test_sizes_are_swept_truncated_and_filled_up_by_repeating():

@@ -164,7 +164,10 @@ def test_clients_are_chosen_in_their_order_and_keep_their_samples(source):
     whole, some = (read_source(given, ReadOptions(domains=names, **options)) for names in (None, ("cid", "ann")))
     assert some.names == ("cid", "ann")
     assert some.fingerprint == whole.select_clients(["cid", "ann"]).fingerprint
-    with pytest.raises(UsageError, match="unknown domain 'anna': did you mean 'ann'"):
+    others = read_source(given, ReadOptions(domains="!a*", **options))
+    assert others.names == ("bob", "cid")
+    assert others.fingerprint == whole.select_clients(["bob", "cid"]).fingerprint
+    with pytest.raises(UsageError, match="unknown client 'anna': did you mean 'ann'"):
         read_source(given, ReadOptions(domains=("anna",), **options))
 
 

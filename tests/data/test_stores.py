@@ -143,7 +143,7 @@ def test_faults_of_mapped_files_are_refused_by_name(tiny, tmp_path):
     with pytest.raises(UsageError, match=r"bob/test/y\.npy is missing"):
         read_folder(folder)
     assert read_folder(folder, ["cid", "ann"]).names == ("cid", "ann")
-    with pytest.raises(UsageError, match="unknown domain 'an'"):
+    with pytest.raises(UsageError, match="unknown client 'an'"):
         read_folder(folder, ["an"])
     file = folder / "bob" / "train" / "x.npy"
     file.write_bytes(file.read_bytes()[:-10])

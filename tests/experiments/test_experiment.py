@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(make, tmp_path)
         ({"data": "nowhere"}, "unknown data 'nowhere'"),
         ({"data": "digits", "classes": 5}, "label 5 is out of range; labels must be 0..4"),
         ({"data": "digits", "domains": "pem"}, "unknown client 'pem': did you mean 'pen'?"),
-        ({"domains": "bobby"}, "unknown domain 'bobby': did you mean 'bob'?"),
+        ({"domains": "bobby"}, "unknown client 'bobby': did you mean 'bob'?"),
         ({"samples": 18}, "client 'bob' has 17 training samples, fewer than samples=18"),
         ({"samples": 1}, "has only class"),
         ({"validation": 0.99}, "leaves client 'ann' no training sample of 26"),

@@ -178,6 +178,7 @@ def test_pooling_is_refused_across_machines(tmp_path, machine):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"domains": "north,!south"}, "domains='north,!south': .* sites are not yet known: write each name"),
         ({"spacing": "median"}, "spacing='median': sites do not tell how far their voxels are apart"),
         ({"adapter": "lora()"}, "adapter lora.*every machine needs the same: give a file with their weights"),
         ({"model": "timm:resnet18(pretrained=True)"}, "sites scale images by name, not as its pretrained weights need"),

@@ -432,7 +432,7 @@ REFUSED = [
     (["run", "--unlabeled", "x.npz", "--save", "s", "--clients", "a"], "--clients a chooses among the clients of"),
     (["run", "--data", "tiny", "--policies", "avrage"], "unknown policy for new clients 'avrage': did you mean"),
     (["run", "--data", "tiny", "--rounds", "0"], "rounds=0: must be at least 1"),
-    (["run", "--data", "tiny", "--clients", "dan"], "unknown domain 'dan'"),
+    (["run", "--data", "tiny", "--clients", "dan"], "unknown client 'dan'"),
     (["run", "--data", "tiny", "--save", "tiny"], "tiny holds other files: choose a directory that is new"),
     (["tiny", "--data", "tiny"], "tiny holds no run: give a directory that `fedshift run` or `compare` wrote"),
     ([".", "--data", "tiny"], "holds no run: give a directory that `fedshift run` or `compare` wrote, such as run"),

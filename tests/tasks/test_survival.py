@@ -137,7 +137,8 @@ def test_risks_too_large_for_exponentials_have_finite_losses():
     [
         ([-1.0, 0.0], "time is negative"),
         ([0.0, 1.0], "event is at time 0"),
-        ([2.0, 2.0], "neither 0 nor 1"),
+        ([2.0, 2.0], r"neither 0 nor 1 \(as R codes it, 1 is censored and 2 is the event: subtract 1\)"),
+        ([2.0, 3.0], r"neither 0 nor 1 \(codes of several kinds of events: write 1"),
         ([float("nan"), 1.0], "missing or infinite"),
     ],
 )
@@ -151,8 +152,9 @@ def test_settings_that_mean_nothing_are_refused():
     assert LOSSES.parse("cox(ties='efron')") == Cox(ties="efron")
     with pytest.raises(UsageError, match="ties='exact' is unknown"):
         LOSSES.parse("cox(ties='exact')")
-    with pytest.raises(UsageError, match="no event among 2 training patients"):
-        SURVIVAL.check_outputs({"client 'north'": torch.tensor([[1.0, 0.0], [2.0, 0.0]])}, 2)
+    censored, event = torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([[1.0, 1.0]])
+    with pytest.raises(UsageError, match=r"no event among the training patients of north \(2 patients\), east \(2 pat"):
+        SURVIVAL.check_outputs({"north": censored, "west": event, "east": censored}, 5)
 
 
 @pytest.fixture(scope="module")

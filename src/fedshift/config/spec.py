@@ -217,7 +217,8 @@ class DataSpec:
     """Directory with the files of benchmarks; by default the directory in FEDSHIFT_DATA, or data."""
 
     domains: Annotated[Names | None, Parameter(group=PREPARING)] = None
-    """Clients to use, comma-separated, in the order of the tables; by default all."""
+    """Clients to use, comma-separated, in the order of the tables; 'center-*' chooses by a pattern, '!north' leaves one
+    out; by default all."""
 
     split: Annotated[str | None, ESSENTIAL, Parameter(group=PREPARING)] = None
     """Distribution of the samples among clients, one or several steps in turn: iid(clients=10), dirichlet(clients=10,

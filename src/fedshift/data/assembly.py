@@ -185,7 +185,8 @@ def _take_splits(
 def _require_both(
     scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[str, Any]], faults: Sequence[str]
 ) -> None:
-    """Raise :class:`UsageError` naming a client without training or test samples, and the reason, as ``faults``."""
+    """Raise :class:`UsageError` naming clients without training or test samples, and the reasons, as ``faults``."""
+    found = dict[str, str]()
     for name, splits in clients.items():
         for split in ("train", "test"):
             if split not in splits:
@@ -199,11 +200,13 @@ def _require_both(
                     fix = "its samples are all of one group"
                 else:
                     fix = "it has one sample of each class"
-                why = "".join(f"; {said}" for said in faults if said.startswith(f"client {name!r}"))
-                raise UsageError(
-                    f"client {name!r} has no sample for {split} among its {count}: {fix}, or leave it out ({{}}){why}",
-                    Ref("domains"),
-                )
+                found.setdefault(name, f"client {name!r} has no sample for {split} among its {count}: {fix}")
+    if found:
+        why = "".join(f"; {said}" for name in found for said in faults if said.startswith(f"client {name!r}"))
+        raise UsageError(
+            f"{'; '.join(found.values())}, or leave {'it' if len(found) == 1 else 'them'} out ({{}}){why}",
+            Ref(domains=",".join(f"!{name}" for name in found)),
+        )
 
 
 def _describe_stores(clients: tuple[ClientData, ...]) -> list[str]:

@@ -257,17 +257,36 @@ def draw_units(count: int, fraction: float, rng: np.random.Generator) -> NDArray
     return split_stratified(np.zeros(count, np.int64), fraction, rng)[1]
 
 
-def match_names(patterns: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that match comma-separated ``patterns`` (``*``, ``?`` and ``[...]`` as in file names)."""
+def is_matched(name: str, patterns: str | Sequence[str]) -> bool:
+    """Return whether ``name`` matches ``patterns``, as for :func:`match_names`."""
+    chosen, excluded = _read_patterns(patterns)
+    matched = [any(name == each or fnmatchcase(name, each) for each in some) for some in (chosen, excluded)]
+    return name == patterns or ((matched[0] or not chosen) and not matched[1])
+
+
+def match_names(patterns: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that match ``patterns``, a sequence or separated by commas, in the order of the patterns.
+
+    A pattern is a name or has ``*``, ``?`` and ``[...]`` as in file names. After ``!`` it excludes what it matches;
+    with such patterns alone, all other names match. Raises :class:`UsageError` if a pattern, or all, match no name.
+    """
     if patterns in names:
-        return (patterns,)
-    found: dict[str, None] = {}
-    for pattern in map(str.strip, patterns.split(",")):
-        matching = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
-        if not matching:
+        return (str(patterns),)
+    chosen, excluded = _read_patterns(patterns)
+    for pattern in (*chosen, *excluded):
+        if not any(name == pattern or fnmatchcase(name, pattern) for name in names):
             raise unknown_name("client", pattern, names)
-        found |= dict.fromkeys(matching)
-    return tuple(found)
+    order = [name for each in chosen or ["*"] for name in names if name == each or fnmatchcase(name, each)]
+    found = tuple(name for name in dict.fromkeys(order) if is_matched(name, patterns))
+    if not found:
+        raise UsageError(f"{patterns!r} excludes all clients: {', '.join(names)}")
+    return found
+
+
+def _read_patterns(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the patterns that choose names, and those that exclude names."""
+    each = [text.strip() for text in (patterns.split(",") if isinstance(patterns, str) else patterns)]
+    return [text for text in each if not text.startswith("!")], [text[1:] for text in each if text.startswith("!")]
 
 
 def _partition(

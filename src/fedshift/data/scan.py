@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..nn.several_inputs import Inputs
 from ..tasks.task import Task
-from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import UsageError
 from ..utils.random_streams import stream
 from .columns import Column
 from .files.read_options import ReadOptions
-from .partition import split_stratified
+from .partition import match_names, split_stratified
 from .preparation import Decoding, Scaling
 from .stores import LazyStore
 
@@ -161,10 +161,12 @@ class Reader(Protocol):
 def choose_clients(found: Mapping[str, Any] | Iterable[str], reading: ReadOptions) -> list[str]:
     """Return the requested clients in their order, or all; raise :class:`UsageError` if one was not found."""
     known = list(found)
-    for name in reading.domains or ():
-        if name not in known:
-            raise unknown_name("domain", name, known).about("domains")
-    return list(dict.fromkeys(known if reading.domains is None else reading.domains))
+    if reading.domains is None:
+        return known
+    try:
+        return list(match_names(reading.domains, known))
+    except UsageError as error:
+        raise error.about("domains") from None
 
 
 def assign_splits(part: Part, left_out: Collection[str], *, task: Task, reading: ReadOptions) -> Sides:

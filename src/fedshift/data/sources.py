@@ -81,17 +81,18 @@ def load_source(
     """
     task = TASKS.parse(spec.task) if task is None and spec.task else task
     reading = _read_options(spec, progress, differing, schema, task)
+    whole = True  # in which clients are still to be chosen
     if isinstance(data, Federation):
         refuse_unused(reading, (), "a Federation")
         made = _apply_task(data, task, "a Federation")
     elif not isinstance(data, str):
-        made = read_source(data, reading)
+        made, whole = read_source(data, reading), False
     elif data in EMBEDDED:
         refuse_unused(reading, ("image_size",), data)
         made = _apply_task(find_user_function("data", EMBEDDED[data])(), task, data)
     elif Path(data).exists():
         try:
-            made = read_source(Path(data), reading)
+            made, whole = read_source(Path(data), reading), False
         except UsageError as error:
             if data not in list_catalog("data.datasets"):
                 raise
@@ -106,7 +107,7 @@ def load_source(
     if reading.patch:
         by_name = isinstance(data, str) and not Path(data).exists()
         made = made.cut_patches(reading.patch, fixed=by_name or spec.image_size is not None)
-    made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains else made
+    made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains and whole else made
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
     return replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
@@ -137,9 +138,8 @@ def _read_options(
 ) -> ReadOptions:
     task = schema.task.forget() if isinstance(schema, Schema) else task
     own = {name: getattr(spec, name) for name in READ}
-    exact = spec.domains is not None and not set("*?[") & set(spec.domains)  # patterns choose among all that are read
     return ReadOptions(
-        domains=tuple(map(str.strip, str(spec.domains).split(","))) if exact else None,
+        domains=spec.domains,
         classes=spec.classes, image_size=spec.image_size, differing=differing, progress=progress, schema=schema,
         on_unreadable=spec.on_unreadable, task=task, patch=parse_size(spec.patch), **own,
     )  # fmt: skip
@@ -159,8 +159,10 @@ def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federati
     honored = {"image_size", *signature(known[written]).parameters} - {"window"}  # ABIDE's is another one, of frames
     refuse_unused(reading, honored, written)
     given: dict[str, object] = {name: getattr(spec, name) for name in READ if name in reading.changed}
-    given |= {"progress": reading.progress, "size": spec.image_size, "domains": reading.domains}
-    given |= {"root": data_root(spec), "sites": given["domains"]}
+    exact = spec.domains is not None and not set("*?[!") & set(spec.domains)  # patterns choose among all that are read
+    names = tuple(map(str.strip, str(spec.domains).split(","))) if exact else None
+    given |= {"progress": reading.progress, "size": spec.image_size, "domains": names, "sites": names}
+    given |= {"root": data_root(spec)}
     made = DATASETS.parse(data, **{name: value for name, value in given.items() if value})
     return _apply_task(made, reading.task, head)
 

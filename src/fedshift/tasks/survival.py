@@ -16,11 +16,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from ..utils.errors import UsageError
+from ..utils.errors import Ref, UsageError
 from .task import Counts, Task
 
 CHUNK = 1024
 """Number of patients who are compared with all others at a time."""
+
+
+def _explain_codes(event: Tensor) -> str:
+    """Return what events ``[N]`` that are not 0 and 1 usually mean, with the fix."""
+    codes = set(event.tolist())
+    if codes <= {1.0, 2.0}:
+        return " (as R codes it, 1 is censored and 2 is the event: subtract 1)"
+    if codes <= set(map(float, range(10))):
+        return " (codes of several kinds of events: write 1 for those that you study, and 0 for all others)"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +58,15 @@ class Survival(Task):
 
     @override
     def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> None:
-        for where, y in targets.items():
-            if len(y) and not bool((y[:, 1] > 0).any()):
-                raise UsageError(
-                    f"{where}: no event among {len(y)} training patients, so that no risk can be learned: leave the "
-                    "client out (domains), or measure it as a newcomer"
-                )
+        without = [
+            f"{where} ({len(y)} patients)" for where, y in targets.items() if len(y) and not bool((y[:, 1] > 0).any())
+        ]
+        if without:
+            raise UsageError(
+                f"no event among the training patients of {', '.join(without)}, so that no risk can be learned there: "
+                "leave them out ({})",
+                Ref("domains"),
+            )
 
     @override
     def encode(self, y: Tensor) -> Tensor:
@@ -67,7 +80,7 @@ class Survival(Task):
         for wrong, what in (
             (~y.isfinite().all(dim=1), "time or event is missing or infinite"),
             (y[:, 0] < 0, "time is negative"),
-            ((y[:, 1] != 0) & (y[:, 1] != 1), "event is neither 0 nor 1"),
+            ((y[:, 1] != 0) & (y[:, 1] != 1), f"event is neither 0 nor 1{_explain_codes(y[:, 1])}"),
             ((y[:, 0] == 0) & (y[:, 1] == 1), "event is at time 0, before observation began"),
         ):
             if bool(wrong.any()):

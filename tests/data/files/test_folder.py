@@ -20,7 +20,7 @@ def test_a_folder_holds_the_same_federation_as_its_arrays(tiny, tiny_folder):
 
 def test_domains_choose_and_order(tiny_folder):
     assert read_folder(tiny_folder, ["cid", "ann"]).names == ("cid", "ann")
-    with pytest.raises(UsageError, match="unknown domain 'an': did you mean 'ann'\\? allowed are ann, bob, cid"):
+    with pytest.raises(UsageError, match="unknown client 'an': did you mean 'ann'\\? allowed are ann, bob, cid"):
         read_folder(tiny_folder, ["an"])
 
 

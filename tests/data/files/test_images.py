@@ -118,7 +118,7 @@ def test_domains_choose_and_order_clients(read, root):
     assert read(domains=("gray",)).names == ("gray",)
     (root / "color" / "cat" / "0.png").unlink()
     assert read(domains=("gray", "color")).names == ("gray", "color")
-    assert "unknown domain 'grey': did you mean 'gray'?" in refused(read, domains=("grey",))
+    assert "unknown client 'grey': did you mean 'gray'?" in refused(read, domains=("grey",))
 
 
 def test_what_systems_leave_behind_is_ignored(read, root):

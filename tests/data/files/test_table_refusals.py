@@ -61,6 +61,11 @@ def patients() -> pd.DataFrame:
         (lines(*ROWS, "y,train,1,1"), "client 'y' has no sample for test among its 1"),
         (lines(*ROWS, *["y,train,1,1"] * 2), "client 'y' has no sample for test among its 2: its parts must give it"),
         (lines(*ROWS, *["y,val,1,1"] * 2), "client 'y' has no sample for train among its 2"),
+        (
+            lines(*ROWS, "y,train,1,1", "z,test,1,1"),
+            "client 'y' has no sample for test among its 1: its parts must give it some; client 'z' has no sample for "
+            "train among its 1: its parts must give it some, or leave them out (domains='!y,!z')",
+        ),
         (lines(*ROWS, "x,test,1,0.5"), "target 'ill' is 0.5 in some rows, not a whole number, and no class"),
         (lines(*ROWS, "x,test,1,inf"), "target 'ill' is inf in some rows, not a whole number, and no class"),
         (lines(*(f"x,test,1,{n}" for n in range(101))), "target 'ill' has more than 100 different values (such as 0,"),
@@ -106,7 +111,7 @@ def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said)
         ({"client_column": None}, "perhaps 'site'; columns are age, site, pain, ill, part"),
         ({"split_column": None, "test_fraction": 1.0}, "test_fraction=1: must lie between 0 and 1"),
         ({"split_column": None, "groups": "pain", "test_fraction": 0.0}, "test_fraction=0: must lie between"),
-        ({"domains": ("olso",)}, "unknown domain 'olso': did you mean 'oslo'? allowed are bonn, oslo"),
+        ({"domains": ("olso",)}, "unknown client 'olso': did you mean 'oslo'? allowed are bonn, oslo"),
     ],
 )
 def test_a_choice_that_does_not_fit_the_table_is_refused(tmp_path, changed, said):

@@ -300,7 +300,7 @@ def test_domains_choose_and_order_clients_whose_rows_alone_count(read, tmp_path)
     assert data.sample_shape == (6,)
     alone = read(frame[frame["site"] != "bonn"], "alone.csv", domains=("oslo", "kyiv"))
     assert data.fingerprint == alone.fingerprint
-    with pytest.raises(UsageError, match="unknown domain 'olso': did you mean 'oslo'\\? allowed are bonn, kyiv, oslo"):
+    with pytest.raises(UsageError, match="unknown client 'olso': did you mean 'oslo'\\? allowed are bonn, kyiv, oslo"):
         read(frame, domains=("olso",))
 
 
@@ -320,7 +320,7 @@ def test_files_that_are_not_chosen_need_not_be_readable(tmp_path):
     (tmp_path / "bonn.csv").write_text("")
     reading = replace(RAW, client_column=None, domains=("oslo", "kyiv"))
     assert read_source(tmp_path, reading).names == ("oslo", "kyiv")
-    with pytest.raises(UsageError, match="unknown domain 'rome'"):
+    with pytest.raises(UsageError, match="unknown client 'rome'"):
         read_source(tmp_path, replace(reading, domains=("rome",)))
 
 

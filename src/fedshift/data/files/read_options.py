@@ -22,7 +22,7 @@ class ReadOptions:
     """Options for reading a directory; each reader uses those that apply to it.
 
     Attributes:
-        domains: Clients to read, in this order; None: all, by name.
+        domains: Clients to read, in this order, as :func:`~fedshift.data.partition.match_names`; None: all, by name.
         classes: Number of classes; None: as found.
         image_size: Height and width in pixels; None: unchanged, then all images must have the same size.
         differing: Height and width of images of different sizes; None: as ``image_size``.
@@ -49,7 +49,7 @@ class ReadOptions:
 
     """
 
-    domains: tuple[str, ...] | None = None
+    domains: str | tuple[str, ...] | None = None
     classes: int | None = None
     image_size: int | None = None
     differing: tuple[int, int] | None = None

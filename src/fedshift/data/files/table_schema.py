@@ -153,7 +153,7 @@ def open_table(path: Path) -> TableFile:
         if not name.strip() or name.startswith(("Unnamed: ", "__index_level_")):
             raise UsageError(
                 f"{path}: column {place} has no name ({name!r}), and is probably the number of the row: "
-                "write the table without it (in pandas index=False), or name it"
+                "write the table without it (row.names=FALSE in R, index=False in pandas), or name it"
             )
     return TableFile(
         path=path,

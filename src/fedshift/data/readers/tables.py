@@ -38,9 +38,10 @@ from ..columns import TRUTHS, Column, Holds
 from ..files import table_schema as schema
 from ..files.read_options import Progress, ReadOptions
 from ..files.table_schema import ColumnContents, Floats, Ints, TableFile
+from ..partition import is_matched
 from ..preparation import FeatureScaling
 from ..samples import digest_each
-from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides
+from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
 
 TARGETS = ("target", "label", "y", "class", "outcome")
 CLIENTS = ("client", "site", "hospital", "center", "institution")
@@ -232,10 +233,7 @@ def _open_tables(path: Path, files: Sequence[Path], reading: ReadOptions) -> lis
         for file in files:
             if by_stem.setdefault(file.stem, file) != file:
                 raise UsageError(f"{by_stem[file.stem]} and {file} are both of client {file.stem!r}: keep one")
-        for name in reading.domains or ():
-            if name not in by_stem:
-                raise unknown_name("domain", name, by_stem).about("domains")
-        files = [by_stem[name] for name in reading.domains] if reading.domains else files
+        files = [by_stem[name] for name in choose_clients(by_stem, reading)] if reading.domains else files
     return [schema.open_table(file) for file in files]
 
 
@@ -321,7 +319,7 @@ def _scan_rows(
                     Ref(task="regression"),
                 )
             if client_column and domains is not None:
-                wanted = [codes[client_column].places.get(name, -2) for name in domains]
+                wanted = [code for name, code in codes[client_column].places.items() if is_matched(name, domains)]
                 read = np.isin(codes[client_column].parts[-1], wanted)
                 batch, numbers = batch.filter(pa.array(read)), numbers[read]
             known |= {name: known[name].update(batch.column(name), table.path, numbers) for name in text}
@@ -332,10 +330,8 @@ def _scan_rows(
     else:
         names = [table.path.stem for table in tables]
         client = np.repeat(np.arange(len(tables), dtype=np.int32), list(files.values()))
-    chosen = {name: place for place, name in enumerate(dict.fromkeys(sorted(names) if domains is None else domains))}
-    for name in chosen:
-        if name not in names:
-            raise unknown_name("domain", name, names).about("domains")
+    by_file = domains is not None and not client_column  # then the files are those of the chosen clients, in order
+    chosen = {name: place for place, name in enumerate(names if by_file else choose_clients(sorted(names), reading))}
     rows = TableRows(
         names=list(chosen),
         client=np.array([*(chosen.get(name, -1) for name in names), -1], dtype=np.int32)[client],

@@ -153,6 +153,11 @@ class Coordinator:
                 "they were trained with ({})",
                 Ref(normalize="imagenet"),
             )
+        if any(set(name) & set("*?[!") for name in self.order):
+            raise UsageError(
+                "{}: patterns choose among data that are all here, and sites are not yet known: write each name",
+                Ref(domains=spec.domains),
+            )
         if self.spec.spacing == MEDIAN:
             raise UsageError(
                 "{}: sites do not tell how far their voxels are apart; give the millimeters, such as 1,1,3, or a plan "
