@@ -21,8 +21,10 @@ from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation
 from fedshift.data.partition import iid
 from fedshift.data.samples import Samples
-from fedshift.diagnosis.faults import SampleLocation, find_duplicates
-from fedshift.diagnosis.quality import examine, find_errors
+from fedshift.data.usual_values import find_outlying
+from fedshift.diagnosis.faults import find_duplicates
+from fedshift.diagnosis.findings import SampleLocation
+from fedshift.diagnosis.quality import check_data, examine, find_errors
 from fedshift.diagnosis.survey import survey_splits
 from fedshift.tasks import Regression, Survival
 
@@ -529,11 +531,42 @@ def test_numbers_that_mean_something_else_at_one_site_are_found(tmp_path):
 
     assert check() == {}
     for name, value in (("age", -999), ("age", 999), ("crp", 9999), ("kg", 1e6), ("crp", -99)):
-        text = f"Values far from all others of their column: south {name!r} {value:g} (1 of 60)."
+        where = f", {tmp_path / 'south.csv'}, data row 5" if name != "kg" else ""
+        text = f"Values far from all others of their column: south {name!r} {value:g} (1 of 60{where})."
         assert check((name, value))["far"] == text
     assert check(("age", 99)) == {}
     assert check(factor=1000.0)["target-units"].startswith("Targets differ in scale: 'kg' has interquartile ranges of ")
     assert check(factor=0.0) == {"constant-target": "The same target in all samples of a client: south 'kg' = 0."}
+
+
+def test_a_value_that_flattens_its_column_is_found_and_told_when_a_run_starts(tmp_path):
+    draw = np.random.default_rng(0)
+    for column in (draw.normal(60, 10, 200), np.arange(200) % 3, np.ones(200)):
+        rows = pd.DataFrame({"dose": column.astype(float), "a": draw.normal(size=200), "y": np.arange(200) % 2})
+        rows.to_csv(tmp_path / "north.csv", index=False)
+        rows.loc[17, "dose"] = 1e38
+        rows.to_csv(tmp_path / "south.csv", index=False)
+        data = read_folder(tmp_path, target="y")
+        (told,) = check_data(data, "refuse")
+        place = f"{tmp_path / 'south.csv'}, data row 18"
+        assert told.startswith(f"Values far from all others of their column: south 'dose' 1e+38 (1 of 200, {place}). ")
+        assert found(data)["far"].text in told
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([0] * 99 + [1], []),
+        ([0] * 99 + [250], []),
+        ([0, 1, 2] * 30 + [999] * 9, ["999 (9 of 99)"]),
+        ([0, 1] * 60 + [1000], ["1000 (1 of 121)"]),
+        ([0, 5] * 30 + [1000] * 20, []),
+        ([3] * 5 + [1e38], []),
+        ([np.nan] * 40 + list(range(20)) + [-1e6], ["-1e+06 (1 of 61)"]),
+    ],
+)
+def test_values_are_far_from_others_that_are_few_levels_only_if_rare_or_a_code(values, told):
+    assert [text for text, _ in find_outlying(np.array(values, np.float32))] == told
 
 
 def test_sites_that_number_classes_from_0_and_from_1_are_found(tmp_path):

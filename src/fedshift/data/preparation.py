@@ -45,13 +45,14 @@ class FeatureScaling:
 
     A missing value becomes ``fill``, then each feature becomes ``(x - mean) / std``; an infinite ``std`` makes it 0.
     ``digests``: of each row of the table before, uint64 ``[rows, 2]``, which tell copies at clients that scale
-    differently; empty if the rows are not known.
+    differently; empty if the rows are not known. ``far``: values far from all others of their column before, in words.
     """
 
     fill: NDArray[np.float64]
     mean: NDArray[np.float64]
     std: NDArray[np.float64]
     digests: NDArray[np.uint64] = field(default_factory=lambda: np.empty((0, 2), np.uint64))
+    far: tuple[str, ...] = ()
 
     stamp: ClassVar[str] = ""
     """Part of a fingerprint: empty, since the rows themselves are scaled."""

@@ -7,7 +7,8 @@ client's scaling states them already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,10 @@ APART = 4.0
 """Means are apart if they differ by more than this times the sum of their standard deviations."""
 FAR, FAR_OF_FEW = 100.0, 30.0
 """A value is far if it is this many standard deviations of training from its mean, among others and among few."""
+GAP, GAP_OF_ONE = 100.0, 1e4
+"""A value is far from all others at this many times their range, or if these are one value, at this many times it."""
+NINES = re.compile(r"-?9{2,}(\.9+)?")
+"""Usual codes for missing values, such as 999 and -99, which are far from the others beyond these' range."""
 LOOKED_AT = 1000
 """Maximum number of samples of a client that usual values are computed on."""
 PIECE = 2**22
@@ -126,3 +131,23 @@ class UsualValues:
                 f", in training mean {self.mean[number]:.4g} (deviation {self.std[number]:.3g})"
             )
         return found
+
+
+def find_outlying(values: NDArray[Any]) -> Iterator[tuple[str, int]]:
+    """Find the lowest and the highest of ``values [N]`` if it is far from all others.
+
+    Yields its text, as ``-999 (1 of 60)``, and the place of the first such value. Where the others have few different
+    values, it must be rare, or a usual code for a missing value.
+    """
+    levels, first, counts = np.unique(values.astype(np.float64).round(6), return_index=True, return_counts=True)
+    levels = levels[np.isfinite(levels)]
+    for at, near, others in ((0, 1, levels[1:]), (len(levels) - 1, -2, levels[:-1])):
+        if not len(others) or counts[: len(levels)].sum() - counts[at] < LEAST:
+            continue
+        text, gap, spread = f"{levels[at]:.6g}", abs(levels[at] - levels[near]), others[-1] - others[0]
+        code = NINES.fullmatch(text) is not None and spread > 0
+        rare = len(others) >= LEAST or counts[at] <= max(1, len(values) // 100)
+        if code or rare:
+            most = 1 if code else GAP
+            if gap > (most * spread if spread else GAP_OF_ONE * max(1.0, abs(others[0]))):
+                yield f"{text} ({counts[at]:,} of {len(values):,})", int(first[at])

@@ -22,7 +22,8 @@ from ..data.pictures import to_pictures
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
 from ..utils.random_streams import stream
-from .faults import QualityFinding, Severity, name_features
+from .findings import QualityFinding, Severity
+from .number_faults import name_features
 from .quality import Quality
 from .survey import survey_splits
 

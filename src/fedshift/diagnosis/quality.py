@@ -13,11 +13,7 @@ from ..utils.errors import Ref, UsageError
 from ..utils.files import cached_measurement
 from ..utils.version import find_newest_source
 from .faults import (
-    SEVERITIES,
-    QualityFinding,
-    Severity,
     judge_classes,
-    judge_constant,
     judge_duplicates,
     judge_form,
     judge_grids,
@@ -25,15 +21,14 @@ from .faults import (
     judge_labels,
     judge_names,
     judge_numbering,
-    judge_numbers,
     judge_reading,
-    judge_scale,
     judge_scales,
     judge_targets,
     judge_test_sizes,
     judge_values,
-    name_features,
 )
+from .findings import SEVERITIES, QualityFinding, Severity
+from .number_faults import judge_constant, judge_numbers, judge_scale, name_features
 from .survey import survey_splits
 
 
@@ -148,8 +143,11 @@ def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | N
     if choice == "ignore":
         return data.faults
     errors = find_errors(data)
+    far = tuple(
+        f"{finding.text} {finding.fix}" for finding in judge_numbers(data) if finding.kind in ("far", "target-units")
+    )
     if not errors:
-        return ()
+        return far
     message = f"{len(errors)} error{'s' * (len(errors) > 1)} in the data: {' '.join(errors)}"
     if choice == "refuse":
         raise UsageError(
@@ -158,4 +156,5 @@ def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | N
         )
     return (
         f"{message} `fedshift data check` shows how to correct them; --on-data-error refuse stops a run that has any",
+        *far,
     )

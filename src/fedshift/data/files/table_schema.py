@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from ...utils.errors import Ref, UsageError
 from ...utils.files import check_expansion, open_regular, require_regular
 from ..columns import MISSING, TRUTHS, Column
 from ..preparation import FeatureScaling
+from ..usual_values import find_outlying
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 """Of a .csv file whose line of names has semicolons and no comma, the separator is the semicolon."""
@@ -449,18 +450,25 @@ def read_rows(path: Path, columns: Sequence[Column], other: str) -> Floats:
 
 
 def prepare_rows(
-    x: Floats, train: Rows, columns: Sequence[Column], *, scaled: bool = True
-) -> tuple[int, list[str], FeatureScaling]:
+    x: Floats, train: Rows, columns: Sequence[Column], *, scaled: bool = True,
+    locate: Callable[[int], str] = "row {}".format,
+) -> tuple[int, list[str], FeatureScaling]:  # fmt: skip
     """:func:`impute` and (if ``scaled``) :func:`scale` one client's ``x`` ``[N, D]`` in place.
 
+    ``locate``: function that names a row, for values far from all others of their column.
     Returns the number of values filled, the columns that became 0, and how each feature was prepared.
     """
+    numbers = (pair for pair in feature_slices(columns) if pair[0].categories is None)
+    far = tuple(
+        f"{column.name!r} {text[:-1]}, {locate(row)})"
+        for column, features in numbers for text, row in find_outlying(x[:, features.start])
+    )  # fmt: skip
     filled, empty, fill = impute(x, train, columns)
     mean, std = scale(x, train, columns, skip=empty) if scaled else (np.zeros(x.shape[1]), np.ones(x.shape[1]))
     for column, features in feature_slices(columns):
         if column.name in empty:
             std[features] = np.inf
-    return filled, empty, FeatureScaling(fill=fill, mean=mean, std=std)
+    return filled, empty, FeatureScaling(fill=fill, mean=mean, std=std, far=far)
 
 
 def impute(x: Floats, train: Rows, columns: Sequence[Column]) -> tuple[int, list[str], Floats64]:

@@ -19,8 +19,9 @@ column are one client each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,10 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     stores = np.split(x, np.cumsum([len(part.rows) for part in scan.parts])[:-1])
     train = [np.flatnonzero(assign(part, ()) == SPLITS.index("train")) for part in scan.parts]
     clients = {part.client: (store, rows) for part, store, rows in zip(scan.parts, stores, train, strict=True)}
-    remarks, scalings = _impute_and_scale(clients, columns, reading)
+    source = {part.client: part.source for part in scan.parts}
+    remarks, scalings = _impute_and_scale(
+        clients, columns, reading, lambda name, row: rows.describe_location(source[name][row : row + 1])
+    )
     return Loaded(
         stores=[torch.from_numpy(store) for store in stores],
         normalizations=scalings,
@@ -515,10 +519,12 @@ def _describe_numbers(
 
 
 def _impute_and_scale(
-    clients: Mapping[str, tuple[Floats, NDArray[np.intp]]], columns: Sequence[Column], reading: ReadOptions
-) -> tuple[list[str], list[FeatureScaling]]:
+    clients: Mapping[str, tuple[Floats, NDArray[np.intp]]], columns: Sequence[Column], reading: ReadOptions,
+    locate: Callable[[str, int], str],
+) -> tuple[list[str], list[FeatureScaling]]:  # fmt: skip
     """Impute and scale each client's rows in place, based on its training rows, whose places follow them.
 
+    ``locate``: function that names the file and row of a client's row.
     Returns notices about imputed values, and how each client's rows were prepared.
     """
     filled: list[str] = []
@@ -535,7 +541,9 @@ def _impute_and_scale(
                     Ref(missing="impute"),
                 )
         digests = digest_each(part) if len(part) else np.empty((0, 2), np.uint64)
-        imputed, without, scaling = schema.prepare_rows(part, train, columns, scaled=reading.scaling == "client")
+        imputed, without, scaling = schema.prepare_rows(
+            part, train, columns, scaled=reading.scaling == "client", locate=partial(locate, name)
+        )
         scalings.append(replace(scaling, digests=digests))
         filled += [f"{name} {imputed}"] if imputed else []
         for lacking in without:

@@ -1,0 +1,178 @@
+"""Kinds of faults in data that training would hide, and findings of them: what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..utils.words import join_some
+from .survey import SplitSurvey
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+EXAMPLES = 3
+"""Number of examples that a finding shows."""
+FAULTS: Mapping[str, tuple[Severity, str]] = {
+    "left-out": ("error", "Repair, convert or remove them: no result includes files that are skipped."),
+    "empty": ("error", "Give every client samples in each split, or leave the client out."),
+    "label-range": ("error", "Correct them, or give the number of classes (--classes)."),
+    "not-finite": ("error", "Fill them in from the client's own training data, or remove them."),
+    "unread": ("error", "A run would end when it reads this file."),
+    "grids": (
+        "warning",
+        "Resample all, as --spacing median does, or train on the voxels as they are if sites are meant to differ so.",
+    ),
+    "blank": ("warning", "Check whether their files are broken, and remove them if so."),
+    "shapes": ("error", "Give all clients the same features, or images with the same number of channels."),
+    "types": ("error", "Give all splits of all clients in one type and one scale."),
+    "ranges": ("warning", "Check whether all use the same scale: black may be 0 in some and -1 in others."),
+    "leakage": (
+        "error",
+        "Remove them from the training data, or split by the source of samples (person, device, document) before "
+        "making variants of them: otherwise test accuracy is too high.",
+    ),
+    "leakage-validation": (
+        "warning",
+        "Remove them from the training data: otherwise validation rewards memorizing.",
+    ),
+    "groups": (
+        "error",
+        "Move all samples of a group (patient, lesion, series) to one side, or remove its training samples: results on "
+        "test data are too good if the model was trained on the same patients.",
+    ),
+    "groups-validation": (
+        "warning",
+        "Move all samples of a group to one side: otherwise validation favors known groups.",
+    ),
+    "group-column": (
+        "warning",
+        "Name it (--groups COLUMN), so that each group stays on one side and the column is not a feature, or leave it "
+        "out (--ignore-columns COLUMN).",
+    ),
+    "conflict": ("error", "Correct the labels, or remove these samples."),
+    "repeats": ("warning", "Keep one of each, unless they are meant to have more weight."),
+    "shared": ("warning", "Give each sample to one client, unless clients are meant to overlap."),
+    "common-set": (
+        "note",
+        "No action is needed if several clients are meant to be measured on one set; it does not count as a copy.",
+    ),
+    "constant": ("warning", "Remove them: they carry no information."),
+    "constant-at-client": (
+        "warning",
+        "Check whether this client measures them; if not, remove them or treat them as missing.",
+    ),
+    "large": (
+        "warning",
+        "Scale each feature to mean 0 and standard deviation 1 on the client's own training data.",
+    ),
+    "units": ("warning", "Check whether they use the same unit, and scale by the client's own training data."),
+    "far": (
+        "warning",
+        "Correct the value, or leave the cell empty if it is a code for a missing value: it moves the mean and the "
+        "scale of all others.",
+    ),
+    "target-units": ("warning", "Check whether all clients use one unit: clients share one scale of targets."),
+    "constant-target": ("warning", "Check whether this client measures it; nothing can be learned from it there."),
+    "numbering": ("warning", "Check whether all clients number classes from the same one."),
+    "targets": ("error", "Correct the targets, or remove the samples."),
+    "empty-mask": ("note", "No action is needed if there is nothing to segment; otherwise correct the masks."),
+    "class-names": ("error", "Spell labels the same way everywhere: different spellings are different classes."),
+    "category-names": (
+        "warning",
+        "Spell categories the same way everywhere: different spellings are different features.",
+    ),
+    "absent-class": ("note", "Give the number of classes if there are fewer (--classes)."),
+    "unlearned-class": ("warning", "Add samples of these classes to training data, or remove them from the test data."),
+    "untrained-class": ("warning", "Split each client's samples within each class, unless this is how they arise."),
+    "single-class": (
+        "warning",
+        "Training refuses such clients: leave them out, or allow them (--allow-single-class).",
+    ),
+    "missing-class": (
+        "note",
+        "No action is needed: clients may have different classes. A personal model learns little about missing ones.",
+    ),
+    "small-test": (
+        "warning",
+        "Reserve more samples for testing, or read these clients' accuracies together, not one by one.",
+    ),
+}
+"""Kinds of fault with their usual severity and their fix.
+
+An ``error`` makes training fail or its results misleading, a ``warning`` distorts the results, and a ``note`` is only a
+difference between clients.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLocation:
+    """Client, split and ``row`` (counted from 0) of a sample, with its label and its file where it has them."""
+
+    client: str
+    split: str
+    row: int
+    label: int | None
+    file: str = ""
+
+    def __str__(self) -> str:
+        if self.file:
+            return f"{self.file} ({self.split})"
+        labeled = "" if self.label is None else f" (label {self.label})"
+        return f"{self.client} {self.split} row {self.row}{labeled}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityFinding:
+    """One fault: ``text`` is a sentence on what is wrong and where, and ``fix`` on what to do about it.
+
+    ``kind`` is a key of :data:`FAULTS`; ``clients`` are all affected clients; ``samples`` is the number of affected
+    samples (0 if the fault does not concern samples); ``examples`` are the locations of a few samples, with equal
+    samples in one tuple.
+    """
+
+    kind: str
+    severity: Severity
+    text: str
+    fix: str
+    clients: tuple[str, ...]
+    samples: int = 0
+    examples: tuple[tuple[SampleLocation, ...], ...] = ()
+
+
+def make_finding(
+    kind: str, text: str, clients: Iterable[SplitSurvey | str] = (), *, severity: Severity | None = None, **more: Any
+) -> QualityFinding:
+    """Return a finding with the severity and the fix of its kind; ``clients`` may be splits and contain duplicates."""
+    usual, fix = FAULTS[kind]
+    names = (each if isinstance(each, str) else each.client for each in clients)
+    fields = {"fix": fix, "severity": severity or usual, "clients": tuple(dict.fromkeys(names)), **more}
+    return QualityFinding(kind=kind, text=text, **fields)
+
+
+def list_places(
+    kind: str, what: str, places: Mapping[Any, str], separator: str = ", ", **more: Any
+) -> Iterator[QualityFinding]:
+    """Yield a finding that lists these splits or clients with their texts; nothing if there are none."""
+    if places:
+        yield make_finding(kind, f"{what}: {join_some(places.values(), separator)}.", places, **more)
+
+
+def list_rows(
+    kind: str, what: str, rows: Mapping[SplitSurvey, Sequence[int] | NDArray[np.int64]]
+) -> Iterator[QualityFinding]:
+    """Yield a finding that counts these rows of each split, the first row as an example; nothing without rows."""
+    rows = {part: some for part, some in rows.items() if len(some)}
+    examples = tuple((locate_sample(part, int(some[0])),) for part, some in rows.items())
+    shares = {part: part.share(len(some)) for part, some in rows.items()}
+    yield from list_places(kind, what, shares, samples=sum(map(len, rows.values())), examples=examples[:EXAMPLES])
+
+
+def locate_sample(part: SplitSurvey, row: int) -> SampleLocation:
+    """Return where the sample in ``row`` of a split is."""
+    file = part.files[row] if part.files else ""
+    label = int(part.labels[row]) if part.labeled else None
+    return SampleLocation(client=part.client, split=part.split, row=row, label=label, file=file)

@@ -1,0 +1,133 @@
+"""Faults in the numbers of samples: constant and large features, other units, and values far from all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..data.federation import ClientData, Federation
+from ..data.preparation import FeatureScaling
+from ..data.usual_values import LEAST, find_outlying
+from ..tasks import Regression, Survival
+from ..utils.words import join_some
+from .findings import QualityFinding, list_places, make_finding
+from .survey import SplitSurvey
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+LARGE, RATIO = 1e4, 100.0
+"""A feature counts as unscaled with values beyond the first, or with standard deviations that differ by the second."""
+TARGET_RATIO = 10.0
+"""Numeric targets may have other units where their interquartile ranges differ by more than this factor."""
+
+
+def name_features(data: Federation) -> list[str]:
+    """Return the column of each feature of a table, and for a column of text the category; empty for other data.
+
+    For several inputs, the name and the place of each value.
+    """
+    if data.inputs:
+        return [f"{each.name}[{number}]" for each in data.inputs for number in range(each.size)]
+    return [
+        repr(column.name) if column.categories is None else f"{column.name!r} = {category!r}"
+        for column in data.columns
+        for category in column.categories or ("",)
+    ]
+
+
+def format_features(chosen_F: Bools, part: SplitSurvey, names: Sequence[str]) -> str:
+    """Format as ``columns 3, 7 (2 of 60)``, with the ``names`` of a table's features in place of numbers."""
+    noun = "columns" if len(part.shape) == 1 else "channels"
+    which = (names[number] if names else str(number) for number in np.flatnonzero(chosen_F).tolist())
+    return f"{noun} {join_some(which)} ({int(chosen_F.sum()):,} of {len(chosen_F):,})"
+
+
+def _comparable_splits(surveys: Sequence[SplitSurvey], samples: int) -> list[SplitSurvey]:
+    """Return the training splits with at least ``samples`` finite samples; none if they differ in their features."""
+    parts = [part for part in surveys if part.split == "train" and part.whole >= samples]
+    return parts if len({len(part.low) for part in parts}) == 1 else []
+
+
+def judge_constant(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
+    """Find features that are constant in the training data."""
+    parts = _comparable_splits(surveys, 2)
+    if not parts:
+        return
+    low_KF, high_KF = np.stack([part.low for part in parts]), np.stack([part.high for part in parts])
+    everywhere_F = low_KF.min(axis=0) == high_KF.max(axis=0)
+    if everywhere_F.any():
+        which = format_features(everywhere_F, parts[0], names)
+        yield make_finding("constant", f"The same value in all training data: {which}.", parts)
+    flat_KF = (low_KF == high_KF) & ~everywhere_F
+    places = {
+        part: f"{part.client} {format_features(flat_F, part, names)}"
+        for part, flat_F in zip(parts, flat_KF, strict=True) if flat_F.any()
+    }  # fmt: skip
+    severity = "note" if len(parts[0].shape) == 1 else "warning"
+    what = "The same value in all training data of a client"
+    yield from list_places("constant-at-client", what, places, "; ", severity=severity)
+
+
+def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
+    """Find floating-point features that are large, or that clients seem to measure in different units."""
+    floats = [part for part in surveys if part.dtype.startswith("float") and part.whole]
+    large = {}
+    for part in floats:
+        extreme_F = np.where(-part.low > part.high, part.low, part.high)
+        most = int(np.abs(extreme_F).argmax())
+        if abs(extreme_F[most]) > LARGE:
+            column = f" in {names[most]}" if names else ""
+            large[part] = f"{part.where} {extreme_F[most]:,.6g}{column}"
+    yield from list_places("large", f"Values beyond ±{LARGE:,.0f}", large)
+    parts = [part for part in _comparable_splits(surveys, LEAST) if part.dtype.startswith("float")]
+    if len(parts) < 2:
+        return
+    std_KF = np.stack([part.std for part in parts])
+    least_KF = np.where(std_KF > 0, std_KF, np.inf)
+    ratio_F = std_KF.max(axis=0) / least_KF.min(axis=0)
+    if ratio_F.max() > RATIO:
+        most = int(ratio_F.argmax())
+        wide, narrow = parts[int(std_KF[:, most].argmax())], parts[int(least_KF[:, most].argmin())]
+        yield make_finding(
+            "units",
+            f"Standard deviations differ by more than a factor of {RATIO:g} in "
+            f"{format_features(ratio_F > RATIO, wide, names)}: "
+            f"{wide.client} has {wide.std[most]:.3g} and {narrow.client} has {narrow.std[most]:.3g} "
+            f"({names[most] if names else f'number {most}'}).",
+            [wide, narrow],
+        )
+
+
+def judge_numbers(data: Federation) -> Iterator[QualityFinding]:
+    """Find numbers of tables and numeric targets that are far from all others at their client, and targets' units."""
+    targets = {client.name: dict(_list_targets(data, client)) for client in data.clients}
+    far: dict[str, str] = {}
+    for client in data.clients:
+        scaling = client.train.normalization
+        found = list(scaling.far) if isinstance(scaling, FeatureScaling) else []
+        named = targets[client.name].items()
+        found += [f"{name!r} {text}" for name, values in named for text, _ in find_outlying(values)]
+        far |= {client.name: f"{client.name} {join_some(found)}"} if found else {}
+    yield from list_places("far", "Values far from all others of their column", far, "; ")
+    for name in targets[data.names[0]] if isinstance(data.task, Regression) else ():
+        held = {client: values[name] for client, values in targets.items() if len(values[name]) >= LEAST}
+        ranges = {client: float(np.subtract(*np.quantile(values, (0.75, 0.25)))) for client, values in held.items()}
+        known = sorted((size, client) for client, size in ranges.items() if size > 0)
+        if known and known[-1][0] > TARGET_RATIO * known[0][0]:
+            (narrow, one), (wide, other) = known[0], known[-1]
+            text = f"{name!r} has interquartile ranges of {wide:.3g} at {other} and {narrow:.3g} at {one}"
+            yield make_finding("target-units", f"Targets differ in scale: {text}.", [other, one])
+        same = {client: f"{client} {name!r} = {v[0]:g}" for client, v in held.items() if (v == v[0]).all()}
+        yield from list_places("constant-target", "The same target in all samples of a client", same)
+
+
+def _list_targets(data: Federation, client: ClientData) -> Iterator[tuple[str, Floats]]:
+    """Yield the name and values of each numeric target of a client; of survival, the time."""
+    if isinstance(data.task, Regression | Survival):
+        y = np.concatenate(
+            [data.task.decode(split.y.cpu()).numpy().reshape(len(split), -1) for split in client.splits.values()]
+        )
+        names = data.class_names or [f"target {number}" for number in range(y.shape[1])]
+        yield from zip(["time"] if isinstance(data.task, Survival) else names, y.astype(np.float64).T, strict=False)
