@@ -7,8 +7,13 @@ from typing import Any, Literal
 
 from ..utils.errors import UsageError
 
-MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "NULL", "null")
+MISSING = ("", "?", "NA", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "NULL", "null")
 """Texts that mark a missing value, after surrounding spaces are removed."""
+CODES = (
+    "-", "--", ".", "..", "na", "n.a.", "nil", "none", "unk", "unknown", "missing", "not available", "not done",
+    "not measured",
+)  # fmt: skip
+"""Texts, in lower case, that mark a missing value among numbers; among other texts they are categories."""
 TRUTHS = {"true": 1, "false": 0}
 """Numbers that texts in lower case stand for in columns of 0 and 1 and in targets."""
 Holds = Literal["numbers", "0 and 1", "True and False"]
@@ -40,6 +45,8 @@ class Column:
         if value is None or value != value or text in MISSING:
             return [float("nan")] * self.width
         if self.categories is None:
+            if text.lower() in CODES:
+                return [float("nan")]
             if text.lower() in TRUTHS and self.holds != "numbers":
                 return [float(TRUTHS[text.lower()])]
             try:

@@ -27,7 +27,7 @@ Mean and spread of fluorescence and of bright-field microscopy differ by 11, of 
 ALIKE = 3.0
 """The two factors of another unit differ from each other by less than this."""
 APART = 4.0
-"""Means are apart if they differ by more than this times the sum of their standard deviations."""
+"""Means are too different beyond this times the sum of their standard deviations."""
 FAR, FAR_OF_FEW = 100.0, 30.0
 """A value is far if it is this many standard deviations of training from its mean, among others and among few."""
 GAP, GAP_OF_ONE = 100.0, 1e4
@@ -44,7 +44,7 @@ PIECE = 2**22
 class UsualValues:
     """Mean and standard deviation of each column or channel, float64 ``[F]``; NaN where nothing is known.
 
-    ``floor``: the value of black, from which factors count. ``factor``: the least factor of another unit.
+    ``floor``: the value of black, where factors begin. ``factor``: the least factor of another unit.
     """
 
     mean: Floats

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 
 from fedshift.data.assembly import read_source
+from fedshift.data.columns import Column
 from fedshift.data.federation import Federation
 from fedshift.data.files import table_schema
 from fedshift.data.files.read_options import ReadOptions
@@ -257,7 +258,35 @@ def test_numbers_with_some_text_among_them_are_categories_and_said(read, tmp_pat
     data = read(frame)
     assert data.sample_shape == (10,)
     place = f"{tmp_path / 'table.csv'}, data row 5"
-    assert data.notices == (f"column 'grade' has numbers and text such as '3b' ({place}): it is read as 4 categories",)
+    (notice,) = data.notices
+    assert notice.startswith(
+        f"column 'grade' has numbers and text such as '3b' ({place}): it is read as 4 categories; "
+    )
+
+
+@pytest.mark.parametrize("code", ["-", ".", "--", "Unknown", " none "])
+def test_codes_for_missing_values_among_numbers_are_missing_and_said(read, tmp_path, code):
+    frame = patients().assign(dose=lambda f: (f.index % 7 + 0.5).astype(str))
+    frame.loc[4, "dose"] = ""
+    empty = read(frame)
+    frame.loc[4, "dose"] = code
+    coded = read(frame)
+    assert coded.columns == empty.columns
+    assert torch.equal(coded.client("bonn").train.x, empty.client("bonn").train.x)
+    place = f"{tmp_path / 'table.csv'}, data row 5"
+    (told,) = set(coded.notices) - set(empty.notices)
+    assert told.startswith(f"column 'dose' holds {code.strip()!r} ({place}) among numbers, which counts as a missing")
+    assert np.isnan(Column(name="dose").encode(code)).all()
+
+
+def test_codes_among_words_are_categories_and_among_labels_are_refused(read):
+    frame = patients().assign(smoker=lambda f: np.where(f.index % 3, "never", "unknown"))
+    column = next(column for column in read(frame).columns if column.name == "smoker")
+    assert column.categories == ("never", "unknown")
+    frame["ill"] = frame["ill"].astype(str)
+    frame.loc[4, "ill"] = "."
+    with pytest.raises(UsageError, match=r"data row 5: '\.' in column .* seems to mark a missing label"):
+        read(frame)
 
 
 def test_text_typed_as_categories_stays_text_even_if_it_looks_like_numbers(read):

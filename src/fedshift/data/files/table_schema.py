@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
 from ...utils.files import check_expansion, open_regular, require_regular
-from ..columns import MISSING, TRUTHS, Column
+from ...utils.words import join_some
+from ..columns import CODES, MISSING, TRUTHS, Column
 from ..preparation import FeatureScaling
 from ..usual_values import find_outlying
 
@@ -205,8 +206,9 @@ class ColumnContents:
         declared: Whether a file declares the column as categories.
         values: Up to 51 distinct texts in the column.
         truth: File and row of the first true or false; empty if there is none.
-        odd: The first text that is not a number, if there is one.
+        odd: The first text that is neither a number nor one of :data:`~fedshift.data.columns.CODES`, if there is one.
         place: File and row of ``odd``.
+        codes: The CODES that occur, each with the file and row of the first.
 
     """
 
@@ -216,20 +218,27 @@ class ColumnContents:
     truth: str = ""
     odd: str | None = None
     place: str = ""
+    codes: Mapping[str, str] = field(default_factory=dict)
 
     def update(self, cells: pa.Array, path: Path, rows: NDArray[np.int64]) -> ColumnContents:
         """Return the contents updated with text ``cells`` ``[B]`` from ``rows`` (from 1) of a file."""
-        values, odd, place, truth = self.values, self.odd, self.place, self.truth
+        values, odd, place, truth, codes = self.values, self.odd, self.place, self.truth, {**self.codes}
         if len(values) <= MOST_CATEGORIES:
             found = pc.unique(clean_texts(cells)).drop_null().to_pylist()
             values = frozenset(sorted(values.union(found))[: MOST_CATEGORIES + 1])
-        if odd is None and not _are_numbers(cells):
-            texts = zip(rows, clean_texts(cells).to_pylist(), strict=True)
-            row, odd = next((row, text) for row, text in texts if not _are_numbers(pa.array([text])))
-            place = f"{path}, data row {row}"
-        if not truth and odd is None and (found := np.flatnonzero(_are_truths(cells))).size:
-            truth = f"{path}, data row {rows[found[0]]}"
-        return replace(self, values=values, odd=odd, place=place, truth=truth)
+        if odd is None and not _are_plain(cells):
+            texts = clean_texts(cells)
+            if not _are_numbers(texts):
+                odd, at = next(
+                    (text, at) for at, text in enumerate(texts.to_pylist()) if not _are_numbers(pa.array([text]))
+                )
+                place = f"{path}, data row {rows[at]}"
+            for word, at in _find_words(texts).items() if odd is None else ():
+                if word.lower() in CODES:
+                    codes.setdefault(word, f"{path}, data row {rows[at]}")
+                else:
+                    truth = truth or f"{path}, data row {rows[at]}"
+        return replace(self, values=values, odd=odd, place=place, truth=truth, codes=codes)
 
 
 def fill_cells(column: Column, cells: pa.Array, out: Floats) -> None:
@@ -272,25 +281,37 @@ def clean_texts(cells: pa.Array) -> pa.Array:
 
 
 def parse_numbers(cells: pa.Array) -> NDArray[np.float64]:
-    """Return cells as float64 ``[B]``: NaN for missing, 1 for true, 0 for false; raise ``pa.ArrowInvalid`` for text."""
+    """Return cells as float64 ``[B]``: NaN for missing, 1 for true, 0 for false; raise ``pa.ArrowInvalid`` for text.
+
+    Texts of :data:`~fedshift.data.columns.CODES` are missing.
+    """
     if not is_text(cells.type):
         return _to_float64(cells)
     for form in (_to_strings, clean_texts):  # the first usually suffices; the second is slower
         with suppress(pa.ArrowInvalid):
             return _to_float64(form(cells))
-    plain, lower = clean_texts(cells), pc.utf8_lower(clean_texts(cells))
+    lower = pc.utf8_lower(clean_texts(cells))
+    plain = pc.if_else(pc.is_in(lower, value_set=pa.array(CODES)), pa.scalar(None, pa.string()), clean_texts(cells))
     return _to_float64(pc.if_else(pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", plain)))
 
 
-def _are_truths(cells: pa.Array) -> NDArray[np.bool_]:
-    """Return which text cells are true or false, ``[B]``; quickly if all are plain numbers."""
+def _find_words(texts: pa.Array) -> dict[str, int]:
+    """Return the clean ``texts`` that are true, false or codes for a missing value, each with its first place."""
+    (places,) = np.nonzero(
+        pc.is_in(pc.utf8_lower(texts), value_set=pa.array([*TRUTHS, *CODES])).to_numpy(zero_copy_only=False)
+    )
+    first: dict[str, int] = {}
+    for at, word in zip(places.tolist(), texts.take(pa.array(places)).to_pylist(), strict=True):
+        first.setdefault(word, at)
+    return first
+
+
+def _are_plain(cells: pa.Array) -> bool:
+    """Return whether all cells are numbers without spaces."""
     with suppress(pa.ArrowInvalid):
         _to_float64(_to_strings(cells))
-        return np.zeros(len(cells), bool)
-    found: NDArray[np.bool_] = pc.is_in(pc.utf8_lower(clean_texts(cells)), value_set=pa.array([*TRUTHS])).to_numpy(
-        zero_copy_only=False
-    )
-    return found
+        return True
+    return False
 
 
 def _are_numbers(cells: pa.Array) -> bool:
@@ -330,8 +351,13 @@ def read_declared_types(name: str, tables: Sequence[TableFile]) -> ColumnContent
 
 def infer_column(name: str, seen: ColumnContents) -> tuple[Column, str]:
     """Return a column's encoding and a notice (may be empty); raise :class:`UsageError` if it cannot be encoded."""
-    if not seen.values or (seen.odd is None and not seen.declared):
-        return Column(name=name), ""
+    numeric = seen.typed or any(_is_number(value) for value in seen.values)
+    if not seen.values or (seen.odd is None and numeric and not seen.declared):
+        codes = join_some(f"{code!r} ({place})" for code, place in seen.codes.items())
+        told = (
+            f"column {name!r} holds {codes} among numbers, which counts as a missing value; leave the cells empty, or "
+        )
+        return Column(name=name), told + "write all values as words if it is a category" if codes else ""
     found = sorted(seen.values)
     odd, where = (found[0], "") if seen.odd is None else (seen.odd, f"{seen.place}: ")
     if seen.typed:
@@ -347,11 +373,16 @@ def infer_column(name: str, seen: ColumnContents) -> tuple[Column, str]:
             "({})",
             Ref(ignore_columns=name),
         )
-    mixed = not seen.declared and any(_are_numbers(pa.array([value])) for value in found)
+    mixed = numeric and not seen.declared
     notice = (
-        f"column {name!r} has numbers and text such as {odd!r} ({seen.place}): it is read as {len(found)} categories"
+        f"column {name!r} has numbers and text such as {odd!r} ({seen.place}): it is read as {len(found)} categories; "
+        "if the text is a slip or marks a missing value, correct it or leave the cell empty"
     )
     return Column(name=name, categories=tuple(found)), notice if mixed else ""
+
+
+def _is_number(text: str) -> bool:
+    return text.lower() not in CODES and _are_numbers(pa.array([text]))
 
 
 def _date_error(name: str, example: str) -> UsageError:

@@ -6,8 +6,9 @@ is ever in memory.
 
 Columns are matched by name. All columns are features unless they have a role or are ignored: a number or Boolean is
 one feature, text (at most 50 distinct values) is one feature per category. The list of categories is the sorted union
-over the clients read. Missing values (cells that are empty, NaN, NA, N/A, null or ?) are filled, and numbers scaled,
-based on each client's training rows. Integer labels 0..K-1 keep their value; all others are numbered in order.
+over the clients read. Missing values (cells that are empty, NaN, NA, N/A, null or ?, among numbers also -, . and words
+such as unknown) are filled, and numbers scaled, based on each client's training rows. Integer labels 0..K-1 keep their
+value; all others are numbered in order.
 
 ``target`` is the label column or, if ``task`` is not classification, the columns of labels or numbers, separated by
 commas. Clients are the values of ``client_column`` or, without it, the files of a directory. The split is given by
@@ -35,7 +36,7 @@ from ...tasks import CLASSIFICATION, Classification, Task
 from ...utils.errors import Ref, UsageError, unknown_name
 from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
-from ..columns import TRUTHS, Column, Holds
+from ..columns import CODES, TRUTHS, Column, Holds
 from ..files import table_schema as schema
 from ..files.read_options import Progress, ReadOptions
 from ..files.table_schema import ColumnContents, Floats, Ints, TableFile
@@ -359,6 +360,7 @@ def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[Te
     if isinstance(task, Classification):
         (target,) = reading.targets
         _refuse_other_labels(rows, target)
+        _refuse_codes(rows, target)
         classes, label, names = _find_classes(rows, target, reading.classes)
         return torch.from_numpy(label[rows.codes[target]]), classes, names
     read = []
@@ -389,6 +391,26 @@ def _refuse_other_labels(rows: TableRows, target: str) -> None:
     for client, code in pairs.T.tolist():
         held.setdefault(rows.names[client], []).append(values[code])
     refuse_other_labels(held)
+
+
+def _refuse_codes(rows: TableRows, target: str) -> None:
+    """Refuse labels that are numbers except for a code for a missing value, which would be a class."""
+    values = rows.values[target]
+    codes = [number for number, value in enumerate(values) if value.lower() in CODES]
+    if codes and len(codes) < len(values) and all(map(_is_number, (v for v in values if v.lower() not in CODES))):
+        where = rows.describe_location(np.flatnonzero(rows.codes[target] == codes[0]))
+        raise UsageError(
+            f"{where}: {values[codes[0]]!r} in column {target!r}, whose other values are numbers, seems to mark a "
+            "missing label: fill it in, or leave the rows out"
+        )
+
+
+def _is_number(value: str) -> bool:
+    try:
+        _to_number(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _read_truths(values: Sequence[str]) -> dict[str, int]:
