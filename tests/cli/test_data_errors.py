@@ -1,17 +1,21 @@
 """Errors in the data: one line at the start of every run, and one switch that refuses, warns or ignores."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from torch import nn
 
-from fedshift.api import compare
-from fedshift.data.assembly import federation
+from fedshift.api import advise, compare, leak, load_data
+from fedshift.data.assembly import federation, read_folder
 from fedshift.data.federation import Federation
 from fedshift.diagnosis import quality
 from fedshift.diagnosis.quality import check_data, examine, find_errors
+from fedshift.new_clients.own_network import adapt_network
 from fedshift.utils.errors import UsageError
 from tests.conftest import ARRAYS
 
@@ -111,7 +115,7 @@ def test_the_errors_of_a_run_are_those_of_the_check(tiny):
     assert find_errors(tiny) == ()
     with pytest.raises(UsageError, match=r"^2 errors in the data: Test samples are also in .*ann \(test\) 3 of"):
         check_data(data, "refuse")
-    assert check_data(data, "ignore") == ()
+    assert check_data(data, "ignore").notices == ()
 
 
 def test_the_python_interface_goes_by_the_same_switch(tmp_path, capsys):
@@ -130,6 +134,41 @@ def test_the_python_interface_goes_by_the_same_switch(tmp_path, capsys):
     assert "in the data" not in str(compare("fedavg", data=data, **small, on_data_error="ignore"))
     with pytest.raises(UsageError, match="unknown value of on_data_error 'refused': did you mean 'refuse'"):
         compare("fedavg", data=data, on_data_error="refused")
+
+
+def test_other_uses_of_data_go_by_the_same_switch(photos):
+    small = {"rounds": (0,), "batch_sizes": (1,), "images": 1, "iterations": 1, "seeds": 1}
+    uses = {
+        "load_data": lambda **more: load_data(photos, **more),
+        "leak": lambda **more: leak("fedavg", data=photos, **small, **more),
+    }
+    for use in uses.values():
+        with pytest.warns(UserWarning, match=f"^2 errors in the data: {re.escape(LOST)}"):
+            use()
+        with pytest.raises(UsageError, match=r"^2 errors in the data"):
+            use(on_data_error="refuse")
+    with pytest.raises(UsageError, match=r"^2 errors in the data"):
+        advise(photos, on_data_error="refuse")
+    with pytest.warns(UserWarning, match=r"^1 error in the data: Classes have names"):
+        adapt_network(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3)), replace(read_folder(photos), faults=()))
+
+
+def test_clients_that_join_go_by_the_same_switch(cli, photos, unpublished):
+    assert (
+        cli("run", "--data", photos, *WORDS, "--method", "fedavg", "--on-data-error", "ignore", "--out", "out").code
+        == 0
+    )
+    join = ("adapt", "out", "--data", photos, "--policies", "average", "--on-data-error")
+    done = cli(*join, "warn")
+    assert (done.code, done.out.count(f"note: {LINE}")) == (0, 1)
+    refused = cli(*join, "refuse")
+    assert (refused.code, refused.err.startswith("fedshift: 2 errors in the data: ")) == (2, True)
+
+
+def test_commands_that_show_data_tell_what_was_left_out(cli, photos):
+    for command in (("data", "show"), ("inspect", "--data"), ("diagnose",)):
+        done = cli(*command, photos, *(("--permutations", 99) if command == ("diagnose",) else ()))
+        assert (done.code, f"Note: {LOST.removesuffix('.').replace('Client', 'client')}" in done.out) == (0, True)
 
 
 def test_samples_are_looked_at_once_on_this_machine(monkeypatch):

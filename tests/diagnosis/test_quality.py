@@ -547,7 +547,7 @@ def test_a_value_that_flattens_its_column_is_found_and_told_when_a_run_starts(tm
         rows.loc[17, "dose"] = 1e38
         rows.to_csv(tmp_path / "south.csv", index=False)
         data = read_folder(tmp_path, target="y")
-        (told,) = check_data(data, "refuse")
+        (told,) = check_data(data, "refuse").notices
         place = f"{tmp_path / 'south.csv'}, data row 18"
         assert told.startswith(f"Values far from all others of their column: south 'dose' 1e+38 (1 of 200, {place}). ")
         assert found(data)["far"].text in told

@@ -115,7 +115,7 @@ def test_a_new_client_on_another_scale_has_a_warning_before_its_results(cli, run
     x_train, y_train, x_test, y_test = ARRAYS["cid"]
     write_npz(tmp_path / "far" / "cid.npz", x_train=x_train // 32, y_train=y_train, x_test=x_test // 32, y_test=y_test)
     outcome = cli("adapt", run, "--data", tmp_path / "far", "--policies", "average")
-    assert "warning: client 'cid': values are far from the training data's: channel 0: about" in outcome.out
+    assert "note: client 'cid': values are far from the training data's: channel 0: about" in outcome.out
     assert "times smaller" in outcome.out
 
 

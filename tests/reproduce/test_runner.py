@@ -67,7 +67,7 @@ def test_a_table_is_run_and_kept_and_not_run_again(tiny, tmp_path, monkeypatch):
         assert pen.std >= 0
     assert read_verdicts(made, tmp_path) == [f"{found.verdict} (scale 1)"]
     assert read_results(made, tmp_path) == [found]
-    monkeypatch.setattr(runner, "make_experiment", None)
+    monkeypatch.setattr(runner, "make_checked", None)
     assert run_table(made, way, tmp_path).blocks == [found]
     assert rebuild(made, tmp_path).blocks == [found]
     fewer = replace(made, blocks=(replace(made.blocks[0], rows=made.blocks[0].rows[:1]),))

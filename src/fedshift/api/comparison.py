@@ -23,7 +23,6 @@ from pathlib import Path
 from threading import Event
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_type_hints
-from warnings import warn
 from weakref import finalize
 
 import pandas as pd
@@ -36,10 +35,11 @@ from ..config.spec import CompareSpec, DataSpec, read_help
 from ..console.printing import Console
 from ..console.terminal import show_progress
 from ..core.plan import forward
-from ..data.far_values import judge_newcomers, measure_training, warn_far
+from ..data.far_values import measure_training, warn_far
 from ..data.federation import Federation
-from ..data.joining import join_schema
 from ..data.patches import slide
+from ..data.sources import load_federation
+from ..diagnosis.checked_experiment import make_checked
 from ..diagnosis.quality import check_data
 from ..evaluation.policy import parse_policies
 from ..experiments.callbacks import CALLBACKS, Callback
@@ -47,8 +47,8 @@ from ..experiments.compare_arguments import CompareArguments
 from ..experiments.cross_site import cross_validate
 from ..experiments.experiment import Experiment
 from ..experiments.python_settings import (
-    load_python_data,
     make_python_experiment,
+    make_spec,
     note_user_code,
     refuse_unknown,
     simplify,
@@ -60,7 +60,7 @@ from ..export.programs import require_samplewise
 from ..export.source import export_run
 from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
-from ..new_clients.site_data import find_overlap, load_site
+from ..new_clients.site_data import describe_newcomers, load_site
 from ..nn.adapters import merge_adapters
 from ..report.claims import collect_claims, difference_table
 from ..report.clinical import bin_calibration, count_confusions, find_positive, measure_classes, tabulate_benefit
@@ -82,6 +82,7 @@ from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.files import ScratchDirectory, require_writable
 from ..utils.state import State
 from ..utils.threads import limit_threads
+from ..utils.warning import warn_of
 from ..utils.words import is_information
 
 if TYPE_CHECKING:
@@ -437,8 +438,7 @@ class Comparison:
         made = export_run(
             self.experiment, self.directory, Path(out), method=method, client=client, seed=seed, onnx=onnx
         )
-        for notice in made.notices:
-            warn(notice, stacklevel=2)
+        warn_of(made.notices)
         return made.directory
 
     def adapt(
@@ -460,7 +460,8 @@ class Comparison:
             mean, std and number of seeds.
 
         Warns:
-            UserWarning: a client took part in training, or a model could not be made.
+            UserWarning: files were left out, the data have errors, a client took part in training, or a model could not
+                be made.
 
         Raises:
             UsageError: the data do not fit the run.
@@ -470,18 +471,13 @@ class Comparison:
         wanted, experiment = parse_policies(policies), select_trials(self.experiment, methods)
         if rounds < 1:
             raise UsageError(f"rounds={rounds}: must be at least 1")
-        if isinstance(data, Federation):
-            new = join_schema(data, experiment.data.schema)
-        else:
-            reading = {each.name: experiment.config.get(each.name, each.default) for each in fields(DataSpec)}
-            with note_user_code():
-                new = load_site(simplify("data", data), DataSpec(**reading), experiment.data.schema)
+        reading = {each.name: experiment.config.get(each.name, each.default) for each in fields(DataSpec)}
+        with note_user_code():
+            new = load_site(simplify("data", data), DataSpec(**reading), experiment.data.schema)
         new = new.to(torch.device(experiment.settings.device))
         training = {client.name: client.train for client in new.clients}
         made = adapt_all(experiment, self.directory, training, wanted, data=new, rounds=rounds)
-        far = judge_newcomers(new, experiment.data, experiment.settings.newcomers)
-        for notice in (*far, *find_overlap(new, experiment), *made.notices, *(made.inapplicable if policies else ())):
-            warn(notice, stacklevel=2)
+        warn_of((*describe_newcomers(new, experiment), *made.notices, *(made.inapplicable if policies else ())))
         if made.failures:
             raise FedshiftError("; ".join(made.failures))
         return mean_over_seeds(seed_table(made.rows, experiment.settings.metric))
@@ -594,8 +590,8 @@ def compare(given: CompareArguments) -> Comparison:
                 raise UsageError(f"{name}={value!r}: give {'True or False' if kind is bool else f'an {kind.__name__}'}")
         if given.jobs != "auto" and (type(given.jobs) is not int or given.jobs < 1):
             raise UsageError(f"jobs={given.jobs!r}: give a number of trials of 1 or more, or 'auto'")
-        experiment = make_python_experiment({each.name: getattr(given, each.name) for each in fields(CompareSpec)})
-        experiment = replace(experiment, notices=check_data(experiment.data, given.on_data_error))
+        values = {each.name: getattr(given, each.name) for each in fields(CompareSpec)}
+        experiment = make_checked(make_spec(values, CompareSpec))
         scratch = None if directory else ScratchDirectory()
         path = scratch.path if scratch else Path(directory or "")
         if resume:
@@ -657,13 +653,19 @@ def load_data(data: Any, **settings: Any) -> Federation:
         settings: Settings of :func:`compare` that concern data: ``domains``, ``split``, ``samples``, ``validation``,
             ``image_size``, ``normalize``, ``target``, ``client_column`` and others.
 
+    Warns:
+        UserWarning: the data have errors that a comparison would report.
+
     Raises:
         UsageError: the data are not usable, or a setting is unknown.
 
     """
     refuse_unknown("setting of data", settings, DataSpec)
     with note_user_code():
-        return load_python_data(data, settings)
+        spec = make_spec(settings, DataSpec)
+        made = check_data(load_federation(simplify("data", data), spec), spec.on_data_error)
+    warn_of(made.notices)
+    return made
 
 
 def _choose_directory(given: CompareArguments) -> tuple[Path | None, bool]:

@@ -12,16 +12,18 @@ from weakref import finalize
 from ..config.spec import AUTO, AdviseSpec, CompareSpec
 from ..console.printing import Console
 from ..console.terminal import show_progress
+from ..diagnosis.checked_experiment import make_checked
 from ..diagnosis.search import BASELINE, begin_search, continue_search, hold_out, parse_rates, read_search
 from ..diagnosis.search_report import MethodAdvice, write_search
 from ..experiments.jobs import Jobs
-from ..experiments.python_settings import make_python_experiment, note_user_code, refuse_unknown
+from ..experiments.python_settings import make_spec, note_user_code, refuse_unknown
 from ..methods import METHODS
 from ..representations.leakage import Leakage, LeakageSettings, measure_leakage
 from ..results.run_directory import RunDirectory
 from ..utils.errors import Ref, UsageError
 from ..utils.files import ScratchDirectory, require_writable
 from ..utils.threads import limit_threads
+from ..utils.warning import warn_of
 
 
 def advise(
@@ -42,6 +44,9 @@ def advise(
         settings: Other settings of :func:`compare`, applied to every method: ``rounds`` of the last rung,
             ``batch_size``, ``model``, ``seeds`` and so on. Validation data are held out if there are none.
 
+    Warns:
+        UserWarning: the data have errors.
+
     Raises:
         UsageError: a setting is invalid; raised before anything starts, with the allowed values.
         FedshiftError: the baseline diverges at every learning rate, or writing to disk fails.
@@ -57,7 +62,7 @@ def advise(
             require_writable(Path(out))
         named = None if methods == AUTO else METHODS.parse_all(methods)
         experiment = hold_out(
-            lambda held: make_python_experiment({"data": data, "methods": BASELINE, **settings, **held})
+            lambda held: make_checked(make_spec({"data": data, "methods": BASELINE, **settings, **held}, CompareSpec))
         )
         scratch = None if out is not None else ScratchDirectory()
         path = scratch.path if scratch else Path(out or "")
@@ -74,6 +79,7 @@ def advise(
             with limit_threads(settings.get("threads")), shown as callback:
                 search = continue_search(experiment, search, path, named, callback=callback, jobs=jobs)
         write_search(search, path)
+    warn_of(experiment.data.notices)
     result = MethodAdvice(search, path)
     if scratch:
         finalize(result, ScratchDirectory.close, scratch)
@@ -101,6 +107,9 @@ def leak(
     The arguments are the flags of ``fedshift leak``, and further settings of :func:`compare`. The directory ``out``
     keeps the result of each method and seed, so that the same call resumes where it was interrupted.
 
+    Warns:
+        UserWarning: the data have errors.
+
     Raises:
         UsageError: a value is not allowed, or data, network and method are incompatible.
         FedshiftError: training diverges, or files in ``out`` are damaged.
@@ -114,5 +123,7 @@ def leak(
         settings |= {
             "methods": methods, "data": data, "model": model, "image_size": image_size, "seeds": seeds, "lr": lr,
         }  # fmt: skip
-        experiment = make_python_experiment(study.complete(settings))
-        return measure_leakage(experiment, study, None if out is None else Path(out))
+        experiment = make_checked(make_spec(study.complete(settings), CompareSpec))
+        found = measure_leakage(experiment, study, None if out is None else Path(out))
+    warn_of(experiment.data.notices)
+    return found

@@ -83,8 +83,7 @@ def adapt(
         rounds: Rounds of the run's local work for policies that train.
         unlabeled: Folder of images, or .npz file with an array x, for policies that adapt to unlabeled inputs. Without
             --data, the adapted models are saved, and nothing is measured.
-        on_data_error: Treatment of unreadable new images: refuse, or warn and ignore, which both skip them; by default
-            as in the run.
+        on_data_error: Treatment of errors in the new data, as in a run; by default as in the run.
         save: New directory for the models of the first seed (safetensors) and the table.
 
     """
@@ -126,11 +125,10 @@ def adapt(
         )
     from torch import device as torch_device
 
-    from ..data.far_values import judge_newcomers
     from ..data.federation import ClientData
     from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
     from ..new_clients.policies import adapt_all
-    from ..new_clients.site_data import client_name, find_overlap, load_site
+    from ..new_clients.site_data import client_name, describe_newcomers, load_site
     from ..new_clients.site_data import load_unlabeled as unlabeled_in
 
     console = Console()
@@ -148,20 +146,17 @@ def adapt(
         )
     if new:
         training = {client.name: client.train for client in new.clients}
-        notices += [*new.notices, *new.faults, *find_overlap(new, experiment)]
+        notices += describe_newcomers(new, experiment)
     else:
         assert unlabeled is not None and inputs is not None  # noqa: PT018
-        training = {client_name(unlabeled): inputs}
+        name = client_name(unlabeled)
+        training, only = {name: inputs}, ClientData(name=name, train=inputs, test=inputs)
+        notices += describe_newcomers(replace(experiment.data, clients=(only,), notices=()), experiment)
         wanted = tuple(name for name in wanted if POLICIES.parse(name).data != "labels")
     with show_loading(console) as progress:
         made = adapt_all(
             experiment, run, training, wanted, data=new, rounds=rounds, inputs=inputs, save=save, progress=progress
         )
-    judged = new or replace(
-        experiment.data, clients=tuple(ClientData(name=name, train=x, test=x) for name, x in training.items())
-    )
-    for far in judge_newcomers(judged, experiment.data, experiment.settings.newcomers):
-        print_line(console, f"warning: {far}")
     if made.rows:
         _print_results(console, made, experiment.settings, len(experiment.seeds), rounds, save)
     for notice in (*notices, *made.notices, *made.inapplicable):
@@ -186,7 +181,7 @@ def _adapt_own(
         raise UsageError(
             "--unlabeled, --methods, --seeds, --run-data and --code belong to a run, not to a network of your own"
         )
-    from ..experiments.factory import make_settings, resolve_model
+    from ..experiments.factory import fit_model, make_settings
     from ..new_clients.own_network import NAME, adapt_own, load_clients, make_trial
     from ..results.run_directory import to_file_name
 
@@ -200,9 +195,8 @@ def _adapt_own(
     names = tuple(name.strip() for name in (own.class_names or "").split(",") if name.strip())
     with show_loading(console) as progress:
         new = load_clients(data, spec, names, clients, progress)
-        trial = make_trial(
-            resolve_model(own.model, new.sample_shape, new.task, new.inputs), new, make_settings(spec, new.names)
-        )
+        model, new = fit_model(spec, new)
+        trial = make_trial(model, new, make_settings(spec, new.names))
         made = adapt_own(trial, wanted, rounds=rounds, save=save)
     _print_results(console, made, trial.settings, 1, rounds, save)
     for notice in (*new.notices, *made.notices, *made.inapplicable):

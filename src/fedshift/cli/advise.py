@@ -24,7 +24,7 @@ from ..console.terminal import (
     show_progress,
 )
 from ..utils.errors import Ref, UsageError
-from .run import find_kind, make_checked, use_threads
+from .run import find_kind, use_threads
 
 if TYPE_CHECKING:
     from ..data.files.read_options import Progress
@@ -50,6 +50,7 @@ def advise(
     console, shown = Console(), Console(quiet=output.quiet)
     with show_loading(shown) as bar:
         progress = _say_steps(shown, bar)
+        from ..diagnosis.checked_experiment import make_checked
         from ..diagnosis.search import BASELINE, begin_search, continue_search, hold_out, parse_rates, read_search
         from ..diagnosis.search_report import describe_plan
         from ..experiments.factory import anchor_paths, make_methods

@@ -94,7 +94,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     Unreadable images are skipped and listed. The exit code is 1 if something must be corrected before training, unless
     --on-data-error allows training to continue.
     """
-    from ..data.federation import LAZY
+    from ..data.federation import LAZY, encode_targets
     from ..data.sources import apply_splits, load_federation, load_source
     from ..diagnosis.overview import describe, describe_grids, render_quality
     from ..diagnosis.quality import examine
@@ -107,7 +107,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
             made = apply_splits(made.fit_images(spec.image_size), spec)
         found, refusal = examine(made), ""
         try:
-            made = scale_alike(made, load_federation(where, spec, progress))
+            made = scale_alike(made, encode_targets(load_federation(where, spec, progress)))
         except UsageError as error:
             refusal = f"Training would refuse these data: {error.render(as_flag)}."
     told = {finding.text.removesuffix(".").lower() for finding in found.findings}
@@ -115,7 +115,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     notices = tuple(each for each in made.notices if {each.lower(), each.partition(";")[0].lower()}.isdisjoint(told))
     grids = describe_grids(made)
     print_parts(console, [describe(made), *([grids] if grids else []), *_explain_inputs(made)])
-    print_parts(console, [*format_notices(replace(made, notices=notices)), *render_quality(found)])
+    print_parts(console, [*format_notices(replace(made, notices=notices, faults=())), *render_quality(found)])
     if refusal:
         print_parts(console, [Text(refusal, style="bold red")])
     _write_json(console, {**found.as_dict(), "notices": (*made.notices, *made.faults), "refusal": refusal}, json)
@@ -198,6 +198,7 @@ def diagnose(
         out: Directory for a page with tables, advice and pictures (diagnosis.html), and for the findings (found.json).
 
     """
+    from ..data.federation import encode_targets
     from ..data.sources import load_federation
     from ..diagnosis import diagnose as find_shifts
     from ..diagnosis.page import PAGE, write_page
@@ -206,11 +207,12 @@ def diagnose(
     console = make_console()
     _refuse_file(out)
     with show_loading(console) as progress:
-        made = load_federation(where, replace(spec, allow_single_class=True), progress, differing=LOOKED_AT)
+        alone = replace(spec, allow_single_class=True)
+        made = encode_targets(load_federation(where, alone, progress, differing=LOOKED_AT))
         found = find_shifts(
             made, seed=seed, permutations=permutations, features=features, limit=limit, progress=progress
         )
-    remarks = list(made.notices)
+    remarks = [*made.notices, *made.faults]
     if spec.target and spec.scaling == "client":
         note = "Numbers were scaled by each client's own training rows, which takes shifts of mean and spread away; "
         remarks.append(f"{note}--scaling none shows them.")
@@ -264,7 +266,7 @@ def load_for_display(where: str, spec: DataSpec) -> Federation:
 
 def format_notices(data: Federation) -> Iterator[RenderableType]:
     """Yield notes on the data: remarks from loading, and how images are scaled."""
-    for notice in sorted(data.notices, key=is_information):
+    for notice in sorted((*data.notices, *data.faults), key=is_information):
         yield Text(f"Note: {notice}", style="dim" if is_information(notice) else "")
     scales = {client.train.normalization for client in data.clients if str(client.train.dtype) == "torch.uint8"}
     if len(scales) == 1:

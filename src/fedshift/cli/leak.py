@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..config.spec import Names
+from ..config.spec import CompareSpec, Names
 from ..console.printing import Console
 from ..console.terminal import make_console, new_directory, print_line, print_parts, show_loading
 from ..utils.errors import UsageError
@@ -46,7 +46,8 @@ def leak(
         out: Directory for tables, records and pictures; by default a new one under runs/.
 
     """
-    from ..experiments.python_settings import make_python_experiment
+    from ..diagnosis.checked_experiment import make_checked
+    from ..experiments.python_settings import make_spec
     from ..representations.leakage import LeakageSettings, measure_leakage
     from ..representations.leakage.rendering import render_leakage, write_files
 
@@ -58,9 +59,9 @@ def leak(
     require_writable(place)
     with show_loading(Console()) as progress:
         given = {"methods": methods, "data": data, "model": model, "seeds": seeds, "lr": lr, "image_size": image_size}
-        experiment = make_python_experiment(setting.complete(given))
+        experiment = make_checked(make_spec(setting.complete(given), CompareSpec))
         found = measure_leakage(experiment, setting, place, progress)
-    print_parts(console, render_leakage(found))
+    print_parts(console, [*render_leakage(found), *(f"note: {notice}" for notice in experiment.data.notices)])
     for file in write_files(found, place):
         print_line(console, f"Written: {file}")
     return 0

@@ -25,7 +25,7 @@ from ..console.printing import Console
 from ..console.terminal import choose_directory, make_console, print_line, show_loading
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import UsageError
-from .run import find_kind, make_checked, run_several, summarize_experiment, use_threads
+from .run import find_kind, run_several, summarize_experiment, use_threads
 
 if TYPE_CHECKING:
     from ..experiments.experiment import Experiment
@@ -58,6 +58,7 @@ def run_without(
         )
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
+        from ..diagnosis.checked_experiment import make_checked
         from ..experiments.factory import anchor_paths
         from ..experiments.loggers import parse_loggers, require_packages
 
@@ -142,7 +143,7 @@ def _make_experiments(
     train, the data are read again for each comparison.
     """
     from ..data.partition import match_names
-    from ..experiments.factory import make_experiment
+    from ..diagnosis.checked_experiment import make_checked
 
     names = experiment.data.names if leave_out == ALL else match_names(leave_out, experiment.data.names)
     everyone = experiment.data.names
@@ -163,7 +164,7 @@ def _make_experiments(
     return {
         group: replace(
             experiment,
-            data=make_experiment(replace(spec, newcomers=",".join(group))).data if rescaled else experiment.data,
+            data=make_checked(replace(spec, newcomers=",".join(group))).data if rescaled else experiment.data,
             settings=replace(experiment.settings, newcomers=group),
             config={**experiment.config, "newcomers": ",".join(group)},
             measured_later=group,

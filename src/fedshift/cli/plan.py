@@ -80,7 +80,9 @@ def _count(source: str, spec: DataSpec) -> dict[str, Fingerprint]:
             if "patch" in error.settings:
                 raise UsageError(f"{source} has no images with masks, for which a plan is: give such data") from error
             raise
-        return count_cases(apply_splits(made, spec))
+        counts = count_cases(apply_splits(made, spec))
+    print_parts(make_console(), (Text(f"Note: {notice}") for notice in (*made.notices, *made.faults)))
+    return counts
 
 
 def _tabulate(sites: Mapping[str, Fingerprint]) -> Table:

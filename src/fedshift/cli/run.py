@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -72,6 +71,7 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: RunOptions,
     directory = choose_directory(place, command)
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
+        from ..diagnosis.checked_experiment import make_checked
         from ..experiments.callbacks import CALLBACKS
         from ..experiments.loggers import parse_loggers, require_packages
         from ..report.publication import publish_safely
@@ -100,15 +100,6 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: RunOptions,
     if failure := failure or unpublished:
         raise failure
     return 0 if finished else report_stop(console, command, directory)
-
-
-def make_checked(spec: RunSpec | CompareSpec, progress: Callable[[str, int, int], None] | None = None) -> Experiment:
-    """Return the experiment that ``spec`` describes, with a line about errors in its data, or refuse such data."""
-    from ..diagnosis.quality import check_data
-    from ..experiments.factory import make_experiment
-
-    experiment = make_experiment(spec, progress)
-    return replace(experiment, notices=check_data(experiment.data, spec.on_data_error))
 
 
 def run_several(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +14,9 @@ from ..config.spec import RunOptions, SweepSpec
 from ..console.printing import Console
 from ..console.terminal import choose_directory, print_line, show_loading
 from ..utils.errors import UsageError
-from .run import find_kind, make_checked, run_several
+from .run import find_kind, run_several
 
 if TYPE_CHECKING:
-    from ..experiments.run_queue import QueuedRun
     from ..experiments.sweep import Combination
 
 
@@ -27,6 +25,7 @@ def sweep(
     output: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),
 ) -> int:
     """Compare methods under every combination of the given settings, in one table."""
+    from ..diagnosis.checked_experiment import make_checked
     from ..experiments.factory import anchor_paths
     from ..experiments.loggers import parse_loggers, require_packages
     from ..experiments.sweep import check_combination, make_combinations, split_settings
@@ -44,7 +43,7 @@ def sweep(
             progress("checking combinations", number, len(left))
             check_combination(combination, directory, make_checked)
     return run_several(
-        {combination.folder: _queue_run(combination, directory) for combination in wanted},
+        {combination.folder: combination.to_queued_run(directory, make_checked) for combination in wanted},
         "sweep",
         directory,
         asdict(spec),
@@ -57,10 +56,6 @@ def sweep(
         begin=lambda number, part: print_line(shown, f"[{number}/{len(wanted)}] {part.folder.name}"),
         publish=lambda: _publish(spec, wanted, directory, console),
     )
-
-
-def _queue_run(combination: Combination, directory: Path) -> QueuedRun:
-    return replace(combination.to_queued_run(directory), experiment=partial(make_checked, combination.spec))
 
 
 def read_sweep(directory: Path) -> tuple[SweepSpec, list[Combination]]:

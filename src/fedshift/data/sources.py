@@ -17,7 +17,7 @@ from ..utils.csv_cells import escape_table
 from ..utils.errors import Ref, UsageError, unknown_name
 from .assembly import read_source
 from .assignment import describe_assignment, saved
-from .federation import Federation, encode_targets
+from .federation import Federation
 from .files.read_options import Progress, ReadOptions
 from .partition import CHANGES, Change, match_names
 from .patches import parse_size
@@ -193,14 +193,13 @@ def normalize(data: Federation, choice: str | None) -> Federation:
 
 
 def load_federation(
-    data: str, spec: DataSpec, progress: Progress | None = None, differing: tuple[int, int] | None = None
+    data: object, spec: DataSpec, progress: Progress | None = None, differing: tuple[int, int] | None = None
 ) -> Federation:
-    """Load, split, scale and check the clients of ``data``, with targets in the form that networks learn.
+    """Load, split, scale and check the clients of ``data``, with unchanged targets.
 
     ``differing``: as in :func:`load_source`.
     """
-    source = load_source(data, spec, progress, differing).fit_images(spec.image_size)
-    return encode_targets(prepare_clients(source, spec))
+    return prepare_clients(load_source(data, spec, progress, differing).fit_images(spec.image_size), spec)
 
 
 def prepare_clients(data: Federation, spec: DataSpec) -> Federation:

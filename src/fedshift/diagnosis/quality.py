@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -134,27 +135,30 @@ def _digest_tables(data: Federation) -> str:
     return digest.hexdigest()
 
 
-def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | None) -> tuple[str, ...]:
-    """Check ``data`` for errors at the start of a run, and return the warnings to show.
+def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | None) -> Federation:
+    """Check ``data`` for errors before they are used, and return them with a notice about these.
 
-    ``choice``: ``refuse`` raises :class:`UsageError` if there are errors, ``warn`` or None returns a line about them,
-    and ``ignore`` skips the check and returns only the faults that were noticed when the data were read.
+    ``choice``: ``refuse`` raises :class:`UsageError` if there are errors, ``warn`` or None adds a line about them, and
+    ``ignore`` skips the check and adds only the faults that were noticed when the data were read.
     """
     if choice == "ignore":
-        return data.faults
+        return _add_notices(data, data.faults)
     errors = find_errors(data)
-    far = tuple(
+    far = (
         f"{finding.text} {finding.fix}" for finding in judge_numbers(data) if finding.kind in ("far", "target-units")
     )
     if not errors:
-        return far
+        return _add_notices(data, far)
     message = f"{len(errors)} error{'s' * (len(errors) > 1)} in the data: {' '.join(errors)}"
     if choice == "refuse":
         raise UsageError(
             f"{message} Correct them (`fedshift data check` shows how), or continue anyway ({{}})",
             Ref(on_data_error="warn"),
         )
-    return (
-        f"{message} `fedshift data check` shows how to correct them; --on-data-error refuse stops a run that has any",
-        *far,
-    )
+    advice = "`fedshift data check` shows how to correct them; --on-data-error refuse stops a run that has any"
+    return _add_notices(data, (f"{message} {advice}", *far))
+
+
+def _add_notices(data: Federation, more: Iterable[str]) -> Federation:
+    """Return ``data`` with ``more`` notices, each once."""
+    return replace(data, notices=tuple(dict.fromkeys((*data.notices, *more))))

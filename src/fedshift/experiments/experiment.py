@@ -60,11 +60,10 @@ class Experiment:
 
     ``model(sample_shape, classes)`` makes a network. ``config`` contains the settings as the user wrote them, for the
     record, and ``files`` additional files for the run directory, by name. ``measured_later``: clients that the caller
-    measures after the experiment, which need no notice. ``notices``: notices at the start about errors in the data, in
-    place of the federation's ``faults``. ``make_engine``: makes each trial's engine if the samples are elsewhere, in
-    place of the one in the settings. ``log``: names of loggers. ``origin``: more facts about the run, for the record.
-    ``compare_with``: name of the method with which alone reports compare the others; empty: they compare all pairs.
-    ``margin``: loss of a client that reports may exclude; None: none.
+    measures after the experiment, which need no notice. ``make_engine``: makes each trial's engine if the samples are
+    elsewhere, in place of the one in the settings. ``log``: names of loggers. ``origin``: more facts about the run, for
+    the record. ``compare_with``: name of the method with which alone reports compare the others; empty: they compare
+    all pairs. ``margin``: loss of a client that reports may exclude; None: none.
     """
 
     methods: tuple[Method, ...]
@@ -75,7 +74,6 @@ class Experiment:
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     measured_later: tuple[str, ...] = ()
-    notices: tuple[str, ...] | None = None
     make_engine: EngineFactory | None = None
     log: tuple[str, ...] = ()
     origin: Mapping[str, str] = field(default_factory=dict)
@@ -195,7 +193,7 @@ class Experiment:
             session = Session(directory, callback, stop, describe, resume=resume)
             log = RecordLog(self.log, path, self.config, settings.metric, callback.on_notice, session.say)
             callback.on_run_begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
-            for notice in (*self.data.notices, *(self.data.faults if self.notices is None else self.notices)):
+            for notice in self.data.notices:
                 session.say(notice)
             conductor = Conductor(session=session, log=log, rounds=settings.rounds)
             opened.enter_context(keep_freed_memory())

@@ -65,8 +65,16 @@ def name_model(name: Any, shape: tuple[int, ...], task: Task = CLASSIFICATION) -
     return {2: "resnet-1d", 3: "small-cnn"}.get(len(shape), "abide-mlp")
 
 
-def scale_for(model: ModelFactory, data: Federation) -> Federation:
-    """Return images scaled as the pretrained weights of a library's network need, with a notice; other data as is."""
+def fit_model(spec: Spec, data: Federation) -> tuple[ModelFactory, Federation]:
+    """Return the function of the network in ``spec`` for ``data``, and these scaled as its pretrained weights need.
+
+    Only images have a scale that depends on the network, with a notice, and only where the settings name none.
+    """
+    model = resolve_model(spec.model, data.sample_shape, data.task, data.inputs)
+    return model, data if spec.normalize else _scale_for(model, data)
+
+
+def _scale_for(model: ModelFactory, data: Federation) -> Federation:
     pixels = all(each.dtype == torch.uint8 for client in data.clients for each in client.splits.values())
     if not isinstance(model, LibraryModel) or not pixels or len(data.sample_shape) != 3:
         return data
@@ -180,9 +188,7 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
         MODELS.parse(spec.model)  # refused before data are read
     ADAPTERS.parse(spec.adapter)
     source = load_source(spec.data, spec, progress).fit_images(spec.image_size)
-    data = prepare_clients(source, spec)
-    model = resolve_model(spec.model, data.sample_shape, data.task, data.inputs)
-    data = data if spec.normalize else scale_for(model, data)
+    model, data = fit_model(spec, prepare_clients(source, spec))
     settings = make_settings(spec, data.names)
     return Experiment(
         methods=methods,

@@ -14,8 +14,6 @@ import torch
 from pydantic import ValidationError
 
 from ..config.spec import CompareSpec, DataSpec, check_settings, find_refusal
-from ..data.federation import Federation
-from ..data.sources import load_source, prepare_clients
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.user_code import locate_error
 from .experiment import Experiment
@@ -23,17 +21,18 @@ from .factory import make_experiment
 
 
 def make_python_experiment(given: Mapping[str, Any]) -> Experiment:
-    """Return the experiment with the settings ``given``, as on the command line or as Python values.
-
-    Raises :class:`UsageError` listing each setting with an invalid value, and the allowed values.
-    """
-    return make_experiment(_check(given, CompareSpec))
+    """Return the experiment with the settings ``given`` to :func:`make_spec`; its data are not checked for errors."""
+    return make_experiment(make_spec(given, CompareSpec))
 
 
 S = TypeVar("S", bound=DataSpec)
 
 
-def _check(given: Mapping[str, Any], kind: type[S]) -> S:
+def make_spec(given: Mapping[str, Any], kind: type[S]) -> S:
+    """Return settings of the ``kind``, ``given`` as on the command line or as Python values.
+
+    Raises :class:`UsageError` listing each setting with an invalid value, and the allowed values.
+    """
     values = {name: simplify(name, value) for name, value in given.items()}
     defaults = {setting.name: setting.default for setting in fields(kind)}
     check_settings(SimpleNamespace(**defaults | values), kind)
@@ -41,12 +40,6 @@ def _check(given: Mapping[str, Any], kind: type[S]) -> S:
         return kind(**values)
     except ValidationError as error:
         raise find_refusal(error) or error from None
-
-
-def load_python_data(data: Any, given: Mapping[str, Any]) -> Federation:
-    """Return the clients in ``data``, split, scaled and checked by the settings ``given``; targets are unchanged."""
-    spec = _check(given, DataSpec)
-    return prepare_clients(load_source(simplify("data", data), spec).fit_images(spec.image_size), spec)
 
 
 def simplify(name: str, value: Any) -> Any:

@@ -24,7 +24,7 @@ from ..results.schema import RunSummary
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import Ref, UsageError, unknown_name
 from .experiment import Experiment
-from .factory import anchor_paths, make_experiment, make_methods, make_settings
+from .factory import anchor_paths, make_methods, make_settings
 from .restoration import find_method
 from .run_queue import QueuedRun, read_outcome
 
@@ -51,10 +51,10 @@ class Combination:
     spec: CompareSpec
     folder: str
 
-    def to_queued_run(self, path: Path) -> QueuedRun:
-        """Return the combination's run in the sweep in ``path``."""
+    def to_queued_run(self, path: Path, make: Callable[[CompareSpec], Experiment]) -> QueuedRun:
+        """Return the combination's run in the sweep in ``path``; ``make``: makes its experiment."""
         settings = asdict(self.spec)
-        return QueuedRun(folder=path / self.folder, settings=settings, experiment=partial(make_experiment, self.spec))
+        return QueuedRun(folder=path / self.folder, settings=settings, experiment=partial(make, self.spec))
 
     def read_outcome(self, path: Path) -> str | None:
         """Return what diverged in it, ``""`` for nothing; None if it has not ended in sweep ``path``."""
@@ -133,9 +133,7 @@ def split_settings(over: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{name}={','.join(values)}" for name, values in quoted.items())
 
 
-def check_combination(
-    combination: Combination, path: Path, make: Callable[[CompareSpec], Experiment] = make_experiment
-) -> None:
+def check_combination(combination: Combination, path: Path, make: Callable[[CompareSpec], Experiment]) -> None:
     """Raise :class:`UsageError`, naming the combination, unless it can be run or continued in sweep ``path``.
 
     ``make``: makes its experiment.

@@ -20,13 +20,15 @@ from ..data.federation import Federation
 from ..data.files.read_options import Progress
 from ..data.joining import match_labels
 from ..data.schema import Layout
-from ..data.sources import load_source, normalize
+from ..data.sources import load_source, prepare_clients
+from ..diagnosis.quality import check_data
 from ..evaluation.policy import explain_inapplicable, parse_policies
 from ..experiments.factory import make_settings
 from ..experiments.settings import Settings
 from ..experiments.trial import Trial
 from ..models import ModelFactory
 from ..utils.errors import UsageError
+from ..utils.warning import warn_of
 from .policies import Adaptation, adapt_trial
 from .policy_tables import mean_over_seeds, seed_table
 
@@ -47,19 +49,19 @@ def load_clients(
     classes, or all of them. ``clients``: names or patterns; None: all.
     """
     layout = Layout(name="the network's data") if Path(data).exists() else None
-    made = load_source(data, replace(spec, domains=clients, split=None), progress, schema=layout)
-    return prepare_clients(made, spec, class_names)
+    made = load_source(data, replace(spec, domains=clients), progress, schema=layout)
+    return fit_clients(made, spec, class_names)
 
 
-def prepare_clients(data: Federation, spec: DataSpec, class_names: Sequence[str] = ()) -> Federation:
-    """Convert ``data`` to the image size, the scale and the classes of a network."""
+def fit_clients(data: Federation, spec: DataSpec, class_names: Sequence[str] = ()) -> Federation:
+    """Convert ``data`` to the image size, the scale and the classes of a network, and check them."""
     data = data.fit_images(spec.image_size)
     if class_names:
         named = Layout(name="the network", classes=len(class_names), class_names=tuple(class_names))
         if not data.class_names and data.classes <= len(class_names):
             data = replace(data, classes=len(class_names), class_names=named.class_names)
         data = match_labels(data, named, "the network,")
-    return normalize(data, spec.normalize).check(allow_single_class=True)
+    return check_data(prepare_clients(data, replace(spec, allow_single_class=True)), spec.on_data_error)
 
 
 def make_trial(model: ModelFactory, data: Federation, settings: Settings) -> Trial:
@@ -116,6 +118,9 @@ def adapt_network(
     Returns:
         The metric: rows are clients and their mean, ``macro``; columns are policies with mean, std and number of seeds.
 
+    Warns:
+        UserWarning: the data have errors, or a model could not be made.
+
     Raises:
         UsageError: the network and the data are incompatible.
 
@@ -123,7 +128,8 @@ def adapt_network(
     if rounds < 1:
         raise UsageError(f"rounds={rounds}: must be at least 1")
     spec = RunSpec(lr=lr, epochs=epochs, batch_size=batch_size or 0, metric=metric)
-    clients = prepare_clients(data, spec, class_names)
+    clients = fit_clients(data, spec, class_names)
     trial = make_trial(lambda *_: copy.deepcopy(network), clients, make_settings(spec, clients.names))
     made = adapt_own(trial, parse_policies(policies), rounds=rounds)
+    warn_of((*clients.notices, *made.notices, *(made.inapplicable if policies else ())))
     return mean_over_seeds(seed_table(made.rows, trial.settings.metric))

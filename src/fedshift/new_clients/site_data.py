@@ -5,17 +5,18 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ..config.spec import DataSpec
+from ..data.far_values import judge_newcomers
 from ..data.federation import ClientData, Federation
 from ..data.files.dicom import holds_slices
 from ..data.files.image_decoding import SUFFIXES
@@ -34,6 +35,7 @@ from ..data.scan import Part
 from ..data.schema import Schema
 from ..data.sources import READ, load_source
 from ..data.stores import RecentArrays
+from ..diagnosis.quality import check_data
 from ..experiments.experiment import Experiment
 from ..nn.several_inputs import Inputs
 from ..utils.errors import UsageError
@@ -49,7 +51,8 @@ def load_site(
     """Load the clients of ``data``, given as for ``--data`` or as objects, as samples of a run's ``schema``.
 
     ``spec``: the run's settings for reading files; its split, samples and validation apply to the run only.
-    ``clients``: names or patterns; None: all. Raises :class:`UsageError` naming both if shapes or classes differ.
+    ``clients``: names or patterns; None: all. Raises :class:`UsageError` naming both if shapes or classes differ, or if
+    the clients have errors that are to be refused.
     """
     own: dict[str, Any] = {}
     read = Path(data).exists() if isinstance(data, str) else holds_tables(data) or holds_hub_datasets(data)
@@ -58,7 +61,8 @@ def load_site(
     asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
     size = () if schema.preparation.patched else schema.preparation.shape[1:]
     differing = (size[0], size[1]) if len(size) == 2 else None
-    return join_schema(load_source(data, asked, progress, differing, schema), schema)
+    made = join_schema(load_source(data, asked, progress, differing, schema), schema)
+    return check_data(made, spec.on_data_error)
 
 
 def load_unlabeled(
@@ -67,7 +71,7 @@ def load_unlabeled(
     """Load unlabeled samples, from a folder of images or array ``x`` of an .npz file, as a run's ``schema`` describes.
 
     Several inputs are the arrays ``x.NAME``. Images may be in subfolders. Every target of the result is 0 and has no
-    meaning. ``notices`` receives a sentence if unreadable images are left out. Raises :class:`UsageError` as
+    meaning. ``notices`` receives a sentence if unreadable files are left out. Raises :class:`UsageError` as
     :func:`load_site` does.
     """
     inputs = Inputs()
@@ -116,7 +120,7 @@ def _read_images(
     if not path.is_dir():
         raise UsageError(f"{path} is no folder: {wanted}")
     if schema.preparation.decoding.kind == "volume":
-        return _read_volumes(path, schema, progress)
+        return _read_volumes(path, spec, schema, progress, notices)
     if len(schema.preparation.shape) != 3:
         raise UsageError(
             f"{path}: the run was trained on samples of shape {schema.preparation.shape}, not on images: {wanted}"
@@ -144,14 +148,22 @@ def _read_images(
     (store,) = decode_images(images, [part], reading, find_usable)
     broken = store.facts.broken
     usable = torch.from_numpy(np.flatnonzero(find_usable(part, broken) == 0))
-    refuse_broken(path, broken, len(files), reading if len(usable) else replace(reading, on_unreadable="refuse"))
-    if broken and notices is not None:
-        notices.append(describe_broken(name, broken, len(files)))
+    _leave_out(path, broken, len(files), spec, notices)
     patches = Patches(patch, store.facts.list_extents(files), schema.preparation.resized) if patch else None
     return Samples(x=torch.from_numpy(store.pixels), y=y[usable], rows=usable, patches=patches)
 
 
-def _read_volumes(path: Path, schema: Schema, progress: Progress | None) -> Samples:
+def _leave_out(path: Path, broken: Mapping[str, str], count: int, spec: DataSpec, notices: list[str] | None) -> None:
+    """Add a notice about the ``broken`` ones of ``count`` files, or refuse them, as all files always are."""
+    choice: Literal["refuse", "skip"] = spec.on_unreadable if len(broken) < count else "refuse"
+    refuse_broken(path, broken, count, ReadOptions(on_unreadable=choice))
+    if broken and notices is not None:
+        notices.append(describe_broken(client_name(path), broken, count))
+
+
+def _read_volumes(
+    path: Path, spec: DataSpec, schema: Schema, progress: Progress | None, notices: list[str] | None
+) -> Samples:
     """Return the medical images in folder ``path``, files and folders of slices, decoded when they are needed.
 
     Raises :class:`UsageError` naming a file that cannot be read, or that has another grid if there are no patches.
@@ -161,7 +173,8 @@ def _read_volumes(path: Path, schema: Schema, progress: Progress | None) -> Samp
     if not files:
         raise UsageError(f"{path} holds no NIfTI or DICOM file, and the run was trained on such: give a folder of them")
     headers, broken = read_all({file.name: file for file in files}, read_volume_header, "headers", progress)
-    refuse_broken(path, broken, len(files), ReadOptions())
+    _leave_out(path, broken, len(files), spec, notices)
+    files = [file for file in files if file.name not in broken]
     refuse_other_kinds(path, headers)
     if how.spacing and (unmeasured := [name for name, header in headers.items() if not header.measured]):
         raise UsageError(f"{path / unmeasured[0]} {UNMEASURED}")
@@ -174,6 +187,12 @@ def _read_volumes(path: Path, schema: Schema, progress: Progress | None) -> Samp
     )  # fmt: skip
     patches = Patches(shape[1:], sizes, schema.preparation.resized) if schema.preparation.patched else None
     return Samples(x=store, y=torch.zeros(len(files), dtype=torch.int64), patches=patches)
+
+
+def describe_newcomers(data: Federation, experiment: Experiment) -> list[str]:
+    """Return the notices about clients that join ``experiment``, alone and compared with its training clients."""
+    far = judge_newcomers(data, experiment.data, experiment.settings.newcomers)
+    return [*data.notices, *far, *find_overlap(data, experiment)]
 
 
 def find_overlap(data: Federation, experiment: Experiment) -> list[str]:

@@ -16,10 +16,8 @@ from typing import Any
 from typing_extensions import override
 
 from ..config.spec import DataSpec, RunSpec
-from ..diagnosis.quality import check_data
+from ..diagnosis.checked_experiment import make_checked
 from ..experiments.callbacks import Callback, Callbacks
-from ..experiments.experiment import Experiment
-from ..experiments.factory import make_experiment
 from ..experiments.run_queue import QueuedRun, run_pending
 from ..utils.errors import UsageError
 from .figures import ReproducedFigure, draw_figures, load_figures
@@ -121,18 +119,13 @@ def _is_covered(plan: TablePlan, record: Mapping[str, Any]) -> bool:
 
 
 def _check_data(specs: Iterable[RunSpec], directory: Path) -> tuple[str, ...]:
-    """Return lines about data errors in ``specs`` that have not finished; shared data are read once.
+    """Return the notices about the data of ``specs`` that have not finished; shared data are read once.
 
     Raises :class:`UsageError` if errors are to be refused.
     """
     names = ("data", *(each.name for each in fields(DataSpec)))
     alike = {tuple(getattr(spec, name) for name in names): spec for spec in pending_runs(list(specs), directory)}
-    return tuple(dict.fromkeys(line for spec in alike.values() for line in _make_checked(spec).notices or ()))
-
-
-def _make_checked(spec: RunSpec) -> Experiment:
-    experiment = make_experiment(spec)
-    return replace(experiment, notices=check_data(experiment.data, spec.on_data_error))
+    return tuple(dict.fromkeys(line for spec in alike.values() for line in make_checked(spec).data.notices))
 
 
 class _Unrepeated(Callbacks):
@@ -157,5 +150,5 @@ def _run(specs: Sequence[RunSpec], directory: Path, callback: Callback, stop: Ev
             f"run {number} of {len(specs)}: {spec.method} on {spec.data}, {spec.model}, {spec.rounds} rounds"
         )
 
-    queue = [QueuedRun(folder=run_folder(spec, directory), experiment=partial(_make_checked, spec)) for spec in specs]
+    queue = [QueuedRun(folder=run_folder(spec, directory), experiment=partial(make_checked, spec)) for spec in specs]
     return run_pending(queue, callback=callback, stop=stop, begin=announce)

@@ -358,7 +358,7 @@ class Site:
         source = self._load_source(spec)
         data = self._prepare(source, spec)
         try:
-            for line in check_data(data, "ignore" if self._test_alone else spec.on_data_error):
+            for line in check_data(data, "ignore" if self._test_alone else spec.on_data_error).notices:
                 self.say(line)
         except UsageError as error:
             raise DataRefused("{}", error) from error
