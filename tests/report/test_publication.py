@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from fedshift.report import page
+from fedshift.report import figures, page
 from fedshift.report.formatting import make_table
 from fedshift.report.publication import publish_summary
 from fedshift.report.report import ReportTable
@@ -56,6 +56,14 @@ def test_a_table_that_is_declared_once_is_in_every_form_and_others_only_in_their
     assert "<li>pairs of files</li>" in shown[last:]
     assert '<a href="#notes">Notes</a>' in shown
     assert files["new.csv"] == [",value", "0,4711"]
+
+
+def test_page_and_files_share_figures_that_are_drawn_once(study, tmp_path, monkeypatch):
+    drawn = []
+    for module in (page, figures):
+        monkeypatch.setattr(module, "make_panels", lambda _: drawn.append(1) or [])
+    publish_summary(replace(study, samples={}), tmp_path, Console(file=io.StringIO()))
+    assert drawn == [1]
 
 
 def test_few_clients_are_printed_one_by_one(published, make_crowd):

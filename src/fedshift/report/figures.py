@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
@@ -71,15 +71,21 @@ class FigurePanel:
     note: str = ""
 
 
-def make_figures(summary: RunSummary) -> dict[str, Figure]:
-    """Return every figure that the summary has data for, by file name; ``samples`` shows images of each client."""
-    figures = {panel.name: panel.figure for panel in make_panels(summary)}
+def make_figures(summary: RunSummary, panels: Iterable[FigurePanel] | None = None) -> dict[str, Figure]:
+    """Return every figure that the summary has data for, by file name; ``samples`` shows images of each client.
+
+    ``panels``: those of :func:`make_panels`, if they are drawn already.
+    """
+    figures = {panel.name: panel.figure for panel in (make_panels(summary) if panels is None else panels)}
     return figures | {"samples": _draw_samples(summary)} if summary.samples else figures
 
 
-def save_figures(summary: RunSummary, directory: Path) -> list[Path]:
-    """Write every figure as :func:`save_each` does, with the same bytes for the same records; return the paths."""
-    return save_each(make_figures(summary), directory)
+def save_figures(summary: RunSummary, directory: Path, panels: Iterable[FigurePanel] | None = None) -> list[Path]:
+    """Write every figure as :func:`save_each` does, with the same bytes for the same records; return the paths.
+
+    ``panels``: as for :func:`make_figures`.
+    """
+    return save_each(make_figures(summary, panels), directory)
 
 
 def save_each(figures: Mapping[str, Figure], directory: Path) -> list[Path]:

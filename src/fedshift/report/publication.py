@@ -52,7 +52,7 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
         return
     report = make_report(summary)
     report.write_tables(directory / "tables")
-    save_figures(summary, directory / "figures")
+    save_figures(summary, directory / "figures", report.panels)  # before the page, which takes their legends away
     print_lines(console, f"Page: {write_page(summary, directory / 'report.html', report)}")
 
 
