@@ -569,6 +569,38 @@ def test_values_are_far_from_others_that_are_few_levels_only_if_rare_or_a_code(v
     assert [text for text, _ in find_outlying(np.array(values, np.float32))] == told
 
 
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_column_that_is_known_with_the_outcome_alone_is_found(tmp_path, classes):
+    for number, site in enumerate(("north", "south")):
+        draw = np.random.default_rng(number)
+        y = draw.integers(0, classes, 120)
+        rows = pd.DataFrame({"y": y, "age": draw.normal(60 + 5 * y, 10), "sex": draw.choice(["f", "m"], 120)})
+        rows["outcome_code"] = np.array([7, 3, 5])[y]
+        rows["ward"] = np.array(["surgery", "heart", "eye"])[np.where(draw.random(120) < 0.005, 0, y)]
+        rows["serial"] = y.argsort(kind="stable").argsort() + 1000
+        rows["slide"] = [f"s{n % 40}" for n in range(120)]
+        rows["lab"] = draw.normal(60 + 3 * y, 1)
+        rows.to_csv(tmp_path / f"{site}.csv", index=False)
+    data = read_folder(tmp_path, target="y")
+    told = found(data)["leak"].text
+    named = [name for name in ("outcome_code", "ward", "serial", "age", "sex", "slide") if repr(name) in told]
+    assert named == ["outcome_code", "ward", "serial"]
+    assert any(line.startswith(told) for line in check_data(data, "refuse").notices)
+    kept = read_folder(tmp_path, target="y", ignore_columns="outcome_code,ward,serial,lab")
+    assert "leak" not in found(kept)
+
+
+def test_a_column_that_orders_a_numeric_target_is_found(tmp_path):
+    for number, site in enumerate(("north", "south")):
+        draw = np.random.default_rng(number)
+        rows = pd.DataFrame({"kg": draw.normal(75, 10, 80), "age": draw.normal(60, 10, 80)})
+        rows["pounds"] = (rows["kg"] * 2.2046).round(1)
+        rows["height"] = rows["kg"] + draw.normal(100, 5, 80)
+        rows.to_csv(tmp_path / f"{site}.csv", index=False)
+    text = found(read_folder(tmp_path, target="kg", task=Regression()))["leak"].text
+    assert re.fullmatch(r".*the target: 'pounds' \(rank correlation with 'kg' of (0\.99\d\d|1\.0000)\)\.", text)
+
+
 def test_sites_that_number_classes_from_0_and_from_1_are_found(tmp_path):
     for start, site in enumerate(("north", "south", "west")):
         rows = pd.DataFrame(

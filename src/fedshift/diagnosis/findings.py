@@ -53,6 +53,11 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
         "Name it (--groups COLUMN), so that each group stays on one side and the column is not a feature, or leave it "
         "out (--ignore-columns COLUMN).",
     ),
+    "leak": (
+        "warning",
+        "Leave a column out (--ignore-columns COLUMN) that is not known when a prediction is made: it may be the "
+        "outcome itself, a code of it, or a number of rows sorted by class. Results are too good with it.",
+    ),
     "conflict": ("error", "Correct the labels, or remove these samples."),
     "repeats": ("warning", "Keep one of each, unless they are meant to have more weight."),
     "shared": ("warning", "Give each sample to one client, unless clients are meant to overlap."),

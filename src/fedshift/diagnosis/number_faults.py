@@ -102,7 +102,7 @@ def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterato
 
 def judge_numbers(data: Federation) -> Iterator[QualityFinding]:
     """Find numbers of tables and numeric targets that are far from all others at their client, and targets' units."""
-    targets = {client.name: dict(_list_targets(data, client)) for client in data.clients}
+    targets = {client.name: dict(list_targets(data, client)) for client in data.clients}
     far: dict[str, str] = {}
     for client in data.clients:
         scaling = client.train.normalization
@@ -123,7 +123,7 @@ def judge_numbers(data: Federation) -> Iterator[QualityFinding]:
         yield from list_places("constant-target", "The same target in all samples of a client", same)
 
 
-def _list_targets(data: Federation, client: ClientData) -> Iterator[tuple[str, Floats]]:
+def list_targets(data: Federation, client: ClientData) -> Iterator[tuple[str, Floats]]:
     """Yield the name and values of each numeric target of a client; of survival, the time."""
     if isinstance(data.task, Regression | Survival):
         y = np.concatenate(

@@ -29,6 +29,7 @@ from .faults import (
     judge_values,
 )
 from .findings import SEVERITIES, QualityFinding, Severity
+from .label_leaks import judge_leaks
 from .number_faults import judge_constant, judge_numbers, judge_scale, name_features
 from .survey import survey_splits
 
@@ -85,6 +86,7 @@ def examine(data: Federation) -> Quality:
         *judge_names(data),
         *judge_groups(data),
         *judge_numbers(data),
+        *judge_leaks(data),
         *(judge_numbering(data, surveys) if classified else ()),
         *(judge_classes(data, surveys) if classified else judge_targets(data, surveys)),
         *(judge_test_sizes(surveys) if classified else ()),
@@ -144,11 +146,10 @@ def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | N
     if choice == "ignore":
         return _add_notices(data, data.faults)
     errors = find_errors(data)
-    far = (
-        f"{finding.text} {finding.fix}" for finding in judge_numbers(data) if finding.kind in ("far", "target-units")
-    )
+    judged = (*judge_numbers(data), *judge_leaks(data))
+    told = tuple(f"{each.text} {each.fix}" for each in judged if each.kind in ("far", "target-units", "leak"))
     if not errors:
-        return _add_notices(data, far)
+        return _add_notices(data, told)
     message = f"{len(errors)} error{'s' * (len(errors) > 1)} in the data: {' '.join(errors)}"
     if choice == "refuse":
         raise UsageError(
@@ -156,7 +157,7 @@ def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | N
             Ref(on_data_error="warn"),
         )
     advice = "`fedshift data check` shows how to correct them; --on-data-error refuse stops a run that has any"
-    return _add_notices(data, (f"{message} {advice}", *far))
+    return _add_notices(data, (f"{message} {advice}", *told))
 
 
 def _add_notices(data: Federation, more: Iterable[str]) -> Federation:

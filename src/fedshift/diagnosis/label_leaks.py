@@ -1,0 +1,126 @@
+"""Columns of a table that alone determine the target: the outcome itself, a code of it, or numbers of sorted rows.
+
+A column that is known only with the outcome makes every result too good (Kaufman et al. 2012, "Leakage in data mining",
+ACM TKDD 6(4)). One that orders the samples of two classes almost without error is at least suspicious: the area under
+its ROC curve (Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747) hardly reaches 0.99 otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..data.federation import Federation
+from ..data.files.table_schema import feature_slices
+from ..data.usual_values import LEAST
+from ..tasks import Classification, Regression, Survival
+from ..utils.words import join_some
+from .findings import QualityFinding, make_finding
+from .number_faults import list_targets
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+WRONG = 0.02
+"""Share of the samples outside of the most frequent class that a column that determines the class may get wrong."""
+MOST = 20_000
+"""Maximum number of a client's rows to look at, evenly spaced."""
+AREA, RANKS = 0.99, 0.999
+"""Least area under the ROC curve of two classes, and least rank correlation with a number, of such a column."""
+
+
+class _Tally(NamedTuple):
+    """What a column says of one client's targets: errors of ``others`` and an area, or rank correlations by target."""
+
+    wrong: float = 0.0
+    others: int = 0
+    area: float = 0.5
+    ranks: dict[str, float] = {}  # noqa: RUF012
+
+
+def judge_leaks(data: Federation) -> Iterator[QualityFinding]:
+    """Find columns of a table that alone determine the class, or a numeric target, at every client that has several."""
+    if not data.columns or data.inputs or not isinstance(data.task, Classification | Regression | Survival):
+        return
+    classified = isinstance(data.task, Classification)
+    tallies: list[list[_Tally]] = [[] for _ in data.columns]
+    for client in data.clients:
+        splits = client.splits.values()
+        y = np.concatenate([split.y.cpu().numpy() for split in splits])
+        some = slice(None, None, -(-len(y) // MOST))
+        x = np.concatenate([split.copy_rows(slice(None)).cpu().numpy() for split in splits])[some]
+        targets = [] if classified else [(name, each[some]) for name, each in list_targets(data, client)]
+        for (column, features), own in zip(feature_slices(data.columns), tallies, strict=True):
+            ordered = column.categories is None
+            values = x[:, features.start] if ordered else x[:, features].argmax(axis=1)
+            if not classified:
+                own.append(_Tally(ranks={name: _correlate(values, each) for name, each in targets} if ordered else {}))
+            elif (y[some] != y[0]).any():
+                own.append(_tally_classes(values, y[some], ordered=ordered))
+    found = [
+        f"{column.name!r} ({told})"
+        for column, own in zip(data.columns, tallies, strict=True)
+        if (told := _describe_classes(own) if classified else _describe_ranks(own))
+    ]
+    if found:
+        yield make_finding("leak", f"Columns that alone all but determine the target: {join_some(found)}.", data.names)
+
+
+def _describe_classes(own: Sequence[_Tally]) -> str:
+    """Return how well a column separates the classes, in words; empty if not almost perfectly."""
+    wrong, others = sum(each.wrong for each in own), sum(each.others for each in own)
+    if others < LEAST:
+        return ""
+    if wrong <= WRONG * others:
+        return f"it misses the classes of {wrong:,.0f} samples" if wrong else "it gives the class of each sample"
+    area = sum(each.area * each.others for each in own) / others
+    area = max(area, 1 - area)
+    return f"area under the ROC curve {area:.4f}" if area >= AREA else ""
+
+
+def _describe_ranks(own: Sequence[_Tally]) -> str:
+    """Return a column's rank correlation with numeric targets, if it is almost 1 or -1 at every client."""
+    least = {name: min(each.ranks[name] for each in own) for name in own[0].ranks}
+    found = (f"rank correlation with {name!r} of {ranks:.4f}" for name, ranks in least.items() if ranks >= RANKS)
+    return ", ".join(found)
+
+
+def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:
+    """Count samples whose class does not follow from their value, and measure the area of two classes.
+
+    Samples of one value should have one class. With ``ordered`` values, each class should also be an interval; else a
+    value that occurs once says nothing.
+    """
+    _, group = np.unique(values, return_inverse=True)
+    classes, label = np.unique(y, return_inverse=True)
+    pairs, counts = np.unique(group * len(classes) + label, return_counts=True)
+    first = np.flatnonzero(np.diff(pairs // len(classes), prepend=-1))
+    most, sizes = np.maximum.reduceat(counts, first), np.add.reduceat(counts, first)
+    wrong, others = float((sizes - most).sum()), int(len(y) - np.bincount(label).max())
+    if not ordered:
+        return _Tally(wrong=wrong + float((sizes == 1).sum()), others=others)
+    usual = (pairs % len(classes))[np.lexsort((-counts, pairs // len(classes)))][first]
+    wrong += max(0, int(np.count_nonzero(np.diff(usual))) - len(classes) + 1) / 2
+    return _Tally(wrong=wrong, others=others, area=_measure_area(values, label == 1) if len(classes) == 2 else 0.5)
+
+
+def _rank(values: Floats) -> Floats:
+    """Return the ranks of values, of equal ones their mean."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    return ranks
+
+
+def _measure_area(values: Floats, positive: NDArray[np.bool_]) -> float:
+    """Return the area under the ROC curve of ``values`` for the positive samples."""
+    count = int(positive.sum())
+    return float((_rank(values)[positive].sum() - count * (count + 1) / 2) / (count * (len(values) - count)))
+
+
+def _correlate(values: Floats, y: Floats) -> float:
+    """Return the magnitude of the rank correlation; 0 with few different values."""
+    varied = len(np.unique(values)) >= LEAST and len(np.unique(y)) >= LEAST
+    return abs(float(np.corrcoef(_rank(values), _rank(y))[0, 1])) if varied else 0.0
