@@ -270,7 +270,11 @@ def test_labels_of_a_site_mean_what_they_mean_at_all():
         ({"shape": (1, 8, 8)}, None, r"'a' are uint8 of shape \(3, 8, 8\), samples of 'b' uint8 of shape \(1, 8, 8\)"),
         ({"dtype": "float32"}, None, "'a' are uint8 .* 'b' float32"),
         ({"class_names": ()}, None, "only one of 'a' and 'b' has classes with names"),
-        ({"class_names": ("cat", "eel")}, 2, "classes=2, but the sites have 3"),
+        (
+            {"class_names": ("cat", "eel")},
+            2,
+            r"classes=2, but the sites have 3 \('dog' only at a, 'eel' only at b\): rename",
+        ),
     ],
 )
 def test_sites_whose_data_do_not_go_together_are_named(changes, classes, why):

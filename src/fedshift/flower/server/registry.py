@@ -297,7 +297,20 @@ class ClientRegistry:
                 f"classes 0, 1, 2, ..., or give their number in the settings (classes = {count})"
             )
         if classes is not None and classes < count:
-            raise FedshiftError(f"classes={classes}, but the sites have {count}: give at least that many")
+            having = {name: [c.name for c in self.clients if name in c.class_names] for name in names}
+            most = max(self.clients, key=lambda client: client.classes)
+            raise FedshiftError(
+                f"classes={classes}, but the sites have {count} ("
+                + (
+                    join_some(
+                        f"{name!r} only at {join_some(at)}"
+                        for name, at in having.items()
+                        if len(at) < len(self.clients)
+                    )
+                    or f"{most.name!r} has {most.classes}"
+                )
+                + "): rename classes that are spelled differently, or give that many"
+            )
         federation = RemoteFederation(
             name="sites", clients=(), classes=classes or count, class_names=names, columns=columns, task=kind,
             inputs=first.inputs,
