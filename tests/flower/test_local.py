@@ -112,6 +112,17 @@ def test_a_restarted_node_finds_its_entries_again_whatever_its_number(local_grid
     assert [int(state["1.num_batches_tracked"]) for state in again.apps[99].came] == [2, 3]
 
 
+def test_two_nodes_of_one_name_do_not_take_each_others_entries(local_grid, tmp_path):
+    grid = local_grid({3: counting(tmp_path), 4: counting(tmp_path)})
+    grid.names |= {3: "ward", 4: "ward"}
+    strategy = start(grid, rounds=2)
+    reasons = [m.error.reason for m in grid.seen if m.has_error()]
+    assert len(reasons) == 2  # of training; neither is asked to evaluate what it did not train
+    assert all("client 'ward' of experiment 'e' is two nodes, 3 and 4, which" in reason for reason in reasons)
+    assert [int(state["1.num_batches_tracked"]) for state in grid.apps[3].came] == [0, 1, 1, 2]
+    assert strategy.server.round == 2
+
+
 def test_a_round_that_is_asked_for_again_starts_from_what_was_before_it(local_grid, tmp_path):
     apps = {3: counting(tmp_path), 4: counting(tmp_path)}
     grid = local_grid(apps)

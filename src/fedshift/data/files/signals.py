@@ -2,7 +2,7 @@
 
 A recording is ``[C, L]``: leads (channels) in a given order of their names, which do not distinguish capitals and
 spaces, at L times. Voltages become millivolts; other units stay. Headers are checked before values are read: a record
-has one rate, no segments and no gaps, its files are in its own folder and as long as they say, and their size is
+has one rate, no segments and no gaps, its files are in its own folder and of the stated length, and their size is
 bounded (:data:`~fedshift.data.files.dicom.MOST_BYTES`). Values have the checksums of a WFDB header, unless these are 0.
 """
 
@@ -173,7 +173,7 @@ def _open_edf(file: Path) -> Any:
 
 
 def _check_length(file: Path) -> None:
-    """Raise :class:`Unreadable` if the file is not as long as its header says (Kemp et al. 1992), which edfio cuts."""
+    """Raise :class:`Unreadable` if the file does not have the length in its header (Kemp et al. 1992); edfio only warns."""
     with file.open("rb") as stream:
         fixed = stream.read(256)
         leads = int(fixed[252:] or 0)
@@ -200,7 +200,7 @@ def _describe_edf(opened: Any) -> SignalHeader:
         if any(each.min == each.max for each in (signal.digital_range, signal.physical_range)):
             raise Unreadable(
                 f"gives lead {name_lead(signal.label)!r} the digital range {_join_range(signal.digital_range)} and the "
-                f"physical one {_join_range(signal.physical_range)}, from which no value follows: correct its header"
+                f"physical one {_join_range(signal.physical_range)}: correct these"
             )
     rates = {signal.sampling_frequency for signal in signals}
     if len(rates) > 1:

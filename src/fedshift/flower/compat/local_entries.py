@@ -93,9 +93,14 @@ class LocalStateStore(ABC):
 
 
 class FileStore(LocalStateStore):
-    """Local entries in a file below ``folder``, which survives restarts of nodes and servers."""
+    """Local entries in a file below ``folder``, which survives restarts of nodes and servers.
 
-    def __init__(self, folder: Path, experiment: str, client: str, initial: State) -> None:
+    ``asked``: run, rounds done, round of Flower (which counts repetitions) and node of a message; two nodes of one
+    name differ only in the last.
+    """
+
+    def __init__(self, folder: Path, experiment: str, client: str, initial: State, asked: tuple[object, ...]) -> None:
+        self._asked = asked
         self.path = folder / _to_file_name(experiment) / f"{_to_file_name(client)}.safetensors"
         super().__init__(f"client {client!r} of experiment {experiment!r}", str(self.path), initial)
 
@@ -104,6 +109,12 @@ class FileStore(LocalStateStore):
         if not self.path.exists():
             return {}
         tensors, facts = load_checkpoint(self.path)
+        *when, node = facts.get("asked", self._asked)
+        if when == [*self._asked[:-1]] and node != self._asked[-1]:
+            raise FedshiftError(
+                f"{self.client} is two nodes, {node} and {self._asked[-1]}, which would take each other's entries "
+                f"({self.place}): give each its own name or partition-id (--node-config), and name the experiment anew"
+            )
         return {int(number): entries_under(str(number), tensors) for number in facts["rounds"]}
 
     @override
@@ -112,8 +123,9 @@ class FileStore(LocalStateStore):
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise disk_error(self.path, error) from error
+        self._read()  # another node may have written since
         tensors = {name: x for number, state in held.items() for name, x in add_prefix(str(number), state).items()}
-        save_checkpoint(self.path, tensors, {"client": self.client, "rounds": sorted(held)})
+        save_checkpoint(self.path, tensors, {"client": self.client, "rounds": sorted(held), "asked": [*self._asked]})
 
 
 class ContextStore(LocalStateStore):
@@ -154,8 +166,9 @@ class LocalEntriesMod:
             reply = call_next(message, context)
             self._strip(reply)
             return reply
-        kept = self._open_store(context)
         done, last = _read_rounds(message, training=kind == "train")
+        asked = [config.get("server-round") for config in message.content.config_records.values()]
+        kept = self._open_store(context, (context.run_id, done, *asked, context.node_id))
         start = kept.load_after(done, last)
         if start is None and kind == "evaluate":
             raise FedshiftError(f"{kept.client} has not trained yet, so that it has no model to evaluate")
@@ -167,7 +180,7 @@ class LocalEntriesMod:
         self._strip(reply)
         return reply
 
-    def _open_store(self, context: Context) -> LocalStateStore:
+    def _open_store(self, context: Context, asked: tuple[object, ...]) -> LocalStateStore:
         experiment = self._experiment or context.run_config.get("experiment")
         if not experiment and self._folder is None:
             return ContextStore(context, self._initial)
@@ -180,7 +193,7 @@ class LocalEntriesMod:
                 "--node-config 'name=\"...\"' (the node's number changes when it restarts)"
             )
         folder = self._folder or Path.home() / ".fedshift" / "flower"
-        return FileStore(folder, str(experiment), str(client), self._initial)
+        return FileStore(folder, str(experiment), str(client), self._initial, asked)
 
     def _merge(self, message: Message, own: State) -> None:
         key, came = _single_record(message, "the message from the server")
