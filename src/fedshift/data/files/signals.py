@@ -173,7 +173,7 @@ def _open_edf(file: Path) -> Any:
 
 
 def _check_length(file: Path) -> None:
-    """Raise :class:`Unreadable` if the file does not have the length in its header (Kemp et al. 1992); edfio only warns."""
+    """Raise :class:`Unreadable` if the file has another length than its header gives (Kemp et al. 1992)."""
     with file.open("rb") as stream:
         fixed = stream.read(256)
         leads = int(fixed[252:] or 0)
