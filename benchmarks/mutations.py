@@ -232,7 +232,7 @@ FLOWER = (
           "tests/flower/test_registry.py"),
     Fault("one-stranger-takes-all-connections", "flower/transport/connections.py", "Connections.admits",
           "and self._counts[place] < OF_ADDRESS", "", "tests/flower/test_connections.py"),
-    Fault("a-state-of-another-past", "flower/site/site.py", "SiteState.load_after",
+    Fault("a-state-of-another-past", "flower/site/site_state.py", "SiteState.load_after",
           'upload and facts.get("upload", upload) != upload', "False", "tests/flower/test_going_back.py"),
 )  # fmt: skip
 

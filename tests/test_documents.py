@@ -146,7 +146,7 @@ def test_the_method_of_the_contributing_guide_runs_composed_from_the_command_lin
 
 
 def test_the_page_on_deployment_loads_the_model_that_a_site_left(tmp_path, monkeypatch):
-    from fedshift.flower.site.site import SiteState
+    from fedshift.flower.site.site_state import SiteState
     from fedshift.models.digits import small_cnn
 
     text, page = (ROOT / "docs" / "deployment.md").read_text(), {}

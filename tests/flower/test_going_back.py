@@ -13,7 +13,7 @@ from fedshift.flower.server.anchors import Anchors
 from fedshift.flower.server.history import go_back
 from fedshift.flower.site.account import read_books
 from fedshift.flower.site.ledger import compare_anchors, read_ledger
-from fedshift.flower.site.site import Retention, SiteState
+from fedshift.flower.site.site_state import Retention, SiteState
 from fedshift.flower.transport.arrays import RefusedMessage
 from fedshift.flower.transport.chain import read_chain
 from fedshift.methods.fedavg import fedavg

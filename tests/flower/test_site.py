@@ -17,7 +17,8 @@ from fedshift.core.preparation import prepare
 from fedshift.data.digits import digits
 from fedshift.engines.sequential import Sequential
 from fedshift.export.package import require_models
-from fedshift.flower.site.site import Site, SiteState
+from fedshift.flower.site.site import Site
+from fedshift.flower.site.site_state import SiteState
 from fedshift.flower.transport.arrays import RefusedMessage, from_record, to_record
 from fedshift.flower.transport.exchange import HEAD, Exchange
 from fedshift.flower.transport.pki import make_authority

@@ -302,7 +302,8 @@ def join(
     from ..flower.site.gate import Confirmation
     from ..flower.site.join import CoordinatorLink
     from ..flower.site.join import join as take_part
-    from ..flower.site.site import Retention, Site
+    from ..flower.site.site import Site
+    from ..flower.site.site_state import Retention
 
     if keep_rounds < 0 or not 0 <= keep_gb < math.inf:
         raise UsageError(

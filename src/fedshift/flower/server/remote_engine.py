@@ -2,7 +2,7 @@
 
 The coordinator aggregates uploads, does not evaluate models itself and sees no samples. For each client it keeps only
 the number of completed steps, the round of the current client state (the *base*, see
-:class:`fedshift.flower.site.site.SiteState`) and the digest of the client's upload in that round.
+:class:`fedshift.flower.site.site_state.SiteState`) and the digest of the client's upload in that round.
 """
 
 from __future__ import annotations
