@@ -19,6 +19,7 @@ from fedshift.data.assembly import federation, read_folder
 from fedshift.data.columns import Column
 from fedshift.data.digits import digits
 from fedshift.data.federation import ClientData, Federation
+from fedshift.data.nuclei import nuclei
 from fedshift.data.partition import iid
 from fedshift.data.samples import Samples
 from fedshift.data.usual_values import find_outlying
@@ -601,6 +602,15 @@ def test_a_column_that_orders_a_numeric_target_is_found(tmp_path):
     assert re.fullmatch(r".*the target: 'pounds' \(rank correlation with 'kg' of (0\.99\d\d|1\.0000)\)\.", text)
 
 
+def test_classes_with_two_spellings_or_numberings_are_not_called_lacking(tmp_path):
+    for site, names in (("north", ("cat", "dog", "cow")), ("south", ("Cat", "dog", "hen"))):
+        rows = pd.DataFrame({"a": np.random.default_rng(len(names[0])).normal(size=60), "y": np.resize(names, 60)})
+        rows.to_csv(tmp_path / f"{site}.csv", index=False)
+    kinds = found(read_folder(tmp_path, target="y"))
+    assert kinds["class-names"].severity == "error"
+    assert kinds["missing-class"].text == ("Training data lack classes that other clients have: north hen; south cow.")
+
+
 def test_sites_that_number_classes_from_0_and_from_1_are_found(tmp_path):
     for start, site in enumerate(("north", "south", "west")):
         rows = pd.DataFrame(
@@ -608,9 +618,31 @@ def test_sites_that_number_classes_from_0_and_from_1_are_found(tmp_path):
         )
         rows.to_csv(tmp_path / f"{site}.csv", index=False)
     kinds = found(read_folder(tmp_path, target="y"))
+    assert "missing-class" not in kinds
     assert kinds["numbering"].text == "Classes seem to be numbered in two ways: north, west from 0 and south from 1."
     assert kinds["group-column"].text.endswith("features: 'study_id'.")
     assert "numbering" not in found(read_folder(tmp_path, ["north", "west"], target="y"))
+
+
+def test_inverted_masks_and_swapped_classes_are_found_and_real_masks_are_not():
+    real = nuclei()
+    assert "swapped-masks" not in found(real)
+    for name in real.names:
+        clients = tuple(
+            each.with_splits({k: split.with_targets(1 - split.y) for k, split in each.splits.items()})
+            if each.name == name else each for each in real.clients
+        )  # fmt: skip
+        finding = found(replace(real, clients=clients))["swapped-masks"]
+        assert finding.clients == (name,)
+        assert f" at {name}, but " in finding.text
+    draw = np.random.default_rng(0)
+    x, shares = draw.integers(0, 256, (8, 10, 10)).astype(np.uint8), (0.75, 0.22, 0.03)
+    masks = [draw.choice(3, (8, 10, 10), p=shares).astype(np.uint8) for _ in range(3)]
+    masks[1] = np.array([0, 2, 1], np.uint8)[masks[1]]
+    text = found(federation({name: (x, y, x, y) for name, y in zip("abc", masks, strict=True)}))["swapped-masks"].text
+    assert re.match(
+        r"Masks seem to swap the classes 1 and 2: class 2 covers 2\d\.\d% at b, but [234]\.\d% at a, ", text
+    )
 
 
 def test_masks_without_foreground_are_noted_and_pixels_counted():

@@ -15,6 +15,7 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
@@ -35,6 +36,8 @@ from .survey import SplitSurvey
 Bools = NDArray[np.bool_]
 NAMED = 20
 """Number of pairs of files with equal samples that a finding shows."""
+OPPOSITE = 4.0
+"""Ratio of the sizes of two classes of masks that is opposite if they are swapped; 2 if one is the background."""
 FEW = 30
 """Minimum number of samples for an accuracy to be certain enough."""
 GROUP_COLUMN = re.compile(
@@ -134,15 +137,20 @@ def judge_names(data: Federation) -> Iterator[QualityFinding]:
         yield make_finding("category-names", f"Categories have names {differ}: {join_some(listed, '; ')}.")
 
 
-def _find_alike(names: Sequence[str]) -> list[str]:
-    """Format the ``names`` that differ only in white space, case and accents' codes as ``'cat' and 'Cat'``."""
+def _group_alike(names: Sequence[str]) -> list[list[str]]:
+    """Return the ``names`` that differ only in white space, case and accents' codes, together."""
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
+    return [several for several in alike.values() if len(several) > 1]
+
+
+def _find_alike(names: Sequence[str]) -> list[str]:
+    """Format the groups of :func:`_group_alike` as ``'cat' and 'Cat'``."""
     twice = []
-    for several in alike.values():
+    for several in _group_alike(names):
         shown = repr if len({unicodedata.normalize("NFC", name) for name in several}) == len(several) else ascii
-        twice += [" and ".join(map(shown, several))] if len(several) > 1 else []
+        twice.append(" and ".join(map(shown, several)))
     return twice
 
 
@@ -172,7 +180,13 @@ def judge_groups(data: Federation) -> Iterator[QualityFinding]:
 
 
 def judge_classes(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find classes that all clients lack, or some."""
+    """Find classes that all clients lack, or some.
+
+    Clients that lack a class because they spell it otherwise, or number classes otherwise, lack none.
+    """
+    twice = {name for several in _group_alike(data.class_names) for name in several}
+    once_C = np.array([name not in twice for name in data.class_names] or [True] * data.classes)
+    numbered = any(True for _ in judge_numbering(data, surveys))
     held = {part: part.counts(data.classes) > 0 for part in surveys if len(part.labels)}
     trained = {part.client: has_C for part, has_C in held.items() if part.split == "train"}
     tested = {part: has_C for part, has_C in held.items() if part.split == "test"}
@@ -188,12 +202,15 @@ def judge_classes(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[
         (
             "unlearned-class",
             "Test data contain classes on which no client trains",
-            {part.client: has_C & ~trained_C for part, has_C in tested.items()},
+            {part.client: has_C & ~trained_C & once_C for part, has_C in tested.items()},
         ),
         (
             "untrained-class",
             "A client's own test data contain classes that its training data lack",
-            {part.client: has_C & trained_C & ~trained.get(part.client, none_C) for part, has_C in unshared.items()},
+            {
+                part.client: has_C & trained_C & ~trained.get(part.client, none_C) & once_C
+                for part, has_C in unshared.items()
+            },
         ),
         (
             "single-class",
@@ -203,7 +220,7 @@ def judge_classes(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[
         (
             "missing-class",
             "Training data lack classes that other clients have",
-            {client: trained_C & ~has_C for client, has_C in trained.items()},
+            {client: trained_C & ~has_C & once_C & (not numbered) for client, has_C in trained.items()},
         ),
     ):
         named = {place: f"{place} {_name_classes(data, has_C)}" for place, has_C in classes.items() if has_C.any()}
@@ -232,6 +249,27 @@ def judge_targets(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[
         targets = (split.y for client in data.clients for split in client.splits.values())
         empty = {part: find_empty_masks(y).numpy() for part, y in zip(surveys, targets, strict=True)}
         yield from list_rows("empty-mask", "Masks of background only", empty)
+
+
+def judge_masks(data: Federation) -> Iterator[QualityFinding]:
+    """Find clients whose masks have the sizes of two classes in the opposite order of all others."""
+    if not isinstance(data.task, Segmentation) or len(data.clients) < 2:
+        return
+    counts = {each.name: data.task.count_classes(each.train.y, data.classes).numpy() for each in data.clients}
+    for one, other in combinations(range(data.classes), 2):
+        least = 2.0 if one == 0 else OPPOSITE
+        ratio = {name: own[one] / own[other] for name, own in counts.items() if own[one] and own[other]}
+        larger, smaller = ([n for n, each in ratio.items() if each**way > least] for way in (1, -1))
+        usual, odd = (smaller, larger) if len(larger) < len(smaller) else (larger, smaller)
+        if not odd or len(usual) + len(odd) < len(ratio):
+            continue
+        sizes = {name: abs(math.log(each)) for name, each in ratio.items()}
+        if min(sizes[name] for name in odd) > min(sizes[name] for name in usual) - math.log(OPPOSITE):
+            shown = {name: f"{counts[name][other] / counts[name].sum():.1%} at {name}" for name in ratio}
+            names = [_name_classes(data, np.arange(data.classes) == each) for each in (one, other)]
+            text = f"Masks seem to swap the classes {' and '.join(names)}: class {names[1]} covers "
+            text += f"{join_some(shown[name] for name in odd)}, but {join_some(shown[name] for name in usual)}."
+            yield make_finding("swapped-masks", text, odd)
 
 
 def judge_numbering(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:

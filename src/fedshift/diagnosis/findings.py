@@ -85,6 +85,11 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
     "numbering": ("warning", "Check whether all clients number classes from the same one."),
     "targets": ("error", "Correct the targets, or remove the samples."),
     "empty-mask": ("note", "No action is needed if there is nothing to segment; otherwise correct the masks."),
+    "swapped-masks": (
+        "warning",
+        "Look at these clients' masks (`fedshift data show` draws them): if classes are swapped, as in inverted masks, "
+        "number them as the others do.",
+    ),
     "class-names": ("error", "Spell labels the same way everywhere: different spellings are different classes."),
     "category-names": (
         "warning",

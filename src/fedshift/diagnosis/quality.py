@@ -20,6 +20,7 @@ from .faults import (
     judge_grids,
     judge_groups,
     judge_labels,
+    judge_masks,
     judge_names,
     judge_numbering,
     judge_reading,
@@ -76,6 +77,7 @@ def examine(data: Federation) -> Quality:
     findings = [
         *judge_reading(data),
         *judge_grids(data),
+        *judge_masks(data),
         *judge_labels(data, surveys),
         *judge_values(surveys, names),
         *judge_form(surveys),
