@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import fedshift
-from fedshift.api import comparison
+from fedshift.api import runs
 from fedshift.config.spec import CompareSpec
 from fedshift.evaluation.policy import parse_policies
 from fedshift.experiments.callbacks import Callback
@@ -34,8 +34,8 @@ from tests.conftest import ARRAYS, images
 
 @pytest.mark.slow
 def test_the_example_of_the_module_is_true():
-    assert doctest.testmod(comparison).failed == 0
-    assert len(doctest.DocTestFinder().find(comparison)[0].examples) >= 4
+    assert doctest.testmod(runs).failed == 0
+    assert len(doctest.DocTestFinder().find(runs)[0].examples) >= 4
 
 
 def test_every_argument_of_compare_has_its_line():
