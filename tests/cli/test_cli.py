@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from fedshift import __version__
+from fedshift.config.given_settings import read_help
 from fedshift.config.settings_file import format_settings
-from fedshift.config.spec import CompareSpec, read_help
+from fedshift.config.spec import CompareSpec
 from fedshift.engines import sequential
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.summary import read_summary

@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 from pydantic import ValidationError
 
+from fedshift.config.given_settings import read_settings
 from fedshift.config.settings_file import read_run_settings
-from fedshift.config.spec import CompareSpec, SweepSpec, read_settings
+from fedshift.config.spec import CompareSpec, SweepSpec
 from fedshift.engines.engine import Diverged
 from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.settings import Settings

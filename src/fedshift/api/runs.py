@@ -25,8 +25,9 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 from weakref import finalize
 
 from ..config.expressions import find_functions, trust_only
+from ..config.given_settings import read_help
 from ..config.settings_file import FILE
-from ..config.spec import CompareSpec, DataSpec, read_help
+from ..config.spec import CompareSpec, DataSpec
 from ..console.printing import Console
 from ..console.terminal import show_progress
 from ..data.federation import Federation

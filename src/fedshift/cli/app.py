@@ -26,21 +26,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config.expressions import EMBEDDED, distrust, find_functions, read_catalog, read_functions
+from ..config.given_settings import explain, find_refusal, find_settings, read_settings, select_settings
 from ..config.settings_file import COMMAND, read_run_settings
-from ..config.spec import (
-    EXPRESSIONS,
-    SHOWN,
-    TRAINING,
-    CompareSpec,
-    DataSpec,
-    RunOptions,
-    RunSpec,
-    explain,
-    find_refusal,
-    find_settings,
-    read_settings,
-    select_settings,
-)
+from ..config.spec import EXPRESSIONS, SHOWN, TRAINING, CompareSpec, DataSpec, RunOptions, RunSpec
 from ..console.printing import Console
 from ..console.terminal import make_console, print_line, print_parts
 from ..utils.errors import FedshiftError, UsageError, as_flag, find_moved

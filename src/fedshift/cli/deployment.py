@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from ..config.given_settings import find_settings, read_settings, select_settings
 from ..config.settings_file import read_run_settings
-from ..config.spec import CompareSpec, RunOptions, RunSpec, find_settings, read_settings, select_settings
+from ..config.spec import CompareSpec, RunOptions, RunSpec
 from ..console.printing import Console
 from ..console.terminal import choose_directory, make_console, print_line
 from ..utils.errors import UsageError

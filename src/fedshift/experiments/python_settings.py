@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from ..config.spec import CompareSpec, DataSpec, check_settings, find_refusal
+from ..config.given_settings import check_settings, find_refusal
+from ..config.spec import CompareSpec, DataSpec
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.user_code import locate_error
 from .experiment import Experiment

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config.expressions import split_expressions, tidy, trust_only
+from ..config.given_settings import select_settings
 from ..config.settings_file import FILE, read_run_settings
-from ..config.spec import CompareSpec, RunSpec, select_settings
+from ..config.spec import CompareSpec, RunSpec
 from ..core.method import Method
 from ..data.files.read_options import Progress
 from ..methods import METHODS

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..analysis.clinical import parse_operating_point
 from ..config.catalog import list_several
 from ..config.expressions import split_expressions
-from ..config.spec import AUTO, Spec, TrialSpec, check_settings
+from ..config.given_settings import check_settings
+from ..config.spec import AUTO, Spec, TrialSpec
 from ..core.compatibility import check_task
 from ..core.loss import LOSSES, CrossEntropy, CustomLoss, Loss
 from ..core.method import Method
