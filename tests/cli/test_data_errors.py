@@ -165,6 +165,15 @@ def test_clients_that_join_go_by_the_same_switch(cli, photos, unpublished):
     assert (refused.code, refused.err.startswith("fedshift: 2 errors in the data: ")) == (2, True)
 
 
+def test_an_attack_takes_the_settings_of_data_that_its_messages_name(cli, photos):
+    small = ("--methods", "fedavg", "--rounds", 0, "--batch-sizes", 1, "--images", 1, "--iterations", 1, "--seeds", 1)
+    (photos / "south" / "two" / "broken.png").write_bytes(b"no image")
+    refused = cli("leak", "--data", photos, *small)
+    assert (refused.code, "leave them out (--on-data-error warn)" in refused.err) == (2, True)
+    done = cli("leak", "--data", photos, *small, "--on-data-error", "warn")
+    assert (done.code, "note: 3 errors in the data: " in done.out) == (0, True)
+
+
 def test_commands_that_show_data_tell_what_was_left_out(cli, photos):
     for command in (("data", "show"), ("inspect", "--data"), ("diagnose",)):
         done = cli(*command, photos, *(("--permutations", 99) if command == ("diagnose",) else ()))

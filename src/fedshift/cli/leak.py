@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..config.spec import CompareSpec, Names
+from ..config.spec import CompareSpec, DataSpec, Names
 from ..console.printing import Console
 from ..console.terminal import make_console, new_directory, print_line, print_parts, show_loading
 from ..utils.errors import UsageError
 from ..utils.files import require_writable
+from .data import Reading
+
+SIZE = 16
+"""Height and width in pixels of the images that are attacked by default."""
 
 
 def leak(
+    spec: Reading = DataSpec(),
     *,
     methods: Names = "fedavg,silobn,fedbn,fixbn,gn,fedwon",
     data: str = "digits",
-    image_size: int = 16,
     model: str = "small-cnn(dense_norm=False)",
     rounds: Names = "0,10",
     batch_sizes: Names = "1,4,8",
@@ -29,12 +34,12 @@ def leak(
     """Attack clients' uploads as a curious server could, and measure how well their images can be reconstructed.
 
     It uses exactly what each method sends: gradients by matching, and BatchNorm's statistics if they are shared.
-    With --out, the same command resumes where it was interrupted.
+    Images are resized to 16 x 16 pixels unless --image-size says otherwise; small ones are attacked faster. With --out,
+    the same command resumes where it was interrupted.
 
     Args:
         methods: Methods, comma-separated, as for fedshift compare.
         data: Data to use: 8-bit images with one class each, as for fedshift compare.
-        image_size: Height and width of resized images in pixels; small images are attacked faster.
         model: Network, as for fedshift compare.
         rounds: Rounds of training after which uploads are attacked, comma-separated; 0 is the fresh network.
         batch_sizes: Samples of the batch behind an upload, comma-separated.
@@ -58,8 +63,9 @@ def leak(
     console, place = make_console(), out or new_directory("leak")
     require_writable(place)
     with show_loading(Console()) as progress:
-        given = {"methods": methods, "data": data, "model": model, "seeds": seeds, "lr": lr, "image_size": image_size}
-        experiment = make_checked(make_spec(setting.complete(given), CompareSpec))
+        given = {"methods": methods, "data": data, "model": model, "seeds": seeds, "lr": lr}
+        given |= asdict(replace(spec, image_size=spec.image_size or SIZE))
+        experiment = make_checked(make_spec(setting.complete(given), CompareSpec), progress)
         found = measure_leakage(experiment, setting, place, progress)
     print_parts(console, [*render_leakage(found), *(f"note: {notice}" for notice in experiment.data.notices)])
     for file in write_files(found, place):
