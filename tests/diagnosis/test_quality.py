@@ -611,6 +611,30 @@ def test_classes_with_two_spellings_or_numberings_are_not_called_lacking(tmp_pat
     assert kinds["missing-class"].text == ("Training data lack classes that other clients have: north hen; south cow.")
 
 
+@pytest.mark.parametrize(("scaling", "severity"), [("client", "note"), ("none", "warning")])
+def test_a_column_in_another_unit_at_one_site_is_found(tmp_path, scaling, severity):
+    for number, site in enumerate(("north", "south", "west")):
+        draw = np.random.default_rng(number)
+        rows = pd.DataFrame({"glucose": draw.normal(5.4, 1.2, 60), "age": draw.normal(60 + 5 * number, 10, 60)})
+        if site == "west":
+            rows["glucose"] *= 18
+        rows.assign(y=np.arange(60) % 2).to_csv(tmp_path / f"{site}.csv", index=False)
+    finding = found(read_folder(tmp_path, target="y", scaling=scaling))["apart"]
+    assert (finding.severity, finding.clients) == (severity, ("west",))
+    assert re.match(
+        r"Values far from all other clients': west column 'glucose': about 1\d times larger: ", finding.text
+    )
+    assert ("alone changes nothing" in finding.fix) == (scaling == "client")
+
+
+def test_images_on_another_scale_at_one_site_are_found(arrays):
+    assert "apart" not in found(arrays)
+    arrays["bob"][X] //= 64
+    finding = found(arrays)["apart"]
+    assert finding.clients == ("bob",)
+    assert "bob channel 0: about" in finding.text
+
+
 def test_sites_that_number_classes_from_0_and_from_1_are_found(tmp_path):
     for start, site in enumerate(("north", "south", "west")):
         rows = pd.DataFrame(

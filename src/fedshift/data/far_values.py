@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -16,8 +16,10 @@ from .columns import Column
 from .federation import ClientData, Federation
 from .preparation import FeatureScaling, Preparation, find_numeric
 from .samples import Samples, is_whole
-from .usual_values import LOOKED_AT, PIECE, SCALE_RATIO, UNIT_RATIO, UsualValues
+from .usual_values import LOOKED_AT, PIECE, SCALE_RATIO, UNIT_RATIO, Floats, UsualValues
 
+MOST = 50
+"""Maximum number of clients to compare with all others, each; with more, each is compared with all."""
 OWN_SCALE = (
     "each client is scaled by its own samples, so that another unit alone changes nothing: check that they measure the "
     "same"
@@ -52,19 +54,25 @@ def measure_client(client: ClientData, columns: Sequence[Column] = ()) -> UsualV
 
     A scaling states them; else they are measured, on at most :data:`~fedshift.data.usual_values.LOOKED_AT` samples.
     """
-    split, scaling = client.train, client.train.normalization
-    if isinstance(scaling, FeatureScaling) and (usual := scaling.find_usual(columns)):
+    split = client.train
+    if isinstance(split.normalization, FeatureScaling) and (usual := split.normalization.find_usual(columns)):
         return usual
     if is_whole(split.store):
         return None
-    rows = len(split.shape) == 1
-    unit = UNIT_RATIO if rows else SCALE_RATIO
-    signed = split.dtype != torch.uint8 and client.decoding.kind in ("integer", "real", "volume")
-    found = [UsualValues.measure(x.cpu().numpy(), floor=-1.0 if signed else 0.0, factor=unit) for x in _sample(split)]
+    found = [UsualValues.measure(x.cpu().numpy()) for x in _sample(split)]
     usual = UsualValues.pool(found, [1] * len(found))
-    if columns and isinstance(scaling, FeatureScaling):
-        usual = replace(usual, mean=np.where(find_numeric(columns), usual.mean, np.nan))
-    return usual
+    return state_usual(client, columns, usual.mean, usual.std)
+
+
+def state_usual(client: ClientData, columns: Sequence[Column], mean: Floats, std: Floats) -> UsualValues:
+    """Return a client's usual values, which its scaling states or the measured ``mean`` and ``std`` of features are."""
+    split, scaling = client.train, client.train.normalization
+    if isinstance(scaling, FeatureScaling):
+        numeric = find_numeric(columns) if columns else True
+        return scaling.find_usual(columns) or UsualValues(mean=np.where(numeric, mean, np.nan), std=std)
+    signed = split.dtype != torch.uint8 and client.decoding.kind in ("integer", "real", "volume")
+    factor = UNIT_RATIO if len(split.shape) == 1 else SCALE_RATIO
+    return UsualValues(mean=mean, std=std, floor=-1.0 if signed else 0.0, factor=factor)
 
 
 def _sample(split: Samples) -> list[Tensor]:
@@ -95,3 +103,24 @@ def judge_newcomers(new: Federation, data: Federation, newcomers: Collection[str
             far, fix = join_some(found, "; "), OWN_SCALE if scaling.find_usual(new.columns) else FIX
             said.append(f"client {client.name!r}: values are far from the training data's: {far}; {fix}")
     return said
+
+
+def judge_clients(data: Federation, measured: Mapping[str, tuple[Floats, Floats]]) -> dict[str, list[str]]:
+    """Return how the training values of each client are far from all others', in words; empty for most federations.
+
+    ``measured``: by client, mean and standard deviation of each feature of its stored training samples. Of two clients,
+    only the second is named.
+    """
+    clients = [each for each in data.clients if each.name in measured and not is_whole(each.train.store)]
+    known = {each.name: state_usual(each, data.columns, *measured[each.name]) for each in clients}
+    if len(known) < 2 or len({len(usual.mean) for usual in known.values()}) > 1:
+        return {}
+    counts = {client.name: len(client.train) for client in clients}
+    found: dict[str, list[str]] = {}
+    for client in clients[len(known) == 2 :]:
+        others = [name for name in known if name != client.name or len(known) > MOST]
+        usual = UsualValues.pool([known[name] for name in others], [counts[name] for name in others])
+        count = counts[client.name] * prod(client.train.shape[1:])
+        if apart := usual.list_apart(known[client.name], count, "at all others"):
+            found[client.name] = data.describe_client(client).preparation.name_features(apart)
+    return found

@@ -92,7 +92,7 @@ class UsualValues:
         mean, std = (np.array(facts[name], dtype=np.float64) for name in ("mean", "std"))
         return cls(mean=mean, std=std, floor=float(facts["floor"]), factor=float(facts["factor"]))
 
-    def list_apart(self, own: UsualValues, count: int) -> dict[int, str]:
+    def list_apart(self, own: UsualValues, count: int, whose: str = "in training") -> dict[int, str]:
         """Return the features of ``own``, of ``count`` values each, whose values are far from these, each with numbers.
 
         Fewer than :data:`LEAST` values have no spread: their mean must be :data:`FAR_OF_FEW` deviations away.
@@ -105,14 +105,14 @@ class UsualValues:
             least = np.log(self.factor)
             rescaled = alike & (np.abs(np.log(level)) > least) & (np.abs(np.log(spread)) > least) & (not few)
         chosen = np.flatnonzero((apart | rescaled) & (self.std > 0) & np.isfinite(own.mean)).tolist()
-        return {number: self._describe(own, number, level[number]) for number in chosen}
+        return {number: self._describe(own, number, level[number], whose) for number in chosen}
 
-    def _describe(self, own: UsualValues, number: int, level: float) -> str:
+    def _describe(self, own: UsualValues, number: int, level: float, whose: str) -> str:
         times = max(level, 1 / level) if level > 0 else 0.0
         way, rounded = "larger" if level > 1 else "smaller", float(f"{times:.2g}")
         factor = f"about {rounded:,.0f} times {way}: " if times > UNIT_RATIO else ""
         return (
-            f"{factor}mean {own.mean[number]:.4g} (deviation {own.std[number]:.3g}), in training "
+            f"{factor}mean {own.mean[number]:.4g} (deviation {own.std[number]:.3g}), {whose} "
             f"{self.mean[number]:.4g} ({self.std[number]:.3g})"
         )
 

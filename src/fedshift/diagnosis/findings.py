@@ -75,6 +75,7 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
         "Scale each feature to mean 0 and standard deviation 1 on the client's own training data.",
     ),
     "units": ("warning", "Check whether they use the same unit, and scale by the client's own training data."),
+    "apart": ("warning", "Give all in one unit and on one scale, or scale by each client's own training data."),
     "far": (
         "warning",
         "Correct the value, or leave the cell empty if it is a code for a missing value: it moves the mean and the "

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..data.far_values import OWN_SCALE, judge_clients
 from ..data.federation import ClientData, Federation
 from ..data.preparation import FeatureScaling
 from ..data.usual_values import LEAST, find_outlying
@@ -98,6 +99,15 @@ def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterato
             f"({names[most] if names else f'number {most}'}).",
             [wide, narrow],
         )
+
+
+def judge_units(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
+    """Find clients whose values are far from all others', as in another unit or on another scale."""
+    found = judge_clients(data, {part.client: (part.mean, part.std) for part in _comparable_splits(surveys, LEAST)})
+    scaled = [client for client in data.clients if client.train.normalization.find_usual(data.columns)]
+    places = {name: f"{name} {join_some(texts, '; ')}" for name, texts in found.items()}
+    fix = {"severity": "note", "fix": f"{OWN_SCALE[:1].upper()}{OWN_SCALE[1:]}."} if scaled else {}
+    yield from list_places("apart", "Values far from all other clients'", places, "; ", **fix)
 
 
 def judge_numbers(data: Federation) -> Iterator[QualityFinding]:

@@ -31,7 +31,7 @@ from .faults import (
 )
 from .findings import SEVERITIES, QualityFinding, Severity
 from .label_leaks import judge_leaks
-from .number_faults import judge_constant, judge_numbers, judge_scale, name_features
+from .number_faults import judge_constant, judge_numbers, judge_scale, judge_units, name_features
 from .survey import survey_splits
 
 
@@ -74,6 +74,7 @@ def examine(data: Federation) -> Quality:
     surveys, names = survey_splits(data), name_features(data)
     classified = isinstance(data.task, Classification)
     targets = (split.y for client in data.clients for split in client.splits.values())
+    scales = [] if data.inputs else list(judge_scale(surveys, names))
     findings = [
         *judge_reading(data),
         *judge_grids(data),
@@ -84,9 +85,10 @@ def examine(data: Federation) -> Quality:
         *judge_scales(data),
         *judge_duplicates(data, surveys),
         *(() if data.inputs else judge_constant(surveys, names)),
-        *(() if data.inputs else judge_scale(surveys, names)),
+        *scales,
         *judge_names(data),
         *judge_groups(data),
+        *(() if data.inputs or any(each.kind == "units" for each in scales) else judge_units(data, surveys)),
         *judge_numbers(data),
         *judge_leaks(data),
         *(judge_numbering(data, surveys) if classified else ()),
