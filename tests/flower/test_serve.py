@@ -76,6 +76,8 @@ def test_what_cannot_be_served_is_said_at_once(arguments, why, cli):
         (["nowhere", "--data", ".", "--insecure"], "'nowhere' is not an address"),
         (["host:0", "--data", ".", "--insecure"], "'host:0' is not an address"),
         (["host:9091", "--data", "absent", "--insecure"], "there is no"),
+        (["host:9091", "--data", "./absent", "--tls", ".", "--key", "north.key"], "there is no"),
+        (["host:9091", "--data", "digits", "--insecure"], "'digits' are several clients: choose one with --name"),
         (["host:9091", "--data", ".", "--insecure", "--key", "k"], "needs --tls"),
         (["host:9091", "--data", ".", "--insecure", "--keep-rounds", "-1"], "keep_rounds=-1, keep_gb=1: both must be"),
         (["host:9091", "--data", ".", "--tls", "."], "no ca.crt there"),

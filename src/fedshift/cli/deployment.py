@@ -300,6 +300,7 @@ def join(
     require_writable(folder)
     if export:
         require_writable(export)
+    from ..data.sources import find_data
     from ..flower.site.gate import Confirmation
     from ..flower.site.join import CoordinatorLink
     from ..flower.site.join import join as take_part
@@ -313,8 +314,9 @@ def join(
         )
     if confirm and not sys.stdin.isatty():
         raise UsageError("--confirm asks at a terminal, and there is none: leave it out, and give limits with --policy")
+    find_data(data)
     if not path.exists() and name is None and key is None:
-        raise UsageError(f"data {data!r}: there is no {path.resolve()}; give what exists, or data by name with --name")
+        raise UsageError(f"data {data!r} are several clients: choose one with --name")
     link = CoordinatorLink(address=address, tls=tls, key=key, poll=poll)
     link.check()
     if export:
@@ -347,7 +349,7 @@ def check(address: str, *, tls: Path, key: Path, state: Path | None = None, size
     """
     if size is not None and not 0 < size < 1e6:
         raise UsageError(f"--size {size:g}: must be a number of megabytes, more than 0 and less than a million")
-    from ..flower.site.check import Checks
+    from ..flower.site.check import SKIPPED, Checks
     from ..flower.site.join import CoordinatorLink
 
     link = CoordinatorLink(address=address, tls=tls, key=key, poll=None)
@@ -355,7 +357,8 @@ def check(address: str, *, tls: Path, key: Path, state: Path | None = None, size
     console, failed = make_console(), 0
     for found in Checks(link, state or Path("sites"), None if size is None else int(size * 1e6)).run():
         failed += bool(found.fix)
-        print_line(console, f"{'FAILED' if found.fix else 'ok':6} {found.what}: {found.text}")
+        status = "FAILED" if found.fix else "-" if found.what == SKIPPED else "ok"
+        print_line(console, f"{status:6} {found.what}: {found.text}")
         if found.fix:
             print_line(console, f"       fix: {found.fix}")
     return 1 if failed else 0

@@ -145,17 +145,27 @@ def _read_options(
     )  # fmt: skip
 
 
-def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federation:
+def find_data(data: str) -> str:
+    """Return ``data`` if files exist there or it names an embedded federation, or else the name of the benchmark.
+
+    Raises :class:`UsageError` if there is none of these.
+    """
+    if data in EMBEDDED or Path(data).exists():
+        return data
     if "/" in data or "\\" in data or not data[:1].isalpha():
         raise UsageError(
             f"data {data!r}: there is no {Path(data).resolve()}; give a directory that exists, or a name"
         ).about("data")
 
-    head = data.partition("(")[0].strip()
-    known, written = DATASETS.entries, spell("data.datasets", head)
-    if written not in known:
-        near = unknown_name("data", written, [*EMBEDDED, *known])
+    written = spell("data.datasets", data.partition("(")[0].strip())
+    if written not in DATASETS.entries:
+        near = unknown_name("data", written, [*EMBEDDED, *DATASETS.entries])
         raise UsageError(f"{near}; and there is no directory {Path(data).resolve()}").about("data")
+    return written
+
+
+def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federation:
+    known, written = DATASETS.entries, find_data(data)
     honored = {"image_size", *signature(known[written]).parameters} - {"window"}  # ABIDE's is another one, of frames
     refuse_unused(reading, honored, written)
     given: dict[str, object] = {name: getattr(spec, name) for name in READ if name in reading.changed}
@@ -164,7 +174,7 @@ def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federati
     given |= {"progress": reading.progress, "size": spec.image_size, "domains": names, "sites": names}
     given |= {"root": data_root(spec)}
     made = DATASETS.parse(data, **{name: value for name, value in given.items() if value})
-    return _apply_task(made, reading.task, head)
+    return _apply_task(made, reading.task, data.partition("(")[0].strip())
 
 
 def parse_changes(spec: DataSpec) -> tuple[Change, ...]:

@@ -39,6 +39,8 @@ from ..transport.signatures import fingerprint, load_private_key
 from .join import CoordinatorLink
 from .reasons import describe_offset, measure_offset
 
+SKIPPED = "not checked"
+"""The ``what`` of the finding that lists what was not checked."""
 SECONDS = 10.0
 """Time limit for a connection."""
 LEAST_PROBE, LONG_ENOUGH = 2**18, 1.0
@@ -88,7 +90,7 @@ class Checks:
             yield finding
             if finding.fix and step != self.versions:
                 left = ", ".join(each.__name__ for each in steps[steps.index(step) + 1 :])
-                yield Finding("not checked", f"{left + ', ' if left else ''}throughput: they need what failed above")
+                yield Finding(SKIPPED, f"{left + ', ' if left else ''}throughput: they need what failed above")
                 break
         else:
             yield from self.throughput()
