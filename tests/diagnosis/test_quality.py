@@ -591,6 +591,20 @@ def test_a_column_that_is_known_with_the_outcome_alone_is_found(tmp_path, classe
     assert "leak" not in found(kept)
 
 
+@pytest.mark.parametrize("per_site", [True, False])
+def test_a_column_that_numbers_the_rows_is_found(tmp_path, per_site):
+    draw = np.random.default_rng(0)
+    place = draw.permutation(200) + 1
+    rows = pd.DataFrame({"y": draw.integers(0, 2, 200), "age": draw.integers(20, 90, 200), "serial": place})
+    rows["lab"] = draw.choice(100_000, 200, replace=False)
+    for number, site in enumerate(("north", "south")):
+        own = rows[number * 100 : number * 100 + 100]
+        own = own.assign(serial=np.arange(100)) if per_site else own
+        own.to_csv(tmp_path / f"{site}.csv", index=False)
+    text = found(read_folder(tmp_path, target="y"))["row-number"].text
+    assert text == "Columns that seem to number the rows are features: 'serial'."
+
+
 def test_a_column_that_orders_a_numeric_target_is_found(tmp_path):
     for number, site in enumerate(("north", "south")):
         draw = np.random.default_rng(number)

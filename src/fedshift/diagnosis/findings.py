@@ -53,6 +53,11 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
         "Name it (--groups COLUMN), so that each group stays on one side and the column is not a feature, or leave it "
         "out (--ignore-columns COLUMN).",
     ),
+    "row-number": (
+        "warning",
+        "Leave them out (--ignore-columns COLUMN): a place in a file predicts nothing for new samples. If rows were "
+        "sorted by the target, it makes results too good.",
+    ),
     "leak": (
         "warning",
         "Leave a column out (--ignore-columns COLUMN) that is not known when a prediction is made: it may be the "

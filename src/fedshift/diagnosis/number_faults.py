@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..data.far_values import OWN_SCALE, judge_clients
 from ..data.federation import ClientData, Federation
+from ..data.files.table_schema import feature_slices
 from ..data.preparation import FeatureScaling
 from ..data.usual_values import LEAST, find_outlying
 from ..tasks import Regression, Survival
@@ -20,6 +21,8 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 LARGE, RATIO = 1e4, 100.0
 """A feature counts as unscaled with values beyond the first, or with standard deviations that differ by the second."""
+FEWEST_ROWS, MOST_GAPS = 20, 1.5
+"""Minimum rows of a client, and range of whole numbers for each row, of a column that numbers rows."""
 TARGET_RATIO = 10.0
 """Numeric targets may have other units where their interquartile ranges differ by more than this factor."""
 
@@ -108,6 +111,43 @@ def judge_units(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[Qu
     places = {name: f"{name} {join_some(texts, '; ')}" for name, texts in found.items()}
     fix = {"severity": "note", "fix": f"{OWN_SCALE[:1].upper()}{OWN_SCALE[1:]}."} if scaled else {}
     yield from list_places("apart", "Values far from all other clients'", places, "; ", **fix)
+
+
+def judge_row_numbers(data: Federation) -> Iterator[QualityFinding]:
+    """Find columns of a table that number its rows: whole numbers without repeats and with few gaps."""
+    if not data.columns or data.inputs:
+        return
+    clients = [x for x in map(_read_rows, data.clients) if len(x) >= FEWEST_ROWS]
+    named = [
+        repr(column.name)
+        for column, features in feature_slices(data.columns)
+        if clients and column.categories is None and _numbers_rows([x[:, features.start] for x in clients])
+    ]
+    if named:
+        yield make_finding("row-number", f"Columns that seem to number the rows are features: {join_some(named)}.")
+
+
+def _read_rows(client: ClientData) -> Floats:
+    """Return the rows of all splits before scaling, up to the rounding of float32."""
+    x = np.concatenate([split.copy_rows(slice(None)).cpu().numpy() for split in client.splits.values()])
+    scaling = client.train.normalization
+    if not isinstance(scaling, FeatureScaling):
+        return x.astype(np.float64)
+    return x * np.where(np.isinf(scaling.std), 0, scaling.std) + scaling.mean
+
+
+def _numbers_rows(clients: Sequence[Floats]) -> bool:
+    """Return whether the values of one column number the rows of each client, or of all clients together."""
+    rounded = [np.round(x) for x in clients]
+    whole = all(
+        bool((np.abs(x - whole) < 0.01).all()) and len(np.unique(whole)) == len(x)
+        for x, whole in zip(clients, rounded, strict=True)
+    )
+    clients, together = rounded, np.concatenate(rounded)
+    return whole and (
+        all(np.ptp(x) < MOST_GAPS * len(x) for x in clients)
+        or (len(np.unique(together)) == len(together) and bool(np.ptp(together) < MOST_GAPS * len(together)))
+    )
 
 
 def judge_numbers(data: Federation) -> Iterator[QualityFinding]:

@@ -31,7 +31,14 @@ from .faults import (
 )
 from .findings import SEVERITIES, QualityFinding, Severity
 from .label_leaks import judge_leaks
-from .number_faults import judge_constant, judge_numbers, judge_scale, judge_units, name_features
+from .number_faults import (
+    judge_constant,
+    judge_numbers,
+    judge_row_numbers,
+    judge_scale,
+    judge_units,
+    name_features,
+)
 from .survey import survey_splits
 
 
@@ -90,6 +97,7 @@ def examine(data: Federation) -> Quality:
         *judge_groups(data),
         *(() if data.inputs or any(each.kind == "units" for each in scales) else judge_units(data, surveys)),
         *judge_numbers(data),
+        *judge_row_numbers(data),
         *judge_leaks(data),
         *(judge_numbering(data, surveys) if classified else ()),
         *(judge_classes(data, surveys) if classified else judge_targets(data, surveys)),
