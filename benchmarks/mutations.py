@@ -195,6 +195,22 @@ DATA = (
           "tests/data/files/test_tables.py"),
 )  # fmt: skip
 
+JUDGMENTS = (
+    Fault("usual-values-of-newcomers", "data/far_values.py", "measure_training",
+          "client.name not in newcomers and ", "", "tests/data/test_far_values.py"),
+    Fault("usual-values-told-under-noise", "export/source.py", "make_model",
+          " and not find_mechanism((method.gradient, method.aggregate))", "", "tests/export/test_export.py"),
+    Fault("units-judged-by-means-alone", "data/usual_values.py", "UsualValues.list_apart", "& (not few)", "& False",
+          "tests/data/test_far_values.py"),
+    Fault("far-values-judged-after-scaling", "data/files/table_schema.py", "prepare_rows",
+          "find_outlying(x[:, features.start])", "find_outlying(x[:, features.start] * 0)",
+          "tests/diagnosis/test_quality.py"),
+    Fault("codes-for-missing-values-are-numbers", "data/files/table_schema.py", "ColumnContents.update",
+          "codes.setdefault(word, f", "codes.get(word, f", "tests/data/files/test_tables.py"),
+    Fault("names-that-occur-once-are-leaks", "diagnosis/label_leaks.py", "_tally_classes", "(sizes == 1).sum()", "0.0",
+          "tests/diagnosis/test_quality.py"),
+)  # fmt: skip
+
 FLOWER = (
     Fault("site-sends-unchecked", "flower/site/site.py", "Site._train",
           "check_upload(trial.plan, update.shared, update.memory)", "pass",
@@ -262,7 +278,7 @@ EVALUATION = (
           "tests/evaluation/test_metrics.py"),
 )  # fmt: skip
 
-FAULTS = (*CORE, *METHODS, *ENGINES, *DATA, *FLOWER, *EVALUATION)
+FAULTS = (*CORE, *METHODS, *ENGINES, *DATA, *JUDGMENTS, *FLOWER, *EVALUATION)
 
 
 def find_function(source: str, name: str) -> tuple[int, int] | None:

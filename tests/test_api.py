@@ -21,6 +21,7 @@ from torch import nn
 import fedshift
 from fedshift.api import runs
 from fedshift.config.spec import CompareSpec
+from fedshift.data.far_values import FarValues
 from fedshift.evaluation.policy import parse_policies
 from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.compare_arguments import CompareArguments
@@ -135,6 +136,9 @@ def test_the_model_of_the_server_predicts_where_all_clients_are_scaled_alike(com
     scaled = fedshift.compare("fedavg", data=rows, target="ill", rounds=1)
     with pytest.raises(UsageError, match="name the client whose scaling these samples have, one of a, b"):
         scaled.predict("fedavg", None, pd.DataFrame({"age": [3.0]}))
+    with pytest.warns(FarValues, match="column 'age': about .* larger") as warned:
+        scaled.predict("fedavg", "b", pd.DataFrame({"age": [9000.0, 9001.0]}))
+    assert warned[0].filename == __file__
 
 
 def test_a_prediction_that_depends_on_other_samples_is_refused(tiny):

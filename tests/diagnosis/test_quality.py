@@ -589,6 +589,10 @@ def test_a_column_that_is_known_with_the_outcome_alone_is_found(tmp_path, classe
     assert any(line.startswith(told) for line in check_data(data, "refuse").notices)
     kept = read_folder(tmp_path, target="y", ignore_columns="outcome_code,ward,serial,lab")
     assert "leak" not in found(kept)
+    for site in ("north", "south"):
+        rows = pd.DataFrame({"y": np.arange(25) % classes, "name": [f"{site} {n}" for n in range(25)]})
+        rows.to_csv(tmp_path / f"{site}.csv", index=False)
+    assert "leak" not in found(read_folder(tmp_path, target="y"))
 
 
 @pytest.mark.parametrize("per_site", [True, False])
