@@ -13,7 +13,7 @@ from ..console.printing import Console
 from ..console.terminal import make_console, print_line, show_loading
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.files import require_writable
-from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds, use_threads
+from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds, load_run, use_threads
 
 if TYPE_CHECKING:
     from ..experiments.settings import Settings
@@ -126,19 +126,14 @@ def adapt(
     from torch import device as torch_device
 
     from ..data.federation import ClientData
-    from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
     from ..new_clients.policies import adapt_all
     from ..new_clients.site_data import client_name, describe_newcomers, load_site
     from ..new_clients.site_data import load_unlabeled as unlabeled_in
 
     console = Console()
-    settings = load_spec(run, run_data, code=code or ())
-    use_threads(settings.threads)
-    device, notices = resolve_device(settings, device)
-    place = torch_device(device)
+    spec, experiment, notices = load_run(run, console, methods, seeds, device, run_data, code)
+    place = torch_device(experiment.settings.device)
     with show_loading(console) as progress:
-        spec, experiment = load_experiment(run, progress, device, run_data, code or ())
-        experiment = select_trials(experiment, methods, seeds)
         spec = replace(spec, on_data_error=on_data_error or spec.on_data_error)
         new = load_site(data, spec, experiment.data.schema, clients, progress).to(place) if data else None
         inputs = (

@@ -8,7 +8,7 @@ from typing import Literal
 from ..console.printing import Console
 from ..console.terminal import make_console, print_line, print_parts, show_loading
 from ..utils.errors import UsageError
-from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds, use_threads
+from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds, load_run
 
 
 def cross_site(
@@ -33,7 +33,6 @@ def cross_site(
 
     """
     from ..experiments.cross_site import cross_validate
-    from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
     from ..report.formatting import to_terminal
     from ..report.page import collect_crossed
     from ..report.publication import publish_run
@@ -46,12 +45,9 @@ def cross_site(
             "others: cross-site validation is for runs in one process"
         )
     console = make_console()
-    settings = load_spec(run, run_data, code=code or ())
-    use_threads(settings.threads)
-    device, notices = resolve_device(settings, device)
+    _, experiment, notices = load_run(run, Console(), methods, seeds, device, run_data, code)
     with show_loading(Console()) as progress:
-        _, experiment = load_experiment(run, progress, device, run_data, code or ())
-        cross_validate(select_trials(experiment, methods, seeds), run, moment, progress)
+        cross_validate(experiment, run, moment, progress)
     for table in collect_crossed(read_summary(run)):
         print_line(console, table.caption)
         make_console(30 + 17 * len(table.text.header)).print(to_terminal(table.text))

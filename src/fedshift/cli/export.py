@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..console.printing import Console
 from ..console.terminal import print_line, show_loading
-from .run import RunCode, RunData, use_threads
+from .run import RunCode, RunData, load_run, use_threads
 
 
 def export(
@@ -34,22 +34,21 @@ def export(
         onnx: Also write the program in ONNX, if it can be converted (needs `pip install 'fedshift[export]'`).
 
     """
-    from ..experiments.restoration import load_experiment, load_spec
+    from ..experiments.restoration import load_spec
     from ..export.package import require_new
     from ..export.source import export_run
     from ..results.run_directory import MACHINES, POPULATION
 
     console = Console()
     require_new(out)
-    served = (run / MACHINES / POPULATION).is_file()
-    use_threads(load_spec(run, run_data, needs_data=not served, code=code or ()).threads)
-    with show_loading(console) as progress:
-        if served:
-            from ..flower.server.served import load_served  # needs Flower
+    if (run / MACHINES / POPULATION).is_file():
+        from ..flower.server.served import load_served  # needs Flower
 
-            experiment = load_served(run, code or ())
-        else:
-            _, experiment = load_experiment(run, progress, "cpu", run_data, code or ())
+        use_threads(load_spec(run, run_data, needs_data=False, code=code or ()).threads)
+        experiment = load_served(run, code or ())
+    else:
+        _, experiment, _ = load_run(run, console, device="cpu", run_data=run_data, code=code)
+    with show_loading(console):
         made = export_run(experiment, run, out, method=method, client=client, seed=seed, onnx=onnx)
     print_line(console, f"{made.directory}: {', '.join(made.files)}")
     for check in made.checks:

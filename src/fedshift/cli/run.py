@@ -180,6 +180,24 @@ def run_several(
     return 0
 
 
+def load_run(
+    run: Path, console: Console, methods: str | None = None, seeds: int | None = None, device: str | None = None,
+    run_data: Path | None = None, code: list[str] | None = None,
+) -> tuple[RunSpec | CompareSpec, Experiment, list[str]]:  # fmt: skip
+    """Return the settings and the experiment of a finished run, as its trials are restored, and notices.
+
+    Torch has the run's number of threads from then on. The arguments are :data:`RunMethods` and those below it.
+    """
+    from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
+
+    settings = load_spec(run, run_data, code=code or ())
+    use_threads(settings.threads)
+    device, notices = resolve_device(settings, device)
+    with show_loading(console) as progress:
+        spec, experiment = load_experiment(run, progress, device, run_data, code or ())
+    return spec, select_trials(experiment, methods, seeds), notices
+
+
 def find_kind(directory: Path) -> str | None:
     """Return the command that wrote ``directory``: run (or compare), sweep, advise, leave-out, reproduce; else None."""
     from ..results.summary import holds_run
