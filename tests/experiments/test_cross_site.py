@@ -101,9 +101,19 @@ def test_the_command_prints_tables_and_the_page_has_them(cli, tiny_folder, undra
     assert list(frame.columns)[:3] == ["ann mean", "ann std", "ann seeds"]
 
 
-def test_across_machines_it_is_refused(cli, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("cross-site", "run"), "is a run across machines, and what is needed here is at its sites"),
+        (("features", "run"), "is a run across machines, and what is needed here is at its sites"),
+        (("adapt", "run", "--data", "usps"), "is a run across machines, and what is needed here is at its sites"),
+        (("run", "--resume", "run"), "is a run across machines: continue it with `fedshift serve --resume run`"),
+    ],
+)
+def test_across_machines_it_is_refused(words, why, cli, tmp_path):
     (tmp_path / "run" / "machines").mkdir(parents=True)
     (tmp_path / "run" / "machines" / "population.json").write_text("{}")
-    done = cli("cross-site", "run")
+    (tmp_path / "run" / "config.toml").touch()
+    done = cli(*words)
     assert done.code == 2
-    assert "each site's model would have to leave it to be measured at the others" in done.err
+    assert why in " ".join(done.err.split())

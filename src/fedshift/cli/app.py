@@ -89,6 +89,10 @@ def _read_own_settings(
 
     ``code``: the user's functions that may be called. ``moved``: whether a flag gives the place of the data.
     """
+    from ..results.run_directory import was_served
+
+    if was_served(run):
+        raise UsageError(f"{run} is a run across machines: continue it with `fedshift serve --resume {run}`")
     kept = read_run_settings(run)
     if code:
         kept.add_code()

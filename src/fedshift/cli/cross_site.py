@@ -7,7 +7,6 @@ from typing import Literal
 
 from ..console.printing import Console
 from ..console.terminal import make_console, print_line, print_parts, show_loading
-from ..utils.errors import UsageError
 from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds, load_run
 
 
@@ -36,14 +35,8 @@ def cross_site(
     from ..report.formatting import to_terminal
     from ..report.page import collect_crossed
     from ..report.publication import publish_run
-    from ..results.run_directory import MACHINES, POPULATION
     from ..results.summary import read_summary
 
-    if (run / MACHINES / POPULATION).is_file():
-        raise UsageError(
-            f"{run} is a run across machines, where each site's model would have to leave it to be measured at the "
-            "others: cross-site validation is for runs in one process"
-        )
     console = make_console()
     _, experiment, notices = load_run(run, Console(), methods, seeds, device, run_data, code)
     with show_loading(Console()) as progress:

@@ -201,8 +201,11 @@ def serve(
     from ..experiments.loggers import parse_loggers, require_packages
     from ..flower.server.serve import ListenOptions
     from ..flower.server.serve import serve as coordinate
+    from ..results.run_directory import MACHINES
 
     path = find_settings(config, resume)
+    if resume and not (resume / MACHINES).is_dir():
+        raise UsageError(f"{resume} was not run across machines: continue it with `fedshift run` or `compare` --resume")
     names = [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]
     values = select_settings(read_run_settings(resume).values, path, names) if resume else read_settings(path, names)
     spec = _make_spec(values | ({} if log is None else {"log": log}), path)

@@ -37,11 +37,11 @@ def export(
     from ..experiments.restoration import load_spec
     from ..export.package import require_new
     from ..export.source import export_run
-    from ..results.run_directory import MACHINES, POPULATION
+    from ..results.run_directory import was_served
 
     console = Console()
     require_new(out)
-    if (run / MACHINES / POPULATION).is_file():
+    if was_served(run):
         from ..flower.server.served import load_served  # needs Flower
 
         use_threads(load_spec(run, run_data, needs_data=False, code=code or ()).threads)

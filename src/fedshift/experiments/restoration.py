@@ -16,7 +16,7 @@ from ..core.method import Method
 from ..data.files.read_options import Progress
 from ..methods import METHODS
 from ..results.checkpoint import load_checkpoint
-from ..results.run_directory import trial_folder
+from ..results.run_directory import trial_folder, was_served
 from ..results.schema import MethodSummary, RunSummary
 from ..results.summary import holds_run, read_facts
 from ..results.trial_records import BEST, CHECKPOINT, load_facts
@@ -39,7 +39,7 @@ def load_spec(
     Args:
         directory: run directory.
         run_data: current place of its data; None: unchanged, or moved together with the directory.
-        needs_data: refuse a run that does not record its data.
+        needs_data: refuse a run that does not record its data, or was across machines.
         code: the user's functions that may be called; if any, they are also searched for where the run was begun.
 
     Raises:
@@ -47,6 +47,11 @@ def load_spec(
         FedshiftError: its settings are damaged.
 
     """
+    if needs_data and was_served(directory):
+        raise UsageError(
+            f"{directory} is a run across machines, and what is needed here is at its sites: data, or what clients "
+            "keep. Export its model (`fedshift export`), or give a directory that `fedshift run` or `compare` wrote"
+        )
     if not holds_run(directory):
         inner = next((path.parent for path in sorted(directory.glob("*/study.json"))), None)
         hint = f", such as {inner}" if inner else ""
@@ -60,8 +65,7 @@ def load_spec(
         values[settings.data_setting] = str(run_data)
     if needs_data and not values.get("data"):
         raise UsageError(
-            f"{directory} does not say on which data it was run, as after `fedshift serve`: what clients keep is "
-            "needed here; give a directory that `fedshift run` or `compare` wrote"
+            f"{directory} does not say on which data it was run: give one that `fedshift run` or `compare` wrote"
         )
     return CompareSpec(**values) if "methods" in values else RunSpec(**values)
 

@@ -42,6 +42,11 @@ BEFORE = frozenset((LOCK, OWNER, MACHINES, f"{FILE}.tmp"))
 """Entries that may exist before a run's settings are written; the last one if writing them was interrupted."""
 
 
+def was_served(run: Path) -> bool:
+    """Return whether the run in directory ``run`` was across machines, by `fedshift serve`."""
+    return (run / MACHINES / POPULATION).is_file()
+
+
 class RunDirectory:
     """The directory ``path``, locked against other programs until :meth:`close`."""
 
