@@ -43,12 +43,15 @@ def through(parts, **options):
         (None, {}, None),
         ({}, {}, ""),  # a run of a table
         ({"diverged": "there"}, {}, "there"),
+        ({"trials": ["kept-seed0"]}, {}, ""),
+        ({"trials": ["kept-seed0", "removed-seed0"]}, {}, None),
         ({"lr": 0.1, "agc": None}, {"lr": 0.1, "agc": None}, ""),  # a combination of a sweep
         ({"lr": 0.1}, {"lr": 0.2}, None),
         ({"lr": 0.1, "diverged": "there"}, {"lr": 0.1}, "there"),
     ],
 )
 def test_what_a_directory_says_of_its_end(tmp_path, kept, settings, ended):
+    (tmp_path / "trials" / "kept-seed0").mkdir(parents=True)
     if kept is not None:
         write_checked(tmp_path / DONE, kept)
     assert read_outcome(tmp_path, settings) == ended
@@ -85,4 +88,4 @@ def test_what_could_not_be_shown_has_not_ended(parts):
     numbers = []
     assert through(wanted, begin=lambda number, _: numbers.append(number))
     assert (ran, numbers) == (["a", "b", "b", "c"], [2, 3])
-    assert read_checked(wanted[1].folder / DONE, "") == {"name": "b"}
+    assert read_checked(wanted[1].folder / DONE, "") == {"name": "b", "trials": []}

@@ -1,6 +1,7 @@
 """Several runs in one directory, one after another: ended runs are never repeated, interrupted ones continue.
 
-``done.json`` in a run's directory records that the run ended, with which settings, and what diverged in it.
+``done.json`` in a run's directory records that the run ended, with which settings and trials, and what diverged in it.
+A run from which a trial's folder was removed has not ended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from ..engines.engine import Diverged
+from ..results.run_directory import TRIALS
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import Ref, Sentence
 from ..utils.execution.workers import Workers
@@ -49,8 +51,9 @@ def read_outcome(folder: Path, settings: Mapping[str, Any]) -> str | None:
     kept = read_checked(
         folder / DONE, Sentence("remove it and go on ({}): what was done is not done again", Ref(resume=True))
     )
-    diverged = str(kept.pop(DIVERGED, ""))
-    return diverged if kept == settings else None
+    diverged, trials = str(kept.pop(DIVERGED, "")), kept.pop(TRIALS, ())
+    whole = all((folder / TRIALS / name).is_dir() for name in trials)
+    return diverged if whole and kept == settings else None
 
 
 def run_pending(
@@ -90,5 +93,6 @@ def run_pending(
             end(part, finished)
             if not finished:
                 return False
-            write_checked(part.folder / DONE, {**part.settings, **diverged})
+            trials = sorted(path.name for path in (part.folder / TRIALS).glob("*"))
+            write_checked(part.folder / DONE, {**part.settings, **diverged, TRIALS: trials})
     return True
