@@ -235,6 +235,10 @@ def test_rows_of_tables_and_images_with_a_class_have_their_predictions_in_the_ta
     one._program = lambda x: torch.stack((127.5 - x.float().mean((1, 2, 3)), x.float().mean((1, 2, 3)) - 127.5), dim=1)
     table = pd.read_csv(predict_files(one, [tmp_path / "dark.png", tmp_path / "light.png"], tmp_path / "classes").table)
     assert table.prediction.to_list() == ["none", "bright"]
+    (tmp_path / "odd.webp").write_bytes(b"RIFF")
+    found = predict_files(one, [tmp_path], tmp_path / "folder")
+    assert [Path(row["file"]).name for row in found.rows] == ["dark.png", "light.png", "odd.webp"]
+    assert "odd.webp is not an image in format PNG," in found.failed[0]
 
 
 def test_a_table_in_another_unit_has_a_warning_on_each_row_and_python_warns(tmp_path):

@@ -314,6 +314,9 @@ def test_broken_images_of_a_flat_folder_are_refused_or_skipped(tiny, tmp_path):
     said = []
     assert len(load_unlabeled(tmp_path / "flat", RunSpec(on_data_error="warn"), tiny.schema, notices=said)) == 3
     assert said[0].startswith("client 'flat': 1 of 4 files cannot be read, left out (2.png: is not an image")
+    (tmp_path / "flat" / "2.png").rename(tmp_path / "flat" / "2.webp")
+    assert len(load_unlabeled(tmp_path / "flat", RunSpec(), tiny.schema, notices=said)) == 3
+    assert said[1:] == ["client 'flat': 1 image in a format that is not read, left out (.webp)"]
 
 
 def test_images_in_folders_of_the_folder_count_and_hidden_ones_do_not(tiny, tmp_path):

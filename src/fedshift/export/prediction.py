@@ -28,6 +28,7 @@ from torch import Tensor
 from ..data.far_values import FarValues
 from ..data.files.dicom import DICOM, holds_slices, is_dicom, is_stack
 from ..data.files.image_decoding import Unreadable
+from ..data.files.images import UNREAD
 from ..data.files.mask_writing import write_mask
 from ..data.files.masks import FIELDS, MASKS, match_names
 from ..data.files.signals import SIGNALS
@@ -108,6 +109,9 @@ def predict_files(
     truths = _Truths(masks, found, len(model.classes), stacks=stacks) if masks is not None else None
     if model.task == "segmentation":
         _require_distinct_names(found)
+    if signals is READABLE and not model.inputs.columns:  # images in other formats get a row that says so
+        inside = (file for path in files if path.is_dir() for file in sorted(path.iterdir()))
+        found += [file for file in inside if file.suffix.lower() in UNREAD.difference(READABLE)]
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     far: dict[Path, str] = {}

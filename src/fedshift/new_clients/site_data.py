@@ -21,7 +21,7 @@ from ..data.federation import ClientData, Federation
 from ..data.files.dicom import holds_slices
 from ..data.files.image_decoding import SUFFIXES
 from ..data.files.image_store import ImageFile, read_all
-from ..data.files.images import describe_broken, refuse_broken
+from ..data.files.images import describe_broken, describe_lost, refuse_broken
 from ..data.files.read_options import Progress, ReadOptions
 from ..data.files.volume_decoding import UNMEASURED, is_volume, read_volume_header
 from ..data.files.volumes import KEPT, VolumeStore, refuse_other_kinds
@@ -125,8 +125,11 @@ def _read_images(
         raise UsageError(
             f"{path}: the run was trained on samples of shape {schema.preparation.shape}, not on images: {wanted}"
         )
-    below = {file.relative_to(path): file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES}
-    found = {name: below[name] for name in sorted(below) if not any(part[0] == "." for part in name.parts)}
+    named = sorted(file.relative_to(path) for file in path.rglob("*"))
+    shown = [name for name in named if not any(part[0] == "." for part in name.parts)]
+    found = {name: path / name for name in shown if name.suffix.lower() in SUFFIXES}
+    if notices is not None:
+        notices += describe_lost(client_name(path), shown)
     if not found:
         raise UsageError(f"{path} holds no image ({', '.join(sorted(SUFFIXES))}): {wanted}")
     files = tuple(ImageFile(str(n), "", "", f.stat().st_size, f.stat().st_mtime_ns) for n, f in found.items())

@@ -290,9 +290,11 @@ def list_faults(folder: Path, name: str, broken: Mapping[str, str], count: int) 
     """Return sentences about skipped images of client ``name`` in ``folder``, which has ``count`` files."""
     said = [describe_broken(name, broken, count)] if broken else []
     folders = [Path(inside) for several in _find_parts(folder).values() for inside in several]
-    lost = Counter(Path(file.name).suffix for inside in folders for file in list_content(inside)[0] if _is_lost(file))
-    if lost:
-        kinds = ", ".join(sorted(lost))
-        images = f"{lost.total()} image{'s' * (lost.total() > 1)}"
-        said.append(f"client {name!r}: {images} in a format that is not read, left out ({kinds})")
-    return said
+    return [*said, *describe_lost(name, (Path(file) for inside in folders for file in list_content(inside)[0]))]
+
+
+def describe_lost(name: str, files: Iterable[Path]) -> list[str]:
+    """Return a sentence about those of a client's ``files`` that are images in a format that is not read, if any."""
+    lost = Counter(file.suffix for file in files if file.suffix.lower() in UNREAD)
+    images, kinds = f"{lost.total()} image{'s' * (lost.total() > 1)}", ", ".join(sorted(lost))
+    return [f"client {name!r}: {images} in a format that is not read, left out ({kinds})"] if lost else []
