@@ -258,6 +258,8 @@ EVALUATION = (
           "tests/evaluation/test_metrics.py"),
     Fault("clients-averaged-equally-for-newcomers", "evaluation/unseen_clients.py",
           "PolicyContext.combine", "weight or 1.0", "1.0", "tests/evaluation/test_unseen_clients.py"),
+    Fault("errors-of-joining-clients-untold", "new_clients/site_data.py", "load_site",
+          "check_data(made, spec.on_data_error)", "made", "tests/cli/test_data_errors.py"),
     Fault("policy-learns-from-test-labels", "experiments/trial.py", "Trial._find_learning_data",
           "client.validation or client.train", "client.test",
           "tests/evaluation/test_unseen_clients.py tests/evaluation/test_policies.py"),

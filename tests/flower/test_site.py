@@ -322,6 +322,15 @@ def test_errors_in_a_sites_data_are_one_line_there_and_refused_without_a_word_of
     assert why(answer) == "its data cannot be used: its log has the reason"
 
 
+def test_what_reading_a_sites_data_noticed_is_in_its_log(tmp_path, rewrite):
+    two = {name: x[:, :2, :, 0] - 99.5 for name, x in zip(("x_train", "x_test"), ARRAYS["bob"][::2], strict=True)}
+    said = []
+    site = Site(str(rewrite("bob", **two)), "bob", tmp_path / "bob", say=said.append)
+    spec = vars(RunSpec(data=""))
+    assert site.answer(Exchange(kind="describe", facts={"spec": spec, "labels": False})).kind == "described"
+    assert said[0].startswith("samples of shape 2 x 8 are signals with 2 channels")
+
+
 def test_an_upload_with_an_entry_beyond_its_scope_does_not_leave(asked, monkeypatch):
     """Whatever goes wrong in the work of a round, what is sent is looked at once more before it leaves."""
     train = Sequential.train_client
