@@ -56,8 +56,10 @@ def test_arrays_of_signals_are_kept_and_get_the_network_of_signals():
     assert name_model("auto", data.sample_shape) == "resnet-1d"
     assert any("are signals with 2 channels" in notice for notice in data.notices)
     pixels = np.zeros((4, 8, 16))
-    for x in (pixels.astype(np.uint8), pixels.swapaxes(1, 2), pixels[..., :8], pixels[:, None]):
-        assert len(federation({"a": (x, np.arange(4) % 2, x, np.arange(4) % 2)}).sample_shape) == 3
+    for x in (pixels.astype(np.uint8), turned := pixels.swapaxes(1, 2), pixels[..., :8], pixels[:, None]):
+        read = federation({"a": (x, np.arange(4) % 2, x, np.arange(4) % 2)})
+        assert len(read.sample_shape) == 3
+        assert any("give signals of 8 channels as [N, 8, 16]" in said for said in read.notices) == (x is turned)
     with pytest.raises(
         UsageError, match=r"masks of shape .*gray images are \[N, 1, H, W\], floats \[N, 8, 16\] signals"
     ):
