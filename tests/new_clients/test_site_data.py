@@ -97,7 +97,7 @@ def patients(key=0, count=60):
     draw = np.random.default_rng(key)
     age, pain = draw.integers(20, 90, count), np.resize(["none", "typical", "atypical"], count)
     ill = np.where(age + 30 * (pain == "typical") > 65, "yes", "no")
-    grade = np.resize(["1", "2", "unknown"], count)
+    grade = np.resize(["1", "2", "unclear"], count)
     return pd.DataFrame({"age": age, "chol": draw.normal(200, 40, count), "pain": pain, "grade": grade, "ill": ill})
 
 
@@ -198,7 +198,7 @@ def test_tables_that_do_not_fit_the_runs_are_refused_by_column(hospitals, tmp_pa
 def test_numbers_where_the_run_has_text_are_refused(hospitals, tmp_path):
     patients(7).assign(grade=2).to_parquet(tmp_path / "rome.parquet", index=False)
     with pytest.raises(
-        UsageError, match=r"column 'grade' holds numbers, but text in 'hospitals', .*give one of 1, 2, unk"
+        UsageError, match=r"column 'grade' holds numbers, but text in 'hospitals', .*give one of 1, 2, unc"
     ):
         load_site(str(tmp_path / "rome.parquet"), TABLES, hospitals.schema)
 
