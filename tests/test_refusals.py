@@ -571,7 +571,7 @@ def test_a_full_disk_keeps_what_was_saved_and_the_run_goes_on_later(
     assert outcome.code == 1
     assert outcome.err == (
         f"fedshift: cannot write full/{CHECKPOINT}: File too large. What was saved before is intact: free some space, "
-        "then continue with --resume\n"
+        "then repeat the command (a run continues with --resume)\n"
     )
     assert checkpoint.read_bytes() == before
     assert not list(checkpoint.parent.glob("*.tmp"))

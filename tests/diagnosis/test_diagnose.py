@@ -171,6 +171,13 @@ def test_features_of_a_network_do_as_well(trained):
     assert diagnose(data, permutations=99, features="network").named == ("feature shift",)
 
 
+@pytest.mark.parametrize("words", [("data", "check"), ("diagnose",)])
+def test_a_place_that_cannot_be_written_is_refused_first(words, cli, tmp_path):
+    (tmp_path / "file").touch()
+    outcome = cli(*words, "nowhere", "--json", "file/found.json")
+    assert (outcome.code, "file is a file: choose another directory" in outcome.err) == (2, True)
+
+
 def test_the_result_is_a_function_of_data_and_seed_and_fits_json():
     data = vectors("none", 6, size=60)
     first, again = (diagnose(data, seed=3, permutations=99).as_dict() for _ in range(2))

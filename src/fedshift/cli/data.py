@@ -100,6 +100,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     from ..diagnosis.quality import examine
 
     console = make_console()
+    _refuse_file(json and json.absolute().parent)
     with show_loading(console) as progress:
         lenient = replace(spec, on_data_error="warn") if Path(where).exists() else spec
         made = load_source(where, lenient, progress, differing=LOOKED_AT)
@@ -206,6 +207,7 @@ def diagnose(
 
     console = make_console()
     _refuse_file(out)
+    _refuse_file(json and json.absolute().parent)
     with show_loading(console) as progress:
         alone = replace(spec, allow_single_class=True)
         made = encode_targets(load_federation(where, alone, progress, differing=LOOKED_AT))
@@ -292,7 +294,7 @@ def scale_alike(data: Federation, trained: Federation) -> Federation:
 
 def _refuse_file(directory: Path | None) -> None:
     if directory and directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory} is a file: choose another directory (--out)")
+        raise UsageError(f"{directory} is a file: choose another directory")
     if directory:
         require_writable(directory)
 

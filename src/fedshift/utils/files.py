@@ -261,6 +261,7 @@ def disk_error(path: Path, error: OSError) -> FedshiftError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     fix = "free some space" if full else "make the directory writable"
     return FedshiftError(
-        f"cannot write {path}: {error.strerror}. What was saved before is intact: {fix}, then continue with {{}}",
+        f"cannot write {path}: {error.strerror}. What was saved before is intact: {fix}, then repeat the command (a "
+        "run continues with {})",
         Ref(resume=True),
     )
