@@ -13,6 +13,7 @@ from ..console.printing import Console
 from ..console.terminal import make_console, print_line, show_loading
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.files import require_writable
+from ..utils.words import is_information
 from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds, load_run, use_threads
 
 if TYPE_CHECKING:
@@ -141,20 +142,23 @@ def adapt(
         )
     if new:
         training = {client.name: client.train for client in new.clients}
-        notices += describe_newcomers(new, experiment)
+        joining = describe_newcomers(new, experiment)
     else:
         assert unlabeled is not None and inputs is not None  # noqa: PT018
         name = client_name(unlabeled)
         training, only = {name: inputs}, ClientData(name=name, train=inputs, test=inputs)
-        notices += describe_newcomers(replace(experiment.data, clients=(only,), notices=()), experiment)
+        joining = describe_newcomers(replace(experiment.data, clients=(only,), notices=()), experiment)
         wanted = tuple(name for name in wanted if POLICIES.parse(name).data != "labels")
+    for notice in joining:
+        if not is_information(notice):
+            print_line(console, f"note: {notice}")
     with show_loading(console) as progress:
         made = adapt_all(
             experiment, run, training, wanted, data=new, rounds=rounds, inputs=inputs, save=save, progress=progress
         )
     if made.rows:
         _print_results(console, made, experiment.settings, len(experiment.seeds), rounds, save)
-    for notice in (*notices, *made.notices, *made.inapplicable):
+    for notice in (*notices, *filter(is_information, joining), *made.notices, *made.inapplicable):
         print_line(console, f"note: {notice}")
     if save and save.exists():
         print_line(console, f"Models: {save}, of seed {experiment.seeds[0]}, as METHOD/POLICY/CLIENT.safetensors")
