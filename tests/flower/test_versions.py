@@ -9,6 +9,7 @@ import pytest
 from fedshift.flower.server.registry import ClientRegistry
 from fedshift.flower.transport.exchange import VERSION
 from fedshift.report.origin import describe_run
+from fedshift.results.run_directory import MACHINES
 from fedshift.results.summary import read_summary, require_series
 from fedshift.utils.checked_json import write_checked
 from fedshift.utils.errors import UsageError
@@ -87,10 +88,13 @@ def test_a_run_is_resumed_by_its_own_minor_version(cli, unpublished, tiny_folder
     monkeypatch.setattr("fedshift.utils.version.__version__", "0.2.0")
     monkeypatch.setattr("fedshift.results.summary.__version__", "0.2.0")
     for command in (["run"], ["serve", "--insecure"]):
+        if command != ["run"]:
+            (tmp_path / "a run" / MACHINES).mkdir()
         done = cli(*command, "--resume", "a run", *(["--rounds", 2] if command == ["run"] else []))
         assert done.code == 2
         assert "a run was begun with fedshift 0.1.0, and this is 0.2.0" in done.err
         assert "go on with that one (pip install 'fedshift==0.1.*')" in done.err
+    (tmp_path / "a run" / MACHINES).rmdir()
     assert {path: path.read_bytes() for path in before} == before
     monkeypatch.setattr("fedshift.utils.version.__version__", "0.1.5")
     runs("coordinator", "0.1.5")

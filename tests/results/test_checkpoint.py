@@ -144,7 +144,7 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(checkpoint, monkeypa
             save_checkpoint(checkpoint, TENSORS, {**FACTS, "round": 4})
     assert str(refused.value) == (
         f"cannot write {checkpoint}: No space left on device. What was saved before is intact: free some space, then "
-        "continue with resume=True"
+        "repeat the command (a run continues with resume=True)"
     )
     assert checkpoint.read_bytes() == before
     assert list(checkpoint.parent.iterdir()) == [checkpoint]

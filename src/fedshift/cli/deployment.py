@@ -202,9 +202,10 @@ def serve(
     from ..flower.server.serve import ListenOptions
     from ..flower.server.serve import serve as coordinate
     from ..results.run_directory import MACHINES
+    from ..results.summary import holds_run
 
     path = find_settings(config, resume)
-    if resume and not (resume / MACHINES).is_dir():
+    if resume and holds_run(resume) and not (resume / MACHINES).is_dir():
         raise UsageError(f"{resume} was not run across machines: continue it with `fedshift run` or `compare` --resume")
     names = [field.name for kind in (RunSpec, CompareSpec) for field in fields(kind)]
     values = select_settings(read_run_settings(resume).values, path, names) if resume else read_settings(path, names)
