@@ -71,7 +71,8 @@ def test_what_cannot_be_served_is_said_at_once(arguments, why, cli):
 
 def test_a_run_of_one_process_is_not_continued_across_machines(cli):
     Path("alone").mkdir()
-    Path("alone", "config.toml").touch()
+    for name in ("config.toml", "study.json"):
+        Path("alone", name).touch()
     outcome = cli("serve", "--resume", "alone", "--insecure")
     assert outcome.code == 2
     assert "alone was not run across machines: continue it with `fedshift run`" in " ".join(outcome.err.split())
