@@ -180,8 +180,9 @@ def load_data(data: Any, **settings: Any) -> Federation:
     refuse_unknown("setting of data", settings, DataSpec)
     with note_user_code():
         spec = make_spec(settings, DataSpec)
-        made = check_data(load_federation(simplify("data", data), spec), spec.on_data_error)
-    warn_of(made.notices)
+        loaded = load_federation(simplify("data", data), spec)
+        made = check_data(loaded, spec.on_data_error)
+    warn_of(notice for notice in made.notices if notice not in loaded.notices)
     return made
 
 
