@@ -10,7 +10,8 @@ among all methods, eight settings each, which does not see test data either. It 
 
 The lists of methods in ``diagnosis/advice.py`` were improved with the first, third, ... federation in view
 (:data:`LEARNED`). Means are printed for these and the others, with and without the federations that the benchmark
-held apart, and for advice that names one and the same method everywhere.
+held apart, and for advice that names one and the same method everywhere. As in the benchmark, federations of one
+source of data count as one, their mean.
 
 Results are kept in OUT and not computed again: after Ctrl-C, the same command goes on.
 """
@@ -27,7 +28,7 @@ import pandas as pd
 import torch
 from federations import HELD_APART, MAKERS, make_federations
 from methods import BUDGETS, PLAIN, SEARCHED, SEEDS, SETTINGS, read_values, split, train
-from ranking import BASE, RECORDS, format_table, make_ranking, read_records
+from ranking import BASE, RECORDS, average_sources, format_table, make_ranking, read_records
 
 import fedshift
 from fedshift.analysis.statistics import paired_difference
@@ -88,12 +89,13 @@ def compare(advised: tuple[str, float], tested: pd.Series, validated: pd.Series)
 
 
 def print_means(name: str, rows: pd.DataFrame, lost: pd.DataFrame) -> None:
-    """Print the mean regrets over federations, and those of the same method everywhere."""
-    fair = paired_difference(rows["fair"].tolist(), [0.0] * len(rows))
-    same = lost.dropna(axis=1).mean().sort_values()
+    """Print the mean regrets over sources of data, and those of the same method everywhere."""
+    lost, regrets = average_sources(lost.dropna(axis=1)), average_sources(rows[["fair", "regret"]].astype(float))
+    fair = paired_difference(regrets["fair"].tolist(), [0.0] * len(regrets))
+    same = lost.mean().sort_values()
     print(
-        f"{name} ({len(rows)}): regret {rows['regret'].mean():.1f} points, fair {fair.mean:.1f} ({fair.low:.1f} to "
-        f"{fair.high:.1f}); fair regret of one method everywhere: "
+        f"{name} ({len(rows)} of {len(regrets)} sources): regret {regrets['regret'].mean():.1f} points, "
+        f"fair {fair.mean:.1f} ({fair.low:.1f} to {fair.high:.1f}); fair regret of one method everywhere: "
         f"{', '.join(f'{m} {same[m]:.1f}' for m in dict.fromkeys((*same.index[:3], BASE)))}"
     )
 

@@ -121,6 +121,10 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Settings of federations whose network is not the default of their data."""
 
+SHARED = {"digits": "digits", "pen": "digits", "fashion": "fashion-mnist", "office": "office-caltech10"}
+SOURCES = {name: SHARED.get(name.partition("-")[0], name) for name in MAKERS}
+"""Where the samples of each federation come from: those with the same source are not independent of each other."""
+
 HELD_APART = ("office-caltech10",)
 """Federations on which no method was run before the rules of the benchmark were fixed."""
 

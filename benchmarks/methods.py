@@ -12,11 +12,12 @@ site that is left out, nothing does. At a longer budget the best three settings 
 its models are measured on test data: as they are, and with statistics of BatchNorm estimated anew, or, at a site that
 was left out, under each policy that needs no labels.
 
-The file of each cell is kept in OUT, and is not computed again: after Ctrl-C, the same command goes on. Several
-commands with different federations can share OUT. The federation with a pretrained network needs ``--weights``. With
-``--pack FILE``, nothing is trained, and all cells are added to one Parquet file, from which ``benchmarks/ranking.py``
-makes the tables and figures of ``docs/benchmark.md``. ``--quick`` takes a minute or two: two federations, three
-methods, two budgets of one and two rounds.
+The file of each cell is kept in OUT, and is not computed again: after Ctrl-C, the same command goes on. Cells of
+``--records FILE``, such as ``docs/benchmark.parquet``, are not computed again either, so that a part can be added to
+it. Several commands with different federations can share OUT. The federation with a pretrained network needs
+``--weights``. With ``--pack FILE``, nothing is trained, and all cells are added to one Parquet file, from which
+``benchmarks/ranking.py`` makes the tables and figures of ``docs/benchmark.md``. ``--quick`` takes a minute or two: two
+federations, three methods, two budgets of one and two rounds.
 """
 
 from __future__ import annotations
@@ -283,12 +284,18 @@ def list_methods() -> list[str]:
     return [name for name in list_catalog("methods") if name not in LEFT_OUT]
 
 
+def read_records(file: Path) -> pd.DataFrame:
+    """Return the records in ``file``, with text in place of categories."""
+    table = pd.read_parquet(file)
+    return table.astype({name: object for name in table.columns if table[name].dtype == "category"})
+
+
 def pack(out: Path, file: Path) -> None:
     """Write the records of all cells in ``out`` to ``file``, which keeps its records of other cells."""
     cells = [pd.read_parquet(each) for each in sorted(out.glob("*/*/*.parquet"))]
     table = pd.concat(cells, ignore_index=True)[[*COLUMNS]]
     if file.exists():
-        before, cell = pd.read_parquet(file).astype({"left_out": object}), [*COLUMNS[:4]]
+        before, cell = read_records(file), [*COLUMNS[:4]]
         new = pd.MultiIndex.from_frame(table[cell])
         table = pd.concat([before[~pd.MultiIndex.from_frame(before[cell]).isin(new)], table], ignore_index=True)
     table["value"] = table["value"].round(3).astype("float32")
@@ -317,6 +324,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=lambda text: [*map(int, text.split(","))], default=[*BUDGETS])
     parser.add_argument("--leave-out", action="store_true", help="leave out each site in turn")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="mobilenet_v2-b0353104.pth of torchvision")
+    parser.add_argument("--records", type=Path, metavar="FILE", help="take the cells in this file as computed")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="add the records of OUT to this file")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
@@ -331,6 +339,7 @@ def main() -> None:
         if unknown := set(names) - set(known):
             parser.error(f"no {kind} {min(unknown)!r}; there are: {', '.join(known)}")
     torch.set_num_threads(1)
+    recorded = dict(iter(read_records(given.records).groupby([*COLUMNS[:4]]))) if given.records else {}
     began, trained = time.monotonic(), 0
     for place, (name, data, settings) in enumerate(make_federations(given.federations, given.weights)):
         cells = [(site, method) for site in (data.names if given.leave_out else [""]) for method in methods]
@@ -338,11 +347,12 @@ def main() -> None:
             finalists: list[Setting] = []
             for rounds in given.budgets:
                 file = given.out / name / (to_file_name(site) or "all") / f"{method}-{rounds}.parquet"
-                if not file.exists():
-                    cell = measure(data, site, rounds, method, finalists, **settings)
-                    write_parquet(cell.assign(federation=name), file)
+                cell = recorded.get((name, site, rounds, method))
+                if cell is None and not file.exists():
+                    made = measure(data, site, rounds, method, finalists, **settings)
+                    write_parquet(made.assign(federation=name), file)
                     trained += 1
-                finalists = choose_finalists(pd.read_parquet(file))
+                finalists = choose_finalists(pd.read_parquet(file) if cell is None else cell)
             here = f"{name}, {f'without {site}, ' * bool(site)}{method} ({number} of {len(cells)})"
             left = len(cells) - number + len(cells) * (len(given.federations) - place - 1)
             each = (time.monotonic() - began) * len(given.budgets) / max(trained, 1) / 60

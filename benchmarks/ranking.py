@@ -4,10 +4,11 @@
 marks and the figures in ``docs/images/benchmark``. Nothing is trained. For each budget, methods are compared on the
 federations that have records of all of :data:`BASELINES`.
 
-Intervals are Student's at 95 %, over federations, over sites, or over seeds in the table by federation; a star marks a
-difference that is significant among all methods of its column (Holm). Mean ranks are compared as by Demšar 2006,
-"Statistical Comparisons of Classifiers over Multiple Data Sets" (JMLR 7): by Friedman's test, and by the critical
-difference of Nemenyi's.
+Federations of one source, such as the divisions of the embedded digits, share samples. They count as one, their mean:
+intervals and tests are over sources. Intervals are Student's at 95 %, over sources, over sites, or over seeds in the
+table by federation; a star marks a difference that is significant among all methods of its column (Holm). Mean ranks
+are compared as by Demšar 2006, "Statistical Comparisons of Classifiers over Multiple Data Sets" (JMLR 7): by
+Friedman's test, and by the critical difference of Nemenyi's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from federations import HELD_APART, MAKERS
+from federations import HELD_APART, MAKERS, SOURCES
 from matplotlib.figure import Figure
 from methods import (
     ANEW,
@@ -32,6 +33,7 @@ from methods import (
     SPACES,
     UNADAPTED,
     list_starts,
+    read_records,
 )
 from scipy.stats import friedmanchisquare, studentized_range
 
@@ -46,12 +48,6 @@ BASE, ALONE = "fedavg", "single"
 BASELINES = {BASE, ALONE}
 """Methods with which others are compared."""
 POLICIES = (UNADAPTED, "reestimate", "tent", "sar", "mixed", "weighted", "nearest_statistics")
-
-
-def read_records(file: Path) -> pd.DataFrame:
-    """Return the records in ``file``, with text in place of categories."""
-    table = pd.read_parquet(file)
-    return table.astype({name: object for name in table.columns if table[name].dtype == "category"})
 
 
 def count_local_steps(rounds: int) -> int:
@@ -85,11 +81,20 @@ def find_gains(values: pd.DataFrame, base: pd.Series) -> dict[str, Gain]:
     }
 
 
-def critical_difference(methods: int, federations: int, level: float = 0.95) -> float:
+def average_sources(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean over the federations of each source; ``table`` has a row for each federation."""
+    return table.groupby(table.index.map(SOURCES), sort=False).mean()
+
+
+def compare_federations(table: pd.DataFrame) -> dict[str, Gain]:
+    """Return each method's gain, over sources, of the mean difference on their federations."""
+    gains = average_sources(table.sub(table[BASE], axis=0))
+    return find_gains(gains, gains[BASE])
+
+
+def critical_difference(methods: int, blocks: int, level: float = 0.95) -> float:
     """Return the difference of mean ranks that Nemenyi's test calls significant (Demšar 2006, section 3.2.2)."""
-    return float(studentized_range.ppf(level, methods, math.inf)) * math.sqrt(
-        methods * (methods + 1) / 12 / federations
-    )
+    return float(studentized_range.ppf(level, methods, math.inf)) * math.sqrt(methods * (methods + 1) / 12 / blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +123,11 @@ class Ranking:
         order = table.notna().sum(axis=1).sort_values(ascending=False, kind="stable").index
         parts = (table[table.index.isin(order[:count])].dropna(axis=1) for count in range(1, len(table) + 1))
         return max(parts, key=lambda part: (part.size, len(part)))
+
+    @property
+    def ranks(self) -> pd.DataFrame:
+        """The rank of each method of :attr:`complete` on each source, by its mean over the source's federations."""
+        return average_sources(self.complete).rank(axis=1, ascending=False)
 
 
 def average(clients: pd.DataFrame) -> pd.DataFrame:
@@ -176,23 +186,22 @@ def describe_rule(winners: pd.DataFrame) -> str:
 def rank_trained(ranking: Ranking, winners: pd.DataFrame) -> str:
     """Return the table of methods for clients that trained."""
     table, clients = ranking.federations, ranking.clients
-    gains = find_gains(table, table[BASE])
-    anew = average(ranking.anew)
-    again = find_gains(anew, anew[BASE])
-    worst = clients.groupby("federation").min()
-    ranks = ranking.complete.rank(axis=1, ascending=False).mean()
+    gains, again = compare_federations(table), compare_federations(average(ranking.anew))
+    worst = compare_federations(clients.groupby("federation").min())
+    ranks = ranking.ranks.mean()
     rows = []
-    for method in sorted(table, key=lambda name: (name not in ranks, -gains[name].mean)):
+    for method in sorted(table, key=lambda name: (ranks.get(name, math.inf), -gains[name].mean)):
         own = clients[method].dropna()
         harmed = (own < clients.loc[own.index, ALONE]).sum()
         edges = describe_edges(winners[(winners["method"] == method) & (winners["rounds"] == ranking.rounds)])
         rank = f"{ranks[method]:.1f}" if method in ranks else ""
-        least = f"{(worst[method] - worst[BASE]).mean():+.1f}"
-        number = table[method].count()
+        least = f"{worst[method].mean:+.1f}"
+        here = table.index[table[method].notna()]
+        number = f"{len(here)} of {here.map(SOURCES).nunique()}"
         rows.append([method, number, gains[method], again[method], least, f"{harmed} of {len(own)}", rank, edges])
     heads = (
-        "method", "federations", "gain over FedAvg", "statistics estimated anew", "worst client", "harmed clients",
-        "mean rank", "lowest / highest rate",
+        "method", "federations of sources", "gain over FedAvg", "statistics estimated anew", "worst client",
+        "harmed clients", "mean rank", "lowest / highest rate",
     )  # fmt: skip
     return format_table(heads, rows)
 
@@ -211,21 +220,21 @@ def list_federations(ranking: Ranking) -> str:
 
 
 def keep_testable(rankings: Iterable[Ranking]) -> list[Ranking]:
-    """Return the rankings with federations enough for a test of ranks."""
-    return [each for each in rankings if len(each.complete) >= FEWEST]
+    """Return the rankings with sources enough for a test of ranks."""
+    return [each for each in rankings if len(each.ranks) >= FEWEST]
 
 
 def describe_ranks(ranking: Ranking) -> str:
     """Return Friedman's test, and the methods that are behind the first by the critical difference, as sentences."""
-    table = ranking.complete
-    ranks = table.rank(axis=1, ascending=False).mean().sort_values()
+    table = ranking.ranks
+    ranks = table.mean().sort_values()
     least = critical_difference(table.shape[1], len(table))
     p = friedmanchisquare(*(table[name] for name in table)).pvalue
     far = [name for name, rank in ranks.items() if rank - ranks.iloc[0] >= least]
     return (
-        f"{table.shape[1]} methods have all of {len(table)} federations. Friedman's test of equal ranks: p = {p:.2g}. "
-        f"The critical difference of mean ranks is {least:.1f}. {ranks.index[0]} has the best mean rank; behind it by "
-        f"more than this: {', '.join(far) or 'none'}."
+        f"{table.shape[1]} methods have all of {len(ranking.complete)} federations of {len(table)} sources. Friedman's "
+        f"test of equal ranks: p = {p:.2g}. The critical difference of mean ranks is {least:.1f}. {ranks.index[0]} has "
+        f"the best mean rank; behind it by more than this: {', '.join(far) or 'none'}."
     )
 
 
@@ -276,13 +285,13 @@ def draw_gains(panels: Mapping[str, Mapping[str, Gain]]) -> Figure:
 
 def draw_ranks(rankings: Sequence[Ranking]) -> Figure:
     """Draw mean ranks and the critical difference (Demšar 2006, figure 1), a panel for each budget."""
-    heights = [0.75 + 0.085 * ranking.complete.shape[1] for ranking in rankings]
+    heights = [0.75 + 0.085 * ranking.ranks.shape[1] for ranking in rankings]
     with figure_settings():
         figure = Figure(figsize=(8, sum(heights)), layout="constrained")
         panels = figure.subplots(len(rankings), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
         for axes, ranking in zip(panels, rankings, strict=True):
-            table = ranking.complete
-            ranks = table.rank(axis=1, ascending=False).mean().sort_values()
+            table = ranking.ranks
+            ranks = table.mean().sort_values()
             number, half = len(ranks), -(-len(ranks) // 2)
             least = critical_difference(number, len(table))
             axes.set(xlim=(-0.25 * number, 1.25 * number), ylim=(half + 1, -2))
@@ -301,7 +310,7 @@ def draw_ranks(rankings: Sequence[Ranking]) -> Figure:
             axes.plot([1, min(1 + least, number)], [-1.2, -1.2], color=BLUE, linewidth=2)
             axes.text(1, -1.45, f"critical difference {least:.1f}", color=BLUE, va="bottom")
             steps = count_local_steps(ranking.rounds)
-            axes.set_title(f"Mean rank over {len(table)} federations, {steps} local steps")
+            axes.set_title(f"Mean rank over {len(table)} sources, {steps} local steps")
     return figure
 
 
@@ -347,9 +356,7 @@ def make_figures(records: pd.DataFrame) -> dict[str, Figure]:
     trained, unseen = winners[winners["left_out"] == ""], winners[winners["left_out"] != ""]
     ranked = [make_ranking(records, int(rounds)) for rounds in sorted(trained["rounds"].unique())]
     seen = {
-        f"Clients that trained, {count_local_steps(each.rounds)} local steps": find_gains(
-            each.complete, each.complete[BASE]
-        )
+        f"Clients that trained, {count_local_steps(each.rounds)} local steps": compare_federations(each.complete)
         for each in ranked
     }
     new = {

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 import fedshift
+from fedshift.analysis.statistics import paired_difference
 
 HEART = Path(os.environ.get("FEDSHIFT_DATA", "")) / "heart_disease.npz"
 
@@ -77,7 +78,8 @@ def make_records(values):
 def test_tables_have_gains_harmed_clients_and_a_star_where_it_is_not_chance(benchmark):
     random = np.random.default_rng(0)
     values = {}
-    for federation in list(benchmark.MAKERS)[:6]:
+    sources = {source: name for name, source in benchmark.SOURCES.items()}
+    for federation in list(sources.values())[:6]:
         for client in "ab":
             base = random.uniform(50, 80)
             for seed in range(3):
@@ -102,6 +104,21 @@ def test_tables_have_gains_harmed_clients_and_a_star_where_it_is_not_chance(benc
     assert cells["fedavg"][5] == "6 of 12"  # each client a, where training alone is 3 points better
     assert cells["single"][4] != "+0.0"
     assert cells["fedbn"][7] == "0 / 6"  # all at the highest rate
+
+
+def test_federations_of_one_source_count_as_one(benchmark):
+    accuracy = {"digits": 60, "digits-iid": 80, "pen-turned": 70, "abide": 70, "five-sets": 70}
+    gains = {"digits": 1, "digits-iid": 2, "pen-turned": 9, "abide": 10, "five-sets": 7}
+    values = {
+        (federation, "a", method, 0): base + gains[federation] * (method == "fedbn")
+        for federation, base in accuracy.items()
+        for method in ("fedavg", "single", "fedbn")
+    }
+    ranking = benchmark.make_ranking(make_records(values), 20)
+    gain = benchmark.compare_federations(ranking.federations)["fedbn"]
+    alone = paired_difference([4, 10, 7], [0, 0, 0])
+    assert (gain.mean, gain.low, gain.high) == (alone.mean, alone.low, alone.high)
+    assert len(ranking.ranks) == 3
 
 
 @pytest.mark.slow
