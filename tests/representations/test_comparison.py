@@ -236,8 +236,8 @@ def test_the_command_writes_tables_and_pictures_and_leaves_the_run_as_it_is(run,
     written = {file.name for file in (tmp_path / "seen").iterdir()}
     assert written == {
         *(f"{name}.{kind}" for name in ("similarity", "batchnorm") for kind in ("md", "tex", "csv")),
-        *(f"maps-{name}.{kind}" for name in ("01-pen", "02-faded") for kind in ("png", "svg")),
-        *(f"batchnorm-bn{number}.{kind}" for number in (1, 2, 3) for kind in ("png", "svg")),
+        *(f"maps-{name}.{kind}" for name in ("01-pen", "02-faded") for kind in ("png", "svg", "pdf")),
+        *(f"batchnorm-bn{number}.{kind}" for number in (1, 2, 3) for kind in ("png", "svg", "pdf")),
     }  # fmt: skip
     for file in (tmp_path / "seen").glob("*.png"):
         with Image.open(file) as image:
