@@ -1,4 +1,4 @@
-"""Whether the values of clients, or samples given to a model, are far from the training data's."""
+"""Judgments of whether values of clients, or samples given to a model, are far from the training data's."""
 
 from __future__ import annotations
 

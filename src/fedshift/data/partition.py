@@ -257,13 +257,6 @@ def draw_units(count: int, fraction: float, rng: np.random.Generator) -> NDArray
     return split_stratified(np.zeros(count, np.int64), fraction, rng)[1]
 
 
-def is_matched(name: str, patterns: str | Sequence[str]) -> bool:
-    """Return whether ``name`` matches ``patterns``, as for :func:`match_names`."""
-    chosen, excluded = _read_patterns(patterns)
-    matched = [any(name == each or fnmatchcase(name, each) for each in some) for some in (chosen, excluded)]
-    return name == patterns or ((matched[0] or not chosen) and not matched[1])
-
-
 def match_names(patterns: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Return the names that match ``patterns``, a sequence or separated by commas, in the order of the patterns.
 
@@ -273,14 +266,26 @@ def match_names(patterns: str | Sequence[str], names: Sequence[str]) -> tuple[st
     if patterns in names:
         return (str(patterns),)
     chosen, excluded = _read_patterns(patterns)
-    for pattern in (*chosen, *excluded):
-        if not any(name == pattern or fnmatchcase(name, pattern) for name in names):
+    known = frozenset(names)
+
+    def expand(pattern: str) -> list[str]:
+        found = [pattern] if pattern in known else [name for name in names if fnmatchcase(name, pattern)]
+        if not found:
             raise unknown_name("client", pattern, names)
-    order = [name for each in chosen or ["*"] for name in names if name == each or fnmatchcase(name, each)]
-    found = tuple(name for name in dict.fromkeys(order) if is_matched(name, patterns))
-    if not found:
+        return found
+
+    left_out = {name for pattern in excluded for name in expand(pattern)}
+    order = [name for pattern in chosen for name in expand(pattern)] if chosen else names
+    if left_out.issuperset(order):
         raise UsageError(f"{patterns!r} excludes all clients: {', '.join(names)}")
-    return found
+    return tuple(name for name in dict.fromkeys(order) if name not in left_out)
+
+
+def may_match(name: str, patterns: str | Sequence[str]) -> bool:
+    """Return whether :func:`match_names` can choose ``name`` among names that are not all known yet."""
+    chosen, excluded = _read_patterns(patterns)
+    found, left_out = (name in some or any(fnmatchcase(name, each) for each in some) for some in (chosen, excluded))
+    return name == patterns or ((found or not chosen) and not left_out)
 
 
 def _read_patterns(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:

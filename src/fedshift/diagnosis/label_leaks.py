@@ -7,7 +7,8 @@ its ROC curve (Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747) hard
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -33,12 +34,16 @@ AREA, RANKS = 0.99, 0.999
 
 
 class _Tally(NamedTuple):
-    """What a column says of one client's targets: errors of ``others`` and an area, or rank correlations by target."""
+    """Counts for a column and the targets of one client.
+
+    ``wrong``: samples that it gets wrong. ``others``: samples outside of the most frequent class. ``area``: under the
+    ROC curve of two classes. ``ranks``: rank correlations by numeric target.
+    """
 
     wrong: float = 0.0
     others: int = 0
     area: float = 0.5
-    ranks: dict[str, float] = {}  # noqa: RUF012
+    ranks: Mapping[str, float] = MappingProxyType({})
 
 
 def judge_leaks(data: Federation) -> Iterator[QualityFinding]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from ..columns import CODES, TRUTHS, Column, Holds
 from ..files import table_schema as schema
 from ..files.read_options import Progress, ReadOptions
 from ..files.table_schema import ColumnContents, Floats, Ints, TableFile
-from ..partition import is_matched
+from ..partition import may_match
 from ..preparation import FeatureScaling
 from ..samples import digest_each
 from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
@@ -307,6 +307,7 @@ def _scan_rows(
     """
     roles, domains, client_column = reading.role_columns, reading.domains, reading.client_column
     codes, known, files = {name: _Codes() for name in roles}, dict(seen), dict.fromkeys(tables, 0)
+    is_wanted = cache(partial(may_match, patterns=domains or ""))
     for table in tables:
         text = [name for name in seen if schema.is_text(table.types[name])]
         for batch in table.batches([*roles, *text]):
@@ -324,7 +325,7 @@ def _scan_rows(
                     Ref(task="regression"),
                 )
             if client_column and domains is not None:
-                wanted = [code for name, code in codes[client_column].places.items() if is_matched(name, domains)]
+                wanted = [code for name, code in codes[client_column].places.items() if is_wanted(name)]
                 read = np.isin(codes[client_column].parts[-1], wanted)
                 batch, numbers = batch.filter(pa.array(read)), numbers[read]
             known |= {name: known[name].update(batch.column(name), table.path, numbers) for name in text}
