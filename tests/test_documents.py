@@ -24,7 +24,7 @@ from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.data.digits import digits
 from fedshift.data.files import dicom, image_store, volume_decoding, volumes
 from fedshift.data.sources import SPLITS
-from fedshift.data.stores import LazyStore
+from fedshift.data.stores import CONTENT, LazyStore
 from fedshift.diagnosis import shift_tests
 from fedshift.engines import auto, cost_model, deferral, stacked
 from fedshift.evaluation import statistics_lag
@@ -338,6 +338,7 @@ def list_stated_numbers():
         ("docs/data.md", f"batches of {BATCH}"),
         ("docs/data.md", f"(and more than {FEW_CLASSES}) is an error"),
         ("docs/data.md", f"{LazyStore.probed} samples of each split ({volumes.VolumeStore.probed} of medical images)"),
+        ("docs/data.md", f"more than {CONTENT / 2**20:.0f} MB of files"),
         *(
             ("docs/data.md", f"| {', '.join(f'{size:g}' for size in shift_tests.SIZES[kind])}{unit} |")
             for kind, unit in (

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..nn.several_inputs import Inputs, divide_rows
 from ..utils.errors import FedshiftError, UsageError
 from .preparation import HALF, FeatureScaling
-from .samples import CHUNK, Samples, map_store
+from .samples import Samples, map_store
+from .stores import CHUNK
 
 PIXELS, BITS, WHOLE, TABLE = "8-bit pixels", "8-bit pixels of 0 and 1", "whole numbers", "columns of a table"
 FRACTIONS, SIGNED, LEVELS, FLOATS = (

@@ -134,10 +134,9 @@ def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.st
     if isinstance(data, Subset):
         whole = find_item_groups(data.dataset, groups, where)
         return whole[np.asarray(data.indices)] if len(whole) else whole
-    items = getattr(data, "samples", ())
-    files = [str(item[0]) for item in items if isinstance(item, tuple) and isinstance(item[0], str | os.PathLike)]
+    files = _name_files(data)
     found = getattr(data, groups, None) if groups else None
-    if found is None and len(files) == len(data) and (groups is None or MARK in groups or groups.endswith(".csv")):
+    if found is None and files and (groups is None or MARK in groups or groups.endswith(".csv")):
         root = getattr(data, "root", "")
         return find_groups(groups, [os.path.relpath(file, root) if root else file for file in files])
     if groups is None:
@@ -151,6 +150,24 @@ def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.st
     if values.shape != (len(data),):
         raise UsageError(f"{where}: {groups} of shape {values.shape} for {len(data)} items: give each one group")
     return values.astype(np.str_)
+
+
+def list_files(data: Any) -> list[str]:
+    """Return the file of each item that a dataset lists with its ``loader``, as torchvision's ``ImageFolder`` does.
+
+    Empty if it is neither such a dataset nor a subset of one.
+    """
+    if isinstance(data, Subset):
+        whole = list_files(data.dataset)
+        return [whole[index] for index in data.indices] if whole else []
+    return _name_files(data) if hasattr(data, "loader") else []
+
+
+def _name_files(data: Any) -> list[str]:
+    """Return the files in the ``samples`` of a dataset, if there is one for each item."""
+    items = getattr(data, "samples", ())
+    files = [str(item[0]) for item in items if isinstance(item, tuple) and isinstance(item[0], str | os.PathLike)]
+    return files if len(files) == len(data) else []
 
 
 def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[list[str], str]:

@@ -426,12 +426,16 @@ class Federation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of every sample and label, so that a run is never resumed with other data."""
-        known: dict[tuple[int, int, int], bytes] = {}
+        """Digest of every sample and target of every split, so that a run is never resumed with other data.
+
+        It covers values in memory, items of lazy datasets, and what files hold that batches decode; if a split has more
+        than 256 MB of such files, the name, size and time of change of each: copy these with their times (``cp -a``).
+        """
+        known: dict[tuple[int, ...], bytes] = {}
         whole = blake2b("".join(map(str, self.inputs)).encode(), digest_size=16)
         for client in self.clients:
             for name, split in client.splits.items():
-                samples = id(split.store), id(split.rows), id(split.y)
+                samples = tuple(map(id, (split.store, split.rows, split.y, split.normalization, split.patches)))
                 if samples not in known:
                     known[samples] = digest_samples(split)
                 whole.update(f"{client.name}/{name}{split.normalization.stamp}".encode() + known[samples])

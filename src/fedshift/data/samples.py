@@ -27,13 +27,9 @@ from ..tasks.task import Task
 from ..utils.errors import FedshiftError, Ref, UsageError
 from .inputs import arrange, channels_first, find_layout, is_mapped, join_inputs, refuse_several, to_tensor
 from .patches import Patches, extend
-from .preparation import HALF, Augment, Scaling, scale_stored
-from .stores import FileStore, JoinedStore, Keys, LazyStore, read_rows
+from .preparation import HALF, Augment, FeatureScaling, Scaling, scale_stored
+from .stores import CHUNK, PIECE, FileStore, JoinedStore, Keys, LazyStore, digest_arrays, read_rows
 
-CHUNK = 1000
-"""Number of samples to check, resize or hash at a time."""
-PIECE = 2**26
-"""Bytes of lazy samples to read at a time when all are read."""
 SHOWN = 20
 """Maximum number of clients, and of classes, to print one by one."""
 
@@ -209,7 +205,7 @@ class Samples:
 
     def pieces(self, count: int | None = None) -> Iterator[slice]:
         """Yield slices that cover all samples, or ``count`` of them, in order, each small enough to read at once."""
-        step = max(1, min(CHUNK, PIECE // max(1, self.nbytes_each))) if self.lazy else CHUNK
+        step = self.store.count_rows(PIECE) if isinstance(self.store, LazyStore) else CHUNK
         yield from (slice(start, start + step) for start in range(0, len(self) if count is None else count, step))
 
     def probe(self) -> Iterator[Tensor]:
@@ -465,16 +461,22 @@ def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | No
 
 
 def digest_samples(split: Samples) -> bytes:
-    """Return a 16-byte digest of the samples and their labels; for lazy samples, of all labels and some samples."""
-    found = blake2b(digest_size=16)
-    patch = "" if split.patches is None else f"{split.patches.size}"
-    found.update(f"{len(split)}{split.whole_shape}{patch}{split.dtype}{split.normalization.stamp}".encode())
-    if split.lazy:
-        found.update(b"" if split.rows is None else split.rows.cpu().numpy().data)
-    some = split.probe() if split.repeats else iter(())
-    for x in some if split.lazy else map(split.copy_rows, split.pieces()):
-        found.update(np.ascontiguousarray(x.cpu().numpy()).data)
-    found.update(np.ascontiguousarray(split.y.cpu().numpy()).data)
+    """Return a 16-byte digest of all samples, before and after a table was scaled, and all targets, in their order.
+
+    Lazy samples have the digest of :meth:`~fedshift.data.stores.LazyStore.digest`.
+    """
+    rows, scaling, patches = split.all_rows.cpu().numpy(), split.normalization, split.patches
+    facts = len(split), split.whole_shape, str(split.dtype), scaling.stamp, str(split.y.dtype), tuple(split.y.shape)
+    found = blake2b(repr((*facts, patches and (patches.size, patches.resized))).encode(), digest_size=16)
+    if patches is not None:
+        found.update(patches.extents[rows].tobytes())
+    if isinstance(scaling, FeatureScaling) and len(scaling.digests) == len(split.store):
+        found.update(scaling.digests[rows].tobytes())
+    if isinstance(split.store, LazyStore):
+        found.update(split.store.digest(rows))
+    else:
+        found.update(digest_arrays(split.copy_rows(piece).cpu().numpy() for piece in split.pieces()))
+    found.update(digest_arrays([split.y.cpu().numpy()]))
     return found.digest()
 
 

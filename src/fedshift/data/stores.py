@@ -19,16 +19,17 @@ from __future__ import annotations
 import random
 import tempfile
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from hashlib import blake2b
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -41,15 +42,22 @@ from typing_extensions import override
 from ..nn.several_inputs import Inputs
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.random_streams import Key, key_bits, torch_stream
-from .arrays import Item, LazyDataset, find_targets, item_reader, read_item, require_shape
+from .arrays import Item, LazyDataset, find_targets, item_reader, list_files, read_item, require_shape
 from .inputs import arrange, find_layout, join_inputs, to_tensor
 
 REPEATED = 4
 """Number of times to decode the first item, to check whether the result is always the same."""
 DECODED = 256
 """Number of items to decode at a time when only their targets are needed."""
+CHUNK = 1000
+"""Number of samples to check, resize or hash at a time."""
+PIECE = 2**26
+"""Bytes of lazy samples to read at a time when all are read."""
+CONTENT = 2**28
+"""Bytes of files up to which their digest covers what they hold."""
 Array = NDArray[Any]
 Keys = tuple[Key, ...]
+Rows = TypeVar("Rows", list[int], Tensor, NDArray[np.int64])
 
 
 class LazyStore(ABC):
@@ -61,7 +69,7 @@ class LazyStore(ABC):
         dtype: Type of the samples when read.
         draws: Whether the samples read depend on the key.
         repeats: Whether reading again with the same key gives the same samples.
-        probed: Number of evenly spaced samples of a split that represent all in checks and fingerprints.
+        probed: Number of evenly spaced samples of a split that represent all in checks.
         threaded: Whether it can be read on another thread while a network trains, because it uses no global generators.
 
     """
@@ -102,6 +110,18 @@ class LazyStore(ABC):
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
         """Return a new tensor with the samples at ``rows``."""
 
+    def digest(self, rows: NDArray[np.int64]) -> bytes:
+        """Return a digest of all samples at ``rows``, in this order: of their values, or of the files they come from.
+
+        Raises :class:`FedshiftError` if they cannot be read.
+        """
+        pieces = (torch.from_numpy(some) for some in divide(rows, self.count_rows(PIECE)))
+        return digest_arrays(self.read(some).cpu().numpy() for some in pieces)
+
+    def count_rows(self, size: int) -> int:
+        """Return how many samples have at most ``size`` bytes; one at least, :data:`CHUNK` at most."""
+        return max(1, min(CHUNK, size // max(1, prod(self.shape[1:]) * self.dtype.itemsize)))
+
     def identify(self, row: int) -> bytes:
         """Return a digest, 16 bytes, of what the sample at ``row`` is read from; empty: its values tell as much.
 
@@ -131,6 +151,10 @@ class _Changed(LazyStore):
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
         return self._change(self._store.read(torch.from_numpy(rows), key))
 
+    @override
+    def digest(self, rows: NDArray[np.int64]) -> bytes:
+        return self._store.digest(rows)  # shape and type, which are in the digest of a split, tell the change
+
 
 class JoinedStore(LazyStore):
     """Several stores with samples of the same shape and type, one after another."""
@@ -144,19 +168,67 @@ class JoinedStore(LazyStore):
         self.threaded, self.probed = all(store.threaded for store in lazy), min(store.probed for store in lazy)
         self._stores, self._ends = tuple(stores), list(accumulate(map(len, stores)))
 
-    @override
-    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        owner = np.array([bisect_right(self._ends, row) for row in rows.tolist()], np.int64)
-        x: Tensor | None = None
+    def _divide(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the number of each store that has some of ``rows``, their places among these, and their rows in it."""
+        owner = np.searchsorted(self._ends, rows, "right")
         for number in np.unique(owner).tolist():
             places = torch.from_numpy(np.flatnonzero(owner == number))
-            start = self._ends[number] - len(self._stores[number])
-            part = read_rows(
-                self._stores[number], torch.from_numpy(rows)[places] - start, (*key, number) if key else ()
+            yield number, places, torch.from_numpy(rows)[places] - (self._ends[number] - len(self._stores[number]))
+
+    @override
+    def digest(self, rows: NDArray[np.int64]) -> bytes:
+        digest = blake2b(digest_size=16)
+        for number, places, own in self._divide(rows):
+            store = self._stores[number]
+            digest.update(places.numpy().tobytes())
+            digest.update(
+                digest_arrays(store.index_select(0, some).cpu().numpy() for some in divide(own, CHUNK))
+                if isinstance(store, Tensor)
+                else store.digest(own.numpy())
             )
+        return digest.digest()
+
+    @override
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        x: Tensor | None = None
+        for number, places, own in self._divide(rows):
+            part = read_rows(self._stores[number], own, (*key, number) if key else ())
             x = part.new_empty(len(rows), *self.shape[1:]) if x is None else x
             x[places.to(x.device)] = part
         return torch.empty(0, *self.shape[1:], dtype=self.dtype) if x is None else x
+
+
+def divide(rows: Rows, count: int) -> Iterator[Rows]:
+    """Yield ``rows`` in order, ``count`` at a time."""
+    yield from (rows[start : start + count] for start in range(0, len(rows), count))
+
+
+def digest_arrays(arrays: Iterable[Array]) -> bytes:
+    """Return the BLAKE2b digest, 16 bytes, of the values of ``arrays``, one after another."""
+    digest = blake2b(digest_size=16)
+    for x in arrays:
+        digest.update(np.ascontiguousarray(x).data)
+    return digest.digest()
+
+
+def digest_files(groups: Iterable[Iterable[Path]]) -> bytes:
+    """Return a digest, 16 bytes, of ``groups`` of files in this order; the order within a group does not matter.
+
+    It covers what the files hold if they have at most :data:`CONTENT` bytes in all, which is the same under other names
+    and for copies; otherwise the name, size and time of change of each. Raises :class:`FedshiftError` naming a file
+    that cannot be read.
+    """
+    try:
+        listed = [tuple(group) for group in groups]
+        status = {file: file.stat() for group in listed for file in group}
+        small = sum(each.st_size for each in status.values()) <= CONTENT
+        known = {
+            file: blake2b(file.read_bytes()).hexdigest() if small else f"{file.name} {each.st_size} {each.st_mtime_ns}"
+            for file, each in status.items()
+        }
+    except OSError as error:
+        raise FedshiftError(f"{error.filename} cannot be read ({error.strerror}): keep it in place") from error
+    return blake2b(repr([sorted(known[file] for file in group) for group in listed]).encode(), digest_size=16).digest()
 
 
 def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor:
@@ -193,6 +265,19 @@ class FileStore(LazyStore):
                 f"{self._path} cannot be read ({error}): give a complete file, and keep it in place"
             ) from error
         return to_tensor(x, self.where, copy=False)
+
+    @override
+    def digest(self, rows: NDArray[np.int64]) -> bytes:
+        try:
+            whole = np.memmap(self._path, np.uint8, "r")
+            if len(whole) <= CONTENT:
+                strides = self._stride, *self._strides
+                x = np.ndarray((len(self), *self._each), self._dtype, whole.data, self._offset, strides)
+                return digest_arrays(x[some] for some in divide(rows, CHUNK))
+        except (OSError, TypeError, ValueError) as error:
+            raise FedshiftError(f"{self._path} cannot be read ({error}): give a complete file") from error
+        layout = self._offset, self._stride, self._strides, self._dtype.str
+        return blake2b(repr(layout).encode() + rows.tobytes() + digest_files([[self._path]]), digest_size=16).digest()
 
 
 class RecentArrays:
@@ -241,11 +326,37 @@ class DatasetStore(LazyStore):
         self.repeats = all(np.array_equal(x, other, equal_nan=x.dtype.kind == "f") for other in others)
         super().__init__(where, len(given.dataset), to_tensor(x[None], where))
         self.draws, self.threaded = given.cache_bytes == 0, given.workers > 1
+        self._digests: NDArray[np.uint64] = np.zeros((len(self), 2), np.uint64)  # of items that were digested; or 0
         found = find_targets(given, where, target)
-        if found is None:
-            rows = np.array_split(np.arange(len(self)), -(-len(self) // DECODED))
-            found = np.stack([y for part in rows for _, y in self._run(part.tolist(), ())])
-        self.targets: Array = found
+        self.targets: Array = self._decode_targets() if found is None else found
+
+    def _decode_targets(self) -> Array:
+        """Return the targets of all items, which are decoded once."""
+        return np.stack([y for part in divide(list(range(len(self))), DECODED) for _, y in self._digest_items(part)])
+
+    def _digest_items(self, rows: Sequence[int]) -> list[tuple[Any, Array]]:
+        """Return what is decoded of ``rows``, and keep its digests."""
+        items = self._run(rows, ())
+        for row, (x, _) in zip(rows, items, strict=True):
+            require_shape(x, self._first, row, self.where)
+            self._digests[row] = np.frombuffer(digest_arrays([self._join(x, row)]), np.uint64)
+        return items
+
+    @override
+    def digest(self, rows: NDArray[np.int64]) -> bytes:
+        """Return digests of the values of all items, each decoded once, or of their listed files and of some values.
+
+        Values that differ when they are read again are left out.
+        """
+        files = list_files(self._given.dataset)
+        some = rows[:: max(1, len(rows) // self.probed) if files else 1] if self.repeats else rows[:0]
+        missing = np.unique(some[~self._digests[some].any(axis=1)]).tolist()
+        step = min(DECODED, self.count_rows(PIECE))
+        with self._lock:
+            for part in divide(missing, step):
+                self._digest_items(part)
+        read = self._digests[some].tobytes()
+        return read + digest_files([Path(files[row])] for row in rows.tolist()) if files else read
 
     def _begin(self) -> None:
         self._lock = Lock()  # datasets and global generators can be used by only one thread at a time

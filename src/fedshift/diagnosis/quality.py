@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
 from typing import Any, Literal
 
 from ..data.federation import Federation
-from ..data.preparation import FeatureScaling
 from ..tasks import Classification
 from ..utils.errors import Ref, UsageError
 from ..utils.files import cached_measurement
@@ -134,19 +132,11 @@ def find_errors(data: Federation) -> tuple[str, ...]:
         found = judge_duplicates(data, survey_splits(data, statistics=False))
         return {"errors": [finding.text for finding in found if finding.severity == "error"]}
 
-    facts = data.fingerprint, find_newest_source(), _digest_tables(data)
-    copies = [] if data.lazy else cached_measurement("checks.json", facts, find_copies)["errors"]
+    copies = []
+    if not data.lazy:
+        copies = cached_measurement("checks.json", (data.fingerprint, find_newest_source()), find_copies)["errors"]
     found = (*judge_reading(data), *judge_names(data), *judge_groups(data))
     return (*(finding.text for finding in found if finding.severity == "error"), *copies)
-
-
-def _digest_tables(data: Federation) -> str:
-    """Return a digest of tables before scaling, which ``data.fingerprint`` does not contain."""
-    digest = blake2b(digest_size=16)
-    for split in data.named_splits().values():
-        if isinstance(split.normalization, FeatureScaling):
-            digest.update(split.normalization.digests.tobytes())
-    return digest.hexdigest()
 
 
 def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | None) -> Federation:

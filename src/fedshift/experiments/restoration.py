@@ -136,9 +136,10 @@ def load_experiment(
     kept = read_facts(directory)["fingerprint"]
     if experiment.data.fingerprint != kept:
         where = spec.data if Path(spec.data).exists() else f"{spec.data}, under {spec.root}"
+        times = ", copied with the times of their files (cp -a)" if experiment.data.lazy else ""
         raise UsageError(
             f"{where} does not hold the samples on which {directory} was run (fingerprint {kept}, now "
-            f"{experiment.data.fingerprint}): give those ({{}})",
+            f"{experiment.data.fingerprint}): give those ({{}}){times}",
             Ref(run_data="PATH"),
         )
     return spec, select_trials(experiment.keep_labels(directory))

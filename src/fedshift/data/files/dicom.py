@@ -160,13 +160,18 @@ def is_stack(folder: Path) -> bool:
         return False
 
 
+def find_slices(folder: Path) -> list[Path]:
+    """Return the files in ``folder`` that are slices, or should be, in the order of their names."""
+    return sorted(file for file in folder.iterdir() if not file.name.startswith(".") and file.name.lower() != _INDEX)
+
+
 def read_series(folder: Path, *, whole: bool = False) -> Series:
     """Return the slices in ``folder``, without their pixels unless ``whole``.
 
     Raises :class:`Unreadable`, naming two slices, if they are not the slices of one upright stack: of several series,
     orientations, sizes or pixel spacings, at unequal distances, at one position, or sheared by a tilted gantry.
     """
-    files = sorted(file for file in folder.iterdir() if not file.name.startswith(".") and file.name.lower() != _INDEX)
+    files = find_slices(folder)
     other = next((file.name for file in files if not is_dicom(file)), None)
     if other is not None:
         raise Unreadable(f"is a folder of slices with {other}, which is not a DICOM file: move it elsewhere")

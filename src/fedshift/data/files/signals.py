@@ -23,7 +23,7 @@ from typing_extensions import override
 from ...utils.errors import UsageError
 from ...utils.files import require_regular
 from ...utils.words import join_some
-from ..stores import Keys, LazyStore, RecentArrays
+from ..stores import Keys, LazyStore, RecentArrays, digest_files
 from .dicom import check_bytes, load_library
 from .image_decoding import Unreadable, explain_unreadable
 
@@ -128,6 +128,24 @@ class SignalStore(LazyStore):
             x[place] = torch.from_numpy(made)
         return x
 
+    @override
+    def digest(self, rows: NDArray[np.int64]) -> bytes:
+        return repr(self._leads).encode() + digest_files(_list_files(self._files[row]) for row in rows.tolist())
+
+
+def _list_files(file: Path) -> list[Path]:
+    """Return ``file`` and, of a WFDB header, the files that it names for its signals."""
+    if file.suffix.lower() != WFDB:
+        return [file]
+    lines = (line.split() for line in _read_lines(file)[1:])
+    return [file, *(file.parent / name for name in dict.fromkeys(line[0] for line in lines))]
+
+
+def _read_lines(header: Path) -> list[str]:
+    """Return the lines of a WFDB header, its record's before its signals', without comments."""
+    lines = header.read_text(errors="replace").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
 
 def _read_wfdb_header(file: Path) -> SignalHeader:
     require_regular(file)
@@ -144,8 +162,8 @@ def _read_wfdb_header(file: Path) -> SignalHeader:
             raise Unreadable(f"has its values in {name}, which is not a file in its folder: put both together")
         require_regular(values)
     check_bytes(8 * header.n_sig * header.sig_len, f"{header.n_sig} leads of {header.sig_len} samples")
-    lines = [line.split() for line in file.read_text(errors="replace").splitlines() if not line.startswith("#")]
-    gains = [line[2] if len(line) > 2 else "" for line in [line for line in lines if line][1:]]  # wfdb makes it 200
+    lines = [line.split() for line in _read_lines(file)[1:]]
+    gains = [line[2] if len(line) > 2 else "" for line in lines]  # wfdb makes it 200
     units = tuple(
         unit if _GAIN.match(gain) else UNCALIBRATED
         for (unit, _), gain in zip(_read_units(header.units), gains, strict=True)

@@ -27,9 +27,9 @@ from ..federation import Federation
 from ..patches import extend
 from ..resizing import resize_volume
 from ..schema import Schema
-from ..stores import Keys, LazyStore, RecentArrays
+from ..stores import Keys, LazyStore, RecentArrays, digest_files
 from . import image_store
-from .dicom import CLOSE
+from .dicom import CLOSE, find_slices
 from .image_decoding import Unreadable
 from .read_options import ReadOptions
 from .volume_decoding import UNMEASURED, VolumeHeader, Window, decode_volume, digest_voxels, parse_spacing
@@ -95,6 +95,13 @@ class VolumeStore(LazyStore):
             made = torch.from_numpy(self._find(self._samples[row], size, place_of))
             x[place] = made if self._extents is None else extend(made, self.shape[2:])
         return x
+
+    @override
+    def digest(self, rows: NDArray[np.int64]) -> bytes:
+        sizes = None if self._extents is None else self._extents[rows].tolist()
+        files = (file for row in rows.tolist() for file in self._samples[row])
+        read = digest_files(find_slices(file) if file.is_dir() else [file] for file in files)
+        return repr((self._decode_one.keywords, sizes)).encode() + read
 
     @override
     def identify(self, row: int) -> bytes:
