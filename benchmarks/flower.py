@@ -2,7 +2,7 @@
 
 The real programs, in plain text on loopback: ``fedshift serve``, and ``fedshift join`` for each site, which reach the
 coordinator through a proxy that counts bytes; in a network namespace of its own where the system allows that. Works on
-the embedded digits, one step of FedAvg a round on 32 samples. Each second round ends with an evaluation; the first two
+the embedded digits, two steps of FedAvg a round on 32 samples. Each second round ends with an evaluation; the first two
 rounds are left out; medians of the others.
 
 Time is compared with the same experiment in one process (``fedshift run``, sequential engine, one thread), for one
@@ -28,6 +28,7 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ALONE = "FEDSHIFT_BENCHMARK_ALONE"
 FEDSHIFT = str(Path(sys.executable).with_name("fedshift"))
 SITES = ("pen", "photo", "print")
-CROWDS = {"tiny": (), "digits": (3, 30), "alexnet": (3, 12)}
+CROWDS = {"tiny": (), "digits": (3, 50), "alexnet": (3, 12)}
 ORDERS = {"forward": "in order", "backward": "the first last"}
 SAMPLES, MEGABYTE = 32, 1e6
 LOOK, PATIENCE = 0.02, 600.0
@@ -64,7 +65,7 @@ class Work:
         """As a TOML file."""
         lines = {
             "method": "fedavg", "model": self.model, "data": "digits", "image_size": self.size, "samples": SAMPLES,
-            "batch_size": SAMPLES, "epochs": 1, "lr": 0.01, "rounds": rounds, "evaluate_every": evaluate_every,
+            "batch_size": SAMPLES // 2, "epochs": 1, "lr": 0.01, "rounds": rounds, "evaluate_every": evaluate_every,
         } | ({"domains": ",".join(domains)} if domains else {})  # fmt: skip
         return "".join(f"{name} = {json.dumps(value)}\n" for name, value in lines.items())
 
@@ -97,6 +98,12 @@ class Seen:
 
     def _rounds(self, evaluated: bool) -> range:
         return range(2 + evaluated, len(self.ends), 2)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Proxy:
@@ -134,27 +141,12 @@ class Proxy:
             writer.close()
 
 
-def below(pid: int) -> Iterator[int]:
-    """A process and all that it started, as far as they are still there."""
-    yield pid
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield from below(int(child))
-
-
-def peaks(pid: int) -> dict[str, int]:
-    """The most memory that each of the coordinator's programs ever had, in bytes."""
+def memory_of(pid: int) -> dict[str, int]:
+    """The most memory that a process ever had (VmHWM) and what it has for itself now (Pss), in bytes."""
     found = {}
-    for each in below(pid):
-        try:
-            words, status = (Path(f"/proc/{each}/{name}").read_text() for name in ("cmdline", "status"))
-        except OSError:
-            continue
-        for what in ("serve\0", "flower-superlink", "serverapp"):
-            if what in words and "VmHWM:" in status:
-                found[what.strip("\0")] = 1024 * int(status.split("VmHWM:")[1].split()[0])
-                break
+    for name, file in (("VmHWM:", "status"), ("Pss:", "smaps_rollup")):
+        with suppress(OSError, IndexError):
+            found[name] = 1024 * int(Path(f"/proc/{pid}/{file}").read_text().split(name)[1].split()[0])
     return found
 
 
@@ -173,7 +165,7 @@ def watch(process: subprocess.Popen[bytes], folder: Path, rounds: int, proxy: Pr
                 seen.wire.append(tuple(proxy.bytes) if proxy else (0, 0))
         if ended and len(seen.ends) < rounds:
             raise SystemExit(f"a run ended after {len(seen.ends)} of {rounds} rounds:\n{log.read_text()}")
-        seen.peaks |= peaks(process.pid) if proxy else {}
+        seen.peaks |= memory_of(process.pid) if proxy else {}
         time.sleep(LOOK if proxy else LOOK / 10)
     return seen
 
@@ -206,8 +198,6 @@ def alone(work: Work, rounds: int) -> Seen:
 
 def across(work: Work, sites: int, rounds: int, *, poll: float | None = None, order: str | None = None) -> Seen:
     """The same behind Flower, with real sites, or (``order``) a crowd that sends uploads forward or backward."""
-    from fedshift.flower.transport.programs import free_port
-
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         folder, settings, port = Path(place, "run"), Path(place, "settings.toml"), free_port()
         settings.write_text(work.settings(rounds, rounds if order else 2, () if order else SITES[:sites]))
@@ -255,14 +245,14 @@ def timed(names: Sequence[str], rounds: int) -> None:
 
 
 def remembered(names: Sequence[str]) -> None:
-    """Peak memory of the coordinator's programs, as a table."""
-    print("| | sites | uploads come | `serve` | its app | SuperLink |")
-    print("|---|---|---|---:|---:|---:|", flush=True)
+    """Memory of the coordinator, as a table."""
+    print("| | sites | uploads come | most resident memory | Pss after the last round |")
+    print("|---|---|---|---:|---:|", flush=True)
     for name in names:
         crowds = [(sites, *order) for sites in CROWDS[name] for order in ORDERS.items()]
         for sites, order, how in ((3, None, "as they are ready"), *crowds):
             seen = across(WORKS[name], sites, 2 if order else 4, poll=0.1, order=order)
-            sizes = [f"{seen.peaks[what] / MEGABYTE:.0f} MB" for what in ("serve", "serverapp", "flower-superlink")]
+            sizes = [f"{seen.peaks[what] / MEGABYTE:.0f} MB" for what in ("VmHWM:", "Pss:")]
             cells = (WORKS[name].title, f"crowd of {sites}" if order else f"{sites}", how, *sizes)
             print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -13,7 +13,7 @@ from fedshift.data.agreement import KINDS
 from fedshift.data.assembly import federation
 from fedshift.data.sources import load_federation, load_source
 from fedshift.experiments.factory import make_experiment
-from fedshift.flower.server.registry import ClientRegistry, SiteDescription, merge_columns
+from fedshift.flower.coordinator.descriptions import ClientRegistry, SiteDescription, merge_columns
 from fedshift.new_clients.site_data import load_site
 from fedshift.utils.errors import FedshiftError, UsageError
 
@@ -116,10 +116,10 @@ def test_sites_of_two_scales_are_named(ours, theirs):
     with pytest.raises(FedshiftError, match=f"'north', train data: {ours}, but 'south', test data: {theirs}"):
         ClientRegistry(clients=(one, other)).to_federation(None)
     assert ClientRegistry(clients=(one, site("south", values={"train": ours}))).to_federation(None).classes == 2
-    with pytest.raises(FedshiftError, match="site 'north' reports an unknown kind of values"):
+    with pytest.raises(FedshiftError, match=r"site 'north' .*'values': each of 8-bit pixels"):
         site("north", values={"train": "everything"})
     pixels = site("north", dtype="uint8", values={"train": KINDS[0]})
-    with pytest.raises(FedshiftError, match="pixels of 'north' are scaled by half, pixels of 'south' by unit"):
+    with pytest.raises(FedshiftError, match="'north' has pixels scaled by half, but 'south' has pixels scaled by unit"):
         ClientRegistry(clients=(pixels, replace(pixels, name="south", scale="unit"))).to_federation(None)
 
 

@@ -2,20 +2,15 @@
 
 from collections import Counter
 from itertools import count
+from types import SimpleNamespace
 
-import fedshift.flower  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
-
-import warnings
+from tests.flower.sites import as_sent  # isort: skip  (before anything of flwr: it keeps Flower quiet)
 
 import pytest
-
-with warnings.catch_warnings():  # what Flower imports (typer, click) is no matter of ours
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from flwr.app import Context, Error, Message, RecordDict
-    from flwr.common.serde import message_from_proto, message_to_proto
-    from flwr.proto.message_pb2 import Message as ProtoMessage
-    from flwr.serverapp import Grid
-    from flwr.supercore.task_identity import TaskIdentity
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.serde import message_to_proto
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
 
 
 class LocalGrid(Grid):
@@ -30,10 +25,9 @@ class LocalGrid(Grid):
 
     def _sent(self, message):
         """``message`` as it arrives on the other side."""
-        wire = message_to_proto(message).SerializeToString()
-        self.wire.append(wire)
-        self.seen.append(_read(wire))  # one of its own, since mods change the message that arrives
-        return _read(wire)
+        self.wire.append(message_to_proto(message).SerializeToString())
+        self.seen.append(as_sent(message))  # one of its own, since mods change the message that arrives
+        return as_sent(message)
 
     def send_and_receive(self, messages, *, timeout=None):
         replies = []
@@ -69,21 +63,39 @@ class LocalGrid(Grid):
     create_message = push_messages = pull_messages = set_run
 
 
-def _read(wire):
-    return message_from_proto(ProtoMessage.FromString(wire))
+def _be_a_server(patch):
+    """Make this process what Flower's server process is."""
+    for number in ("_run_id", "_node_id", "_task_id"):
+        patch.setattr(TaskIdentity, number, 1)
 
 
 @pytest.fixture
 def local_grid(monkeypatch):
     """The class :class:`LocalGrid`, in a process that is what Flower's server process is."""
-    for number in ("_run_id", "_node_id", "_task_id"):
-        monkeypatch.setattr(TaskIdentity, number, 1)
+    _be_a_server(monkeypatch)
     return LocalGrid
 
 
-@pytest.fixture
-def machine(monkeypatch):
+@pytest.fixture(scope="module")
+def machine():
     """A process that is what Flower's server process is, and looks for answers without waiting."""
-    for number in ("_run_id", "_node_id", "_task_id"):
-        monkeypatch.setattr(TaskIdentity, number, 1)
-    monkeypatch.setattr("fedshift.flower.server.nodes.POLL", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        _be_a_server(patch)
+        patch.setattr("fedshift.flower.coordinator.nodes.POLL_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture
+def clock(machine, monkeypatch):
+    """The coordinator's time, which goes on only where it sleeps; ``then``: what happens in its first sleeps."""
+    now = SimpleNamespace(seconds=0.0, then=[])
+
+    def sleep(seconds):
+        now.seconds += seconds
+        if now.then and seconds:
+            now.then.pop(0)()
+
+    time = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
+    monkeypatch.setattr("fedshift.flower.coordinator.nodes.time", time)
+    monkeypatch.setattr("fedshift.flower.coordinator.nodes.POLL_SECONDS", 0.25)
+    return now

@@ -12,9 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedshift.flower.transport.programs import free_port
 from tests.conftest import images, write_npz
-from tests.flower.processes import machines
+from tests.flower.processes import free_port, machines
 from tests.flower.sites import same_as_in_process, spec_for
 
 PROXY = """
@@ -79,7 +78,7 @@ def run(folder, *, megabytes, rate):
     with machines(folder, spec) as two:
         coordinator = two.serve("--min-clients", 2, seconds=3600)
         port, said = free_port(), folder / "seen.json"
-        two.go_on("proxy", PROXY, port, two._port, rate, said).says("ready")
+        two.go_on("proxy", PROXY, port, two.port, rate, said).says("ready")
         two._links["pen"] = port
         began = time.monotonic()
         sites = [two.join("pen"), two.join("photo")]

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+NETWORK = "tests.flower.gated:network"
 GATE = "FEDSHIFT_TEST_GATE"
 """Names a file of a process. While it is there, training stops at the batch whose number, counted from 1, it holds."""
 trained = 0

@@ -2,32 +2,29 @@
 
     python -m tests.flower.kills --faults 40 --log kills.jsonl
 
-A run has twelve rounds and ten faults, one in each tenth of its rounds, of four kinds: a process is killed; a machine,
-or one of its processes, is stopped and goes on after a while (SIGSTOP, SIGCONT), before the coordinator misses it or
-after; a site's link is cut, or lets nothing pass, for a while. All sites are behind a :mod:`.link`, each with another
+A run has twelve rounds and ten faults, one in each tenth of its rounds, of four kinds: a process is killed; it is
+stopped and goes on after a while (SIGSTOP, SIGCONT), before it is missed or after; a site's link is cut, or lets
+nothing pass, for a while. All sites are behind a :mod:`.link`, each with another
 delay. Whatever has ended is started again as docs/deployment.md says, and only that: ``serve --resume`` where
 ``fedshift serve`` has ended, the same ``fedshift join`` where that has. At the end the checkpoint, the sites' states
 and the records are compared with those of one process, with its engines sequential and pool, bit for bit; a site that
 is away just when an evaluation begins has no records of it, which are counted (``rows_missing``). What is done when
-follows from the seed; which processes there are at that moment does not. Each run adds a line to the log, and a log
-that exists is continued.
+follows from the seed. Each run adds a line to the log, and a log that exists is continued.
 """
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 from fedshift.results.summary import read_summary
 from tests.conftest import images, write_npz
-from tests.flower.processes import began, command_of, descendants, gone, kill, machines
+from tests.flower.processes import machines
 from tests.flower.sites import list_rows, same_as_in_process, spec_for
 
 NAMES = ("pen", "photo", "print")
@@ -44,7 +41,7 @@ LONGEST = 900.0
 """Seconds without another round after which a run counts as hanging."""
 PARTING = 30.0
 """Seconds that the coordinator goes on after a site has heard of the end, at most."""
-SPREAD = 6.0
+SPREAD = 3.0
 """Most seconds from the end of a round to the fault, longer than a round takes."""
 
 
@@ -74,15 +71,6 @@ class Run:
         self.sites = {name: three.join(name) for name in NAMES}
         self._done, self._since, self._ended = 0, time.monotonic(), dict[int, float]()
 
-    @property
-    def running(self):
-        """Each process that can be killed, by its place: the one of a place that was started here, and its own."""
-        return {
-            place: [process.pid, *descendants(process.pid)]
-            for place, process in {"coordinator": self.coordinator, **self.sites}.items()
-            if process.code is None
-        }
-
     def step(self):
         """Start again what has ended, wait a moment, and return whether the experiment goes on."""
         if self.coordinator.code == 0:
@@ -90,7 +78,7 @@ class Run:
         if self.coordinator.code is not None:
             self.restarts["coordinator"] += 1
             begun = (self.three.served / "config.toml").exists()
-            self.coordinator = self.three.serve("--min-clients", 3, resume=begun, ready=False)
+            self.coordinator = self.three.serve("--min-clients", 3, resume=begun)
         for name, site in self.sites.items():
             ended = self._ended.setdefault(site.pid, time.monotonic()) if site.code is not None else 0.0
             if site.code or (ended and time.monotonic() - ended > PARTING):  # told of an end that was then lost
@@ -105,44 +93,31 @@ class Run:
         return True
 
     def choose(self, random):
-        """Return a random process: its number, the process that was started at its place, and in words."""
-        running = self.running
-        place = random.choice(sorted(running))
-        number = random.choice(running[place])
-        own = {"coordinator": self.coordinator, **self.sites}[place]
-        what = name_of(command_of(number), number == own.pid)
-        return number, own, f"{'coordinator' if place == 'coordinator' else 'site'}: {what}"
+        """Return a random process that runs, and whose it is in words."""
+        running = {name: each for name, each in self.everybody.items() if each.code is None}
+        name = random.choice(sorted(running))
+        return running[name], "coordinator" if name == "coordinator" else "site"
+
+    @property
+    def everybody(self):
+        """The process of each place."""
+        return {"coordinator": self.coordinator, **self.sites}
 
     def kill(self, random):
         """Kill a random process, and return what it was."""
-        number, own, what = self.choose(random)
-        started = descendants(own.pid)
-        try:
-            kill(number)
-        except ProcessLookupError:
-            return f"kill of a {what} that had just ended"
-        if number == own.pid:
-            own.ends()
-            gone(started)
+        process, what = self.choose(random)
+        process.kill()
         return f"kill of a {what}"
 
     def freeze(self, random):
-        """Stop a random process, or all of its machine, for a while, and return what it was."""
-        number, own, what = self.choose(random)
-        whole = random.random() < 0.5
-        chosen = [own.pid, *descendants(own.pid)] if whole else [number]
-        times = {each: began(each) for each in chosen}
-        seconds = random.uniform(0, PAUSE)
-        for each in chosen:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGSTOP)
+        """Stop a random process for a while, and return what it was."""
+        process, what = self.choose(random)
+        process.signal(signal.SIGSTOP)
         try:
-            self.go_on(seconds)
+            self.go_on(random.uniform(0, PAUSE))
         finally:
-            for each in chosen:
-                if times[each] and began(each) == times[each]:
-                    os.kill(each, signal.SIGCONT)
-        return f"freeze of a {what.partition(':')[0] if whole else what}"
+            process.signal(signal.SIGCONT)
+        return f"freeze of a {what}"
 
     def cut(self, random, state="cut"):
         """Cut a random site's link for a while, and return what was done."""
@@ -161,14 +136,6 @@ class Run:
         until = time.monotonic() + seconds
         while time.monotonic() < until and self.step():
             pass
-
-
-def name_of(command, is_first):
-    """Return in words which program has ``command``."""
-    if is_first:
-        return "fedshift"
-    known = ("flower-superlink", "flower-supernode", "flower-superexec", "flwr ", "gunicorn", "uvicorn")
-    return next((name.strip() for name in known if name in command), "another")
 
 
 def list_counts(counts):

@@ -7,17 +7,20 @@ written down in either.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
 from fedshift.config.settings_file import to_toml
 from fedshift.flower import QUIET
-from fedshift.flower.transport.pki import make_authority
-from fedshift.flower.transport.programs import free_port
+from fedshift.flower.keys import make_certificate
 from fedshift.utils.files import write_atomically
 from tests.flower.gated import GATE
 
@@ -109,19 +112,19 @@ class Process:
         return self.code
 
     def kill(self):
-        """Kill it alone, and return once nothing that it started is left."""
-        started = descendants(self.pid)
-        kill(self.pid)
+        """Kill it, and return once it is gone."""
+        self.signal(signal.SIGKILL)
         self.ends()
-        gone(started)
 
-    def interrupt(self):
-        """What Ctrl-C sends."""
-        os.kill(self.pid, signal.SIGINT)
+    def signal(self, number):
+        """Send a signal, unless it has ended."""
+        if self.code is None:
+            os.kill(self.pid, number)
 
-    def child(self, name, *, first=False):
-        """The last (or first) of those that it, its children and theirs started, whose command names ``name``."""
-        return [process for process in descendants(self.pid) if name in command_of(process)][0 if first else -1]
+    @property
+    def children(self):
+        """The processes that it started, which are none."""
+        return Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
 
 
 class Machines:
@@ -134,7 +137,7 @@ class Machines:
 
     def __init__(self, folder, spec, before, *, tls=True):
         self.folder, self.spec, self.tls = folder, spec, tls
-        self._before, self._port = before, free_port()
+        self._before, self.port = before, free_port()
         self.isolated, self.host = bool(before), "localhost"
         self._links, self._clocks = {}, {}
         self.served = folder / "served"
@@ -145,40 +148,33 @@ class Machines:
         (folder / "config.toml").write_text(to_toml(asdict(spec)))
         (folder / "site.toml").write_text("[limits]\nleast_samples = 1\nleast_steps = 1\n")
         if tls:
-            make_authority(folder / "tls", [], self.names)
+            make_keys(folder, self.names)
 
-    def serve(self, *arguments, resume=False, ready=True, seconds=120):
-        """Start the coordinator, and return once it knows the keys of all: sites that come earlier come twice.
-
-        Not ``ready``: return at once. ``seconds``: how long a round may take.
-        """
+    def serve(self, *arguments, resume=False, seconds=120):
+        """Start the coordinator; ``seconds``: how long a round may take."""
         what = ("--resume", self.served) if resume else (self.folder / "config.toml", "--out", self.served)
         secured = ("--tls", self.folder / "tls") if self.tls else ("--insecure",)
-        before = self._submitted
-        process = self.start(
-            "serve", "serve", *what, *secured, "--port", self._port, "--round-timeout", seconds, "--code",
+        return self.start(
+            "serve", "serve", *what, *secured, "--port", self.port, "--round-timeout", seconds, "--code",
             "tests.flower.gated:network", *arguments,
         )  # fmt: skip
-        if ready:
-            until(lambda: self._submitted > before or process.code is not None, "the start of", process)
-        return process
-
-    @property
-    def _submitted(self):
-        """How many runs Flower has begun."""
-        log = self.served / "machines" / "flwr.log"
-        return log.read_text().count("Successfully started run") if log.exists() else 0
 
     def join(self, name, *arguments, policy="site.toml"):
-        keys, data = self.folder / "tls", self.spec.data
+        data = self.spec.data
         data = Path(data) / f"{name}.npz" if Path(data).is_dir() else data
-        secured = ("--tls", keys, "--key", keys / "nodes" / f"{name}.key") if self.tls else ("--insecure",)
-        port = self._links.get(name, self._port)
+        secured = self.secured(name) if self.tls else ("--insecure",)
         return self.start(
-            name, "join", f"{self.host}:{port}", "--data", data, "--name", name, *secured, "--state",
-            self.folder / name, "--poll", 0.1, "--threads", 1, "--code", "tests.flower.gated:network",
+            name, "join", self.address(name), "--data", data, "--name", name, *secured, "--state", self.folder / name,
+            "--poll", 0.1, "--threads", 1, "--code", "tests.flower.gated:network",
             *(["--policy", self.folder / policy] if policy else []), *arguments,
         )  # fmt: skip
+
+    def secured(self, name):
+        """The words that name a site's files."""
+        return "--tls", self.folder / "tls", "--key", self.folder / "keys" / f"{name}.key"
+
+    def address(self, name):
+        return f"{self.host}:{self._links.get(name, self.port)}"
 
     def set_clock(self, name, ahead):
         """Let the clock of what is started later as ``name`` be so many seconds ahead, in all of its processes."""
@@ -194,7 +190,7 @@ class Machines:
         write_atomically(file, json.dumps({"delay": delay, "state": state}).encode())
         if name not in self._links:
             self._links[name] = free_port()
-            words = ["-m", "tests.flower.link", file, self._links[name], self._port]
+            words = ["-m", "tests.flower.link", file, self._links[name], self.port]
             self.execute(f"{name}.link", *words).says("listening")
 
     def start(self, called, *arguments):
@@ -302,43 +298,27 @@ def until(condition, what, process):
         time.sleep(0.05)
 
 
-def gone(processes):
-    """Return once none of ``processes`` runs."""
-    end = time.monotonic() + PATIENCE
-    while left := [(process, command_of(process)) for process in processes if began(process) == processes[process]]:
-        assert time.monotonic() < end, f"still there: {left}"
-        time.sleep(0.05)
+def free_port():
+    """A port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
-def kill(process):
-    """Kill the process of this number, and no other."""
-    os.kill(process, signal.SIGKILL)
+def make_keys(folder, names, hosts=("localhost",)):
+    """Make the coordinator's directory ``folder/tls``, and each site's key in ``folder/keys``, as ssh-keygen does."""
+    make_certificate(folder / "tls", hosts)
+    (folder / "keys").mkdir(exist_ok=True)
+    for name in names:
+        make_key(folder, name)
 
 
-def descendants(process):
-    """The processes that ``process`` started, and these in turn, each with its time of start."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found, ring = [], [process]
-    while ring:
-        ring = [child for child, parent in parents.items() if parent in ring]
-        found += ring
-    return {child: start for child in found if (start := began(child))}
-
-
-def began(process):
-    """When ``process`` started, which tells it from a later one of this number; None where there is none."""
-    try:
-        state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state == "Z" else rest[18]
-
-
-def command_of(process):
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
+def make_key(folder, name):
+    """Make a key for ``name``, or replace it."""
+    key, form = ec.generate_private_key(ec.SECP384R1()), serialization.PrivateFormat.OpenSSH
+    file = folder / "keys" / f"{name}.key"
+    file.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    file.chmod(0o600)
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    write_atomically(folder / "tls" / "nodes" / f"{name}.pub", public)
+    return key

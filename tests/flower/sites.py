@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import fedshift.flower  # noqa: F401  isort: skip  (before anything of flwr: it keeps Flower quiet)
 
@@ -21,16 +23,19 @@ from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.client_store import to_tensors
 from fedshift.experiments.experiment import Experiment
 from fedshift.experiments.factory import make_experiment
-from fedshift.flower.server.coordinator import Coordinator
+from fedshift.flower.coordinator.coordinator import Coordinator
+from fedshift.flower.coordinator.remote_engine import RoundOptions
+from fedshift.flower.messages import Exchange
 from fedshift.flower.site.policy import Limits, SitePolicy
 from fedshift.flower.site.site import Site
-from fedshift.flower.transport.exchange import Exchange
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import trial_folder
+from tests.flower.gated import NETWORK
 
-RUN = 7
 SMALLEST = SitePolicy(limits=Limits(least_samples=1, least_steps=1))
 """Policy of sites that hold so few samples that an upload of all of them is refused by default."""
+ALL, OTHERS, PHOTO = ("pen", "photo", "print"), ("pen", "print"), 2
+"""The sites, those that do nothing wrong, and the node of the one that does."""
 SMALL = {"domains": "pen,photo,print", "samples": 24, "image_size": 8, "rounds": 2, "lr": 0.05}
 
 
@@ -43,10 +48,8 @@ class SiteGrid(Grid):
     """``sites``: the site of each node. ``away``: nodes that are not connected. ``asked``: what arrived at each node.
 
     ``tamper(node, question, answer)`` gives what arrives in place of an answer: another, any content of a message, an
-    exception of Flower's grid that reads it; None: nothing. ``run``: number of Flower's run.
+    exception of Flower's grid that reads it; None: nothing.
     """
-
-    run = RUN
 
     def __init__(self, sites):
         self.sites, self.away, self.asked = dict(sites), set(), []
@@ -55,6 +58,10 @@ class SiteGrid(Grid):
 
     def get_node_ids(self):
         return [node for node in self.sites if node not in self.away]
+
+    def get_nodes(self):
+        nodes = ((node, f"key {node}".encode()) for node in self.get_node_ids())
+        return [SimpleNamespace(node_id=node, last_activated_at="", public_key=key) for node, key in nodes]
 
     def push_messages(self, messages):
         numbers = []
@@ -68,7 +75,7 @@ class SiteGrid(Grid):
             arrived = as_sent(message)
             question = Exchange.of(arrived.content)
             self.asked.append((node, question))
-            answer = self.tamper(node, question, self.sites[node].answer(replace(question, run=self.run)))
+            answer = self.tamper(node, question, self.sites[node].answer(question))
             if isinstance(answer, Exchange | RecordDict):
                 content = answer.content() if isinstance(answer, Exchange) else answer
                 self._replies[number] = as_sent(Message(content, reply_to=arrived))
@@ -90,6 +97,7 @@ class SiteGrid(Grid):
     def set_run(self, run):
         raise NotImplementedError
 
+    run = property()
     create_message = send_and_receive = set_run
 
 
@@ -98,17 +106,33 @@ class Heard(Callback):
 
     def __init__(self):
         self.stop, self.changed, self.notices, self.rounds = threading.Event(), threading.Event(), [], []
-        self.alerts = []
         self.after = lambda done: None
+
+    @property
+    def took_part(self):
+        """The sites of each round."""
+        return [done.participants for done in self.rounds]
+
+    @property
+    def complaints(self):
+        """Notices about sites that were left out."""
+        return [text for text in self.notices if re.search("left out|not measured", text)]
+
+    def stop_after(self, round):
+        """Stop the coordinator after ``round``, as Ctrl-C does."""
+        self.after = lambda done: (self.stop.set(), self.changed.set()) if done.round == round else None
+        return self
+
+    def told(self, node):
+        """The texts that the coordinator told a site, without its greeting."""
+        texts = [asked.facts["say"] for at, asked in self.grid.asked if (at, asked.kind) == (node, "tell")]
+        return [text for text in texts if "is connected" not in text]
 
     def tell(self, what, *values):
         pass
 
     def on_notice(self, text):
         self.notices.append(text)
-
-    def alert(self, event, text):
-        self.alerts.append((event, text))
 
     def on_round_end(self, done):
         self.rounds.append(done)
@@ -119,17 +143,45 @@ def spec_for(method="fedbn", **changes):
     return RunSpec(**SMALL | {"method": method} | changes)
 
 
+def allow(**limits):
+    """A policy with ``limits``, and uploads of any size."""
+    return SitePolicy(limits=Limits(**{"least_samples": 1, "least_steps": 1} | limits))
+
+
+def make_site(data, name, folder, **named):
+    """A site of few samples that allows :data:`NETWORK`."""
+    return Site(str(data), name, folder / name, **{"policy": SMALLEST, "code": frozenset({NETWORK})} | named)
+
+
 def sites_of(spec, folder, **named):
     """A site for each client of the embedded digits that ``spec`` names, by its node's number."""
-    return {
-        number: Site("digits", name, folder / name, **{"policy": SMALLEST} | named)
-        for number, name in enumerate(spec.domains.split(","), 1)
-    }
+    names = enumerate(spec.domains.split(","), 1)
+    return {number: make_site("digits", name, folder, **named) for number, name in names}
 
 
-def coordinator(spec, grid, directory, heard, **order):
-    given = {"directory": str(directory), "clients": len(grid.sites), "seconds": 5.0, "wait": 5.0, "keys": None}
-    return Coordinator(grid, spec, given | order, heard, RUN)
+def sites_at(place, folder, **named):
+    """A site for each file in ``place``."""
+    files = enumerate(sorted(place.iterdir()), 1)
+    return {number: make_site(file, file.stem, folder, **named) for number, file in files}
+
+
+def coordinator(spec, grid, directory, heard, *, keys=None, **options):
+    given = {"clients": len(grid.sites), "seconds": 5.0, "wait": 5.0}
+    return Coordinator(grid, spec, directory, RoundOptions(**given | options), heard, keys)
+
+
+def serve(spec, folder, sites=None, *, heard=None, tamper=None, after=None, ends=True, **options):
+    """Run ``spec`` in ``folder / "served"``; return what its coordinator told, with the ``grid`` of its sites.
+
+    ``sites``: those of other data, or a grid. ``after``: called after each round. ``ends``: whether it is done then, or
+    stopped.
+    """
+    grid = sites if isinstance(sites, SiteGrid) else SiteGrid(sites or sites_of(spec, folder))
+    heard = heard or Heard()
+    heard.grid, heard.after = grid, after or heard.after
+    grid.tamper = tamper or grid.tamper
+    assert coordinator(spec, grid, folder / "served", heard, **options).run() is ends
+    return heard
 
 
 def in_process(spec, directory, engine="sequential") -> Experiment:
@@ -139,11 +191,12 @@ def in_process(spec, directory, engine="sequential") -> Experiment:
     return experiment
 
 
-def same_as_in_process(spec, directory, folder, reference, engine="sequential"):
+def same_as_in_process(spec, directory, folder=None, reference=None, engine="sequential"):
     """Assert that the run in ``directory``, with sites in ``folder``, left what one ``engine`` does, bit for bit.
 
-    Returns that process's trials.
+    Returns that process's trials; ``reference``: its folder. Either is beside ``directory`` by default.
     """
+    folder, reference = folder or directory.parent, reference or directory.parent / "reference"
     experiment = in_process(spec, reference, engine)
     return [
         same_trial(experiment.make_trial(name, seed), trial_folder(directory, name, seed), folder, reference)

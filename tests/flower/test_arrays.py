@@ -14,15 +14,8 @@ from torch import nn
 from fedshift import SGD, fedbn, scaffold
 from fedshift.core.kernel import client_final, init_client, init_server, load_state
 from fedshift.core.preparation import prepare
-from fedshift.flower.transport.arrays import (
-    NUMPY,
-    RAW,
-    RefusedMessage,
-    check_state,
-    check_update,
-    from_record,
-    to_record,
-)
+from fedshift.flower import messages
+from fedshift.flower.messages import RefusedMessage, check_state, check_update, digest_records, from_record, to_record
 from fedshift.utils.state import join_states
 
 TYPES = (
@@ -51,7 +44,7 @@ def test_every_type_and_shape_comes_back_bit_for_bit(dtype, shape):
         assert bits(read) == bits(tensor)
 
 
-def test_layout_does_not_matter_and_memory_is_owned():
+def test_layout_does_not_matter_memory_is_owned_and_other_flower_code_is_read():
     x = torch.randn(2, 3, 4, 5)
     for laid in (x.contiguous(memory_format=torch.channels_last), x.transpose(0, 3).contiguous().transpose(0, 3)):
         record = to_record({"x": laid})
@@ -59,15 +52,16 @@ def test_layout_does_not_matter_and_memory_is_owned():
     back = from_record(record)["x"]
     back.zero_()
     assert torch.equal(from_record(record)["x"], x)
-
-
-def test_what_other_flower_code_sends_is_read_in_either_order_of_memory():
-    weight = torch.randn(4, 3)
-    for tensor in (weight, weight.t()):
+    for tensor in (x[0, 0], x[0, 0].t()):  # in either order of memory
         assert torch.equal(from_record(ArrayRecord({"w": Array(tensor.numpy())}))["w"], tensor)
 
 
+NUMPY, RAW = messages.NUMPY, messages.RAW
 GOOD = to_record({"w": torch.ones(2, 3)})["w"]
+
+
+PICKLED = BytesIO()
+np.save(PICKLED, np.array([print], dtype=object), allow_pickle=True)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +72,7 @@ GOOD = to_record({"w": torch.ones(2, 3)})["w"]
         (Array("float32", (2, 3), NUMPY, GOOD.data[:-1]), "takes 24 bytes, but has 23"),
         (Array("float32", (2, 3), NUMPY, GOOD.data + b"x"), "takes 24 bytes, but has 25"),
         (Array("float32", (2, 3), NUMPY, b"PK\x03\x04"), "not in NumPy's format"),
+        (Array("float32", (1,), NUMPY, PICKLED.getvalue()), "declared as float32"),
         (Array("float32", (2, 3), "pickle", GOOD.data), "'float32' in 'pickle', which is not read"),
         (Array("object", (2, 3), NUMPY, GOOD.data), "'object' in 'numpy.ndarray', which is not read"),
         (Array("bfloat16", (3,), RAW, bytes(7)), "takes 6 bytes, but has 7"),
@@ -87,77 +82,26 @@ GOOD = to_record({"w": torch.ones(2, 3)})["w"]
         (Array("bool", (3,), NUMPY, to_record({"b": torch.ones(3).bool()})["b"].data[:-1] + b"\x02"), "neither 0 nor"),
     ],
 )
-def test_arrays_that_lie_about_themselves_are_refused(array, why):
+def test_arrays_that_lie_about_themselves_and_types_that_cannot_travel_are_refused(array, why):
     with pytest.raises(RefusedMessage, match=why):
         from_record(ArrayRecord({"w": array}))
-
-
-def test_pickled_objects_are_not_loaded():
-    data = np.array([print], dtype=object)
-    with pytest.raises(ValueError, match="pickle"):
-        Array(data)
-    file = BytesIO()
-    np.save(file, data, allow_pickle=True)
-    with pytest.raises(RefusedMessage, match="declared as float32"):
-        from_record(ArrayRecord({"w": Array("float32", (1,), NUMPY, file.getvalue())}))
-
-
-def test_types_that_cannot_travel_are_refused():
     with pytest.raises(RefusedMessage, match="complex64"):
         to_record({"w": torch.ones(2, dtype=torch.complex64)})
 
 
-@pytest.mark.parametrize(
-    ("found", "why"),
-    [
+def test_states_that_do_not_fit_are_refused_by_entry():
+    like = {"w": torch.ones(2)}
+    check_state({"w": torch.zeros(2)}, like, "the upload")
+    for found, why in (
         ({}, "the upload lacks entry 'w'"),
-        ({"w": torch.ones(2), "v": torch.ones(1)}, "has an entry 'v', which does not belong"),
+        (like | {"v": torch.ones(1)}, "has an entry 'v', which does not belong"),
         ({"w": torch.ones(3)}, r"has shape \(3,\) in place of \(2,\)"),
         ({"w": torch.ones(2).double()}, "has type torch.float64 in place of torch.float32"),
         ({"w": torch.tensor([1.0, torch.nan])}, "holds NaN or infinity"),
         ({"w": torch.tensor([1.0, -torch.inf])}, "holds NaN or infinity"),
-    ],
-)
-def test_states_that_do_not_fit_are_refused_by_entry(found, why):
-    check_state({"w": torch.zeros(2)}, {"w": torch.ones(2)}, "the upload")
-    with pytest.raises(RefusedMessage, match=why):
-        check_state(found, {"w": torch.ones(2)}, "the upload")
-
-
-@pytest.fixture(scope="module")
-def plan():
-    return prepare(fedbn(scaffold()), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), optimizer=SGD(lr=0.1))
-
-
-def test_an_upload_of_the_kernel_passes_in_the_servers_order(plan):
-    server = init_server(plan)
-    update = client_final(plan, load_state(plan, init_client(plan), server))[1]
-    backwards = dict(reversed(update.shared.items()))
-    memory = join_states(plan.rule_names, update.memory)
-    taken = check_update(plan, server, backwards, memory, 12, 3, memory, most=12)
-    assert list(taken.shared) == list(server.shared) == ["0.weight", "0.bias"]
-    assert (taken.weight, taken.steps, taken.memory) == (12.0, 3, update.memory)
-
-
-@pytest.mark.parametrize("weight", [0, -1, 0.5, 13, 1e30, 10**400, float("nan"), float("inf")])
-def test_weights_that_are_no_number_of_samples_are_refused(plan, weight):
-    server = init_server(plan)
-    with pytest.raises(RefusedMessage, match="number of samples, whole and from 1 to 12"):
-        check_update(plan, server, server.shared, {}, weight, 1, most=12)
-
-
-def test_steps_memory_and_personal_entries_are_checked(plan):
-    server = init_server(plan)
-    memory = join_states(plan.rule_names, client_final(plan, load_state(plan, init_client(plan), server))[1].memory)
-    name = min(memory)
-    with pytest.raises(RefusedMessage, match="5 local steps on 4 samples"):
-        check_update(plan, server, server.shared, memory, 4, 5, memory)
-    with pytest.raises(RefusedMessage, match=f"rule memory lacks entry '{name}'"):
-        check_update(plan, server, server.shared, {n: x for n, x in memory.items() if n != name}, 4, 1, memory)
-    with pytest.raises(RefusedMessage, match=f"'{name}' of the upload's rule memory holds NaN"):
-        check_update(plan, server, server.shared, memory | {name: memory[name] * torch.nan}, 4, 1)
-    with pytest.raises(RefusedMessage, match=r"entry '1\.weight', which does not belong there"):
-        check_update(plan, server, server.shared | {"1.weight": torch.ones(3)}, memory, 4, 1)
+    ):
+        with pytest.raises(RefusedMessage, match=why):
+            check_state(found, like, "the upload")
 
 
 def test_axes_that_are_free_may_have_any_length_but_none_and_no_others():
@@ -171,3 +115,43 @@ def test_axes_that_are_free_may_have_any_length_but_none_and_no_others():
         check_state({"w": torch.ones(2, length, 3)}, {"w": torch.ones(2, 0, 3)}, "the memory", free)
     with pytest.raises(RefusedMessage, match=re.escape("in place of (2, 1, 3)")):
         check_state({"w": torch.ones(2, 5, 3)}, like, "the memory")
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return prepare(fedbn(scaffold()), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), optimizer=SGD(lr=0.1))
+
+
+def test_an_upload_of_the_kernel_passes_in_the_servers_order_and_others_are_refused(plan):
+    update = client_final(plan, load_state(plan, init_client(plan), init_server(plan)))[1]
+    server, memory = init_server(plan), join_states(plan.rule_names, update.memory)
+    taken = check_update(plan, server, dict(reversed(update.shared.items())), memory, 12, 3, memory, most=12)
+    assert list(taken.shared) == list(server.shared) == ["0.weight", "0.bias"]
+    assert (taken.weight, taken.steps, taken.memory) == (12.0, 3, update.memory)
+    name = min(memory)
+    lacking, broken = memory.keys() - {name}, memory | {name: memory[name] * torch.nan}
+    for shared, sent, steps, like, why in (
+        (server.shared, memory, 5, memory, "5 local steps on 4 samples"),
+        (server.shared, {key: memory[key] for key in lacking}, 1, memory, f"rule memory lacks entry '{name}'"),
+        (server.shared, broken, 1, None, f"'{name}' of the upload's rule memory holds NaN"),
+        (server.shared | {"1.weight": torch.ones(3)}, memory, 1, None, r"'1\.weight', which does not belong there"),
+    ):
+        with pytest.raises(RefusedMessage, match=why):
+            check_update(plan, server, shared, sent, 4, steps, like)
+    for weight in (0, -1, 0.5, 13, 1e30, 10**400, float("nan"), float("inf")):
+        with pytest.raises(RefusedMessage, match="number of samples, whole and from 1 to 12"):
+            check_update(plan, server, server.shared, {}, weight, 1, most=12)
+
+
+def test_a_digest_covers_names_types_shapes_and_bytes_of_all_records():
+    x = torch.arange(6.0)
+    records = [
+        {"a": {"x": x}}, {"b": {"x": x}}, {"a": {"y": x}}, {"a": {"x": x.reshape(2, 3)}}, {"a": {"x": -x}},
+        {"a": {"x": x.view(torch.int32)}}, {"a": {"x": x}, "b": {}}, {"a": {"x": x, "y": x}},
+        {"a": {"x": x}, "b": {"y": x}},
+    ]  # fmt: skip
+    digests = [digest_records({key: to_record(state) for key, state in each.items()}) for each in records]
+    assert len(set(digests)) == len(records)
+    assert digests[0] == digest_records({"a": to_record({"x": x.clone()})})
+    both = {"x": x, "w": x + 1}  # a checkpoint of the coordinator has another order
+    assert digest_records({"a": to_record(both)}) == digest_records({"a": to_record(dict(reversed(both.items())))})

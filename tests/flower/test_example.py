@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 
-from fedshift.flower import QUIET
-from fedshift.flower.transport.arrays import from_record
-from fedshift.results.checkpoint import load_checkpoint
+from fedshift.flower import QUIET, load_client_model
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_fedbn"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "flower_fedbn"
 ROUNDS, LR = 2, 0.03
+SETTINGS = {"rounds": ROUNDS, "lr": LR, "fraction-evaluate": 1.0}
 
 
 @pytest.fixture
 def app(monkeypatch, tmp_path):
     """The example's modules, in a home of their own."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLE))
     from flower_fedbn import client_app, server_app, task
 
@@ -48,66 +49,74 @@ def by_hand(task):
     return {n: x for n, x in shared.items() if not n.startswith("bn")}, [model.state_dict() for model in models]
 
 
-def test_the_example_equals_fedbn_by_hand_and_normalization_never_travels(app, local_grid, tmp_path):
+def run(server, client, local_grid):
+    """The grid after a run of an app by five clients."""
+    grid = local_grid(dict.fromkeys(range(5), client), SETTINGS)
+    server(grid, Context(1, 1, {}, RecordDict(), SETTINGS))
+    return grid
+
+
+def test_the_example_equals_fedbn_by_hand_and_normalization_never_travels(app, local_grid):
     client_app, server_app, task = app
-    run_config = {"rounds": ROUNDS, "lr": LR, "experiment": "digits"}
-    grid = local_grid(dict.fromkeys(range(5), client_app.app), run_config)
-    server_app.app(grid, Context(1, 1, {}, RecordDict(), run_config))
+    grid = run(server_app.app, client_app.app, local_grid)
     shared, models = by_hand(task)
-    broadcast = [m for m in grid.seen if m.metadata.message_type == "evaluate" and "arrays" in m.content][-1]
-    after = from_record(broadcast.content["arrays"])
+    after = torch.load("final_model.pt")
     assert after.keys() == shared.keys()
-    for name, value in shared.items():
-        assert torch.equal(after[name], value), name
     for place, model in enumerate(models):
-        kept, _ = load_checkpoint(tmp_path / ".fedshift" / "flower" / "digits" / f"{place}.safetensors")
+        found = load_client_model(task.Net(), after, place).state_dict()
         own = {name: value for name, value in model.items() if name.startswith("bn")}
         assert len(own) == 10
-        for name, value in own.items():
-            assert torch.equal(kept[f"{ROUNDS}/{name}"], value), name
-    assert len(grid.seen) == 2 * 2 * 5 * ROUNDS
-    assert not any(message.has_error() for message in grid.seen)
-    assert {name for name in grid.arrays() if name.startswith("bn")} == set()
-    assert not any(re.search(rb"\bbn\d|running_|num_batches", wire) for wire in grid.wire)
+        assert all(torch.equal(found[name], value) for name, value in (shared | own).items())
+    assert (len(grid.seen), any(message.has_error() for message in grid.seen)) == (2 * 2 * 5 * ROUNDS, False)
+    assert not any(re.search(rb"\bbn\d\.|running_|num_batches", wire) for wire in uploads(grid))
 
 
-def test_without_the_mod_the_server_stops_with_what_to_do(app, local_grid, monkeypatch):
-    from flwr.clientapp import ClientApp
+def uploads(grid):
+    return [wire for message, wire in zip(grid.seen, grid.wire, strict=True) if "config" not in message.content]
 
-    from fedshift import FedshiftError
 
-    client_app, server_app, task = app
-    bare = ClientApp()
-    bare.train()(lambda message, context: client_app.train_one_round(_whole(message, task), context))
-    run_config = {"rounds": 1, "lr": LR}
-    with pytest.raises(FedshiftError, match="keep_local"):
-        server_app.app(
-            local_grid(dict.fromkeys(range(5), bare), run_config), Context(1, 1, {}, RecordDict(), run_config)
-        )
+def test_the_pages_five_lines_are_the_difference_from_an_app_of_flower(app, local_grid):
+    """Without them, the example is FedAvg in the shape of Flower's quickstart-pytorch, central evaluation included."""
+    texts = {name: (EXAMPLE / "flower_fedbn" / name).read_text() for name in ("client_app.py", "server_app.py")}
+    name, before, changed = "", None, 0
+    for line in re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "flower.md").read_text(), re.DOTALL)[1].splitlines():
+        name = line.removeprefix(" # ") if line.startswith(" # ") else name
+        if line.startswith("+"):
+            assert texts[name].count(f"\n{line[1:]}  # FedBN: ") == 1
+            texts[name] = texts[name].replace(line[1:], before or "")
+            before, changed = None, changed + 1
+        elif line.startswith("-"):
+            before = line[1:]
+    assert changed + 1 == 5
+    texts["server_app.py"] = texts["server_app.py"].replace("        num_rounds", f"{before}\n        num_rounds") + (
+        "\ndef global_evaluate(server_round, arrays):\n    Net().load_state_dict(arrays.to_torch_state_dict())\n"
+        "from flwr.serverapp.strategy import FedAvg\n"
+    )
+    sides = {name: {} for name in texts}
+    for name, text in texts.items():
+        exec(compile(text, name, "exec"), sides[name])
+        assert "fedshift" not in sides[name]
+    grid = run(sides["server_app.py"]["app"], sides["client_app.py"]["app"], local_grid)
+    assert grid.arrays()["bn1.running_var"] == 3 * 5 * ROUNDS
+    assert torch.load("final_model.pt").keys() == app[2].Net().state_dict().keys()
 
 
 @pytest.mark.slow
 def test_flower_simulates_the_example_again_and_again_with_equal_results(tmp_path):
-    switches = {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **QUIET, **switches, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    page = (EXAMPLE / "README.md").read_text().partition("## In five")[0]
+    exported = dict(each.split("=") for line in re.findall("^export ([^#\n]+)", page, re.M) for each in line.split())
+    assert QUIET.items() <= exported.items()
+    environment = {name: value for name, value in os.environ.items() if name not in QUIET} | exported
+    environment |= {"HOME": str(tmp_path), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     run = ["flwr", "run", str(EXAMPLE), "--stream", "--federation-config", "num-supernodes=5"]
     try:
-        said = [subprocess.run(run, env=environment, capture_output=True, text=True).stdout for _ in range(2)]
+        said = [
+            subprocess.run(run, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout for _ in range(2)
+        ]
     finally:
         subprocess.run(["pkill", "-f", str(tmp_path)], check=False)  # Flower leaves its SuperLink running
     first, second = ([float(found) for found in re.findall(r"'(?:loss|accuracy)': ([\d.]+\d)", text)] for text in said)
     assert len(first) == 2 * 3, said[0]
     assert second == pytest.approx(first, rel=1e-9)  # nodes have other numbers, and means another order
-    assert not (tmp_path / ".fedshift").exists()
-
-
-def _whole(message, task):
-    """A client that fills in normalization by itself, as one with ``strict=False`` does."""
-    state = task.Net().state_dict() | from_record(message.content["arrays"])
-    message.content["arrays"] = ArrayRecord(state)
-    return message
-
-
-def test_five_lines_are_marked():
-    marked = [line for path in EXAMPLE.rglob("*.py") for line in path.read_text().splitlines() if "# FedBN:" in line]
-    assert sorted(line.partition("# FedBN: ")[2][0] for line in marked) == list("12345")
+    assert len(list(tmp_path.glob(".fedshift/flower/*/*.safetensors"))) == 2 * 5

@@ -1,118 +1,61 @@
-"""Whatever a site does wrong, the round closes without it, it is named, and the model stays that of the others."""
+"""Whatever a site with a valid key does, the round closes without it, it is named, and the model is that of others."""
 
 import json
+import random
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
-from fedshift.core.states import ServerState, Update
-from fedshift.flower.server.outliers import UpdateSizes
-from fedshift.flower.transport.arrays import from_record, to_record
+from fedshift.flower.coordinator.answers import RowReader
+from fedshift.flower.messages import FACTS, RefusedMessage, from_record, to_record
 from fedshift.results.checkpoint import load_checkpoint
+from fedshift.tasks import METRICS, Classification, Multilabel, Regression, Segmentation
 from fedshift.utils.errors import FedshiftError
-from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
+from fedshift.utils.printable import LONGEST
+from tests.flower.gated import NETWORK
+from tests.flower.sites import ALL, OTHERS, PHOTO, Heard, SiteGrid, same_as_in_process, serve, sites_of, spec_for
 
-NETWORK = "tests.flower.gated:network"
+pytestmark = pytest.mark.usefixtures("machine")
+SPEC = spec_for(model=NETWORK, rounds=3, evaluate_every=3)
 WEIGHT = "1.weight"
-ROUND_OF = {"describe": None, "train": 1, "evaluate": 2}
-"""What a question says of the round of which the answer is tampered with."""
-PHOTO = 2
-"""The node that does wrong, in round 2."""
-ABSENT = {}
-ALL, OTHERS = ("pen", "photo", "print"), ("pen", "print")
+DEEP = "[" * 100_000 + "]" * 100_000
+EVIL = (
+    None, True, "many", "", -1, 0, 2**63, 10**400, 1e308, -1e-300, float("inf"), float("nan"), [], {}, [[1]], [None],
+    "\x1b[2J\x1b]0;owned\x07", "x" * 100_000, "\N{RIGHT-TO-LEFT OVERRIDE}", {"a": {"b": [1, 2]}},
+)  # fmt: skip
 
 
-@pytest.fixture
-def served(tmp_path, machine):
-    """Run an experiment in which ``fault(question, answer)`` is what arrives from node PHOTO in round 2.
+def from_photo(fault, kind="train", at=None):
+    """``fault(question, answer)`` in place of answers of node PHOTO to ``kind``, in all rounds or those ``at``."""
 
-    ``after(done, grid)`` is called after each round; ``kind``: what is answered wrongly.
-    """
+    def tamper(node, question, answer):
+        due = (node, question.kind) == (PHOTO, kind) and (at is None or question.facts["round"] in at)
+        return fault(question, answer) if due else answer
 
-    def run(fault=None, *, method="fedbn", kind="train", every=3, after=lambda done, grid: None, again=False, **order):
-        spec = spec_for(method, model=NETWORK, rounds=3, evaluate_every=every)
-        grid, heard = SiteGrid(sites_of(spec, tmp_path, code=frozenset({NETWORK}))), Heard()
-        heard.after = lambda done: after(done, grid)
-
-        def tamper(node, question, answer):
-            due = node == PHOTO and (question.kind, question.facts.get("round")) == (kind, ROUND_OF[kind])
-            return fault(question, answer) if fault and due else answer
-
-        grid.tamper = tamper
-        done = SimpleNamespace(grid=grid, heard=heard, spec=spec, folder=tmp_path, failure=None)
-        try:
-            assert coordinator(spec, grid, tmp_path / "served", heard, **{"clients": 2} | order).run()
-        except FedshiftError as error:
-            done.failure = str(error)
-        done.took_part = [of_round.participants for of_round in heard.rounds]
-        done.complaints = [text for text in heard.notices if re.search("left out|not measured|take part", text)]
-        return done
-
-    return run
+    return tamper
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that goes on only where someone sleeps."""
-    now = SimpleNamespace(seconds=0.0)
-
-    def sleep(seconds):
-        now.seconds += seconds
-
-    monkeypatch.setattr(
-        "fedshift.flower.server.nodes.time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
-    )
-    monkeypatch.setattr("fedshift.flower.server.nodes.POLL", 0.25)
-    return now
-
-
-@pytest.fixture
-def without(machine, tmp_path_factory):
-    """What is left where node PHOTO was not connected in round 2; the same for all tests of a process."""
-    if not ABSENT:
-        folder, heard = tmp_path_factory.mktemp("without"), Heard()
-        spec = spec_for(model=NETWORK, rounds=3, evaluate_every=3)
-        grid = SiteGrid(sites_of(spec, folder, code=frozenset({NETWORK})))
-        heard.after = lambda done: grid.away.add(PHOTO) if done.round == 1 else grid.away.clear()
-        assert coordinator(spec, grid, folder / "served", heard, clients=2).run()
-        ABSENT.update(left(folder))
-    return ABSENT
-
-
-def same(found, wanted):
-    """Fail unless a run left what another did, bit for bit."""
-    tensors = left(found.folder)
-    assert tensors.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert tensors[name].equal(tensor), name
-        assert tensor.isfinite().all(), name
-
-
-def left(folder):
-    """What the coordinator holds in the end, and each client's state that is current."""
+def list_entries(folder):
+    """The coordinator's entries in the end, and each client's state that is current."""
     (place,) = (folder / "served" / "trials").iterdir()
     tensors, facts = load_checkpoint(place / "checkpoint.safetensors")
-    assert facts["round"] == 3
     for client, base in facts["bases"].items():
         (file,) = folder.glob(f"{client}/*/{place.name}/state-{base}.safetensors")
         tensors |= {f"{client}/{name}": tensor for name, tensor in load_checkpoint(file)[0].items()}
     return tensors
 
 
-def changed(record="shared", **entries):
-    """Uploads in which each of ``entries`` is what its function makes of what the upload holds."""
+def entry(change, name=WEIGHT):
+    """Uploads in which an entry is what ``change`` makes of it."""
 
     def fault(question, answer):
-        state = from_record(answer.arrays[record])
-        for name, change in entries.items():
-            state[name] = change(state.get(name, torch.zeros(16)))
-        kept = {name: tensor for name, tensor in state.items() if tensor is not None}
-        return replace(answer, arrays={**answer.arrays, record: to_record(kept)})
+        state = from_record(answer.arrays["shared"])
+        state[name] = change(state.get(name, torch.zeros(16)))
+        return replace(answer, arrays={**answer.arrays, "shared": to_record(state)})
 
     return fault
 
@@ -121,326 +64,295 @@ def claimed(**facts):
     return lambda question, answer: replace(answer, facts={**answer.facts, **facts})
 
 
-def misdeclared(question, answer):
-    """The bytes are of another shape than they say."""
+def text(change):
+    """Answers whose JSON ``change`` makes of what it was."""
+
+    def fault(question, answer):
+        facts = {"kind": answer.kind, **answer.facts}
+        return RecordDict({"config": ConfigRecord({FACTS: change(facts)}), **answer.arrays})
+
+    return fault
+
+
+def declared(question, answer):
+    """An entry of another shape than its bytes."""
     arrays = dict(answer.arrays["shared"])
     arrays[WEIGHT] = Array(arrays[WEIGHT].dtype, (2**30, 16), arrays[WEIGHT].stype, arrays[WEIGHT].data)
     return replace(answer, arrays={**answer.arrays, "shared": ArrayRecord(arrays)})
 
 
-def truncated(question, answer):
-    """Half of an entry's bytes are lost."""
-    arrays = dict(answer.arrays["shared"])
-    data = arrays[WEIGHT].data
-    arrays[WEIGHT] = Array(arrays[WEIGHT].dtype, arrays[WEIGHT].shape, arrays[WEIGHT].stype, data[: len(data) // 2])
-    return replace(answer, arrays={**answer.arrays, "shared": ArrayRecord(arrays)})
+def beside(place, value):
+    """An answer with another record, or a text beside the facts."""
 
+    def fault(question, answer):
+        content = answer.content()
+        (content.config_records["config"] if place == "config" else content)["more"] = value
+        return content
 
-def beside(question, answer):
-    """A record of arrays beside those of an upload."""
-    arrays = {**answer.arrays, "more": to_record({"x": torch.zeros(4)})}
-    return replace(answer, arrays=arrays)
-
-
-def numbers_beside(question, answer):
-    """A record of another kind beside those of an upload."""
-    content = answer.content()
-    content["numbers"] = MetricRecord({"x": [0.0] * 9})
-    return content
-
-
-def settings_beside(question, answer):
-    """A long text beside the facts."""
-    content = answer.content()
-    content.config_records["config"]["more"] = "x" * 99
-    return content
-
-
-def long_facts(question, answer):
-    return replace(answer, facts={**answer.facts, "name": "x" * 2**24})
+    return fault
 
 
 UPLOADS = {
-    "too much": (changed(**{WEIGHT: lambda x: torch.zeros(10**6)}), r"its upload has 4\d+ bytes, and .* at most \d+"),
-    "a record more": (beside, "it sent an unexpected record 'more'"),
-    "numbers more": (numbers_beside, "it has records that nobody asked for"),
-    "settings more": (settings_beside, "it has records that nobody asked for"),
-    "long facts": (long_facts, "its facts are not a text of at most 16777216 letters"),
-    "NaN": (changed(**{WEIGHT: lambda x: x * torch.nan}), r"entry '1\.weight' of the upload holds NaN or infinity"),
-    "infinity": (changed(**{WEIGHT: lambda x: x / 0}), "of the upload holds NaN or infinity"),
-    "shape": (changed(**{WEIGHT: lambda x: x[:-1]}), r"shape \(15, \d+\) in place of \(16, \d+\)"),
-    "truncated": (truncated, r"entry '1\.weight' .* takes 12288 bytes, but has \d+"),
-    "false shape": (misdeclared, r"entry '1\.weight' is declared as float32 of shape \(1073741824, 16\)"),
-    "dtype": (changed(**{WEIGHT: lambda x: x.half()}), r"type torch\.float16 in place of torch\.float32"),
-    "lacking": (changed(**{WEIGHT: lambda x: None}), r"the upload lacks entry '1\.weight'"),
-    "personal": (changed(**{"2.weight": lambda x: x}), r"has an entry '2\.weight', which does not belong there"),
+    "too much": (entry(lambda x: torch.zeros(10**6)), r"its upload has 4\d+ bytes, and .* at most \d+"),
+    "a record more": (beside("", to_record({"x": torch.zeros(4)})), "it sent an unexpected record 'more'"),
+    "numbers more": (beside("", MetricRecord({"x": [0.0] * 9})), "it has records that nobody asked for"),
+    "settings more": (beside("config", "x" * 99), "it has records that nobody asked for"),
+    "long facts": (claimed(name="x" * 2**24), "its facts are not a text of at most 16777216 letters"),
+    "NaN": (entry(lambda x: x * torch.nan), r"entry '1\.weight' of the upload holds NaN or infinity"),
+    "false shape": (declared, r"entry '1\.weight' is declared as float32 of shape \(1073741824, 16\)"),
+    "personal": (entry(lambda x: x, "2.weight"), r"has an entry '2\.weight', which does not belong there"),
     "huge weight": (claimed(weight=1e30), r"it reports 1e\+30 samples in 1 steps, but a round over its 24 has 24 in 1"),
-    "weight NaN": (
-        claimed(weight=float("nan")),
-        "its report of training is malformed .'weight': Input should be a finite number",
-    ),
     "no samples": (claimed(weight=0), "it reports 0 samples in 1 steps"),
     "huge steps": (claimed(steps=10**9), "it reports 24 samples in 1000000000 steps"),
-    "steps in words": (claimed(steps="many"), "its report of training is malformed"),
-    "loss": (
-        claimed(loss_sum=float("inf")),
-        "its report of training is malformed .'loss_sum': Input should be a finite number",
-    ),
-    "another's": (claimed(name="pen"), "it answered 'trained' as 'pen' for round 2 instead"),
-    "of another round": (claimed(round=3), "it answered 'trained' as 'photo' for round 3 instead"),
+    "another's": (claimed(name="pen"), r"it answered 'trained' as 'pen' for round \d+ instead"),
+    "of another round": (claimed(round=99), "it answered 'trained' as 'photo' for round 99 instead"),
     "empty": (lambda _, answer: replace(answer, arrays={}), "it sent no memory and no shared entries"),
     "something else": (lambda _, answer: replace(answer, kind="evaluated"), "it answered 'evaluated' as"),
-    "a crash": (lambda *_: ErrorCode.CLIENT_APP_RAISED_EXCEPTION, r"its app failed \(made to order\)"),
-}
+    "an error": (lambda *_: ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "it did not answer in time"),
+    "a poison": (entry(lambda x: x + 1e30), "its update is .* times as long as the others', .* is 10"),
+    "nested": (text(lambda said: json.dumps(said)[:-1] + f', "weight": {DEEP}}}'), "RecursionError"),
+    "huge": (text(lambda said: json.dumps(said | {"weight": 0})[:-1] + f', "weight": 1{"0" * 400}}}'), "'weight': "),
+    "infinite": (claimed(weight=float("inf")), "'weight': Input should be a finite number"),
+    "a truth": (claimed(steps=True), "'steps': Input should be a valid integer"),
+    "more than was asked": (claimed(accuracy=1.0), "'accuracy': Extra inputs are not permitted"),
+    "no JSON": (text(lambda said: "{"), "a message that is not fedshift's"),
+    "JSON of another kind": (text(lambda said: "[1]"), "a message that is not fedshift's"),
+    "another content": (lambda *_: ValueError("Unexpected format for object head."), "Flower cannot read its answer"),
+    "a terminal's codes": (text(lambda said: '{"kind": "refused", "why": "\\u001b[2Jgone\\n\\rhere"}'), "gone  here$"),
+}  # fmt: skip
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("fault", UPLOADS)
-def test_an_upload_that_cannot_be_is_refused_by_name_and_moves_nothing(fault, served, without):
-    made, why = UPLOADS[fault]
-    found = served(made)
-    assert found.failure is None
-    assert found.took_part == [ALL, OTHERS, ALL]
-    (complaint,) = found.complaints
-    assert re.match(f"round 2: photo is left out: .*{why}", complaint)
-    same(found, without)
+def test_an_upload_that_cannot_be_is_refused_by_name_and_moves_nothing(tmp_path):
+    """Each round has another one, so that the model is that of the two others in one process."""
+    faults = list(UPLOADS.values())
+    spec = replace(SPEC, rounds=len(faults), evaluate_every=len(faults))
+    wrong = from_photo(lambda asked, answer: faults[asked.facts["round"]][0](asked, answer))
+    heard = serve(spec, tmp_path, tamper=wrong, clients=2)
+    assert heard.took_part == [OTHERS] * len(faults)
+    for number, ((name, (_, why)), told) in enumerate(zip(UPLOADS.items(), heard.complaints, strict=False), 1):
+        assert re.match(f"round {number}: photo is left out: .*{why}", told), (name, told)
+    assert [said for said in heard.told(PHOTO) if said in heard.complaints] == heard.complaints
+    assert all(told.isprintable() and len(told) <= LONGEST + 3 for told in heard.notices)
+    (file,) = tmp_path.glob("served/trials/*/checkpoint.safetensors")
+    assert load_checkpoint(file)[1]["lengths"]["longest"].keys() == set(OTHERS)
+    same_as_in_process(replace(spec, domains=",".join(OTHERS)), tmp_path / "served")
 
 
-def test_what_rules_upload_is_checked_as_entries_are(served):
-    def nan(question, answer):
-        (first, *_) = answer.arrays["memory"]
-        return changed("memory", **{first: lambda x: x * torch.nan})(question, answer)
+def test_what_rules_upload_is_checked_as_entries_are(tmp_path):
+    def wrong(question, answer):
+        change = {1: torch.nan, 2: 1e20}[question.facts["round"]]
+        state = {name: x + change for name, x in from_record(answer.arrays["memory"]).items()}
+        return replace(answer, arrays={**answer.arrays, "memory": to_record(state)})
 
-    found = served(nan, method="scaffold")
-    assert found.took_part == [ALL, OTHERS, ALL]
-    (complaint,) = found.complaints
-    assert re.match("round 2: photo is left out: entry .* of the upload's rule memory holds NaN", complaint)
-
-
-POISON = {
-    "huge": ("fedbn", "shared", lambda x: x + 1e30),
-    "a hundredfold": ("fedavg", "shared", lambda x: x * 100),
-    "in a rule's upload": ("scaffold", "memory", lambda x: x + 1e20),
-}
+    heard = serve(replace(SPEC, method="scaffold"), tmp_path, tamper=from_photo(wrong, at=(1, 2)), clients=2)
+    assert heard.took_part == [ALL, OTHERS, OTHERS]
+    nan, long = heard.complaints[:2]
+    assert re.match("round 2: photo is left out: entry .* of the upload's rule memory holds NaN", nan)
+    assert re.match("round 3: photo is left out: its update is .* times as long as the others'", long)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("fault", POISON)
-def test_an_update_many_times_as_long_as_the_others_is_left_out_by_name(fault, served):
-    method, record, change = POISON[fault]
-
-    def poison(question, answer):
-        names = [name for name, x in from_record(answer.arrays[record]).items() if x.is_floating_point()]
-        return changed(record, **dict.fromkeys(names, change))(question, answer)
-
-    found = served(poison, method=method)
-    assert found.took_part == [ALL, OTHERS, ALL]
-    (complaint,) = found.complaints
-    assert re.match(
-        "round 2: photo is left out: its update is .* times as long as the others', and the limit is 10", complaint
-    )
-    assert found.heard.alerts == [("left_out", complaint)]
-    (place,) = (found.folder / "served" / "trials").iterdir()
-    assert load_checkpoint(place / "checkpoint.safetensors")[1]["sizes"]["longest"].keys() == set(ALL)
-
-
-def test_without_a_bound_every_finite_update_is_used(served):
-    found = served(changed(**{WEIGHT: lambda x: x + 1e4}), method="fedavg", update_bound=0)
-    assert found.took_part == [ALL] * 3
-    assert not found.complaints
+@pytest.mark.parametrize("absent", ["silent", "left"])
+def test_a_site_that_does_not_answer_loses_the_round_and_is_asked_again(absent, clock, tmp_path):
+    """The end is that of a run in which it was not connected in that round; a late answer is for another round."""
+    grid = SiteGrid(sites_of(SPEC, tmp_path / "away"))
+    away = lambda done: grid.away.update({PHOTO}) if done.round == 1 else grid.away.clear()  # noqa: E731
+    assert serve(SPEC, tmp_path / "away", grid, after=away, clients=2).took_part == [ALL, OTHERS, ALL]
+    before, present = clock.seconds, SiteGrid(sites_of(SPEC, tmp_path))
+    leave = from_photo(lambda *_: present.away.update({PHOTO} if absent == "left" else ()), at=(1,))
+    back = lambda done: done.round == 2 and present.away.clear()  # noqa: E731
+    heard = serve(SPEC, tmp_path, present, tamper=leave, after=back, clients=2)
+    assert heard.took_part == [ALL, OTHERS, ALL]
+    why = {"silent": "it did not answer in time", "left": "it has left"}[absent]
+    assert heard.complaints == [f"round 2: photo is left out: {why}"]
+    assert ("photo has left (2 connected)" in heard.notices) == (absent == "left")
+    assert clock.seconds - before == pytest.approx({"silent": 5.0, "left": 0.0}[absent], abs=1.0)  # its deadline is 5
+    ended, wanted = list_entries(tmp_path), list_entries(tmp_path / "away")
+    assert ended.keys() == wanted.keys()
+    assert all(ended[name].equal(tensor) for name, tensor in wanted.items())
 
 
-@pytest.mark.slow
-def test_from_a_model_on_which_sites_diverge_the_way_back_is_without_the_suspect_and_the_rest_is_as_if_it_had_been_away(
-    served, without
-):
-    found = served(changed(**{WEIGHT: lambda x: x + 1e30}), update_bound=0)
-    assert found.failure is None, found.heard.notices
-    assert found.took_part == [ALL, ALL, OTHERS, ALL]  # the second round twice
-    (told,) = [text for text in found.heard.notices if "going back" in text]
-    assert re.match(
-        "too few sites can continue from the model of round 2: .* repeating the round without photo, whose update", told
-    )
-    assert ("diverged", told) in found.heard.alerts
-    same(found, without)
-    (place,) = (found.folder / "served" / "trials").iterdir()
-    rounds = [json.loads(line) for line in (place / "rounds.jsonl").read_text().splitlines()]
-    assert [(row["round"], tuple(row["participants"])) for row in rounds] == [(1, ALL), (2, OTHERS), (3, ALL)]
-    kept = {path.name.split("-")[0] for path in (place / "history").iterdir()}
-    assert kept == {"1", "2", "3"}
-
-
-def test_a_site_that_trains_alone_is_measured_by_what_was_used_before():
-    server = ServerState(round=1, shared={"w": torch.zeros(4), "n": torch.zeros(1, dtype=torch.int64)})
-
-    def update(length, steps=1):
-        return Update(
-            shared={"w": torch.full((4,), length / 2), "n": torch.ones(1, dtype=torch.int64)}, weight=1.0, steps=steps
-        )
-
-    sizes = UpdateSizes(10.0)
-    assert sizes.find_outliers(server, {"a": update(1.0)}) == {}
-    assert sizes.find_outliers(server, {"a": update(9.0)}) == {}  # 9 times its own
-    assert sizes.find_outliers(server, {"a": update(91.0)}) == {"a": pytest.approx(91 / 9)}
-    other = UpdateSizes(10.0)
-    other.restore(json.loads(json.dumps(sizes.facts())))
-    assert other.longest == sizes.longest
-    assert sizes.find_outliers(server, {"a": update(91.0), "b": update(8.0, 4), "c": update(2.0, 1)}) == {
-        "a": pytest.approx(91 / 8)
-    }
-    assert sizes.find_outliers(server, {"a": update(91.0, 50), "b": update(8.0, 4), "c": update(2.0, 1)}) == {}
-    tiny = {"a": update(2.0), "b": update(2.0), "c": update(1e-6)}  # which must not make the two others stand out
-    assert sizes.find_outliers(server, tiny) == {}
-    assert sizes.find_outliers(server, {**tiny, "c": update(99.0)}) == {"c": pytest.approx(99 / 2)}
-
-
-def test_of_two_updates_the_longer_is_used_where_both_are_needed_and_it_is_not_too_long_for_what_others_sent_before():
-    server = ServerState(round=1, shared={"w": torch.zeros(1)})
-
-    def find(enough, **lengths):
-        sizes, rounds = UpdateSizes(10.0), ({"a": 1.0, "b": 2.0, "c": 0.5}, lengths)
-        first, second = (
-            {name: Update(shared={"w": torch.tensor([x])}, weight=1.0, steps=1) for name, x in round.items()}
-            for round in rounds
-        )
-        assert sizes.find_outliers(server, first, 2) == {}
-        return set(sizes.find_outliers(server, second, enough))
-
-    assert find(1, a=0.5, b=0.01) == {"a"}
-    assert find(2, a=0.5, b=0.01) == set()  # as in the first round
-    assert find(2, a=19.0, b=0.01) == set()  # b's longest was 2
-    assert find(2, a=21.0, b=0.01) == {"a"}
-    assert find(2, a=15.0, b=0.01, c=0.5) == {"a"}  # two others are enough
-    assert find(3, a=15.0, b=0.01, c=0.5) == set()
-
-
-def test_a_site_that_answers_nothing_is_waited_for_until_the_deadline_and_asked_again(served, clock, without):
-    found = served(lambda *_: None)
-    assert found.took_part == [ALL, OTHERS, ALL]
-    assert found.complaints == ["round 2: photo is left out: it did not answer in time"]
-    assert 5.0 <= clock.seconds <= 5.25  # the deadline of a round, and one look for answers
-    same(found, without)
-
-
-def test_an_answer_that_comes_a_round_late_is_refused_as_one_said_again_would_be(served, clock):
-    late = []
-
-    def instead(done, grid):
-        before = grid.tamper
-        grid.tamper = lambda node, question, answer: (
-            late.pop() if (node, question.kind) == (PHOTO, "train") else before(node, question, answer)
-        )
-
-    found = served(
-        lambda question, answer: late.append(answer),
-        after=lambda done, grid: instead(done, grid) if done.round == 2 else None,
-    )
-    assert found.took_part == [ALL, OTHERS, OTHERS]
-    assert found.complaints[1] == (
-        "round 3: photo is left out: it answered 'trained' as 'photo' for round 2 instead of 'trained' as 'photo' "
-        "for round 3"
-    )
-    assert not late
-
-
-def test_a_site_that_dies_in_mid_round_holds_nobody_up_and_is_asked_again_when_it_is_back(served, clock, without):
-    grids = []
-
-    def back(done, grid):
-        if done.round == 1:
-            grids.append(grid)
-        if done.round == 2:
-            grid.away.clear()
-
-    found = served(lambda *_: grids[0].away.add(PHOTO), after=back)
-    assert found.took_part == [ALL, OTHERS, ALL]
-    assert found.complaints == ["round 2: photo is left out: it has left"]
-    assert "photo has left (2 connected)" in found.heard.notices
-    assert clock.seconds < 2.0
-    same(found, without)
-
-
-def test_a_site_that_is_gone_is_not_asked(served, clock):
-    found = served(after=lambda done, grid: grid.away.add(PHOTO))
-    assert found.took_part == [ALL, OTHERS, OTHERS]
-    asked = [question for node, question in found.grid.asked if node == PHOTO and question.kind != "describe"]
-    assert [question.facts["round"] for question in asked] == [0]
-    assert "round 3: photo is not measured, because it is away" in found.heard.notices
-    assert found.heard.alerts == [("left_out", "photo is away: rounds continue without it")]
-    assert clock.seconds < 2.0
-
-
-def test_without_a_quorum_the_round_fails_the_model_stays_and_resume_goes_on(served, clock, tmp_path):
-    found = served(changed(**{WEIGHT: lambda x: x * torch.nan}), clients=3)
-    assert found.failure == (
-        "round 2: only 2 of 3 clients sent a usable upload, and 3 must (--min-clients). The model of round 1 is kept: "
-        "continue with --resume"
-    )
-    tensors, facts = load_checkpoint(next(tmp_path.glob("served/trials/*/checkpoint.safetensors")))
-    assert facts["round"] == 1
-    assert set(facts["bases"].values()) == {1}
-    assert all(tensor.isfinite().all() for tensor in tensors.values())
-    assert served(clients=3).failure is None
-    same_as_in_process(found.spec, tmp_path / "served", tmp_path, tmp_path / "reference")
-
-
-def test_with_too_few_sites_left_the_next_round_is_waited_for_no_longer_than_a_round(served, clock):
-    found = served(after=lambda done, grid: grid.away.update({1, PHOTO}))
-    assert re.search("2 sites must be connected .* after 5 seconds there are 1: print", found.failure)
+def test_a_site_that_is_gone_is_not_asked_nor_are_too_few_waited_for_longer_than_a_round(clock, tmp_path):
+    grid, heard = SiteGrid(sites_of(SPEC, tmp_path)), Heard()
+    after = lambda done: grid.away.update({PHOTO} if done.round == 1 else {1, PHOTO})  # noqa: E731
+    with pytest.raises(FedshiftError, match=r"2 sites must be connected .* after 5 seconds there are 1: print"):
+        serve(SPEC, tmp_path, grid, heard=heard, after=after, clients=2)
+    assert heard.took_part == [ALL, OTHERS]
+    assert [asked.facts["round"] for at, asked in grid.asked if at == PHOTO and "round" in asked.facts] == [0]
+    assert heard.notices.count("photo is away: rounds continue without it") == 1
     assert 5.0 <= clock.seconds < 7.0
 
 
-@pytest.mark.parametrize("lost", ["all", "one byte"])
-def test_a_site_that_lost_its_state_is_left_out_by_name_and_does_not_begin_anew(lost, served, tmp_path):
-    def lose(done, grid):
-        if done.round == 1:
-            (file,) = tmp_path.glob("photo/*/*/state-1.safetensors")
-            content = bytearray(file.read_bytes())
-            content[-1] ^= 1
-            file.write_bytes(content) if lost == "one byte" else file.unlink()
+def test_without_a_quorum_the_round_fails_the_model_stays_and_resume_goes_on(tmp_path):
+    kept = "round 2: only 2 of 3 clients sent a usable upload, and 3 must (--min-clients). The model of round 1 is kept"
+    with pytest.raises(FedshiftError, match=re.escape(kept)):
+        serve(SPEC, tmp_path, tamper=from_photo(entry(lambda x: x * torch.nan), at=(1,)))
+    tensors, facts = load_checkpoint(next(tmp_path.glob("served/trials/*/checkpoint.safetensors")))
+    assert (facts["round"], set(facts["bases"].values())) == (1, {1})
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    serve(SPEC, tmp_path)
+    same_as_in_process(SPEC, tmp_path / "served")
 
-    found = served(after=lose)
-    assert found.took_part == [ALL, OTHERS, OTHERS]
-    why = "client 'photo' has lost its state after round 1 " if lost == "all" else "the state of client 'photo' in "
-    assert [complaint.split(": ")[:2] for complaint in found.complaints] == [
-        ["round 2", "photo is left out"], ["round 3", "photo is left out"], ["round 3", "photo is not measured"],
-        ["round 3", "photo is not measured with re-estimated statistics"],
-    ]  # fmt: skip
-    assert all(why in complaint for complaint in found.complaints)
-    kept = [path.name for path in tmp_path.glob("photo/*/*/state-*")]
-    assert kept == {"all": [], "one byte": ["state-1.safetensors"]}[lost]
+
+def counts(**changed):
+    return lambda rows: [row | changed for row in rows]
 
 
 MEASURED = {
-    "another size": ({"samples": 7}, "its counts are impossible for its"),
-    "too many hits": ({"hits": [1] * 11}, ".*'0.hits': List should have at most 10 items"),
-    "NaN": ({"loss_sum": float("nan")}, ".*'0.loss_sum': Input should be a finite number"),
-    "another model": ({"model": "best"}, ".*'0.model': Input should be 'personal' or 'global'"),
-    "words": ({"support": "many"}, "its report of measurements is malformed"),
-    "no such part": ({"split": "train 2"}, "it measured .* which was not requested"),
+    "text": (counts(hits="many"), "'0.hits': Input should be a valid list, not 'many'"),
+    "texts": (counts(hits=["1"] * 10), "'0.hits.0': Input should be a valid integer, not '1'"),
+    "more hits than samples": (counts(hits=[10**9] * 10), "its counts are impossible for its"),
+    "negative hits": (counts(hits=[-3] * 10), "'0.hits.0': Input should be greater than or equal to 0, not -3"),
+    "an area above one": (counts(auc=7e10), "'0.auc': Input should be less than or equal to 1"),
+    "an infinite area": (counts(auc=float("inf")), "'0.auc': "),
+    "a negative loss": (counts(loss_sum=-1.0), "its counts are impossible for its"),
+    "one more column": (counts(accuracy=1.0), "'0.accuracy': Extra inputs are not permitted"),
+    "another size": (counts(samples=7), "its counts are impossible for its"),
+    "too many classes": (counts(hits=[1] * 11), "'0.hits': List should have at most 10 items"),
+    "NaN": (counts(loss_sum=float("nan")), "'0.loss_sum': Input should be a finite number"),
+    "another model": (counts(model="best"), "'0.model': Input should be 'personal' or 'global'"),
+    "no such split": (counts(split="train 2"), "it measured .* which was not requested"),
+    "everything twice": (lambda rows: rows * 2, "it measured one model twice on the same samples"),
+    "nothing": (lambda rows: [], r"it measured nothing on its \w+ samples"),
 }
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("fault", MEASURED)
-def test_measurements_that_cannot_be_are_left_out_by_name(fault, served):
-    wrong, why = MEASURED[fault]
+def test_measurements_that_no_prediction_gives_are_refused_by_name(tmp_path):
+    """Each round has others."""
 
-    def measured(question, answer):
-        return replace(answer, facts={**answer.facts, "rows": [row | wrong for row in answer.facts["rows"]]})
+    def wrong(question, answer):
+        change, _ = list(MEASURED.values())[question.facts["round"] - 1]
+        return replace(answer, facts=answer.facts | {"rows": change(list(answer.facts["rows"]))})
 
-    found = served(measured, kind="evaluate", every=2)
-    assert found.took_part == [ALL] * 3
-    (complaint,) = found.complaints
-    assert re.match(f"round 2: photo is not measured: {why}", complaint)
-    (file,) = found.folder.glob("served/trials/*/metrics.jsonl")
-    rows = map(json.loads, file.read_text().splitlines())
-    assert {row["client"] for row in rows if (row["round"], row["split"]) == (2, "test")} == set(OTHERS)
+    spec = spec_for(rounds=len(MEASURED), evaluate_every=1)
+    heard = serve(spec, tmp_path, tamper=from_photo(wrong, "evaluate"), clients=2)
+    for number, (name, done) in enumerate(zip(MEASURED, heard.rounds, strict=True), 1):
+        assert done.participants == ALL
+        assert {row["client"] for row in done.rows if row["split"] == "test"} == set(OTHERS), name
+        (told,) = [said for said in heard.notices if said.startswith(f"round {number}: photo is not measured: ")]
+        assert re.search(MEASURED[name][1], told), (name, told)
 
 
-def test_a_site_that_says_nonsense_of_itself_does_not_take_part(served, clock):
-    found = served(lambda _, answer: replace(answer, facts=answer.facts | {"samples": {}}), kind="describe")
-    assert found.failure is None
-    assert found.took_part == [OTHERS] * 3
-    (complaint,) = found.complaints
-    assert complaint.startswith("a node (number 2) does not take part: site 'photo' reports {} samples")
+REQUESTED = METRICS.parse_all("f1, top_k(k=3), brier, ece, average_precision")
+TASKS = {
+    "classification": (Classification(), (7,), lambda: torch.randint(0, 7, (50,)), 7),
+    "requested": (Classification(requested=REQUESTED), (7,), lambda: torch.randint(0, 7, (50,)), 7),
+    "segmentation": (Segmentation(), (3, 6, 5), lambda: torch.randint(0, 3, (50, 6, 5)), 3),
+    "surfaces": (Segmentation(surface=True), (3, 6, 5), lambda: torch.randint(0, 3, (50, 6, 5)), 3),
+    "multilabel": (Multilabel(), (4,), lambda: torch.randint(0, 2, (50, 4)).double(), 4),
+    "regression": (Regression(), (2,), lambda: torch.randn(50, 2, dtype=torch.float64) * 100, 2),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_counts_of_predictions_are_possible_and_pass_the_schema_and_others_do_not(name):
+    task, shape, targets, outputs = TASKS[name]
+    torch.manual_seed(0)
+    reader = RowReader(task, outputs)
+    for scale in (0.0, 1e-3, 1.0, 1e6):
+        counts = task.measure(scale * torch.randn(50, *shape, dtype=torch.float64), targets(), outputs)
+        row = {"client": "a", "split": "test", "model": "personal", "moment": "loaded", **counts}
+        assert task.may_have(counts)
+        assert reader.read(json.loads(json.dumps([row])), "a", {"test": 50}, "loaded") == [row]
+        with pytest.raises(RefusedMessage, match="its counts are impossible for its 49 samples"):
+            reader.read([row], "a", {"test": 49}, "loaded")
+    wrong = ({"hits": [1]}, {"predicted": [-1, 3]}, {"predicted": None}, {"samples": 4}, {"support": ["1", 2]})
+    for change in (*(wrong if "segmentation" in name else ()), {"loss_sum": float("nan")}):
+        with pytest.raises(RefusedMessage):
+            reader.read([row | change], "a", {"test": 50}, "loaded")
+
+
+def test_a_description_of_any_form_keeps_a_site_out_or_lets_it_in_and_ends_nothing(tmp_path):
+    """Sixty nodes beside the two that are honest, each with another description."""
+    wrong = dict(enumerate([(name, value) for name in ("classes", "samples", "task") for value in EVIL], 10))
+    sites = sites_of(spec_for(), tmp_path)
+
+    def describe(node, question, answer):
+        if node not in wrong or question.kind != "describe":
+            return answer
+        name, value = wrong[node]
+        return text(lambda said: json.dumps(said | {"name": f"site {node}", name: value}))(question, answer)
+
+    grid = SiteGrid({1: sites[1], 3: sites[3]} | dict.fromkeys(wrong, sites[PHOTO]))
+    heard = serve(spec_for(domains=None, rounds=1), tmp_path, grid, tamper=describe, clients=2)
+    assert heard.took_part == [OTHERS]
+    for node in wrong:
+        said = rf"a node \(number {node}\) does not take part|site {node} is not admitted|round 1: site {node} is left"
+        assert any(re.match(said, text) for text in heard.notices), wrong[node]
+
+
+def mutate(dice, answer):
+    """An answer with a few faults: anything in place of facts, bits of entries turned over, records renamed."""
+    facts, arrays = {"kind": answer.kind, **json.loads(json.dumps(answer.facts))}, dict(answer.arrays)
+    for _ in range(dice.randint(1, 3)):
+        where = dice.choice(["facts", "rows", "entry", "record"])
+        if where == "facts":
+            facts[dice.choice([*facts, "more"])] = dice.choice(EVIL)
+        elif where == "rows" and isinstance(facts.get("rows"), list) and facts["rows"]:
+            row = dice.choice(facts["rows"])
+            if isinstance(row, dict):
+                row[dice.choice([*row, "more"])] = dice.choice(EVIL)
+        elif arrays and where in ("entry", "record"):
+            record = dice.choice(list(arrays))
+            state = dict(arrays.pop(record))
+            place = record if where == "entry" else dice.choice(["shared", "memory", "more"])
+            arrays[place] = mutate_entry(dice, state) if where == "entry" and state else ArrayRecord(state)
+    said = json.dumps(facts)
+    if dice.random() < 0.2:
+        place = dice.randrange(len(said))
+        said = said[:place] + dice.choice(["", "}", "[", "\\", "9" * 500, DEEP, "\x00"]) + said[place + 1 :]
+    return RecordDict({"config": ConfigRecord({FACTS: said}), **arrays})
+
+
+def mutate_entry(dice, entries):
+    name = dice.choice(list(entries))
+    array, data = entries[name], bytearray(entries[name].data)
+    for _ in range(dice.randint(0, 8)):
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    entries[dice.choice([name, name, name, "more"])] = Array(
+        dice.choice([array.dtype] * 4 + ["float64", "object", ""]),
+        dice.choice([array.shape] * 4 + [(), (-1,), (2**31 - 1,), (0,)]),
+        dice.choice([array.stype] * 4 + ["pickle", ""]),
+        bytes(data[: dice.choice([None, None, None, dice.randrange(len(data))])]),
+    )
+    return ArrayRecord(entries)
+
+
+COMPLAINT = re.compile(
+    r"(?:round \d+: )?photo (?:is left out|is not measured|is not admitted): .*"
+    r"|photo (?:\(node number 2\) )?(?:does not take part:|claims to be) .*"
+)
+"""A refusal with the site's name, which for a node that has not yet described itself is that of its key."""
+METHODS = ("fedavg", "scaffold", "fedper", "fpl", "fednova", "ditto", "fedproto", "feddyn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("kinds", "rounds"), [(("train", "evaluate"), 40), (("describe",), 1)])
+def test_mutated_answers_are_refused_by_name_or_used_and_others_lose_nothing(kinds, rounds, method, tmp_path):
+    """An answer is used only because what it says could be true; there is no third."""
+    dice, known, answers = random.Random(f"mutations {method} {kinds}"), {}, 0
+    spec = spec_for(method, rounds=rounds, evaluate_every=1, samples=8, model="fnn2")
+
+    def tamper(node, question, answer):
+        nonlocal answers
+        if node != PHOTO or question.kind not in kinds:
+            return answer
+        answers += 1
+        if answer.kind == "refused" and question.kind in known:  # it lost a round: what it would have said
+            before, round = known[question.kind], question.facts["round"] + (question.kind == "train")
+            answer = replace(before, facts=before.facts | {"round": round})
+        known[question.kind] = answer
+        return mutate(dice, answer)
+
+    sites = sites_of(spec, tmp_path)
+    keys = {site.name: f"key {node}".encode() for node, site in sites.items()}
+    heard = serve(spec, tmp_path, SiteGrid(sites), tamper=tamper, clients=2, keys=lambda: keys)
+    assert {done.round for done in heard.rounds} == set(range(1, rounds + 1))
+    measured = [{row["client"] for row in done.rows if row["split"] == "test"} for done in heard.rounds]
+    assert all(set(OTHERS) <= set(who) for who in (*heard.took_part, *measured))
+    used = sum("photo" in who for who in (*heard.took_part, *measured))
+    used = used if "train" in kinds else any(said.startswith("photo is connected") for said in heard.notices)
+    refused = sum(COMPLAINT.fullmatch(said) is not None for said in heard.notices)
+    assert answers == used + refused == (2 * rounds if "train" in kinds else 1)
+    assert refused > rounds - 1 or kinds == ("describe",)
+    assert all(said.isprintable() for said in heard.notices)

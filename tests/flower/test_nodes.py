@@ -1,4 +1,4 @@
-"""Who is behind a grid, by which key, and what is asked of whom until when: time goes on only where someone sleeps."""
+"""Connected sites, their keys, and questions until a deadline; time goes on only where someone sleeps."""
 
 import threading
 from itertools import count
@@ -9,42 +9,44 @@ from flwr.app import Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
 from fedshift import __version__
-from fedshift.flower.server.nodes import Nodes
-from fedshift.flower.transport.exchange import Exchange
+from fedshift.engines.engine import Diverged
+from fedshift.flower.coordinator.nodes import Nodes, StopRequested
+from fedshift.flower.messages import VERSION, Exchange
 from fedshift.utils.errors import FedshiftError
 from tests.flower.sites import as_sent
 
 HELLO = Exchange(kind="describe")
 ASKED = Exchange(kind="train", facts={"round": 4})
 ANSWER = Exchange(kind="trained")
-FIRST = "2026-01-01"
-"""When nodes that did not restart were activated."""
+FIRST, LATER = "2026-01-01", "2026-01-02"
+"""When nodes were activated first, and after a restart."""
 
 
-def described(name, **changes):
-    facts = {
-        "name": name, "version": __version__, "shape": [3, 8, 8], "dtype": "uint8", "classes": 2, "class_names": [],
-        "samples": {"train": 6, "test": 4}, "labels": None,
-    }  # fmt: skip
-    return Exchange(kind="described", facts=facts | changes)
+SOUND = {
+    "shape": [3, 8, 8], "dtype": "uint8", "classes": 2, "class_names": [], "samples": {"train": 6, "test": 4},
+    "labels": None,
+}  # fmt: skip
 
 
 class Grid:
-    """``here``: the nodes that are connected. ``answers(node, question)`` is what each answers: an exchange, a reply's
-    content, the code of an error, or None for nothing. ``sent``: what was sent to which node."""
+    """``here``: the nodes that are connected. ``sent``: node and kind of each question. ``told``: what each node heard.
+
+    ``answers(node, question)`` is the answer of each: an exchange, a reply's content, the code of an error, or None for
+    nothing. ``taken(node)``: whether Flower accepts a question to it.
+    """
 
     def __init__(self):
-        self.here, self.sent, self.taken = {}, [], lambda node: True
+        self.here, self.sent, self.told, self.messages = {}, [], {}, []
+        self.answers, self.taken = (lambda node, question: ANSWER), (lambda node: True)
         self._replies, self._numbers = {}, count(1)
 
     def join(self, node, name, *, at=FIRST, key=None, **changes):
-        self.here[node] = SimpleNamespace(
-            node_id=node, last_activated_at=at, public_key=key or f"key of {name}".encode()
-        )
-        self.here[node].introduction = described(name, **changes)
+        key = f"key of {name}".encode() if key is None else key
+        said = Exchange(kind="described", facts=SOUND | {"name": name, "version": __version__} | changes)
+        self.here[node] = SimpleNamespace(node_id=node, last_activated_at=at, public_key=key, introduction=said)
 
-    def answers(self, node, question):
-        return ANSWER
+    def asked(self, kind="train"):
+        return [node for node, sent in self.sent if sent == kind]
 
     def get_nodes(self):
         return list(self.here.values())
@@ -56,33 +58,20 @@ class Grid:
             return [None]
         number = f"message {next(self._numbers)}"
         message.metadata.__dict__["_message_id"] = number
+        self.messages.append(message)
+        if question.kind == "tell":
+            self.told.setdefault(node, []).append(question.facts["say"])
+            return [number]
         self.sent.append((node, question.kind))
         answer = self.here[node].introduction if question.kind == "describe" else self.answers(node, question)
-        if isinstance(answer, Exchange):
-            answer = answer.content()
+        answer = answer.content() if isinstance(answer, Exchange) else answer
         if answer is not None:
-            content = answer if isinstance(answer, RecordDict) else Error(answer, "made to order")
+            content = answer if isinstance(answer, RecordDict) else Error(answer, "made to\n order")
             self._replies[number] = as_sent(Message(content, reply_to=as_sent(message)))
         return [number]
 
     def pull_messages(self, numbers):
         return [self._replies.pop(number) for number in list(numbers) if number in self._replies]
-
-
-@pytest.fixture
-def clock(machine, monkeypatch):
-    now = SimpleNamespace(seconds=0.0, then=[])
-
-    def sleep(seconds):
-        now.seconds += seconds
-        if now.then and seconds:
-            now.then.pop(0)()
-
-    monkeypatch.setattr(
-        "fedshift.flower.server.nodes.time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
-    )
-    monkeypatch.setattr("fedshift.flower.server.nodes.POLL", 0.25)
-    return now
 
 
 @pytest.fixture
@@ -100,226 +89,232 @@ def heard():
 
 @pytest.fixture
 def nodes(grid, heard):
-    return Nodes(grid, HELLO, heard.append)
+    return connect(grid, heard)
 
 
-def asked(nodes, *names, enough=2, seconds=10.0):
-    """What each of ``names`` answered: the kind, or why there is none."""
-    found = nodes.ask(dict.fromkeys(names, ASKED), enough, seconds)
-    return {name: answer.kind if isinstance(answer, Exchange) else str(answer) for name, answer in found}
+def connect(grid, heard, **options):
+    made = Nodes(grid, HELLO, heard.append, **options)
+    made.refresh()
+    return made
 
 
-def test_nodes_introduce_themselves_once(nodes, grid, heard):
+def ask(nodes, *names, enough=2, seconds=10.0):
+    """The kind of each answer, or why there is none."""
+    answers = [*nodes.ask(dict.fromkeys(names or ("ann", "bob"), ASKED), enough, seconds)]
+    assert len({name for name, _ in answers}) == len(answers)
+    return {name: answer.kind if isinstance(answer, Exchange) else str(answer) for name, answer in answers}
+
+
+BOTH = {"ann": "trained", "bob": "trained"}
+
+
+def test_nodes_introduce_themselves_once_and_hear_that_they_are_connected(grid, heard):
     changes = []
-    nodes.changed = lambda: changes.append(sorted(nodes.online))
+    nodes = Nodes(grid, HELLO, heard.append, changed=lambda: changes.append(sorted(nodes.online)))
     nodes.refresh()
     nodes.refresh()
-    assert nodes.online == {"ann", "bob"}
     assert sorted(grid.sent) == [(1, "describe"), (2, "describe")]
     assert sorted(heard)[0].startswith("ann is connected, 6 training samples (")
+    assert sorted(text for texts in grid.told.values() for text in texts) == sorted(heard)
     assert changes[-1] == ["ann", "bob"]
     assert nodes.known["ann"].shape == (3, 8, 8)
+    ask(nodes, seconds=30.0)  # messages say version, round and how long they hold
+    facts = [(message.metadata.message_type, Exchange.of(message.content).facts[VERSION]) for message in grid.messages]
+    assert set(facts) == {("query", __version__), ("train", __version__)}
+    trained = [message.metadata for message in grid.messages if message.metadata.message_type == "train"]
+    assert [(data.group_id, data.ttl) for data in trained] == [("4", 30.0)] * 2
 
 
-def test_a_name_belongs_to_a_key(grid, heard):
-    grid.join(3, "ann", key=b"key of cid")  # who has a key of the federation, but not ann's
-    grid.join(4, "dan", key=b"key of dan")  # whom the coordinator does not know
+def test_a_name_belongs_to_a_key_and_a_node_without_it_hears_why_it_takes_no_part(grid, heard):
+    grid.join(3, "ann", key=b"key of cid")  # a key of the federation, but not ann's
+    grid.join(4, "dan")  # unknown to the coordinator
     keys = {name: f"key of {name}".encode() for name in ("ann", "bob", "cid")}
-    nodes = Nodes(grid, HELLO, heard.append, keys=lambda: keys)
-    nodes.refresh()
-    assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "trained"}
-    assert [node for node, kind in grid.sent if kind == "train"] == [1, 2]
+    nodes = connect(grid, heard, keys=lambda: keys)
+    assert ask(nodes) == BOTH
+    assert grid.asked() == [1, 2]
     assert nodes.online == {"ann", "bob"}
-    for node, name in (("cid (node number 3)", "ann"), ("a node (number 4)", "dan")):
-        assert f"{node} claims to be {name!r}, but does not have its key: refused" in heard
+    for node, called, name in ((3, "cid", "ann"), (4, "a node (number 4)", "dan")):
+        why = f"it claims to be {name!r}, but does not have its key: leave --name out, or correct it"
+        assert grid.told[node] == [f"{called} does not take part: {why}"]
+        assert grid.told[node][0] in heard
     keys["dan"] = b"key of dan"
-    grid.join(4, "dan", at="2026-01-02", key=b"key of dan")
+    grid.join(4, "dan", at=LATER)
     nodes.refresh()
     assert nodes.online == {"ann", "bob", "dan"}
 
 
-def test_a_key_that_is_revoked_or_replaced_is_refused_at_once_also_in_mid_round(grid, heard, clock):
+def test_a_key_that_is_removed_or_replaced_is_refused_at_once_also_in_mid_round(grid, heard, clock):
     keys = {name: f"key of {name}".encode() for name in ("ann", "bob")}
-    nodes, pull = Nodes(grid, HELLO, heard.append, keys=lambda: keys), grid.pull_messages
-    nodes.refresh()
+    nodes, pull = connect(grid, heard, keys=lambda: keys), grid.pull_messages
 
-    def revoke():
+    def remove():
         del keys["ann"]
         grid.pull_messages = pull
 
     grid.pull_messages = lambda numbers: []  # answers are on their way
-    clock.then.append(revoke)
-    assert asked(nodes, "ann", "bob", enough=1) == {"ann": "it has left", "bob": "trained"}
-    assert "the key of ann was revoked or replaced: refused (1 connected)" in heard
-    assert asked(nodes, "ann", "bob", enough=1) == {"ann": "it has left", "bob": "trained"}
-    assert grid.sent.count((1, "train")) == 1
+    clock.then.append(remove)
+    for _ in range(2):
+        assert ask(nodes, enough=1) == {"ann": "it has left", "bob": "trained"}
+    assert "the key of ann was removed or replaced: refused (1 connected)" in heard
+    assert grid.asked().count(1) == 1
     keys["ann"] = b"the next key of ann"
     grid.join(5, "ann", key=b"the next key of ann")
-    assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "trained"}
-    assert grid.sent.count((1, "train")) == 1
+    assert ask(nodes) == BOTH
+    assert grid.asked().count(1) == 1
 
 
-def test_who_left_before_its_name_was_heard_is_nobody(grid, heard, clock):
+def test_a_node_that_left_before_its_introduction_was_read_is_not_known(grid, heard, clock):
     grid.join(3, "dan", key=b"")
-    nodes = Nodes(grid, HELLO, heard.append, keys=dict)
-    pull = grid.pull_messages
-    grid.pull_messages = lambda numbers: []
-    nodes.refresh()
+    pull, grid.pull_messages = grid.pull_messages, lambda numbers: []
+    nodes = connect(grid, heard, keys=dict)
     grid.here.clear()
     grid.pull_messages = pull
     nodes.refresh()
     assert not nodes.known
 
 
-def test_of_two_that_say_they_are_one_the_later_is_asked(nodes, grid):
+def test_of_two_nodes_with_one_name_the_later_is_asked(nodes, grid):
     grid.join(7, "ann", at="2026-01-03")
-    grid.join(5, "ann", at="2026-01-02")
+    grid.join(5, "ann", at=LATER)
     nodes.refresh()
-    assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "trained"}
-    assert {node for node, kind in grid.sent if kind == "train"} == {2, 7}
+    assert ask(nodes) == BOTH
+    assert set(grid.asked()) == {2, 7}
 
 
-@pytest.mark.parametrize(
-    "changes", [{"samples": {"train": 7, "test": 4}}, {"validates": True, "samples": {"test": 4}}, {"shape": [1, 8, 8]}]
+OLD = "it runs fedshift {} and this coordinator 0.1.4, whose results may differ: install fedshift 0.1 there"
+DIFFERS = (
+    "'ann' has reconnected with other data or in another role than before: give it the data that it began with, or "
+    "begin a new experiment"
 )
-def test_who_comes_back_as_another_is_refused(nodes, grid, heard, changes):
-    nodes.refresh()
-    grid.join(1, "ann", at="2026-01-02", **changes)
-    nodes.refresh()
-    assert nodes.online == {"bob"}
-    assert heard[-2:] == [
-        "ann has reconnected with other data or in another role than before: refused",
-        "ann has left (1 connected)",
-    ]
+BACK = [
+    ({"samples": {"train": 7, "test": 4}}, DIFFERS), ({"validates": True, "samples": {"test": 4}}, DIFFERS),
+    ({"shape": [1, 8, 8]}, DIFFERS), ({"version": "0.1.99"}, None),
+    *(({"version": version}, OLD.format(version)) for version in ("0.2.0", "1.1.0", "what")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("version", "back"), [("0.1.99", True), ("0.2.0", False), ("1.1.0", False), ("what", False)])
-def test_who_comes_back_with_another_version_goes_on_if_it_is_a_patch(nodes, grid, heard, version, back, monkeypatch):
-    monkeypatch.setattr("fedshift.utils.version.__version__", "0.1.4")
+@pytest.mark.parametrize(("changes", "why"), BACK)
+def test_a_site_comes_back_with_the_same_data_and_another_patch_release_or_hears_why_not(
+    changes, why, grid, heard, monkeypatch
+):
+    for module in ("utils.version", "flower.coordinator.nodes"):
+        monkeypatch.setattr(f"fedshift.{module}.__version__", "0.1.4")
     grid.join(1, "ann", version="0.1.3")
+    grid.join(2, "bob", version="0.1.4")
+    nodes = connect(grid, heard)
+    grid.join(1, "ann", at=LATER, **{"version": "0.1.3"} | changes)
     nodes.refresh()
-    grid.join(1, "ann", at="2026-01-02", version=version)
-    nodes.refresh()
-    assert ("ann" in nodes.online) is back
-    said = "ann now runs fedshift 0.1.99 instead of 0.1.3" if back else f"ann runs fedshift {version} and this coord"
-    assert any(line.startswith(said) for line in heard)
-
-
-def test_one_that_leaves_is_not_asked_and_not_waited_for(nodes, grid, heard, clock):
-    nodes.refresh()
-    del grid.here[1]
-    assert asked(nodes, "ann", "bob", enough=1) == {"bob": "trained", "ann": "it has left"}
-    assert "ann has left (1 connected)" in heard
-    assert (1, "train") not in grid.sent
-    assert clock.seconds == 0.0
-
-
-def test_where_too_few_answer_one_that_is_gone_is_waited_for(nodes, grid, clock):
-    nodes.refresh()
-    del grid.here[1]
-    clock.then = [lambda: None, lambda: grid.join(8, "ann")]
-    assert asked(nodes, "ann", "bob") == {"bob": "trained", "ann": "trained"}
-    assert [node for node, kind in grid.sent if kind == "train"] == [2, 8]
-    assert 0.5 <= clock.seconds <= 1.0
-
-
-def test_one_that_restarts_is_asked_again_at_its_new_place(nodes, grid, clock):
-    grid.answers = lambda node, question: (
-        ANSWER if node != 1 or grid.here[1].last_activated_at != "2026-01-01" else None
-    )
-    clock.then = [lambda: grid.join(1, "ann", at="2026-01-02")]
-    nodes.refresh()
-    assert asked(nodes, "ann", "bob") == {"bob": "trained", "ann": "trained"}
-    assert [node for node, kind in grid.sent if kind == "train"] == [1, 2, 1]
-
-
-@pytest.mark.parametrize("lost", [ErrorCode.NODE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "not taken"])
-def test_a_question_that_got_lost_is_asked_again_when_its_node_is_back(lost, nodes, grid, clock):
-    nodes.refresh()
-
-    def first(node):
-        return node == 1 and grid.here[1].last_activated_at == FIRST
-
-    if lost == "not taken":
-        grid.taken = lambda node: not first(node)
+    assert nodes.online == ({"bob"} if why else {"ann", "bob"})
+    if why is None:
+        assert "ann now runs fedshift 0.1.99 instead of 0.1.3" in heard
     else:
-        grid.answers = lambda node, question: lost if first(node) else ANSWER
-    assert asked(nodes, "ann", "bob", enough=1) == {"bob": "trained", "ann": "it did not answer in time"}
-    assert clock.seconds == 0.0  # nobody who counts is missing
-    clock.then = [lambda: grid.join(1, "ann", at="2026-01-02")]
-    assert asked(nodes, "ann", "bob") == {"bob": "trained", "ann": "trained"}
-    assert clock.seconds <= 1.0
+        refused = f"a node (number 1) does not take part: {why}"
+        assert heard[-2:] == [refused, "ann has left (1 connected)"]
+        assert grid.told[1][-1] == refused
 
 
-def test_who_does_not_answer_is_waited_for_until_the_deadline(nodes, grid, clock):
-    nodes.refresh()
-    grid.answers = lambda node, question: ANSWER if node == 2 else None
-    assert asked(nodes, "ann", "bob", enough=1) == {"bob": "trained", "ann": "it did not answer in time"}
-    assert clock.seconds == 10.0
-    del grid.here[2]
-    assert asked(nodes, "bob", enough=1) == {"bob": "it has left"}
-    assert clock.seconds == 20.0
-    assert asked(nodes, "ann", seconds=0.0) == {"ann": "it did not answer in time"}
-    assert clock.seconds == 20.0
+LOST = {
+    "left": lambda grid: grid.here.pop(1),
+    "not taken": lambda grid: setattr(grid, "taken", lambda node: node != 1 or grid.here[1].last_activated_at == LATER),
+    "silent": None, **{code: code for code in (
+        ErrorCode.NODE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    )},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_question_that_got_lost_is_asked_again_when_its_node_is_back(lost, nodes, grid, clock):
+    """A node that sends an error in place of an answer is one whose question got lost: it holds nobody up."""
+    if callable(LOST[lost]):
+        LOST[lost](grid)
+    else:
+        first = lambda node: node == 1 and grid.here[1].last_activated_at == FIRST  # noqa: E731
+        grid.answers = lambda node, question: LOST[lost] if first(node) else ANSWER
+    why = "it has left" if lost == "left" else "it did not answer in time"
+    assert ask(nodes, enough=1) == {"bob": "trained", "ann": why}
+    assert clock.seconds == (10.0 if lost == "silent" else 0.0)  # no answer that counts is on its way
+    before = clock.seconds
+    clock.then = [lambda: None, lambda: grid.join(1, "ann", at=LATER)]
+    assert ask(nodes) == BOTH
+    assert grid.asked()[-1] == 1
+    assert 0.5 <= clock.seconds - before <= 1.0
+
+
+NOT_OURS = "it sent a message that is not fedshift's (KeyError: 'config')"
 
 
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "its app failed (made to order)"),
-        (ErrorCode.LOAD_CLIENT_APP_EXCEPTION, "its app failed (made to order)"),
-        (Exchange(kind="refused", facts={"why": "no data"}), "no data"),
+        (Exchange(kind="refused", facts={"why": "\x1b[2Jno\ndata\N{RIGHT-TO-LEFT OVERRIDE}"}), "no data"),
         (Exchange(kind="refused"), "None"),
-        (RecordDict(), "it sent a message that is not fedshift's (KeyError: 'config')"),
+        (RecordDict(), NOT_OURS),
     ],
 )
-def test_one_that_fails_says_why_and_is_not_asked_again(answer, why, nodes, grid, clock):
-    nodes.refresh()
+def test_a_refusal_is_passed_on_in_plain_text_and_the_site_not_asked_again(answer, why, nodes, grid, clock):
     grid.answers = lambda node, question: answer if node == 1 else ANSWER
-    assert asked(nodes, "ann", "bob") == {"ann": why, "bob": "trained"}
-    assert [node for node, kind in grid.sent if kind == "train"] == [1, 2]
+    assert {name: text.strip() for name, text in ask(nodes).items()} == {"ann": why, "bob": "trained"}
+    assert grid.asked() == [1, 2]
     assert clock.seconds == 0.0
+    grid.answers = lambda *_: Exchange(kind="refused", facts={"why": "NaN", "diverged": True})
+    assert [type(answer) for _, answer in nodes.ask({"ann": ASKED}, 1, 1.0)] == [Diverged]
 
 
-def test_one_whose_introduction_fails_takes_no_part(nodes, grid, heard):
+def test_of_answers_that_are_repeated_the_first_counts_and_none_is_waited_for_longer(nodes, grid, clock):
+    """Otherwise one site would be as many as are needed."""
+    pull = grid.pull_messages
+    grid.answers = lambda node, question: ANSWER if node == 1 else None
+    grid.pull_messages = lambda numbers: pull(numbers) * 3
+    del grid.here[2]
+    assert ask(nodes, enough=2) == {"ann": "trained", "bob": "it has left"}
+    assert clock.seconds == 10.0
+    assert ask(nodes, "ann", seconds=0.0) == {"ann": "it did not answer in time"}
+    assert clock.seconds == 10.0
+
+
+def test_a_node_whose_introduction_fails_takes_no_part_and_hears_why(grid, heard):
     grid.here[1].introduction = Exchange(kind="refused", facts={"why": "no such folder"})
     grid.here[2].introduction = RecordDict()
-    nodes.refresh()
+    grid.join(3, "cid")
+    grid.here[3].introduction = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    nodes = connect(grid, heard)
     nodes.refresh()
     assert nodes.online == frozenset()
-    assert sorted(heard) == [
-        "a node (number 1) does not take part: no such folder",
-        "a node (number 2) does not take part: it sent a message that is not fedshift's (KeyError: 'config')",
-    ]
-    assert len(grid.sent) == 2
+    reasons = ("no such folder", NOT_OURS, "its app failed (made to  order)")
+    assert grid.told == {
+        node: [f"a node (number {node}) does not take part: {why}"] for node, why in enumerate(reasons, 1)
+    }
+    assert sorted(heard) == [text for _, (text,) in sorted(grid.told.items())]
+    assert len(grid.sent) == 3
 
 
-def test_the_first_are_waited_for_no_longer_than_told(nodes, grid, clock):
+def test_the_first_sites_are_waited_for_until_the_deadline_or_a_stop(nodes, grid, clock):
     nodes.wait(2, 60.0)
     assert clock.seconds == 0.0
-    clock.then = [lambda: grid.join(3, "cid")]
+    clock.then = [lambda: grid.join(3, "cid", validates=True, samples={"test": 4}), lambda: grid.join(4, "dan")]
     nodes.wait(3, 60.0)
-    assert clock.seconds == 0.25
-    with pytest.raises(FedshiftError, match=r"2 sites .* after 60 seconds there are 1: cid. Start the others"):
-        nodes.wait(2, 60.0, frozenset({"cid", "dan"}))
+    assert clock.seconds == 0.5
+    one = r"2 sites .* after 60 seconds there are 1: ann \(not counting cid, .* Start"
+    with pytest.raises(FedshiftError, match=one):
+        nodes.wait(2, 60.0, frozenset({"ann", "eve"}))
     assert 60.0 <= clock.seconds <= 61.0
+    clock.then = [nodes.stop.set]
+    with pytest.raises(StopRequested):
+        nodes.wait(9, 1e9)
 
 
-def test_everything_that_is_sent_is_signed_and_says_its_round(grid, heard):
-    nodes = Nodes(grid, HELLO, heard.append, signed=lambda exchange: Exchange(kind=exchange.kind, facts={"proof": 1}))
-    seen, push = [], grid.push_messages
-    grid.push_messages = lambda messages: seen.extend(messages) or push(messages)
-    nodes.refresh()
-    asked(nodes, "ann", "bob", seconds=30.0)
-    assert all(Exchange.of(message.content).facts == {"proof": 1} for message in seen)
-    trained = [message.metadata for message in seen if message.metadata.message_type == "train"]
-    assert [(data.group_id, data.ttl) for data in trained] == [("4", 30.0)] * 2
+def test_a_stop_says_whom_it_waits_for_and_how_long_at_most(nodes, grid, clock, heard):
+    del grid.here[1]
+    clock.then = [lambda: None, lambda: None, nodes.stop.set]
+    assert ask(nodes, seconds=60.0) == {"ann": "it has left", "bob": "trained"}
+    assert clock.seconds == 60.0
+    assert [text for text in heard if "waiting" in text] == ["waiting for ann, 59 seconds at most, to end this round"]
+    ask(nodes, seconds=30.0)  # measurements, which are asked for after the stop
+    assert heard[-1] == "waiting for ann, 30 seconds at most, to end this round"
 
 
-def test_an_upload_that_stalls_half_way_holds_up_neither_others_nor_the_end(nodes, grid, clock, monkeypatch):
-    monkeypatch.setattr("fedshift.flower.server.nodes.PATIENCE", 0.01)
-    nodes.refresh()
-    nodes.refresh()
+def test_an_upload_that_stalls_holds_up_neither_others_nor_the_end(nodes, grid, clock, monkeypatch):
+    monkeypatch.setattr("fedshift.flower.coordinator.nodes.PULL_SECONDS", 0.01)
     pull, stalled = grid.pull_messages, threading.Event()
 
     def pull_or_stall(numbers):
@@ -330,8 +325,8 @@ def test_an_upload_that_stalls_half_way_holds_up_neither_others_nor_the_end(node
 
     grid.pull_messages = pull_or_stall
     try:
-        assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "it did not answer in time"}
+        assert ask(nodes) == {"ann": "trained", "bob": "it did not answer in time"}
         assert clock.seconds >= 10.0
     finally:
         stalled.set()
-    assert asked(nodes, "ann", "bob") == {"ann": "trained", "bob": "trained"}
+    assert ask(nodes) == BOTH

@@ -1,56 +1,58 @@
-"""What a site refuses by its policy, and what it shows before it agrees."""
+"""Limits of a site's policy on what it reviewed, and what it shows before it agrees, before and in each round."""
 
 import importlib.util
 import re
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.text import Text
 from torch import nn
 
 from fedshift.analysis.privacy import ORDERS, compute_epsilon, describe_delta
-from fedshift.cli.deployment import _ask
 from fedshift.cli.inspection import describe_method
-from fedshift.config.expressions import list_catalog
+from fedshift.config.spec import CompareSpec
 from fedshift.core.kernel import client_final, init_client, init_server, load_state
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.work import Work, iterate_batches
 from fedshift.evaluation.communication import summarize_method
 from fedshift.experiments.factory import resolve_model
-from fedshift.flower.site.account import Book, TrialUse
-from fedshift.flower.site.gate import Confirmation
-from fedshift.flower.site.ledger import Ledger, count_bytes_left, read_ledger
+from fedshift.flower.messages import Exchange, RefusedMessage, to_record
+from fedshift.flower.site.gate import QUESTIONS, _describe_upload
 from fedshift.flower.site.policy import SitePolicy
+from fedshift.flower.site.record import Record
 from fedshift.flower.site.review import TrialReview, compute_spent, count_uses, passes_of_round
-from fedshift.flower.site.site import Site
-from fedshift.flower.transport.arrays import RefusedMessage, to_record
-from fedshift.flower.transport.exchange import Exchange
+from fedshift.methods import METHODS
 from fedshift.methods.dp_sgd import dp_sgd
 from fedshift.models import make_network
 from fedshift.report.page import _leaving_table
+from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.disclosure import group_disclosures
-from fedshift.utils.errors import UsageError
+from fedshift.utils.errors import FedshiftError
 from fedshift.utils.state import join_states
-from tests.flower.sites import Heard, SiteGrid, coordinator, sites_of, spec_for
+from tests.flower.sites import ALL, OTHERS, PHOTO, serve, sites_of, spec_for
+from tests.methods import plain
+from tests.methods.others import styles
 
-ALL, OTHERS = ("pen", "photo", "print"), ("pen", "print")
+pytestmark = pytest.mark.usefixtures("machine")
+NEEDS_OPACUS = pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
+STYLES = "tests.methods.others:styles"
+"""A method whose clients send their images' mean and deviation once, before round 1."""
+ONCE = f"{STYLES}+fedbn"
 
 
-@pytest.fixture
-def served(tmp_path, machine):
-    """Run two rounds of ``method`` in which the site photo has ``named``; return who took part, and what was said."""
-
-    def run(method="fedbn", **named):
-        spec = spec_for(method, rounds=2, evaluate_every=2)
-        sites, heard = sites_of(spec, tmp_path), Heard()
-        for name, value in named.items():
-            setattr(sites[2], name, value)
-        assert coordinator(spec, SiteGrid(sites), tmp_path / "served", heard, clients=2).run()
-        refusals = [text for text in heard.notices if "photo is left out" in text]
-        return [done.participants for done in heard.rounds], refusals
-
-    return run
+def serve_photo(method, folder, **named):
+    """Run two rounds of ``method`` in which the site photo has ``named``; return what was told, and its refusals."""
+    spec = spec_for(method, evaluate_every=2)
+    sites = sites_of(spec, folder)
+    for name, value in named.items():
+        setattr(sites[PHOTO], name, value)
+    heard = serve(spec, folder, sites, clients=2)
+    left = r"(.*: photo does not take part|round .*photo is left)"
+    return heard, [text for text in heard.notices if re.match(left, text)]
 
 
 def read(tmp_path, text):
@@ -59,65 +61,90 @@ def read(tmp_path, text):
     return SitePolicy.read(tmp_path / "policy.toml")
 
 
-def spent_before(spent):
-    """The book of data on whose samples another experiment spent ``spent``."""
-    return Book(trials={"another/one": TrialUse(spent=spent)})
+@pytest.fixture
+def record(tmp_path):
+    return Record(tmp_path / "record.db", "data", "fingerprint")
+
+
+def review_of(method, **changes):
+    shape = (1, 8, 8)
+    (method,), network = METHODS.parse_all(method), make_network(resolve_model("small-cnn", shape), shape, 3)
+    plan = prepare(method, network, optimizer=SGD(lr=0.1))
+    given = {"plan": plan, "model": "small-cnn", "rounds": 2, "sites": 3, "samples": 24, "trial": "e/t"}
+    return TrialReview(**given | changes)
 
 
 LIMITS = {
-    "methods": ('methods = ["silobn", "fedprox"]', "does not allow method 'fedbn' (methods)"),
-    "models": ('models = ["unet*"]', "does not allow model 'small-cnn' (models)"),
-    "keep": ('keep = ["*head*", "fc*", "*.weight"]', "does not leave (keep): use a method that keeps it"),
-    "rounds": ("rounds = 1", "allows 1 rounds, not 2 (rounds)"),
-    "sites": ("sites = 4", "asks for 4 sites, and there are 3 (sites)"),
-    "epsilon": ("epsilon = 8.0", "asks for differential privacy with epsilon 8 or less (epsilon): add dp(secret=True"),
-    "sample_epsilon": ("sample_epsilon = 8.0", "epsilon 8 or less (sample_epsilon): add dp_sgd(secret=True"),
+    'methods = ["silobn"]': ("fedbn", """methods = ["silobn"], and method 'fedbn' is not among them"""),
+    'models = ["unet*"]': ("fedbn", """models = ["unet*"], and model 'small-cnn' is not among them"""),
+    'keep = ["*head*", "fc*", "*.weight"]': ("fedbn", "would leave: use a method that keeps it"),
+    'keep = ["*prototypes"]': ("fedproto", "entry 'prototypes/prototypes' would leave"),
+    'reveals = "update"': ("fedavg", "running_mean' of the model reveals statistics of the client's data: use another"),
+    'reveals = "client"': ("fpl", "'clusterprototypes/prototypes' of fpl reveals statistics of single classes of"),
+    'reveals = "class"': ("feddg_elcfs", "'sentamplitudes/amplitudes' of feddg_elcfs reveals single samples of the"),
+    "passed_on = false": ("feddg_elcfs", "is received by the server; other clients also as one client sent it"),
+    "rounds = 1": ("fedbn", "rounds = 1, and 2 rounds are asked for"),
+    "sites = 4": ("fedbn", "sites = 4, and 3 sites take part"),
+    "epsilon = 8.0": ("fedbn", "epsilon = 8.0, and the method has no secret noise: add dp(secret=True"),
+    "sample_epsilon = 8.0": ("fedbn", "sample_epsilon = 8.0, and the method has no secret noise: add dp_sgd(secret=Tr"),
+    'reveals = "update"\nkeep = ["*running*"]': (ONCE, "'styles/style' of others reveals statistics of the client's"),
+    'passed_on = false\nkeep = ["*running*"]': (ONCE, "'styles/style' of others is received by the server; other cl"),
+    'keep = ["styles/*"]': (ONCE, "entry 'styles/style' would leave"),
 }
+WITHIN = (
+    'methods = ["fedbn", "fed*"]\nmodels = ["small-*"]\nkeep = ["*running*", "bn*"]\nrounds = 2\nsites = 3\n'
+    'reveals = "client"\npassed_on = false'
+)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("limit", LIMITS)
-def test_what_goes_beyond_a_policy_is_refused_by_name(limit, served, tmp_path):
-    text, why = LIMITS[limit]
-    took_part, refusals = served(policy=read(tmp_path, text))
-    assert took_part == [OTHERS] * 2
-    assert len(refusals) == 2
-    assert all(why in told for told in refusals)
+@pytest.mark.parametrize("text", LIMITS)
+def test_what_goes_beyond_a_policy_is_refused_by_name_and_value(text, tmp_path, record):
+    name, why = LIMITS[text]
+    with pytest.raises(RefusedMessage, match=re.escape(why)):
+        read(tmp_path, text).limits.check(review_of(name), record)
+    read(tmp_path, WITHIN).limits.check(review_of("fedbn+fedprox(mu=1e+2)"), record)
 
 
-def test_within_its_policy_a_site_takes_part(served, tmp_path):
-    policy = 'methods = ["fedbn", "fed*"]\nmodels = ["small-*"]\nkeep = ["*running*", "bn*"]\nrounds = 2\nsites = 3'
-    assert served("fedbn+fedprox(mu=1e+2)", policy=read(tmp_path, policy)) == ([ALL] * 2, [])
+def test_a_method_that_is_impossible_ends_a_comparison_before_its_first_upload(tmp_path):
+    """A pass of FedMMB over 24 samples ends with a group of 4, which by itself only the second round would tell."""
+    settings = {key: value for key, value in vars(spec_for(batch_size=5)).items() if key != "method"}
+    spec = CompareSpec(**settings | {"methods": "fedavg,fedmmb(batches=4)"})
+    with pytest.raises(FedshiftError, match=re.escape("fedmmb(batches=4): too few sites agree")) as caught:
+        serve(spec, tmp_path, sites_of(spec, tmp_path, policy=SitePolicy()))
+    few = "this site's policy has least_samples = 16, and an upload would use 4 different samples"
+    assert all(f"{name}: {few}" in str(caught.value) for name in ALL)
+    assert Counter(entry.event for entry in Record(tmp_path / "record.db").read()) == {"describe": 3, "refused": 3}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
-@pytest.mark.parametrize(("most", "allowed"), [(1e6, True), (0.5, False)])
-def test_epsilon_is_that_of_all_rounds(most, allowed, served, tmp_path):
-    policy = read(tmp_path, f"epsilon = {most:.1f}")
-    took_part, refusals = served("fedavg+dp(noise_multiplier=1.0, secret=True)", policy=policy)
-    assert took_part == [ALL if allowed else OTHERS] * 2
-    assert all("allows epsilon 0.5, and 2 rounds spend " in told for told in refusals)
+@NEEDS_OPACUS
+@pytest.mark.parametrize(
+    ("text", "method", "fits"),
+    [
+        ("epsilon = 1000000.0", "dp(noise_multiplier=1.0, secret=True)", True),
+        ("epsilon = 0.5", "dp(noise_multiplier=1.0, secret=True)", False),
+        ("sample_epsilon = 4.8", "dp_sgd(noise_multiplier=1.4, secret=True)+gn", True),  # two rounds spend 4.79
+        ("sample_epsilon = 4.7", "dp_sgd(noise_multiplier=1.4, secret=True)+gn", False),
+    ],
+)
+def test_epsilon_is_that_of_all_rounds_and_of_every_pass_over_the_samples(text, method, fits, tmp_path, record):
+    review, limits = review_of(method), read(tmp_path, text).limits
+    refused = pytest.raises(RefusedMessage, match=f"has {text}, and 2 rounds spend ")
+    with nullcontext() if fits else refused:
+        limits.check(review, record)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
-@pytest.mark.parametrize(("most", "took_part"), [(4.7, [OTHERS] * 2), (4.8, [ALL] * 2)])
-def test_epsilon_of_samples_is_that_of_every_pass_over_them(most, took_part, served, tmp_path):
-    policy = read(tmp_path, f"sample_epsilon = {most:.1f}")  # two rounds of one epoch spend 4.79
-    assert served("dp_sgd(noise_multiplier=1.4, secret=True)+gn", policy=policy)[0] == took_part
-
-
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
-def test_a_round_that_is_asked_for_again_spends_epsilon_again(tmp_path):
-    method, policy = dp_sgd(noise_multiplier=1.4, secret=True), read(tmp_path, "sample_epsilon = 5.0")
+@NEEDS_OPACUS
+def test_a_round_that_is_asked_for_again_spends_epsilon_again(tmp_path, record):
+    method, limits = dp_sgd(noise_multiplier=1.4, secret=True), read(tmp_path, "sample_epsilon = 5.0").limits
     plan = prepare(method, nn.Linear(2, 2), optimizer=SGD(lr=0.1))
-    spent = compute_spent(plan, passes_of_round(plan, 8, 0, 0))
-    policy.limits.check_upload(plan, 1, spent_before(spent))
-    with pytest.raises(RefusedMessage, match="allows epsilon 5, and one more round and what this site sent before"):
-        policy.limits.check_upload(plan, 1, spent_before(2 * spent))
-    with pytest.raises(RefusedMessage, match="allows epsilon 5, and one more round spend"):
-        policy.limits.check_upload(plan, 3, Book())
+    with pytest.raises(RefusedMessage, match=r"sample_epsilon = 5\.0, and one more round spend"):
+        limits.check_upload(plan, 3, record)
+    for number in range(2):
+        limits.check_upload(plan, 1, record)
+        spent = compute_spent(plan, passes_of_round(plan, 8, 0, 0))
+        record.append("train", {}, trial="another/one", question=str(number), uploads=1, spent=spent)
+    with pytest.raises(RefusedMessage, match=r"and one more round and .*spend"):
+        limits.check_upload(plan, 1, record)
 
 
 @pytest.mark.parametrize("work", [{"epochs": 2}, {"batches": 3}, {"steps": 3}, {"steps": 7}, {"steps": 11}])
@@ -138,11 +165,11 @@ def test_no_sample_is_used_more_often_than_is_counted_whatever_the_local_work(wo
         assert max(uses.values()) <= counted
     again = repeated * (len(steps) // len(bounds) + 2)
     assert counted <= work.passes(12 - repeated, len(bounds)) + again
-    review = TrialReview(plan=plan, model="", seed=0, rounds=12, sites=2, samples=samples)
+    review = TrialReview(plan=plan, model="", rounds=12, sites=2, samples=samples)
     assert f"after {work.passes(12, len(bounds))} passes over its data" in review.privacy
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
+@NEEDS_OPACUS
 def test_what_different_noise_spends_adds_up_as_the_accountant_has_it():
     from opacus.accountants import RDPAccountant
 
@@ -157,22 +184,20 @@ def test_what_different_noise_spends_adds_up_as_the_accountant_has_it():
     assert found == pytest.approx(accountant.get_epsilon(1e-5, alphas=ORDERS), rel=1e-12)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
-def test_a_site_that_is_started_again_goes_on_counting_what_it_sent(served, tmp_path):
+@pytest.mark.slow
+@NEEDS_OPACUS
+def test_a_site_that_is_started_again_goes_on_counting_what_it_sent(tmp_path):
     method = "dp_sgd(noise_multiplier=1.4, secret=True)+gn"
     policy = read(tmp_path, "sample_epsilon = 4.8")  # two rounds of one epoch spend 4.79
-    assert served(method, policy=policy)[0] == [ALL] * 2
+    assert serve_photo(method, tmp_path, policy=policy)[0].took_part == [ALL] * 2
     (tmp_path / "served").rename(tmp_path / "before")
-    took_part, refusals = served(method, policy=policy)  # another experiment, with sites that begin anew
-    assert took_part == [OTHERS] * 2
-    assert all("2 rounds and what this site sent before spend" in told for told in refusals)
-    (tmp_path / "account.json").write_text("{}")
-    site = Site("digits", "photo", tmp_path / "photo", policy=policy)
-    assert "account.json is damaged" in site.answer(Exchange(kind="describe")).facts["why"]
+    heard, refusals = serve_photo(method, tmp_path, policy=policy)  # another experiment, with sites that begin anew
+    assert heard.took_part == [OTHERS] * 2
+    assert all(re.search("2 rounds and .* spend", text) for text in refusals)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
-def test_copies_of_a_sample_at_the_site_spend_as_if_they_were_in_one_batch(tmp_path):
+@NEEDS_OPACUS
+def test_copies_of_a_sample_at_the_site_spend_as_if_they_were_in_one_batch(tmp_path, record):
     from opacus.accountants import RDPAccountant
 
     plan = prepare(dp_sgd(noise_multiplier=4.0, secret=True), nn.Linear(2, 2), optimizer=SGD(lr=0.1),
@@ -183,9 +208,9 @@ def test_copies_of_a_sample_at_the_site_spend_as_if_they_were_in_one_batch(tmp_p
     worst = accountant.get_epsilon(1e-5, alphas=ORDERS)
     uses = count_uses(plan, passes_of_round(plan, 10, 0, 0), 5)
     assert compute_epsilon(compute_spent(plan, uses) ** -0.5, 1.0, 1, 1e-5) == pytest.approx(worst, rel=1e-12)
-    read(tmp_path, f"sample_epsilon = {worst * 1.001}").limits.check_upload(plan, uses, Book())
-    with pytest.raises(RefusedMessage, match="allows epsilon"):
-        read(tmp_path, f"sample_epsilon = {worst * 0.999}").limits.check_upload(plan, uses, Book())
+    read(tmp_path, f"sample_epsilon = {worst * 1.001}").limits.check_upload(plan, uses, record)
+    with pytest.raises(RefusedMessage, match="one more round spend"):
+        read(tmp_path, f"sample_epsilon = {worst * 0.999}").limits.check_upload(plan, uses, record)
 
 
 def test_a_delta_that_is_too_large_for_the_samples_is_said():
@@ -197,86 +222,33 @@ def test_a_delta_that_is_too_large_for_the_samples_is_said():
 
 
 @pytest.mark.parametrize(("agreed", "who"), [(True, ALL), (False, OTHERS)])
-def test_whoever_runs_the_site_is_asked_once_and_shown_what_leaves(agreed, who, served):
+def test_whoever_runs_the_site_is_asked_once_and_shown_what_leaves(agreed, who, tmp_path):
     shown = []
-
-    def ask(text, question):
-        shown.append(text)
-        return agreed or "Tell" in question
-
-    took_part, refusals = served(confirmation=Confirmation(ask))
-    assert took_part == [who] * 2
+    ask = lambda text, question: shown.append(text) or agreed or "Tell" in question  # noqa: E731
+    heard, refusals = serve_photo("fedbn", tmp_path, confirm=ask)
+    assert heard.took_part == [who] * 2
     assert len(shown) == 2
     assert "samples: 24 train, 140 test" in shown[0]
-    assert "method: fedbn, seed 0; model: small-cnn" in shown[1]
-    assert "weight of this site: its training samples" in shown[1]
+    for text in (
+        "method: fedbn, seed 0; model: small-cnn", "weight of this site: its training samples",
+        "no differential privacy",
+    ):  # fmt: skip
+        assert text in shown[1]
     leaves, stays = (
         next(line for line in shown[1].splitlines() if line.startswith(key)) for key in ("leaves", "stays")
     )
     assert "running_mean" not in leaves
     assert "running_mean" in stays
-    assert "no differential privacy" in shown[1]
-    assert all("does not agree" in told for told in refusals)
+    starts = ["fedbn: photo does not take part: ", "round 1: photo is left out: ", "round 2: photo is left out: "]
+    why = "whoever runs this site does not agree to the experiment"
+    assert refusals == ([] if agreed else [start + why for start in starts])
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("rounds = 0", "limits.rounds: Input should be greater than or equal to 1"),
-        ("round = 3", "limits.round: Extra inputs are not permitted. It may set methods, models, keep"),
-        ("rounds", "is not a TOML file"),
-    ],
-)
-def test_a_policy_that_cannot_be_is_refused_by_name(text, why, tmp_path):
-    with pytest.raises(UsageError, match=why):
-        read(tmp_path, text)
+SENDING = ["fedavg", "fedbn", "scaffold", "fedheal", "fedproto", "fpl", "hbn", "harmofl", "feddg_elcfs"]
 
 
-def test_without_a_terminal_nobody_can_be_asked(cli, tmp_path, monkeypatch):
-    done = cli("join", "localhost:1", "--data", tmp_path, "--insecure", "--confirm")
-    assert done.code == 2
-    assert "--confirm asks at a terminal" in done.err
-
-
-def test_the_question_says_what_may_be_answered(monkeypatch, capsys):
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    assert _ask("method: fedbn", "Take part in it?")
-    assert "Take part in it? [y/N]" in capsys.readouterr().out
-
-
-def review_of(name, **options):
-    shape, method = (1, 8, 8), list_catalog("methods")[name](**options)
-    plan = prepare(method, make_network(resolve_model("small-cnn", shape), shape, 3), optimizer=SGD(lr=0.1))
-    return TrialReview(plan=plan, model="small-cnn", seed=0, rounds=2, sites=3)
-
-
-BEYOND = {
-    'keep = ["*prototypes"]': ("fedproto", "entry 'prototypes/prototypes' does not leave (keep)"),
-    'reveals = "update"': ("fedavg", "running_mean' of the model reveals statistics of the client's data: use another"),
-    'reveals = "client"': ("fpl", "'clusterprototypes/prototypes' of fpl reveals statistics of single classes of"),
-    'reveals = "class"': ("feddg_elcfs", "'sentamplitudes/amplitudes' of feddg_elcfs reveals single samples of the"),
-    "passed_on = false": ("feddg_elcfs", "is received by the server; other clients also as one client sent it"),
-}
-
-
-@pytest.mark.parametrize("text", BEYOND)
-def test_policies_limit_what_rules_send_beside_entries(text, tmp_path):
-    name, why = BEYOND[text]
-    with pytest.raises(RefusedMessage, match=re.escape(why)):
-        read(tmp_path, text).limits.check(review_of(name), Book())
-    read(tmp_path, text).limits.check(review_of("fedbn"), Book())
-
-
-def test_the_most_that_may_be_revealed_is_one_of_four(tmp_path):
-    with pytest.raises(UsageError, match="reveals: Input should be 'update', 'client', 'class' or 'image'"):
-        read(tmp_path, 'reveals = "all"')
-
-
-SENDING = ["fedavg", "fedbn", "fedap", "scaffold", "fedheal", "feddg_ga", "fedproto", "fpl", "hbn", "harmofl"]
-
-
-@pytest.mark.parametrize("name", [*SENDING, "feddg_elcfs"])
-def test_consent_inspect_ledger_and_page_name_the_same_with_its_true_bytes(name, tmp_path):
+@pytest.mark.parametrize("name", SENDING)
+def test_consent_inspect_record_and_page_name_the_same_with_its_true_bytes(name):
     review = review_of(name)
     plan, groups = review.plan, list(map(str, group_disclosures(review.leaving)))
     update = client_final(plan, load_state(plan, init_client(plan), init_server(plan)))[1]
@@ -288,14 +260,89 @@ def test_consent_inspect_ledger_and_page_name_the_same_with_its_true_bytes(name,
     assert sorted(", ".join(line.rsplit(": ", 1)[1] for line in leaves).split(", ")) == sorted(upload)
     facts = summarize_method(plan)
     assert facts.up == sum(x.nbytes for x in upload.values())
-    shown = "\n".join(text.plain for text in describe_method("small-cnn", name, (1, 8, 8), 3) if isinstance(text, Text))
+    shown = show_method(name)
     assert all(group in shown for group in groups)
     assert f"{facts.up:,} bytes up" in shown
     answer = Exchange(kind="trained", facts={}, arrays={"all": to_record(upload)})
-    Ledger(tmp_path).write(Exchange(kind="train", facts={}), answer, review.leaving)
-    (entry,) = read_ledger(tmp_path)
-    assert entry.content["discloses"] == groups
-    assert (count_bytes_left(entry), entry.content["left"]["all"]["names"]) == (facts.up, sorted(upload))
+    written = _describe_upload(QUESTIONS["train"], answer, SimpleNamespace(plan=plan))
+    assert written["discloses"] == groups
+    assert (written["left"]["all"]["bytes"], written["left"]["all"]["names"]) == (facts.up, sorted(upload))
     cells = [tuple(cell.text for cell in row) for row in _leaving_table(facts).rows]
     found = group_disclosures(review.leaving)
     assert [row[1:] for row in cells] == [(g.source, f"{g.bytes:,}", g.reveals, g.receivers) for g in found]
+
+
+def show_method(name):
+    texts = describe_method("small-cnn", name, (1, 8, 8), 3)
+    return "\n".join(text.plain for text in texts if isinstance(text, Text))
+
+
+# What leaves once, before round 1.
+
+SENT = "1 entry of others, 16 bytes, which reveals statistics of the client's data; received by the server; other "
+
+
+def test_consent_and_inspect_and_page_say_that_it_leaves_once():
+    plan = plain.trial(styles()).plan
+    lines = TrialReview(plan=plan, model="cnn", rounds=2, sites=3, samples=16).describe().splitlines()
+    assert [line for line in lines if line.startswith(f"leaves once, before round 1: {SENT}")]
+    assert "Leaves a client once, before round 1:\n1 entry of others, 8 bytes" in show_method(STYLES)
+    cells = [[cell.text for cell in row] for row in _leaving_table(summarize_method(plan)).rows]
+    assert cells[-1][:3] == ["styles/style (once, before round 1)", "others", "16"]
+
+
+def serve_styles(folder, tamper=None, **options):
+    """Run two rounds; return what was told, and the bank that the server holds at the end."""
+    spec = spec_for(ONCE, samples=16, evaluate_every=2)
+    sites = sites_of(spec, folder, code=frozenset({STYLES}))
+    sites[PHOTO].account = folder / "photo.db"
+    heard = serve(spec, folder, sites, tamper=tamper, **options)
+    (trial,) = (folder / "served" / "trials").iterdir()
+    return heard, load_checkpoint(trial / "checkpoint.safetensors")[0]["server/memory/styles/bank"]
+
+
+def test_the_record_holds_it_with_its_bytes_and_asking_again_reveals_nothing_more(tmp_path):
+    heard, bank = serve_styles(tmp_path)
+    assert bank.shape == (3, 2)
+    asked = [question for node, question in heard.grid.asked if node == PHOTO and question.kind != "tell"]
+    kinds = [question.kind for question in asked]
+    assert kinds[:4] == ["describe", "review", "introduce", "train"]
+    assert kinds.count("introduce") == 1
+    answers = [heard.grid.sites[PHOTO].answer(asked[2]) for _ in range(2)]
+    assert len({answer.arrays["memory"]["styles/style"].data for answer in answers}) == 1
+    rows = list(Record(tmp_path / "photo.db").read())
+    row, *again = [entry for entry in rows if entry.event == "introduce"]
+    assert row.round == 0
+    assert (row.content["left"]["memory"]["names"], row.content["left"]["memory"]["bytes"]) == (["styles/style"], 8)
+    assert [text.startswith("1 entry of others, 8 bytes") for text in row.content["discloses"]] == [True]
+    assert [entry.content for entry in again] == [row.content] * 2
+    assert " 3 uploads, " in next(Record(tmp_path / "photo.db").list_totals())  # this one and two rounds'
+    (train, _) = [entry for entry in rows if entry.event == "train"]
+    assert not any("others" in text for text in train.content["discloses"])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"styles/style": torch.zeros(3)}, "has shape (3,) in place of (2,)"),
+        ({}, "lacks entry 'styles/style'"),
+        ({"styles/style": torch.zeros(2), "more": torch.zeros(1)}, "has an entry 'more'"),
+    ],
+)
+def test_an_answer_that_is_not_what_was_declared_is_left_out(change, why, tmp_path):
+    def tamper(node, question, answer):
+        if (node, question.kind) != (PHOTO, "introduce"):
+            return answer
+        return Exchange(kind=answer.kind, facts=answer.facts, arrays={"memory": to_record(change)})
+
+    heard, bank = serve_styles(tmp_path, tamper, clients=2)
+    assert bank.shape == (2, 2)
+    assert [text for text in heard.notices if text.startswith("before round 1: photo is left out") and why in text]
+    assert heard.took_part == [ALL] * 2
+
+
+def test_too_few_answers_end_it_before_any_training(tmp_path, clock):
+    tamper = lambda node, asked, answer: None if (node, asked.kind) == (PHOTO, "introduce") else answer  # noqa: E731
+    with pytest.raises(FedshiftError, match="before round 1: only 2 of 3 clients sent a usable upload"):
+        serve_styles(tmp_path, tamper)

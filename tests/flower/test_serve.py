@@ -1,43 +1,39 @@
-"""`fedshift serve` and `join` for a user: refusals before anything starts, output, exit codes."""
+"""`fedshift serve` and `join` for a user: refusals before anything starts, output, Ctrl-C, exit codes, Prometheus."""
 
-import json
+import http.client
 import os
+import signal
 import socket
-import threading
-from dataclasses import asdict
-from multiprocessing.connection import Client
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
+from cryptography.exceptions import UnsupportedAlgorithm
+from flwr.app import ConfigRecord, Message, RecordDict
+from prometheus_client.parser import text_string_to_metric_families
 
 from fedshift.cli.app import app
-from fedshift.config.spec import RunOptions, RunSpec
-from fedshift.experiments.callbacks import Callback
-from fedshift.flower.server import serve as serving
-from fedshift.flower.server.alerts import Alerts
-from fedshift.flower.server.serve import ListenOptions, _Coordination
-from fedshift.flower.site import join as joining
-from fedshift.flower.site.join import CoordinatorLink
-from fedshift.flower.transport.certificates import EndNotice
-from fedshift.flower.transport.exchange import Exchange
-from fedshift.flower.transport.firewall import GUARDED
-from fedshift.flower.transport.programs import free_port
+from fedshift.config.settings_file import FILE
+from fedshift.config.spec import RunOptions
+from fedshift.experiments.trial import RoundResult
+from fedshift.flower.coordinator import serve as serving
+from fedshift.flower.coordinator.metrics import serve_metrics
+from fedshift.flower.coordinator.remote_engine import RoundOptions
+from fedshift.flower.coordinator.serve import ListenOptions, serve
+from fedshift.flower.keys import make_certificate
+from fedshift.flower.messages import Exchange
+from fedshift.flower.site import join as joined
+from fedshift.flower.site.record import Record, RecordFailed
+from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import acquire_lock
 from fedshift.utils.errors import FedshiftError, UsageError
+from tests.flower.sites import SiteGrid, same_as_in_process, sites_of, spec_for
 
-
-def reach(**changes):
-    given = {"host": "127.0.0.1", "port": free_port(), "tls": None, "clients": 2, "seconds": 1.0, "wait": 1.0}
-    return ListenOptions(**(given | changes))
-
-
-@pytest.fixture
-def tls(tmp_path):
-    from fedshift.flower.transport.pki import make_authority
-
-    make_authority(tmp_path / "tls", ["localhost"], ["north"])
-    return tmp_path / "tls"
+pytestmark = pytest.mark.usefixtures("machine")
+LOCAL = ListenOptions(host="127.0.0.1", port=9091, tls=None)
 
 
 @pytest.mark.parametrize(
@@ -50,13 +46,16 @@ def tls(tmp_path):
         (["exp.toml", "--insecure", "--min-clients", "0"], "min_clients=0: must be at least 1"),
         (["exp.toml", "--insecure", "--from-round", "1"], "from_round=1 goes back in a run: name it (--resume)"),
         (["exp.toml", "--insecure", "--max-share", "0"], "max_share=0: must be greater than 0 and at most 1"),
+        (["exp.toml", "--insecure", "--update-bound", "1"], "update_bound=1: must be greater than 1"),
         (["exp.toml", "--insecure", "--host", "0.0.0.0"], "in plain text to other machines"),
         (["exp.toml", "--tls", "nowhere"], "contains no ca.crt"),
+        (["exp.toml", "--tls", "keys"], "contains no site's key"),
         (["nothing.toml", "--insecure"], "no settings file"),
         (["split.toml", "--insecure"], "split divides data that are in one place"),
         (["both.toml", "--insecure"], "has both method and methods"),
         (["wrong.toml", "--insecure"], "lrr"),
         (["exp.toml", "--insecure", "--log", "mlfow"], "unknown logger 'mlfow': did you mean 'mlflow'?"),
+        (["--resume", "alone", "--insecure"], "alone was not run across machines: continue it with `fedshift run`"),
     ],
 )
 def test_what_cannot_be_served_is_said_at_once(arguments, why, cli):
@@ -64,351 +63,265 @@ def test_what_cannot_be_served_is_said_at_once(arguments, why, cli):
     Path("split.toml").write_text('split = "iid(clients=3)"\n')
     Path("both.toml").write_text('method = "fedbn"\nmethods = "fedavg"\n')
     Path("wrong.toml").write_text("lrr = 1\n")
+    if "keys" in arguments:
+        make_certificate(Path("keys"), ["localhost"])
+    Path("alone").mkdir()
+    for name in (FILE, "study.json"):
+        Path("alone", name).touch()
     outcome = cli("serve", *arguments)
     assert outcome.code == 2
-    assert why in outcome.err
-
-
-def test_a_run_of_one_process_is_not_continued_across_machines(cli):
-    Path("alone").mkdir()
-    for name in ("config.toml", "study.json"):
-        Path("alone", name).touch()
-    outcome = cli("serve", "--resume", "alone", "--insecure")
-    assert outcome.code == 2
-    assert "alone was not run across machines: continue it with `fedshift run`" in " ".join(outcome.err.split())
+    assert why in " ".join(outcome.err.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["host:9091", "--data", "."], "give either --tls DIR and --key FILE"),
+        (["host:9091", "--data", "."], "give either --tls DIR"),
         (["nowhere", "--data", ".", "--insecure"], "'nowhere' is not an address"),
         (["host:0", "--data", ".", "--insecure"], "'host:0' is not an address"),
         (["host:9091", "--data", "absent", "--insecure"], "there is no"),
-        (["host:9091", "--data", "./absent", "--tls", ".", "--key", "north.key"], "there is no"),
         (["host:9091", "--data", "digits", "--insecure"], "'digits' are several clients: choose one with --name"),
         (["host:9091", "--data", ".", "--insecure", "--key", "k"], "needs --tls"),
-        (["host:9091", "--data", ".", "--insecure", "--keep-rounds", "-1"], "keep_rounds=-1, keep_gb=1: both must be"),
+        (["host:9091", "--data", ".", "--insecure", "--keep-rounds", "2"], "keep_rounds=2: must be at least 3"),
         (["host:9091", "--data", ".", "--tls", "."], "no ca.crt there"),
+        (["host:9091", "--insecure"], "no data are named: give --data, or path in [data] of the policy"),
+        (["host:9091", "--data", ".", "--insecure", "--confirm"], "--confirm asks at a terminal, and there is none"),
     ],
 )
-def test_what_cannot_join_is_said_at_once(arguments, why, cli):
+def test_what_cannot_join_is_said_at_once(arguments, why, cli, monkeypatch):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
     outcome = cli("join", *arguments)
     assert outcome.code == 2
     assert why in outcome.err
     assert not Path("sites").exists()
 
 
-def test_a_key_that_is_not_there_is_named(tls):
-    with pytest.raises(UsageError, match=r"absent.key: no such file"):
-        CoordinatorLink(address="host:9091", tls=tls, key=tls / "absent.key", poll=None).check()
+@pytest.fixture
+def run(tmp_path, monkeypatch, unpublished, capsys):
+    """Serve three sites of this process; ``tamper(question, answer)`` gives what arrives in place of an answer."""
+    spec = spec_for(rounds=3, evaluate_every=3)
+    grid = SiteGrid(sites_of(spec, tmp_path))
+
+    @contextmanager
+    def serve_nodes(*_):
+        yield grid
+
+    monkeypatch.setattr(serving, "serve_nodes", serve_nodes)
+
+    def call(tamper=lambda question, answer: answer, *, resume=False, **rounds):
+        grid.tamper = lambda node, question, answer: tamper(question, answer)
+        served, rounds = tmp_path / "served", RoundOptions(**{"clients": 3} | rounds)
+        code = serve(spec, LOCAL, rounds, RunOptions(resume=served if resume else None), served)
+        return code, capsys.readouterr().out
+
+    return SimpleNamespace(call=call, spec=spec, grid=grid, folder=tmp_path / "served")
 
 
-def test_a_port_that_is_taken_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{port}"):
-            reach(port=port).check()
+def test_a_coordinator_says_each_round_and_its_files_are_its_owners_alone(run):
+    code, said = run.call()
+    assert code == 0
+    for text in ("listening on 127.0.0.1:9091", "pen is connected, 24 training samples", "round 3: pen, "):
+        assert text in said
+    assert {path.stat().st_mode & 0o077 for path in run.folder.rglob("*")} == {0}
+    with pytest.raises(UsageError, match="already holds a run: continue it"):
+        run.call()
 
 
-def test_a_coordinator_without_any_nodes_key_is_refused(tls):
-    reach(tls=tls).check()
-    (tls / "nodes" / "north.pub").unlink()
-    with pytest.raises(UsageError, match="contains no node's key"):
-        reach(tls=tls).check()
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_after_the_round_and_a_second_one_at_once_with_what_was_saved(presses, run, tmp_path):
+    waiting = [signal.SIGINT] * presses
+
+    def press(question, answer):
+        while waiting and (question.kind, question.facts.get("round")) == ("train", 1):
+            signal.raise_signal(waiting.pop())
+        return answer
+
+    code, said = run.call(press, update_bound=7.0)
+    assert code == 130
+    assert "Stopping after this round; press Ctrl-C again to stop at once." in said
+    command = "fedshift serve --min-clients 3 --update-bound 7 --insecure --host 127.0.0.1 --port 9091 --resume "
+    assert f"Completed work is saved; continue with: {command}{run.folder}" in said
+    (file,) = run.folder.glob("trials/*/checkpoint.safetensors")
+    assert load_checkpoint(file)[1]["round"] == {1: 2, 2: 1}[presses]
+    assert run.call(resume=True)[0] == 0
+    same_as_in_process(run.spec, run.folder)
 
 
-def test_plain_text_to_other_machines_can_be_forced():
-    with pytest.raises(UsageError):
-        reach(host="0.0.0.0").check()
-    reach(host="0.0.0.0", forced=True).check()
+def test_after_ctrl_c_a_coordinator_says_whom_it_waits_for(run, clock):
+    def be_silent(question, answer):
+        if question.kind != "train" or question.facts["base"] or run.grid.asked[-1][0] != 1:
+            return answer
+        clock.then = [lambda: signal.raise_signal(signal.SIGINT)]
+        return None
+
+    code, said = run.call(be_silent, clients=2, seconds=60.0)
+    assert code == 130
+    assert "waiting for pen, 60 seconds at most, to end this round" in said
+    assert "round 1: pen is left out: it did not answer in time" in said
+    assert 60.0 <= clock.seconds < 62.0
 
 
-@pytest.mark.parametrize(
-    ("host", "here"),
-    [("0.0.0.0", "127.0.0.1:9"), ("::", "[::1]:9"), ("10.0.0.5", "10.0.0.5:9"), ("fe80::1", "[fe80::1]:9")],
-)
-def test_the_coordinator_reaches_itself(host, here):
-    assert reach(host=host, port=9).local_address == here
+def test_the_flags_of_a_stopped_coordinator_give_the_same_options(monkeypatch, tmp_path):
+    heard = []
+    monkeypatch.setattr(serving, "serve", lambda spec, *options: heard.append(options[:2]) or 0)
+    (tmp_path / "settings.toml").write_text('method = "fedbn"')
+    monkeypatch.chdir(tmp_path)
+    listen = replace(LOCAL, host="0.0.0.0", port=9092, forced=True, metrics=9093)
+    rounds = RoundOptions(clients=3, seconds=60.0, wait=7.5, update_bound=4.0, max_share=0.4)
+    for options in ((listen, rounds), (LOCAL, RoundOptions(clients=2))):
+        flags = [flag for each in options for flag in each.flags.split()]
+        command, bound, _ = app.parse_args(["serve", "settings.toml", *flags])
+        assert command(*bound.args, **bound.kwargs) == 0
+        assert heard[-1] == options
+    assert RoundOptions(clients=2).max_share == 1.0
 
 
-class FakeProgram:
-    """A SuperLink that runs until it is stopped; ``guarded``: with its guard in the way."""
-
-    guarded = True
-
-    def __init__(self, *_, **named):
-        self.code, self.log, self.more = None, named["log"], named.get("more")
-        FakeProgram.last = self
-        if self.guarded:
-            (named["home"] / GUARDED).touch()
-
-    def wait(self, seconds):
-        return self.code
-
-    def stop(self):
-        self.code = 0
-
-    def last_message(self):
-        return "killed"
+OVER = Exchange(kind="tell", facts={"say": "it is \x1b[2Jfinished\u202e", "over": True})
 
 
-class Watched(Callback):
-    def __init__(self):
-        self.heard = []
+class Connection:
+    """Gives ``messages`` one after another, raises errors, calls functions, and keeps the answers that are sent."""
 
-    def on_notice(self, text):
-        self.heard.append(text)
+    def __init__(self, *messages):
+        self.messages, self.sent = list(messages), []
 
-    def on_round_end(self, done):
-        self.heard.append(done.round)
+    def receive(self):
+        given = self.messages.pop(0) if self.messages else None
+        if isinstance(given, Exception):
+            raise given
+        content = given() if callable(given) else given.content() if isinstance(given, Exchange) else given
+        return None if content is None else Message(content, 7, "query")
 
-
-ROUND = {"participants": ["a", "b"], "down": 1_500_000, "up": 900, "seconds": 2.0, "rows": []}
+    def send(self, reply, seconds):
+        self.sent.append(Exchange.of(reply.content))
 
 
 @pytest.fixture
-def coordination(monkeypatch, tmp_path):
-    """Runs a coordination whose app, started at each submission, is the next of ``scripts``."""
+def joining(cli, monkeypatch):
+    """Join a coordinator to which each connection is one of ``connections``, or raises it; return what came of it."""
 
-    def run(*scripts, stop=None):
-        port, listening = free_port(), []
-        remaining = list(scripts)
+    def run(*connections):
+        left = list(connections)
 
-        def submit(config, **_):
-            script = remaining.pop(0)
+        @contextmanager
+        def connect(*_, **__):
+            made = left.pop(0)
+            if isinstance(made, Exception):
+                raise made
+            yield made
 
-            def app():
-                with Client(FakeProgram.last.more["FEDSHIFT_COORDINATOR"], family="AF_UNIX") as talk:
-                    order = json.loads(talk.recv_bytes())
-                    script(lambda *message: talk.send_bytes(json.dumps(message).encode()), talk, order)
-
-            threading.Thread(target=app, daemon=True).start()
-
-        monkeypatch.setattr(serving, "Program", FakeProgram)
-        monkeypatch.setattr(serving, "submit", submit)
-        listening.append(socket.create_server(("127.0.0.1", port)))
-        watched = Watched()
-        try:
-            silent = Alerts(None, tmp_path, tmp_path)
-            with _Coordination(RunSpec(), reach(port=port), tmp_path / "run", RunOptions(), silent) as work:
-                return work.run(watched, stop or threading.Event()), watched.heard
-        finally:
-            listening[0].close()
+        monkeypatch.setattr(joined, "connect", connect)
+        monkeypatch.setattr(joined, "LONGEST_PAUSE", 0.01)
+        monkeypatch.setenv("no_proxy", "")
+        return cli("join", "localhost:1", "--insecure", "--data", "digits", "--name", "pen", "--threads", 1)
 
     return run
 
 
-def test_a_superlink_without_its_guard_is_stopped(coordination, monkeypatch):
-    monkeypatch.setattr(FakeProgram, "guarded", False)
-    with pytest.raises(FedshiftError, match=r"was stopped: it opened its port without fedshift's guard"):
-        coordination()
-    assert FakeProgram.last.code == 0
-
-
-def test_on_a_slow_machine_flowers_programs_are_waited_for_longer(coordination, monkeypatch):
-    given, clock = [], iter(range(0, 10**6, 30))
-    monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    made = serving._Coordination._submit
-
-    def submit(self):
-        given.append(self._patience)
-        made(self)
-
-    monkeypatch.setattr(serving._Coordination, "_submit", submit)
-    coordination(lambda tell, talk, order: tell("ended", True))
-    assert given == [600.0]  # 20 times the 30 seconds that the SuperLink took
-
-
-def test_what_the_coordinator_tells_is_shown(coordination, tmp_path):
-    orders = []
-
-    def script(tell, talk, order):
-        orders.append(order)
-        tell("on_notice", "a is connected")
-        tell("on_round_end", {"round": 1, **ROUND})
-        tell("ended", True)
-
-    finished, heard = coordination(script)
-    assert finished
-    assert heard == ["a is connected", 1, "round 1: a, b took part; 1.50 MB down, 0.90 kB up, 2.0 s"]
-    directory = str((tmp_path / "run").resolve())
-    (order,) = orders
-    assert json.loads(order.pop("settings")) == json.loads(json.dumps(asdict(RunSpec())))
-    assert not Path(order.pop("home")).exists()
-    assert order == {
-        "directory": directory,
-        "clients": 2,
-        "seconds": 1.0,
-        "wait": 1.0,
-        "keys": None,
-        "update_bound": 10.0,
-        "max_share": 0.5,
-        "code": [],
-        "file": str(tmp_path / "run" / "config.toml"),  # of which no function is called that --code does not name
-    }
-
-
-def test_an_app_that_is_lost_is_started_again(coordination):
-    lost = lambda tell, talk, order: tell("on_round_end", {"round": 1, **ROUND})  # noqa: E731
-    finished, heard = coordination(lost, lambda tell, talk, order: tell("ended", True))
-    assert finished
-    assert heard[-1] == "Flower's programs exited (killed) and are restarted"
-
-
-def test_an_app_that_is_lost_again_and_again_is_given_up(coordination):
-    with pytest.raises(FedshiftError, match=r"exited 3 times without completing a round \(killed\)"):
-        coordination(*[lambda tell, talk, order: None] * 3)
-
-
-def test_an_app_that_gets_on_is_started_again_for_ever(coordination):
-    lost = lambda tell, talk, order: tell("on_round_end", {"round": 1, **ROUND})  # noqa: E731
-    finished, _ = coordination(*[lost] * 6, lambda tell, talk, order: tell("ended", True))
-    assert finished
-
-
-@pytest.mark.parametrize(("usage", "kind"), [(True, UsageError), (False, FedshiftError)])
-def test_what_fails_there_fails_here(coordination, usage, kind):
-    with pytest.raises(FedshiftError, match=r"^of no use$") as raised:
-        coordination(lambda tell, talk, order: tell("failed", "of no use", usage))
-    assert type(raised.value) is kind
-
-
-def test_a_stop_is_passed_on_and_the_round_ends(coordination):
-    stop = threading.Event()
-
-    def script(tell, talk, order):
-        stop.set()
-        assert talk.recv_bytes() == b"stop"
-        tell("ended", False)
-
-    finished, _ = coordination(script, stop=stop)
-    assert not finished
-
-
-class Answering:
-    """A site that answers with what it was asked."""
-
-    def __init__(self):
-        self.asked, self.heard = [], []
-        self.say = self.heard.append
-
-    def answer(self, asked):
-        self.asked.append(asked)
-        kind = "ended" if asked.kind == "end" else "echo"
-        return Exchange(kind=kind, facts={**asked.facts, "run": asked.run}, arrays=asked.arrays)
-
-
-@pytest.fixture
-def door(tmp_path):
-    made = joining._MessageSocket(Answering(), tmp_path / "talk")
-    yield made
-    made.close()
-
-
-def ask(door, exchange):
-    with Client(str(door.path), family="AF_UNIX") as talk:
-        exchange.send(talk)
-        return Exchange.receive(talk)
-
-
-def test_a_message_that_is_handed_over_is_answered(door):
-    import torch
-
-    from fedshift.flower.transport.arrays import from_record, to_record
-
-    state = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
-    answer = ask(door, Exchange(kind="train", facts={"round": 2}, arrays={"shared": to_record(state)}, run=5))
-    assert (answer.kind, answer.facts) == ("echo", {"round": 2, "run": 5})
-    found = from_record(answer.arrays["shared"])
-    assert all(found[name].equal(tensor) for name, tensor in state.items())
-    assert not door.over
-
-
-def test_the_end_is_kept(door):
-    ask(door, Exchange(kind="end", facts={"say": "it is over"}))
-    assert door.over == "it is over"
-
-
-def test_who_is_gone_before_the_answer_is_noticed_and_the_next_is_answered(door):
-    with Client(str(door.path), family="AF_UNIX") as talk:
-        talk.send_bytes(b"{")
-    assert door.broken.wait(30)
-    assert ask(door, Exchange(kind="train")).kind == "echo"
-
-
-def node(outcomes):
-    """A SuperNode that ends as ``outcomes`` say, one after another."""
-
-    class Node(FakeProgram):
-        def __init__(self, name, *arguments, **named):
-            super().__init__(name, *arguments, **named)
-            self.code = outcomes.pop(0)() if name == "flower-supernode" else None
-
-    return Node
-
-
-def test_a_supernode_that_ends_is_started_again_and_the_end_is_said(door, monkeypatch, tmp_path):
-    def over():
-        door.over = "finished"
-
-    monkeypatch.setattr(joining, "Program", node([lambda: 1, lambda: 0, over]))
-    monkeypatch.setattr("fedshift.flower.site.reasons.measure_offset", lambda address, secured: None)
-    stop = threading.Event()
-    monkeypatch.setattr(stop, "wait", lambda seconds: False)
-    link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=0.5)
-    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop, EndNotice(None, str)) == 0
-    again = f"Flower's SuperNode ended (killed); it is started again (see {tmp_path / 'log'})"
-    assert door.site.heard == [again, again, "finished"]
-    assert FakeProgram.last.more == {"FEDSHIFT_SITE": str(door.path), "FEDSHIFT_POLL": "0.5"}
-
-
-def test_ctrl_c_ends_a_site(door, monkeypatch, tmp_path):
-    stop = threading.Event()
-    monkeypatch.setattr(joining, "Program", node([stop.set]))
-    link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=None)
-    assert joining._watch(link, door, tmp_path, tmp_path / "log", stop, EndNotice(None, str)) == 130
-
-
-def test_two_sites_do_not_work_in_one_folder(tmp_path):
-    with acquire_lock(tmp_path), pytest.raises(FedshiftError, match=f"in use by process {os.getpid()}: "):
-        joining.join(CoordinatorLink(address="host:9091", tls=None, key=None, poll=None), Answering(), tmp_path, None)
-
-
-def test_a_sites_folder_is_its_owners_alone(monkeypatch, tmp_path):
-    folder = tmp_path / "sites" / "north"
-    folder.mkdir(parents=True, mode=0o755)
-    account = folder.with_name("account.json")
-    site = SimpleNamespace(
-        gate=SimpleNamespace(account=SimpleNamespace(check=account.touch)), export_latest=lambda: None
-    )
-    monkeypatch.setattr(joining, "_watch", lambda *_: 0)
-    link = CoordinatorLink(address="host:9091", tls=None, key=None, poll=None)
-    for where in (folder, folder.with_name("south")):
-        assert joining.join(link, site, where, 1) == 0
-        assert where.stat().st_mode & 0o777 == 0o700
-    assert [path.stat().st_mode & 0o777 for path in (account, folder / ".lock")] == [0o600, 0o600]
+def test_a_site_says_what_the_coordinator_tells_it_and_leaves_at_the_end(joining, tmp_path):
+    (tmp_path / "sites" / "pen").mkdir(mode=0o755, parents=True)
+    connection = Connection(Exchange(kind="tell", facts={"say": "pen is left out: \x07why"}), OVER)
+    done = joining(connection)
+    assert done.code == 0, done.err
+    assert [answer.kind for answer in connection.sent] == ["told", "told"]
+    start = "message of the coordinator: "
+    said = [line.partition(start)[2] for line in done.out.splitlines() if start in line]
+    assert said == ["pen is left out:  why", "it is finished "]
+    modes = {place: (tmp_path / "sites" / place).stat().st_mode & 0o777 for place in ("pen", "record.db", "pen/.lock")}
+    assert list(modes.values()) == [0o700, 0o600, 0o600]
     (tmp_path / "after").touch()
     assert (tmp_path / "after").stat().st_mode & 0o777 != 0o600
 
 
-def test_a_closing_text_is_cut_and_cleaned(door):
-    ask(door, Exchange(kind="end", facts={"say": "over\x1b]0;mine\x07" + "x" * 10**6}))
-    assert door.over.startswith("over ]0;mine xxx")
-    assert len(door.over) < 600
-
-
-def test_a_stopped_coordinator_tells_the_whole_command(monkeypatch, tmp_path):
-    """The arguments of the printed command give the same options."""
-    heard = []
-    monkeypatch.setattr(serving, "serve", lambda spec, reach, place, directory, from_round: heard.append(reach) or 0)
-    (tmp_path / "settings.toml").write_text('method = "fedbn"')
-    monkeypatch.chdir(tmp_path)
-    told = reach(
-        host="0.0.0.0", clients=3, seconds=60.0, wait=7.5, update_bound=4.0, max_share=0.4, forced=True,
-        metrics=free_port(),
+def test_a_connection_that_fails_or_is_lost_is_made_again_until_ctrl_c(joining):
+    done = joining(
+        httpx.ReadError("nobody", request=httpx.Request("POST", "http://localhost:1")), Connection(OSError("cut off")),
+        UsageError("pen.key is not a key"), Connection(lambda: signal.raise_signal(signal.SIGINT)),
     )  # fmt: skip
-    for options in (told, ListenOptions(host="127.0.0.1", port=free_port(), tls=None, clients=2)):
-        command, bound, _ = app.parse_args(["serve", "settings.toml", *options.flags.split()])
-        assert command(*bound.args, **bound.kwargs) == 0
-        assert heard[-1] == options
+    assert done.code == 130, done.err
+    for why in ("nobody", "cut off", "pen.key is not a key"):
+        assert any(why in line and line.endswith("; connecting again") for line in done.out.splitlines()), why
+
+
+def test_a_message_that_cannot_be_read_is_refused_on_record_and_the_next_one_answered(joining, tmp_path):
+    strange = (RecordDict(), RecordDict({"config": ConfigRecord({"fedshift": "[1, 2"})}), Exchange(kind="\x1b[2J"))
+    connection = Connection(*strange, OVER)
+    assert joining(connection).code == 0
+    assert [answer.kind for answer in connection.sent] == ["refused"] * 3 + ["told"]
+    entries = list(Record(tmp_path / "sites" / "record.db").read())
+    assert [entry.content["why"] for entry in entries] == [answer.facts["why"] for answer in connection.sent[:3]]
+
+
+FATAL = {
+    "receiving": (RuntimeError("quite unforeseen"), None), "connecting": (RuntimeError("quite unforeseen"), None),
+    "reading": (RuntimeError("quite unforeseen"), "messages.Exchange.of"),
+    "loading the key": (UnsupportedAlgorithm("quite unforeseen"), "site.join.CoordinatorLink.load_key"),
+    "looking at certificates": (RuntimeError("quite unforeseen"), "keys.EndNotice.check"),
+    "writing": (RecordFailed("record.db cannot be written: make room"), "site.record.Record.append"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", FATAL)
+def test_an_error_that_nobody_foresaw_ends_the_program_with_a_message_and_a_code(where, joining, monkeypatch):
+    (error, place), made = FATAL[where], Connection(Exchange(kind="unknown"), OVER)
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        if place:
+            patch.setattr(f"fedshift.flower.{place}", fail)
+        done = joining({"connecting": error, "receiving": Connection(error)}.get(where, made))
+    assert done.code == 1
+    name = "" if where == "writing" else f"{type(error).__name__}: "
+    assert f"{name}{error}" in " ".join(done.err.split())
+    assert made.sent == []
+    assert joining(Connection(OVER)).code == 0  # nothing is left that would keep another program out
+
+
+def test_two_sites_do_not_work_in_one_folder(tmp_path):
+    link = joined.CoordinatorLink(address="host:9091", tls=None, key=None, poll=None)
+    with acquire_lock(tmp_path), pytest.raises(FedshiftError, match=f"in use by process {os.getpid()}: "):
+        joined.join(link, SimpleNamespace(), tmp_path, None)
+
+
+def ask(port, host):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/metrics", headers={"Host": host})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_prometheus_reads_progress_over_loopback_until_the_run_ends_and_no_other_machine_does():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        named = pytest.raises(UsageError, match=f"--metrics {port}: cannot listen on 127.0.0.1:{port}")
+        with named, serve_metrics(port):  # taken
+            pass
+    with serve_metrics(port) as callback:
+        callback.on_run_begin(["fedbn"], [3], 5, ["north", "south"], "accuracy")
+        callback.on_trial_begin("fedbn", 3, 1)
+        for number in (2, 3):
+            callback.on_client_end("north", 0.5 / number)
+            sites = ("north", "south")[: number - 1]
+            callback.on_round_end(RoundResult(round=number, participants=sites, down=100, up=70, seconds=1.5, rows=[]))
+        callback.on_notice("site south was left out")
+        (status, text), again = ask(port, "localhost"), ask(port, f"127.0.0.1:{port}")
+        assert (status, again[0]) == (200, 200)
+        for host in (f"evil.example:{port}", "127.0.0.1.evil.example", ""):  # a page whose name points here
+            assert ask(port, host) == (403, "Host is not this machine\n")
+        with socket.socket() as other:  # any other address of this machine is free
+            other.bind(("127.0.0.2", port))
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    found = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+    assert found.pop(("fedshift_last_round_timestamp_seconds",)) > 1e9
+    assert {name: value for name, value in found.items() if not name[0].endswith("_created")} == {
+        ("fedshift_rounds_planned",): 5, ("fedshift_rounds_done", "fedbn", "3"): 3, ("fedshift_round_seconds",): 1.5,
+        ("fedshift_sites",): 2, ("fedshift_training_loss", "north"): 0.5 / 3, ("fedshift_bytes_total", "up"): 140,
+        ("fedshift_bytes_total", "down"): 200, ("fedshift_notices_total",): 1,
+    }  # fmt: skip
+    with socket.socket() as after:
+        after.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        after.bind(("127.0.0.1", port))
+    with serve_metrics(None) as callback:  # nothing is served
+        callback.on_trial_begin("fedbn", 0, 0)

@@ -1,30 +1,30 @@
 """An experiment that has begun goes on under patch releases, which both sides record; others are refused."""
 
 import json
-from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from fedshift.flower.server.registry import ClientRegistry
-from fedshift.flower.transport.exchange import VERSION
+from fedshift.flower.coordinator.descriptions import ClientRegistry
+from fedshift.flower.messages import VERSION, Exchange
+from fedshift.flower.site.record import Record
 from fedshift.report.origin import describe_run
 from fedshift.results.run_directory import MACHINES
 from fedshift.results.summary import read_summary, require_series
 from fedshift.utils.checked_json import write_checked
-from fedshift.utils.errors import UsageError
+from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.version import find_series
-from tests.flower.sites import RUN, Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
+from tests.flower.gated import NETWORK
+from tests.flower.sites import Heard, same_as_in_process, serve, sites_of, spec_for
 
-NETWORK = "tests.flower.gated:network"
+pytestmark = pytest.mark.usefixtures("machine")
 
 
 @pytest.fixture
 def runs(monkeypatch):
     """Makes the coordinator, or the sites, those of another version."""
     places = {
-        "coordinator": ("flower.server.nodes", "experiments.session", "results.run_directory"),
-        "sites": ("flower.site.site", "flower.site.ledger"),
+        "coordinator": ("flower.coordinator.nodes", "experiments.session", "results.run_directory"),
+        "sites": ("flower.site.site",),
     }
 
     def run(side, version):
@@ -37,48 +37,38 @@ def runs(monkeypatch):
     return run
 
 
-def test_an_experiment_goes_on_under_patch_releases_of_both_sides(tmp_path, machine, runs, cli):
-    spec, served = spec_for(model=NETWORK, rounds=2), tmp_path / "served"
-    sites = partial(sites_of, spec, tmp_path, code=frozenset({NETWORK}))
-    grid, heard = SiteGrid(sites()), Heard()
-    heard.after = lambda done: (heard.stop.set(), heard.changed.set())
-    assert not coordinator(spec, grid, served, heard).run()
+def test_an_experiment_goes_on_under_patch_releases_of_both_sides(tmp_path, runs):
+    spec, served = spec_for(model=NETWORK), tmp_path / "served"
+    serve(spec, tmp_path, heard=Heard().stop_after(1), ends=False)
     runs("coordinator", "0.1.2")
     runs("sites", "0.1.1")
-    heard = Heard()
-    assert coordinator(spec, SiteGrid(sites()), served, heard).run()
-    assert "pen now runs fedshift 0.1.1 instead of 0.1.0" in heard.notices
+    assert "pen now runs fedshift 0.1.1 instead of 0.1.0" in serve(spec, tmp_path).notices
     found = describe_run(read_summary(served))
     assert found["versions"].startswith("fedshift 0.1.0 and 0.1.2, torch ")
     assert found["fedshift at the sites"] == "0.1.1 (pen, photo, print)"
-    assert {client.version for client in ClientRegistry.read(served / "machines/population.json").clients} == {"0.1.1"}
-    out = cli("ledger", tmp_path / "pen").out.splitlines()
-    assert [line.partition(": ")[2] for line in out if line.startswith("from entry ")] == [
-        "fedshift 0.1.0 here, 0.1.0 at the coordinator", "fedshift 0.1.1 here, 0.1.2 at the coordinator",
-    ]  # fmt: skip
-    same_as_in_process(spec, served, tmp_path, tmp_path / "reference")
+    people = ClientRegistry.read(served / MACHINES / "population.json").clients
+    assert {client.version for client in people} == {"0.1.1"}
+    described = [entry for entry in Record(tmp_path / "record.db").read() if entry.event == "describe"]
+    versions = [entry.content["version"] for entry in described if entry.content["name"] == "pen"]
+    assert versions == ["0.1.0", "0.1.1"]
+    same_as_in_process(spec, served)
 
 
-def test_a_site_refuses_a_coordinator_of_another_minor_version(tmp_path, machine, runs):
-    spec, said = spec_for(rounds=1), []
-    grid = SiteGrid(sites_of(spec, tmp_path, say=said.append))
+def test_a_site_refuses_a_coordinator_of_another_minor_version_but_hears_its_end(tmp_path, runs):
+    said, heard = [], Heard()
+    sites = sites_of(spec_for(), tmp_path, say=said.append)
     runs("coordinator", "0.2.0")
-    run = coordinator(spec, grid, tmp_path / "served", Heard())
-    run.nodes.refresh()
-    run.nodes.refresh()
-    assert (
-        said
-        == [
-            "refused: the coordinator runs fedshift 0.2.0, and this site 0.1.0, which may compute other numbers: "
-            "install fedshift 0.2 here, or 0.1 there"
-        ]
-        * 3
+    with pytest.raises(FedshiftError, match="after 0 seconds there are 0"):
+        serve(spec_for(), tmp_path, sites, heard=heard, wait=0.0)
+    why = (
+        "the coordinator runs fedshift 0.2.0, and this site 0.1.0, which may compute other numbers: install fedshift "
+        "0.2 here, or 0.1 there"
     )
-    assert not run.nodes.online
-    (question,) = [question for node, question in grid.asked if node == 1]
-    assert question.facts[VERSION] == "0.2.0"
-    end = replace(question, kind="end", facts={VERSION: "0.2.0", "say": "over"}, run=RUN)
-    assert grid.sites[1].answer(end).kind == "ended"  # a site that no longer fits is told the end all the same
+    assert said.count(f"refused; disclosed to the coordinator: {why}") == 3
+    assert f"a node (number 1) does not take part: {why}" in heard.notices
+    assert {asked.facts[VERSION] for _, asked in heard.grid.asked} == {"0.2.0"}
+    end = Exchange(kind="tell", facts={VERSION: "0.2.0", "say": "over", "over": True})
+    assert sites[1].answer(end).kind == "told"
 
 
 def test_a_run_is_resumed_by_its_own_minor_version(cli, unpublished, tiny_folder, tmp_path, runs, monkeypatch):

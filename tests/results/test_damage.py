@@ -12,7 +12,7 @@ from fedshift.config.spec import RunSpec
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.restoration import load_experiment, load_spec, restore_trial
 from fedshift.experiments.run_queue import DONE, read_outcome
-from fedshift.flower.server.registry import ClientRegistry
+from fedshift.flower.coordinator.descriptions import ClientRegistry
 from fedshift.results.summary import read_summary
 from fedshift.results.trial_records import read_rounds
 from fedshift.utils.checked_json import write_checked

@@ -21,7 +21,7 @@ def train_one_round(message: Message, context: Context) -> Message:
     """Train the model that came on this client's data."""
     model, number = came(message), message.content["config"]["server-round"]
     x, y = load_data(context.node_config["partition-id"], "train")
-    loss = train(model, x, y, context.run_config["lr"], seed=number)
+    loss = train(model, x, y, message.content["config"]["lr"], seed=number)
     metrics = MetricRecord({"num-examples": len(y), "loss": loss})
     return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
 

@@ -38,7 +38,7 @@ from .adapt import adapt
 from .advise import advise, rebuild_advice
 from .cross_site import cross_site
 from .data import Reading, data, diagnose, format_notices, load_for_display
-from .deployment import check, join, ledger, pki, serve
+from .deployment import join, ledger, pki, serve
 from .export import export
 from .features import features
 from .leak import leak
@@ -109,7 +109,7 @@ app = App(
     config=(_settings_from_file,),
 )
 for command in (
-    data, diagnose, plan, advise, pki, serve, join, check, ledger, adapt, export, predict, reproduce, theory, sweep,
+    data, diagnose, plan, advise, pki, serve, join, ledger, adapt, export, predict, reproduce, theory, sweep,
     features, leak, cross_site, watch,
 ):  # fmt: skip
     app.command(command)

@@ -42,7 +42,7 @@ def export(
     console = Console()
     require_new(out)
     if was_served(run):
-        from ..flower.server.served import load_served  # needs Flower
+        from ..flower.coordinator.served import load_served  # needs Flower
 
         use_threads(load_spec(run, run_data, needs_data=False, code=code or ()).threads)
         experiment = load_served(run, code or ())

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compat.dropin import prepare_model, transform_gradients_
-    from .compat.local_entries import keep_local, list_local_entries
-    from .compat.strategy import MethodStrategy
+    from .apps.mod import keep_local, load_client_model
+    from .apps.plans import list_local_entries, prepare_model, transform_gradients_
+    from .apps.strategy import MethodStrategy
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -26,21 +26,23 @@ and its children.
 """
 os.environ.update(QUIET)
 
-_HOME = {
-    "MethodStrategy": "strategy",
-    "keep_local": "local_entries",
-    "list_local_entries": "local_entries",
-    "prepare_model": "dropin",
-    "transform_gradients_": "dropin",
-}
+_HOME = {"MethodStrategy": "strategy", "keep_local": "mod", "load_client_model": "mod"}
+"""Modules of :mod:`.apps` by public name; other names are in ``plans``."""
 
-__all__ = ["MethodStrategy", "keep_local", "list_local_entries", "prepare_model", "transform_gradients_"]
+__all__ = [
+    "MethodStrategy",
+    "keep_local",
+    "list_local_entries",
+    "load_client_model",
+    "prepare_model",
+    "transform_gradients_",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".compat.{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".apps.{_HOME.get(name, 'plans')}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -42,6 +42,8 @@ ALL = "all clients"
 """Row of the samples of all clients together."""
 MEASURES = ("sensitivity", "specificity", "PPV", "NPV", "AUC", "Brier score")
 CALIBRATION = ("calibration intercept", "calibration slope")
+Cells = dict[tuple[str, str], float]
+"""Cells of a row of :func:`measure_classes`, by measure and statistic."""
 THRESHOLDS = tuple(np.round(np.arange(0.01, 1.0, 0.01), 2).tolist())
 """Probability thresholds of decision curves."""
 WITHOUT_VALIDATION = 0.5
@@ -217,20 +219,32 @@ def measure_classes(
     joined = join_scores(held, summary.same_test)
     called = {number: _call_samples(summary, method, number, place, model) for number in classes}
     owner_N = np.repeat(list(held), [len(each.truth) for each in held.values()])
-    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    found: dict[tuple[str, str], Cells] = {}
     for row, kept_N in rows.items():
         if kept_N is None:
             kept_N = np.ones(len(owner_N), bool) if row == ALL and row not in held else owner_N == row
         scores = joined.take(kept_N)
         for number in classes:
             threshold = float(np.mean(thresholds[row])) if row in thresholds else math.nan
-            estimates = _measure(scores, number, called[number][:, kept_N], calibrated=place is not None)
-            cells = {("samples", ""): float(scores.is_of(number).sum()), ("threshold", ""): threshold}
-            for measure, each in estimates.items():
-                cells |= {(measure, "value"): each.value, (measure, "low"): each.low, (measure, "high"): each.high}
-            found[row, names[number]] = cells
+            estimates = measure_scores(scores, called[number][:, kept_N], number, calibrated=place is not None)
+            found[row, names[number]] = list_cells(scores.is_of(number).sum(), estimates, threshold)
+    return make_frame(found, "client" if subgroups is None else "subgroup")
+
+
+def list_cells(samples: float, estimates: Mapping[str, Estimate], threshold: float = math.nan) -> Cells:
+    """Return the cells of a row of :func:`measure_classes`."""
+    cells = {("samples", ""): float(samples), ("threshold", ""): threshold}
+    for measure, each in estimates.items():
+        cells |= {(measure, "value"): each.value, (measure, "low"): each.low, (measure, "high"): each.high}
+    return cells
+
+
+def make_frame(found: dict[tuple[str, str], Cells], what: str) -> pd.DataFrame:
+    """Return a row for each ``what`` (client or subgroup) and class; empty without rows."""
     frame = pd.DataFrame.from_dict(found, orient="index")
-    frame.index = pd.MultiIndex.from_tuples(list(found), names=["client" if subgroups is None else "subgroup", "class"])
+    if frame.empty:
+        return frame
+    frame.index = pd.MultiIndex.from_tuples(list(found), names=[what, "class"])
     keys = dict.fromkeys(key for cells in found.values() for key in cells)
     frame.columns = pd.MultiIndex.from_tuples(list(keys), names=["measure", "statistic"])
     return frame
@@ -262,8 +276,8 @@ def _call_samples(summary: RunSummary, method: str, number: int, positive: int |
     return np.concatenate([score[:, :, positive] >= at[client][:, None] for client, score in parts], axis=1)
 
 
-def _measure(scores: Scores, number: int, called_RN: Bools, *, calibrated: bool) -> dict[str, Estimate]:
-    """Return the measures of class ``number`` against the rest."""
+def measure_scores(scores: Scores, called_RN: Bools, number: int, *, calibrated: bool) -> dict[str, Estimate]:
+    """Return the measures of class ``number``, predicted of the samples ``called``, against the rest."""
     positive_N, group_N = scores.is_of(number), scores.group
     positive_RN = np.broadcast_to(positive_N, called_RN.shape)
     made = {
@@ -357,37 +371,51 @@ def list_clinical_tables(summary: RunSummary) -> list[ReportTable]:
     if len(summary.clients) > ONE_BY_ONE or summary.classes > MOST:
         return tables
 
-    def add(kind: str, caption: str, frame: pd.DataFrame, text: TextTable) -> None:
-        tables.append(detail_table(f"{kind}-{to_file_name(method)}", f"{method}: {caption}", frame, text))
-
     for method in summary.methods:
         frame = measure_classes(summary, method)
         if frame.empty:
             continue
-        names = name_classes(summary)
         if find_positive(summary, None) is None:
-            of_all = frame.loc[[ALL]].droplevel("client")
-            rule = OF_LABELS if summary.task == "multilabel" else WITHOUT_RULE
-            text = _write_measures(of_all, "class", rule)
-            add("classes", "each class against the rest, all clients together, in percent", of_all, text)
-            order = list(dict.fromkeys(frame.index.get_level_values("client")))
-            recall = frame["sensitivity"].unstack("class").reindex(order)
-            rows = [[client, *(_format_share(recall.loc[client], name) for name in names)] for client in order]
-            text = make_table(("client", *names), rows, rule=len(rows) - 1, note=INTERVALS)
-            add("recall", "recall of each class, in percent", recall, text)
+            tables += list_class_tables(summary, method, frame, INTERVALS)
         else:
             by_client, point = frame.droplevel("class"), summary.operating_point
             held = collect_scores(summary, method, "personal", "validation")
             note = f"Thresholds are chosen on each client's validation data ({point})." if held else WITHOUT_DATA
-            text = _write_measures(by_client, "client", note)
-            add("decisions", f"{names[1]!r} as positive, decided at {point}, in percent", by_client, text)
-        if summary.task == "multilabel":
-            continue
-        counts = count_confusions(summary, method)
-        rows = [[name, *(f"{value:,.4g}" for value in counts.loc[name])] for name in counts.index.tolist()]
-        caption = "test samples of each class (rows) by predicted class (columns), mean over seeds"
-        add("confusion", caption, counts, make_table(("class", *names), rows))
+            text = _write_measures(by_client, "client", f"{note} {INTERVALS}")
+            caption = f"{name_classes(summary)[1]!r} as positive, decided at {point}, in percent"
+            tables.append(_make_table("decisions", method, caption, by_client, text))
+        if summary.task != "multilabel":
+            tables.append(make_confusion_table(method, count_confusions(summary, method)))
     return tables
+
+
+def list_class_tables(summary: RunSummary, method: str, frame: pd.DataFrame, note: str) -> list[ReportTable]:
+    """Return the tables of each class, if more than its recall is known, and of each class's recall at each client.
+
+    ``frame``: from :func:`measure_classes`. ``note``: about its intervals.
+    """
+    tables, names = [], name_classes(summary)
+    if "specificity" in frame.columns.get_level_values(0):
+        of_all = frame.loc[[ALL]].droplevel("client")
+        text = _write_measures(of_all, "class", f"{OF_LABELS if summary.task == 'multilabel' else WITHOUT_RULE} {note}")
+        caption = "each class against the rest, all clients together, in percent"
+        tables.append(_make_table("classes", method, caption, of_all, text))
+    order = list(dict.fromkeys(frame.index.get_level_values("client")))
+    recall = frame["sensitivity"].unstack("class").reindex(order)
+    rows = [[client, *(_format_share(recall.loc[client], name) for name in names)] for client in order]
+    text = make_table(("client", *names), rows, rule=len(rows) - 1, note=note)
+    return [*tables, _make_table("recall", method, "recall of each class, in percent", recall, text)]
+
+
+def make_confusion_table(method: str, counts: pd.DataFrame) -> ReportTable:
+    """Return the table of ``counts`` from :func:`count_confusions`."""
+    rows = [[name, *(f"{value:,.4g}" for value in counts.loc[name])] for name in counts.index.tolist()]
+    caption = "test samples of each class (rows) by predicted class (columns), mean over seeds"
+    return _make_table("confusion", method, caption, counts, make_table(("class", *counts.columns), rows))
+
+
+def _make_table(kind: str, method: str, caption: str, frame: pd.DataFrame, text: TextTable) -> ReportTable:
+    return detail_table(f"{kind}-{to_file_name(method)}", f"{method}: {caption}", frame, text)
 
 
 def _write_measures(frame: pd.DataFrame, what: str, note: str) -> TextTable:
@@ -404,7 +432,7 @@ def _write_measures(frame: pd.DataFrame, what: str, note: str) -> TextTable:
         for name, row in frame.iterrows()
     ]
     header = (what, "samples" if what == "class" else "positive", *(["threshold"] if decided else []), *measures)
-    return make_table(header, rows, rule=len(rows) - 1 if what == "client" else 0, note=f"{note} {INTERVALS}")
+    return make_table(header, rows, rule=len(rows) - 1 if what == "client" else 0, note=note)
 
 
 def _format_estimate(row: pd.Series, measure: str) -> str:

@@ -42,6 +42,7 @@ from .claims import (
 )
 from .clinical import list_clinical_tables
 from .concordance import concordance_table, describe_concordance, format_concordance_table
+from .counted import list_counted_tables, list_kept
 from .figures import make_panels
 from .formatting import (
     MISSING,
@@ -156,7 +157,7 @@ def list_details(summary: RunSummary) -> Iterator[ReportTable]:
     """Yield the tables that the terminal does not show."""
     yield from collect_crossed(summary)
     yield from _other_metrics(summary)
-    yield from list_clinical_tables(summary)
+    yield from (list_counted_tables if summary.served else list_clinical_tables)(summary)
     caption = "Samples of clients" if len(summary.clients) > ONE_BY_ONE else "Samples of each client"
     yield _detail("clients", "sizes", caption, _client_table(summary))
     caption = "Bytes down and up: one client in one round; all clients: both ways in one round; whole run: both ways, "
@@ -198,7 +199,7 @@ def make_report(summary: RunSummary, *, values: object = "table()", whole: bool 
         tables=(*list_tables(summary, claims), *(list_details(summary) if whole else ())),
         panels=tuple(make_panels(summary)) if whole else (),
         partial=describe_partial(summary),
-        notices=(*summary.notices, *list_shortfalls(summary)),
+        notices=(*summary.notices, *list_shortfalls(summary), *list_kept(summary)),
         sentences=tuple(_list_sentences(summary, claims, values)),
         frames=_list_frames(summary, claims),
     )
@@ -217,6 +218,7 @@ def _list_sentences(summary: RunSummary, claims: Claims, values: object) -> Iter
     yield from describe_needed_seeds(summary, claims)
     yield from describe_clients(summary)
     yield from list_shortfalls(summary)
+    yield from list_kept(summary)
 
 
 def _list_frames(summary: RunSummary, claims: Claims) -> dict[str, pd.DataFrame]:

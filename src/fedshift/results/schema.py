@@ -389,7 +389,8 @@ class RunSummary:
     round; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds of scores are
     chosen (:func:`fedshift.analysis.clinical.parse_operating_point`); ``compare_with``: the method with which alone
     others are compared, as chosen before the run, by label; empty: all pairs of methods are; ``margin``: loss of a
-    client that tables may exclude, in the unit of the metric; None: none was chosen.
+    client that tables may exclude, in the unit of the metric; None: none was chosen; ``served``: whether the samples
+    are at sites, which keep the results of single ones.
     """
 
     name: str
@@ -424,6 +425,7 @@ class RunSummary:
     operating_point: str = "youden"
     compare_with: str = ""
     margin: float | None = None
+    served: bool = False
 
     @property
     def metric_name(self) -> str:

@@ -23,7 +23,7 @@ from ..utils.version import __version__, find_series, is_own_series
 from ..utils.words import Information
 from .cases import read_cases, read_pictures
 from .disclosure import Disclosure
-from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder
+from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder, was_served
 from .schema import MethodSummary, Row, RunSummary, rows_to_frame
 from .trial_records import (
     CHECKPOINT,
@@ -170,6 +170,7 @@ def read_summary(path: Path) -> RunSummary:
         read_cases=lambda method, seed: read_cases(trial_folder(path, method, seed)),
         read_validation=lambda method, seed: read_cases(trial_folder(path, method, seed), "validation"),
         read_pictures=lambda method, number: read_pictures(trial_folder(path, method, facts["seeds"][0]), number),
+        served=was_served(path),
     )
 
 

@@ -13,7 +13,7 @@ from fedshift.data.assembly import read_folder
 from fedshift.data.files.image_decoding import Unreadable
 from fedshift.data.files.signals import decode_signal, read_signal_header
 from fedshift.data.preparation import Preparation
-from fedshift.flower.site.local_data import load_local
+from fedshift.flower.site.data import load_local
 from fedshift.utils.errors import FedshiftError, UsageError
 
 RATE, LENGTH = 50, 100

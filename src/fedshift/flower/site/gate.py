@@ -1,9 +1,9 @@
-"""The gate that every question to a site passes, and every answer from it, of any kind.
+"""The gate that every question to a site passes, and every answer and every text from it.
 
 A kind of question declares the content of its answer and what it spends (:data:`QUESTIONS`); one that declares nothing
 is refused. The gate compares each question with the site's policy, with what its operator agreed to (the whole
-question: settings, rounds, experiment, the coordinator's key) and with what was sent before, and each answer with what
-    its kind declares. Every answer is counted and written to the ledger before it leaves.
+question: settings, rounds, experiment, the coordinator) and with what was sent before, and each answer with what its
+kind declares. Every answer and every refusal is in the record, and shown at the site, before it leaves.
 """
 
 from __future__ import annotations
@@ -11,28 +11,26 @@ from __future__ import annotations
 import getpass
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
+from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
 from ...analysis.privacy import find_mechanism
 from ...core.states import ClientState
-from ...core.work import Bounds
 from ...evaluation.communication import list_disclosures
-from ...experiments.settings import Settings
+from ...results.disclosure import group_disclosures
 from ...results.schema import REESTIMATED
-from ..transport.arrays import RefusedMessage
-from ..transport.exchange import BACK, HEAD, UPLOAD, Exchange, digest_record
-from .account import Account, Book, Spending, TrialUse
-from .ledger import NOWHERE, VALIDATES, Ledger
+from ..messages import UPLOAD, Exchange, RefusedMessage, describe_entries, digest_records
 from .policy import REPEATS, SitePolicy
-from .review import TrialReview, compute_spent, count_uses, passes_of_round
+from .record import Record, Spending
+from .review import VALIDATES, TrialReview, compute_spent, count_distinct, count_uses, passes_of_round
+from .trial import SiteTrial
 
-SPLITS = frozenset({"validation", "test"})
+SPLITS = ("validation", "test")
 """Samples on which a model may be measured."""
 MOMENTS = ("loaded", REESTIMATED)
 """Models that a site measures when it is asked; ``trained`` ones are measured with an upload."""
@@ -40,81 +38,45 @@ MOMENTS = ("loaded", REESTIMATED)
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """Declaration of what a kind of question asks for.
+    """Declaration of a kind of question: the kind of its answer, and all facts and records that this may have.
 
-    Attributes:
-        answer: kind of the answer.
-        facts: names of all facts that the answer may have.
-        records: names of all records of arrays that it may have.
-        spends: what is counted; None: nothing of the data leaves.
-        of_trial: whether it is about a method and seed, which the operator and the policy must allow first.
-        steps: whether local steps are taken for an upload; without them it leaves once, before round 1, and is computed
-            from all training samples.
-
+    ``spends``: what is counted; None: nothing of the data leaves. ``of_trial``: it is about a method and seed, which
+    the operator and the policy must allow first. ``once``: its upload leaves before round 1, without local steps.
     """
 
     answer: str
-    facts: frozenset[str]
+    facts: frozenset[str] = frozenset()
     records: frozenset[str] = frozenset()
     spends: Spending | None = None
-    of_trial: bool = False
-    steps: bool = True
+    of_trial: bool = True
+    once: bool = False
+
+    @property
+    def uploads(self) -> bool:
+        """Whether the answer is an upload."""
+        return self.spends == "uploads"
 
 
 QUESTIONS: Mapping[str, Asks] = MappingProxyType({
     "describe": Asks(
-        answer="described", spends="descriptions", facts=frozenset(
+        answer="described", spends="descriptions", of_trial=False, facts=frozenset(
             {"name", "version", "shape", "dtype", "classes", "class_names", "columns", "samples", "labels", "task",
-             "validates", "scale", "values", "inputs"}
+             "validates", "scale", "values", "inputs", "measures"}
         ),
     ),
+    "review": Asks(answer="agreed", facts=frozenset({"name"})),
     "introduce": Asks(
-        answer="introduced", spends="uploads", of_trial=True, records=frozenset({"memory"}),
-        facts=frozenset({"name", "round"}), steps=False,
+        answer="introduced", spends="uploads", records=frozenset({"memory"}), facts=frozenset({"name", "round"}),
+        once=True,
     ),
     "train": Asks(
-        answer="trained", spends="uploads", of_trial=True, records=frozenset({"shared", "memory"}),
+        answer="trained", spends="uploads", records=frozenset({"shared", "memory"}),
         facts=frozenset({"name", "round", "weight", "steps", "loss_sum", UPLOAD, "rows"}),
     ),
-    "evaluate": Asks(
-        answer="evaluated", spends="evaluations", of_trial=True, facts=frozenset({"name", "round", "rows"}),
-    ),
-    "end": Asks(answer="ended", facts=frozenset({"say"})),
+    "evaluate": Asks(answer="evaluated", spends="evaluations", facts=frozenset({"name", "round", "rows"})),
+    "tell": Asks(answer="told", of_trial=False),
 })  # fmt: skip
-"""Every kind of question that a site answers."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
-    """Data and steps that one question about a trial will use.
-
-    Attributes:
-        review: the trial, as the site constructed it.
-        settings: its settings.
-        samples: number of the site's training samples.
-        bounds: first and last sample of each batch of a pass.
-        steps: local steps of the round, counted from the trial's beginning.
-        client: the client's state before the round.
-        reached: last round with an earlier upload.
-
-    """
-
-    review: TrialReview
-    settings: Settings
-    samples: int = 0
-    bounds: Bounds = ()
-    steps: range = range(0)
-    client: ClientState | None = None
-    reached: int = 0
-
-    @property
-    def distinct(self) -> int:
-        """Least number of different samples in the steps, since batches of one pass share none."""
-        used = Counter[int]()
-        for step in self.steps:
-            start, stop = self.bounds[step % len(self.bounds)]
-            used[step // len(self.bounds)] += stop - start
-        return max(used.values(), default=0)
+"""Every kind of question that a site answers; ``tell`` asks for nothing."""
 
 
 def name_user() -> str:
@@ -125,38 +87,23 @@ def name_user() -> str:
         return f"user {os.getuid()}"
 
 
-@dataclass
-class Confirmation:
-    """Asks the site's operator before the first description and before each method and seed.
-
-    ``ask`` shows a text, asks a question and returns whether the operator agreed. ``who``: the operator.
-    """
-
-    ask: Callable[[str, str], bool]
-    who: str = field(default_factory=name_user)
-
-
 @dataclass(kw_only=True)
 class Gate:
-    """The gate of one site.
+    """The gate of one site, with its ``policy`` and the ``record`` of what its data were used for.
 
-    Args:
-        policy: the site's policy.
-        confirmation: asks the operator; None: nobody is asked.
-        account: what the data were used for.
-        ledger: the site's record.
-        say: called with a line of text.
-
+    ``confirm``: shows the operator a text, asks a question, and returns whether the operator agrees; None: nobody is
+    asked. ``say``: called with a line of text. ``validates``: whether the site only validates. ``coordinator``: address
+    of the coordinator; consent and repeated answers are for this one only.
     """
 
     policy: SitePolicy
-    confirmation: Confirmation | None
-    account: Account
-    ledger: Ledger
+    confirm: Callable[[str, str], bool] | None
+    record: Record
     say: Callable[[str], None]
-    _refused: set[str] = field(default_factory=set)
-    _back: Mapping[str, int] = field(default_factory=lambda: NOWHERE)
-    _moved: tuple[str, int, int] = ("", 0, 0)
+    validates: bool = False
+    coordinator: str = ""
+    _declined: set[str] = field(default_factory=set)
+    _reviews: dict[str, TrialReview] = field(default_factory=dict)
 
     def admit(self, question: Exchange) -> Asks:
         """Return what ``question`` asks for; raise :class:`RefusedMessage` unless it may ask for that here."""
@@ -166,56 +113,50 @@ class Gate:
                 f"a question of kind {question.kind!r} declares nothing that this site could allow: it answers "
                 f"{', '.join(QUESTIONS)}"
             )
-        if asks.spends == "uploads" and self.ledger.role == VALIDATES:
+        if asks.uploads and self.validates:
             raise RefusedMessage(f"this site {VALIDATES} (join --validate-only): it trains nothing")
         facts = question.facts["trial"] if asks.of_trial else question.facts
-        self.policy.check_asker(question, str(facts.get("experiment", "")))
-        if asks.spends:
-            self.policy.limits.check_count(asks.spends, self.account.book, 0 if asks.spends == "descriptions" else 1)
+        self.policy.check_asker(str(facts.get("experiment", "")))
         return asks
 
-    def agree(self, review: TrialReview, trial: Mapping[str, Any]) -> None:
-        """Raise :class:`RefusedMessage` unless policy and operator allow ``review``, the review of ``trial``."""
-        self.policy.limits.check(review, self.account.book)
-        whole = {"trial": trial, "coordinator": review.coordinator, "data": self.account.fingerprint}
-        refusal = "whoever runs this site does not agree to the experiment"
-        self._confirm(whole, review.describe(), "Take part in it?", refusal)
+    def agree(self, review: TrialReview, trial: Mapping[str, Any], data: str) -> None:
+        """Raise :class:`RefusedMessage` unless policy and operator allow ``review``, the review of ``trial``.
 
-    def check(self, asks: Asks, question: Exchange, work: Work) -> Work:
-        """Return ``work`` with the round that was reached before.
-
-        Raises :class:`RefusedMessage` if ``question`` goes beyond the trial's settings, or beyond the policy.
+        ``data``: fingerprint of the samples.
         """
-        review, settings, round = work.review, work.settings, question.facts["round"]
-        uploads, once = asks.spends == "uploads", asks.spends == "uploads" and not asks.steps
-        last = 0 if once else settings.rounds - uploads
-        if type(round) is not int or not (not uploads) <= round <= last:
+        whole = {name: other for name, other in self._reviews.items() if other.experiment == review.experiment}
+        whole[review.plan.method.name] = review
+        self.policy.limits.check(review, self.record, whole.values())
+        self._reviews = whole
+        text = review.describe(self.coordinator)
+        self._ask({"trial": trial, "data": data}, text, "Take part in it?", "the experiment")
+
+    def check(self, asks: Asks, question: Exchange, trial: SiteTrial, client: ClientState | None) -> None:
+        """Raise :class:`RefusedMessage` if ``question`` goes beyond the trial's settings, or beyond the policy.
+
+        ``client``: the client's state before the round, for which steps are taken; None: none are.
+        """
+        limits, settings, round, uploads = self.policy.limits, trial.settings, question.facts["round"], asks.uploads
+        if type(round) is not int or not (not uploads) <= round <= (0 if asks.once else settings.rounds - uploads):
             raise RefusedMessage(
                 f"the experiment has {settings.rounds} rounds, and the question is about the model of round {round}"
             )
-        splits, moment = question.facts.get("splits", ()), question.facts.get("moment", "loaded")
-        after = round + uploads
-        measures = settings.is_evaluated(after) and (
-            "trained" in settings.moments if uploads else moment in MOMENTS and splits
-        )
-        if (splits or not uploads) and not (measures and set(splits) <= SPLITS):
-            raise RefusedMessage(
-                f"nothing is measured on {', '.join(map(str, splits))} samples ({moment}) after round {after} by the "
-                "experiment's settings"
-            )
-        self._count_bytes(review.trial, after, question)
-        book = self.account.book
-        self._allow(asks, question, work, book)
-        if uploads:
-            steps = len(work.steps) if asks.steps else None
-            self.policy.limits.check_size(work.distinct if asks.steps else work.samples, steps)
-            self.policy.limits.check_upload(review.plan, self._count_uses(work, book), book)
-        return replace(work, reached=book.trial(review.trial).round)
+        self._check_measurement(asks, question, trial)
+        self._allow(question.kind, self._identify(question, trial), trial)
+        self._count_bytes(trial, 0 if asks.once else round + uploads, question)
+        if client:
+            bounds, steps = trial.list_steps(client)
+            limits.check_size(count_distinct(bounds, steps), len(steps))
+            limits.check_upload(trial.plan, self._count_uses(trial, client), self.record)
 
-    def release(self, asks: Asks, question: Exchange, answer: Exchange, work: Work | None) -> Exchange:
-        """Return ``answer`` once it is counted and in the ledger.
+    def release(
+        self, asks: Asks, question: Exchange, answer: Exchange, trial: SiteTrial | None, client: ClientState | None,
+        data: str = "",
+    ) -> Exchange:  # fmt: skip
+        """Return ``answer`` once it is in the record.
 
-        Raises :class:`RefusedMessage` if it is not what its kind declares, or if too much was sent meanwhile.
+        ``data``: fingerprint of the samples that a description is about. Raises :class:`RefusedMessage` if the answer
+        is not what its kind declares, or if too much was sent meanwhile.
         """
         beyond = [*sorted(answer.facts.keys() - asks.facts), *sorted(answer.arrays.keys() - asks.records)]
         if beyond or answer.kind != asks.answer:
@@ -224,124 +165,105 @@ class Gate:
                 f"{question.kind!r} declares: it does not leave"
             )
         if asks.spends == "descriptions":
-            self._release_description(question, answer)
-        elif work is not None:
-            self._count_bytes(*self._moved[:2], answer)
-            self._count(asks, question, work, answer)
+            self._release_description(answer, data)
+        elif asks.spends and trial:
+            self._release_answer(asks, question, answer, trial, client)
         return answer
 
-    def _count_bytes(self, trial: str, round: int, message: Exchange) -> None:
-        """Count the entries of a message in ``round``; raise :class:`RefusedMessage` if the round moves too much."""
-        moved = sum(len(array.data) for record in message.arrays.values() for array in record.values())
-        if (trial, round) == self._moved[:2]:
-            moved += self._moved[2]
-        self._moved = trial, round, moved
-        self.policy.limits.check_bytes(moved)
+    def refuse(self, why: str, *, diverged: bool = False) -> Exchange:
+        """Return a refusal with the text ``why``, which is shown and in the record once before it leaves."""
+        text = _digest({"refused": why, "coordinator": self.coordinator})
+        if not self.record.holds("refused", text):
+            self.record.append("refused", {"why": why}, question=text)
+        self.say(f"refused; disclosed to the coordinator: {why}")
+        return Exchange(kind="refused", facts={"why": why, "diverged": diverged})
 
-    def record(
-        self, question: Exchange, answer: Exchange, work: Work | None, coordinator: Mapping[str, Any] | None
-    ) -> Exchange:
-        """Return ``answer`` with the head of the ledger, in which it stands now.
-
-        ``coordinator``: the head of its own record, which came with the question.
-        """
-        leaving = list_disclosures(work.review.plan) if work and answer.arrays else ()
-        left = [each for each in leaving if each.once is not QUESTIONS[question.kind].steps]
-        back = self.ledger.note_coordinator(question, coordinator)
-        if back is not self._back:
-            self._back = back
-            self.say(
-                f"the coordinator's record of ledgers had {back['had']} entries, and has {back['has']} now: it was "
-                "restored from an older copy, or rewritten"
-            )
-        head = self.ledger.write(question, answer, left, coordinator, reached=work.reached if work else 0)
-        return replace(answer, facts={**answer.facts, HEAD: head.facts(), **({BACK: dict(back)} if back else {})})
-
-    def _release_description(self, question: Exchange, answer: Exchange) -> None:
+    def _release_description(self, answer: Exchange, data: str) -> None:
         told = {key: value for key, value in answer.facts.items() if key != "version"}
-        digest = _digest(told)
-        lines = describe_description(answer.facts, self.policy.told.describe_counts())
-        if digest not in self.account.book.descriptions:
-            self.policy.limits.check_count("descriptions", self.account.book)
-        whole = {"told": told, "coordinator": question.signer, "data": self.account.fingerprint}
-        self._confirm(
-            whole, "\n".join(lines), "Tell the coordinator this?",
-            "whoever runs this site does not agree to describe its data",
-        )  # fmt: skip
-
-        def count(book: Book) -> None:
-            if digest not in book.descriptions:
-                self.policy.limits.check_count("descriptions", book)
-                book.descriptions.append(digest)
-
-        self.account.change(count)
+        lines, question = describe_description(answer.facts, self.policy.told.describe_counts()), _digest(told)
+        self._allow("describe", question)
+        self._ask({"told": told, "data": data}, "\n".join(lines), "Tell the coordinator this?", "describe its data")
+        check = partial(self._allow, "describe", question)
+        self.record.append("describe", answer.facts, check, descriptions=1, question=question)
         for line in lines:
             self.say(line)
 
-    def _count(self, asks: Asks, question: Exchange, work: Work, answer: Exchange) -> None:
-        """Count ``answer``, unless it is the last one again."""
-        name = work.review.trial
+    def _release_answer(
+        self, asks: Asks, question: Exchange, answer: Exchange, trial: SiteTrial, client: ClientState | None
+    ) -> None:
+        round, asked = answer.facts["round"], self._identify(question, trial)
+        columns: dict[str, Any] = {
+            str(asks.spends): 1, "trial": trial.review.trial, "round": round, "question": asked,
+            "bytes": self._count_bytes(trial, round, question, answer),
+        }  # fmt: skip
+        if asks.uploads:
+            columns["evaluations"] = int("rows" in answer.facts)
+        if client:
+            columns["spent"] = compute_spent(trial.plan, self._count_uses(trial, client))
+            columns["steps"] = trial.list_steps(client)[1].stop
+        content = {**answer.facts, **_describe_upload(asks, answer, trial)}
+        self.record.append(question.kind, content, partial(self._allow, question.kind, asked, trial), **columns)
 
-        def count(book: Book) -> None:
-            self._allow(asks, question, work, book)
-            uses = self._count_uses(work, book) if asks.spends == "uploads" else 0
-            use = book.trials.setdefault(name, TrialUse())
-            again = self._is_again(asks, question, work, use)
-            use.last[_key(question)] = _digest_question(question)
-            if asks.spends == "uploads":
-                use.uploads += not again
-                use.evaluations += "rows" in answer.facts and not again
-                use.spent += compute_spent(work.review.plan, uses)
-                use.steps = max(use.steps, work.steps.stop)
-                use.round = max(use.round, question.facts["round"] + asks.steps)
-            else:
-                use.evaluations += not again
-
-        self.account.change(count)
-
-    def _allow(self, asks: Asks, question: Exchange, work: Work, book: Book) -> None:
-        """Raise :class:`RefusedMessage` if the trial, or all that the data took part in, has no answer left."""
-        use, review = book.trial(work.review.trial), work.review
-        if asks.spends is None or self._is_again(asks, question, work, use):
+    def _check_measurement(self, asks: Asks, question: Exchange, trial: SiteTrial) -> None:
+        """Refuse measurements that the settings do not plan, or on fewer samples than the policy asks for."""
+        splits, moment = question.facts.get("splits", ()), question.facts.get("moment", "loaded")
+        if asks.uploads and not splits:
             return
-        uploads = asks.spends == "uploads"
-        planned = review.uploads if uploads else (1 + len(MOMENTS)) * review.measured
-        sent = use.uploads if uploads else use.evaluations
-        if sent >= REPEATS * planned:
+        after, least = question.facts["round"] + asks.uploads, self.policy.limits.least_samples
+        planned = "trained" in trial.settings.moments if asks.uploads else moment in MOMENTS
+        if not (trial.settings.is_evaluated(after) and planned and set(splits) <= set(SPLITS)):
             raise RefusedMessage(
-                f"the experiment takes {planned} {asks.spends} of this site, and it sent {sent} ({asks.spends})"
+                f"nothing is measured on {', '.join(map(str, splits))} samples ({moment}) after round {after} by the "
+                "experiment's settings"
             )
-        self.policy.limits.check_count(asks.spends, book)
+        for split in splits:
+            if (number := trial.samples.get(split, 0)) < least:
+                self.policy.limits.refuse("least_samples", f"a model would be measured on {number} {split} samples")
 
-    def _is_again(self, asks: Asks, question: Exchange, work: Work, use: TrialUse) -> bool:
-        """Return whether the question was the last of its kind, so that its answer is the same bits."""
-        mechanism = find_mechanism((work.review.plan.method.gradient,))
-        drawn = asks.spends == "uploads" and mechanism is not None and mechanism.secret
-        return not drawn and use.last.get(_key(question)) == _digest_question(question)
+    def _count_bytes(self, trial: SiteTrial, round: int, *messages: Exchange) -> int:
+        """Return the bytes of entries in ``messages``; refuse them if the round has moved too many with them."""
+        size = sum(message.size for message in messages)
+        self.policy.limits.check_bytes(self.record.sum_bytes(trial.review.trial, round) + size)
+        return size
 
-    def _count_uses(self, work: Work, book: Book) -> int:
-        review, done = work.review, work.client.steps if work.client else 0
-        if not work.steps:
-            return 0
-        passes = passes_of_round(review.plan, work.samples, done, book.trial(review.trial).steps)
-        return count_uses(review.plan, passes, review.copies)
-
-    def _confirm(self, whole: Mapping[str, Any], text: str, asked: str, refusal: str) -> None:
-        """Raise :class:`RefusedMessage` unless the operator agrees, now or before, to ``whole``, shown as ``text``."""
-        if self.confirmation is None:
+    def _allow(self, kind: str, question: str, trial: SiteTrial | None = None) -> None:
+        """Raise :class:`RefusedMessage` if the trial, or all that the data took part in, has no answer left."""
+        spends = QUESTIONS[kind].spends
+        if spends is None or self.record.holds(kind, question):
             return
-        digest = _digest(whole)
-        if digest in self.account.book.agreed:
+        if trial:
+            review, sent = trial.review, self.record.count(spends, trial=trial.review.trial)
+            planned = review.uploads if spends == "uploads" else (1 + len(MOMENTS)) * review.measured
+            if sent >= REPEATS * planned:
+                raise RefusedMessage(
+                    f"the experiment takes {planned} {spends} of this site, and it sent {sent} ({spends})"
+                )
+        self.policy.limits.check_count(spends, self.record)
+
+    def _identify(self, question: Exchange, trial: SiteTrial) -> str:
+        """Return what is the same for two questions whose answers to one coordinator are the same bits."""
+        mechanism = find_mechanism((trial.plan.method.gradient,))
+        drawn = token_hex(8) if QUESTIONS[question.kind].uploads and mechanism and mechanism.secret else ""
+        asked = {"facts": question.facts, "arrays": digest_records(question.arrays), "coordinator": self.coordinator}
+        return _digest({**asked, "data": trial.data.fingerprint, "drawn": drawn})
+
+    def _count_uses(self, trial: SiteTrial, client: ClientState) -> int:
+        reached = self.record.reached(trial.review.trial)[1]
+        passes = passes_of_round(trial.plan, trial.samples["train"], client.steps, reached)
+        return count_uses(trial.plan, passes, trial.review.copies)
+
+    def _ask(self, about: Mapping[str, Any], text: str, asked: str, refusal: str) -> None:
+        """Raise :class:`RefusedMessage` unless the operator agrees, now or before, to ``about``, shown as ``text``."""
+        digest = _digest({**about, "coordinator": self.coordinator})
+        if self.confirm is None or self.record.holds("agreed", digest):
             return
-        if digest not in self._refused:
-            agreed, who = self.confirmation.ask(text, asked), self.confirmation.who
-            self.ledger.write_consent(who=who, text=text, agreed=agreed, digest=digest)
+        if digest not in self._declined:
+            agreed, who = self.confirm(text, asked), name_user()
+            self.record.append("agreed" if agreed else "declined", {"who": who, "shown": text}, question=digest)
             if agreed:
-                said = f"{who} at {datetime.now(UTC).isoformat(timespec='seconds')}"
-                self.account.change(lambda book: book.agreed.update({digest: said}))
                 return
-            self._refused.add(digest)
-        raise RefusedMessage(refusal)
+            self._declined.add(digest)
+        raise RefusedMessage(f"whoever runs this site does not agree to {refusal}")
 
 
 def describe_description(facts: Mapping[str, Any], counts: str) -> list[str]:
@@ -350,28 +272,27 @@ def describe_description(facts: Mapping[str, Any], counts: str) -> list[str]:
     shape = " x ".join(map(str, facts["shape"])) or "one value"
     samples = ", ".join(f"{number} {part}" for part, number in facts["samples"].items())
     lines = [
-        f"disclosed to the coordinator: name {facts['name']!r}; samples: {samples}; {facts['dtype']} of shape {shape}, "
-        f"{', '.join(sorted(set(facts['values'].values()))) or 'of no known kind'}, scaled by "
-        f"{facts['scale'] or 'the site itself'}; task {facts['task'].get('name')}",
-        f"disclosed to the coordinator: {facts['classes']} "
-        f"classes{': ' + ', '.join(names) if names else ', without names'}",
-    ]  # fmt: skip
+        f"name {facts['name']!r}; samples: {samples}, models are measured on {', '.join(facts['measures']) or 'none'}; "
+        f"{facts['dtype']} of shape {shape}, {', '.join(sorted(set(facts['values'].values()))) or 'of no known kind'}, "
+        f"scaled by {facts['scale'] or 'the site itself'}; task {facts['task'].get('name')}",
+        f"{facts['classes']} classes{': ' + ', '.join(names) if names else ', without names'}",
+    ]
     if facts["columns"]:
         texts = [f"{each['name']} ({', '.join(each['categories'])})" if each["categories"] else each["name"]
                  for each in facts["columns"]]  # fmt: skip
-        lines.append(f"disclosed to the coordinator: columns and their categories: {'; '.join(texts)}")
+        lines.append(f"columns and their categories: {'; '.join(texts)}")
     told = "not disclosed" if labels is None else f"{', '.join(map(str, labels))} ({counts})"
-    lines.append(f"disclosed to the coordinator: training samples by class: {told}")
-    return lines
+    lines.append(f"training samples by class: {told}")
+    return [f"disclosed to the coordinator: {line}" for line in lines]
 
 
-def _key(question: Exchange) -> str:
-    return f"{question.kind} {question.facts.get('moment', '')}".strip()
-
-
-def _digest_question(question: Exchange) -> str:
-    arrays = {name: digest_record(record) for name, record in question.arrays.items()}
-    return _digest({"facts": question.facts, "arrays": arrays})
+def _describe_upload(asks: Asks, answer: Exchange, trial: SiteTrial) -> dict[str, Any]:
+    """Return number, size, digest and names of the entries that leave with an answer, and what they reveal."""
+    if not answer.arrays:
+        return {}
+    leaving = [entry for entry in list_disclosures(trial.plan) if entry.once is asks.once]
+    entries = {name: describe_entries(record) for name, record in answer.arrays.items()}
+    return {"left": entries, "discloses": list(map(str, group_disclosures(leaving)))}
 
 
 def _digest(value: Any) -> str:

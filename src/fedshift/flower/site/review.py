@@ -1,11 +1,13 @@
-"""How a site's operator sees an experiment before it trains: its method and seed as the site itself constructed them.
+"""Review of an experiment before it trains at a site: its method as the site itself constructed it.
 
-The coordinator's claims about them are not shown; :mod:`.policy` limits the same review, and :mod:`.gate` asks.
+The coordinator's claims about it are not shown; :mod:`.policy` limits the same review, and :mod:`.gate` asks the
+operator.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from ...analysis.privacy import (
@@ -18,49 +20,46 @@ from ...analysis.privacy import (
 )
 from ...core.kernel import init_server
 from ...core.plan import Plan
+from ...core.work import Bounds
 from ...evaluation.communication import describe_kept, downlink_bytes, list_disclosures
 from ...experiments.description import describe_optimizer, describe_weighting, describe_work
 from ...results.disclosure import Disclosure, group_disclosures
 from ...utils.state import nbytes, pick
-from .ledger import VALIDATES
+
+VALIDATES = "validates only"
+"""Role of a site that trains nothing, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialReview:
     """One method and seed of an experiment, before its first round at a site.
 
-    Attributes:
-        plan: the method on the site's network.
-        model: the network's name in the settings.
-        seed: the seed.
-        rounds: number of rounds in the settings.
-        sites: number of sites that take part.
-        code: functions on this machine that the settings may call.
-        validates: whether the site only validates: nothing is trained here, and no entries leave.
-        samples: number of the site's training samples; 0: unknown.
-        copies: how often the most frequent of these occurs among them.
-        uncovered: what depends on the site's samples and differential privacy does not cover.
-        trial: name of experiment, method and seed.
-        coordinator: fingerprint of the coordinator's key; empty: questions are not signed.
-        measured: number of rounds after which the site's models are measured.
-        metrics: metrics that are measured in addition to loss and counts.
-
+    ``plan``: the method on the site's network. ``model``: the network's name in the settings. ``seeds``, ``rounds``:
+    their numbers in the settings. ``sites``: number of sites that take part. ``samples``: number of the site's training
+    samples. ``copies``: how often the most frequent of these occurs. ``uncovered``: what depends on samples and is not
+    covered by differential privacy. ``code``: functions on this machine that the settings may call. ``validates``:
+    nothing is trained here, and no entries leave. ``trial``: name of experiment, method and seed. ``measured``: number
+    of rounds after which models are measured. ``metrics``: what is measured in addition to loss and counts.
     """
 
     plan: Plan
     model: str
-    seed: int
     rounds: int
     sites: int
+    samples: int
+    seeds: int = 1
     code: frozenset[str] = frozenset()
     validates: bool = False
-    samples: int = 0
     copies: int = 1
     uncovered: tuple[str, ...] = ()
     trial: str = ""
-    coordinator: str = ""
     measured: int = 0
     metrics: tuple[str, ...] = ()
+
+    @property
+    def experiment(self) -> str:
+        """Beginning of the names of all trials of the experiment."""
+        return f"{self.trial.partition('/')[0]}/"
 
     @property
     def passes(self) -> int:
@@ -73,6 +72,22 @@ class TrialReview:
         return count_uses(self.plan, self.passes, self.copies)
 
     @property
+    def spent(self) -> float:
+        """Privacy that all rounds spend (:func:`compute_spent`)."""
+        return compute_spent(self.plan, self.uses)
+
+    @property
+    def smallest_upload(self) -> tuple[int, int]:
+        """Fewest different samples, and fewest local steps, of an upload in any round."""
+        bounds = self.plan.work.batch_bounds(self.samples, self.plan.smallest_batch)
+        rounds = dict[int, range]()  # by the place in a pass where the round begins, after which rounds repeat
+        done = 0
+        while len(rounds) < self.rounds and done % len(bounds) not in rounds:
+            steps = self.plan.work.steps_of_round(done, len(bounds))
+            rounds[done % len(bounds)], done = steps, steps.stop
+        return min(count_distinct(bounds, steps) for steps in rounds.values()), min(map(len, rounds.values()))
+
+    @property
     def leaving(self) -> tuple[Disclosure, ...]:
         """Entries of the model, and other tensors that rules send, that leave the site each round or before round 1."""
         return () if self.validates else list_disclosures(self.plan)
@@ -81,65 +96,59 @@ class TrialReview:
     def round_bytes(self) -> int:
         """Bytes of entries that a round moves to and from the site, measurement included if there are any."""
         server = init_server(self.plan)
-        loaded = downlink_bytes(self.plan, server)
-        shown = loaded
+        loaded = shown = downlink_bytes(self.plan, server)
         if self.plan.has_global:
             shown += nbytes(pick(server.shared, self.plan.sent)) - nbytes(pick(server.shared, self.plan.received))
-        sent = sum(each.bytes for each in self.leaving if not each.once)
+        sent = sum(entry.bytes for entry in self.leaving if not entry.once)
         return (0 if self.validates else loaded + sent) + (shown if self.measured else 0)
 
     @property
     def uploads(self) -> int:
         """Uploads that the settings ask for: one each round and, if rules send something before round 1, one then."""
-        return self.rounds + any(each.once for each in self.leaving)
+        return 0 if self.validates else self.rounds + any(entry.once for entry in self.leaving)
 
     @property
     def privacy(self) -> str:
         """The guarantee of differential privacy, in words."""
         if self.validates:
             return "nothing is trained on these data; counts are disclosed without noise"
-        said = []
+        lines = []
         if mechanism := find_mechanism((self.plan.method.aggregate,)):
-            said.append(describe_guarantee(mechanism, 1.0, self.rounds, self.uncovered))
+            lines.append(describe_guarantee(mechanism, 1.0, self.rounds, self.uncovered))
         if mechanism := find_mechanism((self.plan.method.gradient,)):
             used = SampleUses(
-                passes={"this site": self.passes},
-                copies=self.copies,
-                squares=self.uses,
+                passes={"this site": self.passes}, copies=self.copies, squares=self.uses,
                 assumes="no other site holds samples of this one",
-            )
-            said.append(describe_sample_guarantee(mechanism, used, self.uncovered))
-            said += describe_delta(mechanism, {"this site": self.samples})
-        return "; ".join(said) or "no differential privacy"
+            )  # fmt: skip
+            lines.append(describe_sample_guarantee(mechanism, used, self.uncovered))
+            lines += describe_delta(mechanism, {"this site": self.samples})
+        return "; ".join(lines) or "no differential privacy"
 
-    def describe(self) -> str:
-        """Return the review as lines of text."""
-        leaving = {each.name for each in self.leaving}
-        staying = [name for name in self.plan.initial if name not in leaving]
-        groups = [
-            f"leaves {group.when}: {group}: {', '.join(group.names)}" for group in group_disclosures(self.leaving)
-        ]
-        counted = ", ".join(("loss", "sizes", *self.metrics))
-        measured = f"{counted} and counts by class of its test and validation samples"
-        told = f"numbers of training samples and steps, mean training loss; {measured}, without noise"
-        work = f"a round: {describe_work(self.plan.work)}; {describe_optimizer(self.plan.optimizer)}"
-        if self.validates:
-            work, told = f"this site {VALIDATES}: nothing is trained here", f"{measured}, without noise"
-        whose = f"the key {self.coordinator}" if self.coordinator else "no key: anyone could ask"
-        return "\n".join(
-            (
-                f"experiment: {self.trial.partition('/')[0] or 'none'}; its coordinator has {whose}",
-                f"method: {self.plan.method.label}, seed {self.seed}; model: {self.model}",
-                f"rounds: {self.rounds}, {self.measured} with measurements; sites: {self.sites}; {work}",
-                f"weight of this site: {describe_weighting(self.plan.method)}",
-                *(groups or ["leaves each round: nothing"]),
-                f"kept by the server: {'nothing of this site' if self.validates else describe_kept(self.plan)}",
-                f"stays here: {', '.join(staying) or 'nothing'}",
-                f"also disclosed: {told}",
-                f"privacy: {self.privacy}",
-                f"user-defined functions that may be called: {', '.join(sorted(self.code)) or 'none'}",
+    def describe(self, coordinator: str = "") -> str:
+        """Return the review as lines of text; ``coordinator``: its address."""
+        plan, leaving = self.plan, {entry.name for entry in self.leaving}
+        staying = ", ".join(name for name in plan.initial if name not in leaving)
+        groups = [f"leaves {each.when}: {each}: {', '.join(each.names)}" for each in group_disclosures(self.leaving)]
+        told = f"{', '.join(('loss', 'sizes', *self.metrics))} and counts by class of its test and validation samples"
+        work, kept = f"this site {VALIDATES}: nothing is trained here", "nothing of this site"
+        if not self.validates:
+            work, kept = (
+                f"a round: {describe_work(plan.work)}; {describe_optimizer(plan.optimizer)}",
+                describe_kept(plan),
             )
-        )
+            told = f"numbers of training samples and steps, mean training loss; {told}"
+        return "\n".join((
+            f"experiment: {self.experiment[:-1]}, of the coordinator {coordinator or 'in this process'}",
+            f"method: {plan.method.label}, seed {plan.seed}; model: {self.model}",
+            f"rounds: {self.rounds}, {self.measured} with measurements; sites: {self.sites}; {work}",
+            f"weight of this site: {describe_weighting(plan.method)}",
+            *(groups or ["leaves each round: nothing"]),
+            f"kept by the server: {kept}",
+            f"stays here: {staying or 'nothing'}",
+            f"also disclosed: {told}, without noise",
+            f"privacy: {self.privacy}",
+            f"user-defined functions that may be called: {', '.join(sorted(self.code)) or 'none'}",
+        ))  # fmt: skip
 
 
 def batches_of_pass(plan: Plan, samples: int) -> int:
@@ -151,14 +160,8 @@ def passes_of_round(plan: Plan, samples: int, done: int, reached: int) -> int:
     """Return how often a round's upload uses each of a site's ``samples`` at most, beyond what is counted already.
 
     A pass uses each sample once and counts in the round that begins it, so that rounds that continue it add nothing,
-    unless their steps are taken again, with new noise.
-
-    Args:
-        plan: the trial's plan.
-        samples: number of the site's training samples.
-        done: local steps before the round.
-        reached: local steps that are in the uploads counted so far.
-
+    unless their steps are taken again, with new noise. ``done``: local steps before the round. ``reached``: local steps
+    that are in the uploads counted so far.
     """
     per_pass = batches_of_pass(plan, samples)
     before = math.ceil(done / per_pass) if done == reached else done // per_pass
@@ -184,3 +187,12 @@ def compute_spent(plan: Plan, uses: int) -> float:
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
         return 0.0
     return uses / mechanism.noise_multiplier**2
+
+
+def count_distinct(bounds: Bounds, steps: range) -> int:
+    """Return the least number of different samples in ``steps``, since batches of one pass share none."""
+    used = Counter[int]()
+    for step in steps:
+        start, stop = bounds[step % len(bounds)]
+        used[step // len(bounds)] += stop - start
+    return max(used.values(), default=0)

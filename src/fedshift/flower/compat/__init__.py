@@ -1,1 +1,0 @@
-"""Parts for existing Flower apps: a strategy, a mod that keeps local entries, drop-in helpers."""

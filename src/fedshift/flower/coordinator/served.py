@@ -1,0 +1,75 @@
+"""The experiment of a run across machines, restored on the coordinator's machine: models, but no samples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Never
+
+from ...config.expressions import trust_only
+from ...config.seeds import parse_seeds
+from ...config.settings_file import FILE
+from ...config.spec import CompareSpec, RunSpec
+from ...data.federation import Federation
+from ...data.files.volume_decoding import parse_spacing, parse_window
+from ...data.patches import Patches, parse_size
+from ...data.preparation import Decoding
+from ...data.sources import SCALES
+from ...experiments.experiment import Experiment
+from ...experiments.factory import make_methods, resolve_model
+from ...experiments.restoration import AT_SITE, load_spec, select_trials
+from ...results.run_directory import MACHINES, POPULATION
+from ...utils.errors import UsageError
+from .descriptions import ClientRegistry
+
+
+def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
+    """Load the experiment of `fedshift serve` in ``directory``, which allows restoring the server's models.
+
+    Args:
+        directory: Run directory.
+        code: User functions (``package.module:function``) that its settings may name.
+
+    Raises:
+        UsageError: Samples are scaled by values that only the sites know, so that no model works without the sites.
+        FedshiftError: Files of the run are damaged.
+
+    """
+    spec = load_spec(directory, needs_data=False, code=code)
+    registry = ClientRegistry.read(directory / MACHINES / POPULATION)
+    scales = {client.scale for client in registry.clients}
+    if len(scales) > 1 or not scales <= SCALES.keys():
+        raise UsageError(f"the samples of {directory} are scaled by values that only their sites know: {AT_SITE}")
+    spec = replace(spec, engine="sequential", workers=None, device="cpu", log=None)
+    with trust_only(code, directory / FILE):
+        data = _describe_files(registry.to_federation(spec.classes, spec.task), spec).normalize(SCALES[scales.pop()])
+        experiment = Experiment(
+            methods=make_methods(spec), data=data,
+            model=resolve_model(spec.model, data.sample_shape, data.task, data.inputs),
+            settings=registry.make_settings(spec), seeds=parse_seeds(spec.seeds), config=asdict(spec),
+            make_engine=_refuse,
+        )  # fmt: skip
+    return select_trials(experiment.keep_labels(directory))
+
+
+def _describe_files(data: Federation, spec: RunSpec | CompareSpec) -> Federation:
+    """Return ``data`` with what the settings say of sites' files: patches, and how medical images are decoded."""
+    axes = len(data.sample_shape) - 1
+    if spec.patch:
+        data = data.cut_patches(parse_size(spec.patch))
+    if spec.patch and spec.image_size:
+        whole = (spec.image_size,) * axes
+        data = data.map_splits(
+            lambda split: split.with_patches(Patches.whole(split.shape[1:], whole, len(split.store), resized=whole))
+        )
+    if not (spec.spacing or spec.window):
+        return data
+    steps = parse_spacing(spec.spacing)
+    steps = steps * axes if len(steps) == 1 else steps
+    how = Decoding(kind="volume", window=parse_window(spec.window), spacing=steps)
+    return replace(data, clients=tuple(replace(client, decoding=how) for client in data.clients))
+
+
+def _refuse(*_: object) -> Never:
+    raise UsageError("samples are at the sites: continue the run (fedshift serve --resume)")

@@ -1,1 +1,0 @@
-"""Messages between coordinator and sites: arrays, signatures, keys, and Flower's programs."""
