@@ -56,12 +56,9 @@ class SiteGrid(Grid):
         self.tamper = lambda node, question, answer: answer
         self._replies, self._numbers = {}, count(1)
 
-    def get_node_ids(self):
-        return [node for node in self.sites if node not in self.away]
-
     def get_nodes(self):
-        nodes = ((node, f"key {node}".encode()) for node in self.get_node_ids())
-        return [SimpleNamespace(node_id=node, last_activated_at="", public_key=key) for node, key in nodes]
+        here = ((node, f"key {node}".encode()) for node in self.sites if node not in self.away)
+        return [SimpleNamespace(node_id=node, last_activated_at="", public_key=key) for node, key in here]
 
     def push_messages(self, messages):
         numbers = []
@@ -98,7 +95,7 @@ class SiteGrid(Grid):
         raise NotImplementedError
 
     run = property()
-    create_message = send_and_receive = set_run
+    create_message = send_and_receive = get_node_ids = set_run
 
 
 class Heard(Callback):

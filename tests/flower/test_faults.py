@@ -134,7 +134,7 @@ def test_an_upload_that_cannot_be_is_refused_by_name_and_moves_nothing(tmp_path)
     assert [said for said in heard.told(PHOTO) if said in heard.complaints] == heard.complaints
     assert all(told.isprintable() and len(told) <= LONGEST + 3 for told in heard.notices)
     (file,) = tmp_path.glob("served/trials/*/checkpoint.safetensors")
-    assert load_checkpoint(file)[1]["lengths"]["longest"].keys() == set(OTHERS)
+    assert load_checkpoint(file)[1]["lengths"].keys() == set(OTHERS)
     same_as_in_process(replace(spec, domains=",".join(OTHERS)), tmp_path / "served")
 
 

@@ -54,9 +54,7 @@ def test_an_update_is_compared_with_the_longest_of_others_in_all_and_per_step(ro
     for some in rounds:
         sent = {name: update(*(each if isinstance(each, tuple) else (each,))) for name, each in some.items()}
         found = lengths.find_outliers(SERVER, sent)
-        kept = UpdateLengths(10.0)
-        kept.restore(json.loads(json.dumps(lengths.facts())))
-        lengths = kept
+        lengths = UpdateLengths(10.0, json.loads(json.dumps(lengths.longest)))  # as restored from a checkpoint
     assert found == pytest.approx(outliers)
 
 

@@ -6,8 +6,8 @@ Otherwise only that answer is refused, with a message that names the site.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Set
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from ...data.samples import Samples
 from ...results.schema import Row
 from ...tasks import Task
-from ..messages import RefusedMessage, refusing
+from ..messages import Exchange, RefusedMessage, refusing
 from .descriptions import ONE_PIXEL
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -26,35 +26,54 @@ PLACE = {
     "moment": Literal["loaded", "trained", "reestimated"],
 }  # fmt: skip
 """Columns that identify what a row measures; the others are counts."""
-AnyAnswer = TypeVar("AnyAnswer", bound="EvaluatedAnswer")
 
 
-class EvaluatedAnswer(BaseModel):
-    """Measurements of a site after ``round``."""
+class Answer(BaseModel):
+    """Facts of an answer of site ``name`` about ``round``, here one with what rules send before round 1."""
 
+    KIND: ClassVar = "introduced"
+    RECORDS: ClassVar[Set[str]] = {"memory"}
+    WORK: ClassVar = "the first upload"
     model_config = STRICT
     name: str
     round: Count
+
+    @classmethod
+    def of(cls, answer: Exchange, name: str, round: int) -> Self:
+        """Return the facts of site ``name``'s answer about ``round``; raise :class:`RefusedMessage` for another."""
+        identity = answer.kind, answer.facts.get("name"), answer.facts.get("round")
+        if identity != (cls.KIND, name, round):
+            raise RefusedMessage(
+                f"it answered {identity[0]!r} as {identity[1]!r} for round {identity[2]} instead of {cls.KIND!r} as "
+                f"{name!r} for round {round}"
+            )
+        if missing := cls.RECORDS - answer.arrays.keys():
+            raise RefusedMessage(f"it sent no {' and no '.join(sorted(missing))} entries")
+        if extra := answer.arrays.keys() - cls.RECORDS:
+            raise RefusedMessage(f"it sent an unexpected record {min(extra)!r}")
+        with refusing(f"its report of {cls.WORK} is malformed"):
+            return cls.model_validate(dict(answer.facts))
+
+
+class EvaluatedAnswer(Answer):
+    """Measurements of a site after ``round``."""
+
+    KIND, RECORDS, WORK = "evaluated", frozenset(), "measurements"
     rows: list[dict[str, Any]]
 
 
-class TrainedAnswer(EvaluatedAnswer):
+class TrainedAnswer(Answer):
     """Facts sent with an upload: the round's samples and steps, summed training loss, and measurements if requested.
 
     ``upload``: digest that later identifies the client's state at this upload.
     """
 
+    KIND, RECORDS, WORK = "trained", frozenset({"shared", "memory"}), "training"
     weight: float
     steps: Count
     loss_sum: float
     upload: Annotated[str, Field(max_length=64)] = ""
     rows: list[dict[str, Any]] = []
-
-
-def read_answer(kind: type[AnyAnswer], facts: Mapping[str, Any]) -> AnyAnswer:
-    """Parse a site's report of its work; raise :class:`RefusedMessage` if it does not match the schema."""
-    with refusing(f"its report of {'training' if kind is TrainedAnswer else 'measurements'} is malformed"):
-        return kind.model_validate(dict(facts))
 
 
 class RowReader:
@@ -68,18 +87,11 @@ class RowReader:
         self._adapter: TypeAdapter[list[Row]] = TypeAdapter(list[row])  # type: ignore[valid-type]
 
     def read(self, rows: list[dict[str, Any]], name: str, sizes: Mapping[str, int], moment: str) -> list[Row]:
-        """Return the measurements of site ``name`` at ``moment``.
+        """Return the measurements of site ``name`` at ``moment`` (``loaded``, ``trained`` or ``reestimated``).
 
-        Args:
-            rows: rows of the answer.
-            name: the client's name.
-            sizes: number of samples in each split that the site had to measure.
-            moment: ``loaded``, ``trained`` or ``reestimated``.
-
-        Raises:
-            RefusedMessage: A row does not match the schema, is a duplicate, is for another client, split or moment, or
-                has counts that are impossible for that number of samples; or a split has no row.
-
+        ``sizes``: number of samples in each split that the site had to measure. Raises :class:`RefusedMessage` if a row
+        does not match the schema, is a duplicate, is for another client, split or moment, or has counts that are
+        impossible for that number of samples, or if a split has no row.
         """
         with refusing("its report of measurements is malformed"):
             read = self._adapter.validate_python(rows)

@@ -18,7 +18,7 @@ from ...config.seeds import parse_seeds
 from ...config.spec import CompareSpec, RunSpec
 from ...core.method import Method
 from ...core.plan import Plan
-from ...data.federation import ClientData, count_labels
+from ...data.federation import Federation, count_labels
 from ...data.files.volume_decoding import MEDIAN
 from ...engines.engine import Data
 from ...experiments.callbacks import Callback, Callbacks
@@ -112,9 +112,11 @@ class Coordinator:
 
     def run(self) -> bool:
         """Run until finished or stopped; return whether the experiment finished. Sites hear its end, or its error."""
-        self._repair()
+        if begun := bool(self.population.clients) and holds_summary(self.directory):
+            for notice in repair(self.directory, self.population.make_settings(self.spec)):
+                self.report.on_notice(notice)
         try:
-            self._finish()
+            self._finish(begun and self._make_experiment(self._to_federation()).is_trained(self.directory))
         except StopRequested:
             return False
         except FedshiftError as error:
@@ -123,11 +125,13 @@ class Coordinator:
         self._tell("the experiment is finished", over=True)
         return True
 
-    def _finish(self) -> None:
-        """Wait for sites, and do all work with them; raise :class:`StopRequested` if it is to be continued later."""
+    def _finish(self, done: bool) -> None:
+        """Wait for sites, and do all work with them; raise :class:`StopRequested` if it is to be continued later.
+
+        ``done``: all work that needs sites is done.
+        """
         members = frozenset(client.name for client in self.population.training)
         clients = min(self.options.clients, len(members or self.order) or self.options.clients)
-        done = self._is_trained()
         if done:
             self.report.on_notice("all rounds are done: not waiting for sites")
         else:
@@ -153,17 +157,6 @@ class Coordinator:
         told = Exchange(kind="tell", facts={"say": to_printable(say), "over": over})
         for _ in self.nodes.ask(dict.fromkeys(self.nodes.online, told), 0, 30.0):
             pass
-
-    def _repair(self) -> None:
-        """Replace damaged checkpoints by intact ones, with a notice."""
-        if not self.population.clients or not holds_summary(self.directory):
-            return
-        for notice in repair(self.directory, self.population.make_settings(self.spec)):
-            self.report.on_notice(notice)
-
-    def _is_trained(self) -> bool:
-        """Return whether all work that needs sites is done."""
-        return bool(self.population.clients) and self._make_experiment(self._to_federation()).is_trained(self.directory)
 
     def _to_federation(self) -> RemoteFederation:
         return self.population.to_federation(self.spec.classes, self.spec.task)
@@ -191,32 +184,30 @@ class Coordinator:
 
     def _describe(self, data: RemoteFederation, method: Method, seed: int) -> dict[str, Any]:
         """Return the facts that identify a trial in questions, so that a site makes the same plan."""
-        members = self._list_members(data)
         return {
             "experiment": self.population.experiment, "spec": self.sent, "classes": data.classes,
-            "class_names": data.meanings, "columns": list(map(asdict, data.columns)), "clients": len(members),
-            "labels": count_labels(replace(data, clients=members)).tolist() if self._counts_labels(data) else None,
+            "class_names": data.meanings, "columns": list(map(asdict, data.columns)),
+            "clients": len(self._find_members(data).clients), "labels": self._count_labels(data),
             "method": [each.name for each in self.methods].index(method.name), "seed": seed,
         }  # fmt: skip
 
-    def _list_members(self, data: RemoteFederation) -> tuple[ClientData, ...]:
+    def _find_members(self, data: Federation) -> Federation:
         """Return the clients that train."""
         newcomers = self.population.make_settings(self.spec).newcomers
-        return tuple(client for client in data.clients if client.name not in newcomers)
+        return replace(data, clients=tuple(client for client in data.clients if client.name not in newcomers))
 
-    def _counts_labels(self, data: RemoteFederation) -> bool:
-        """Return whether all clients that train counted their labels, which sites do only on request."""
-        labels = {client.name: client.labels for client in self.population.clients}
-        return all(labels[client.name] for client in self._list_members(data))
+    def _count_labels(self, data: Federation) -> list[int] | None:
+        """Return the training samples of each class; None unless sites counted them, which they do only on request."""
+        members, counted = self._find_members(data), {site.name for site in self.population.clients if site.labels}
+        return count_labels(members).tolist() if counted.issuperset(members.names) else None
 
     def _make_experiment(self, data: RemoteFederation) -> Experiment:
         settings = self.population.make_settings(self.spec)
         data = settings.request_metrics(data)
         if own := [metric.name for metric in data.task.requested if not metric.travels]:
-            raise UsageError(f"metric {own[0]} is code of this machine, which sites do not run: use another").about(
-                "metric"
-            )
-        if settings.loss and settings.loss.uses_counts and not self._counts_labels(data):
+            why = f"metric {own[0]} is code of this machine, which sites do not run: use another"
+            raise UsageError(why).about("metric")
+        if settings.loss and settings.loss.uses_counts and self._count_labels(data) is None:
             raise UsageError(
                 f"loss {settings.loss}: its weights come from the number of samples of each class, which sites count "
                 f"only for classification, not for {data.task}: give the weights as numbers"
@@ -320,9 +311,6 @@ def _refuse_settings(
 
 def _extra_categories(joined: RemoteFederation, data: RemoteFederation) -> str:
     """List the categories in ``joined`` that are missing from ``data``, which has the same columns."""
-    return ", ".join(
-        f"{value!r} in column {wide.name!r}"
-        for wide, column in zip(joined.columns, data.columns, strict=True)
-        for value in wide.categories or ()
-        if value not in (column.categories or ())
-    )
+    pairs = [(wide, column.categories or ()) for wide, column in zip(joined.columns, data.columns, strict=True)]
+    extra = [(value, wide.name) for wide, known in pairs for value in wide.categories or () if value not in known]
+    return ", ".join(f"{value!r} in column {name!r}" for value, name in extra)

@@ -44,20 +44,15 @@ class StopRequested(FedshiftError):
 class _Address(NamedTuple):
     node: int
     activated: str
+    key: bytes
 
 
 class Nodes:
-    """The sites behind ``grid``.
+    """The sites behind a Flower ``grid``.
 
-    Args:
-        grid: a Flower grid.
-        hello: the question that asks a new node for its description.
-        notify: called with a line of text when a node connects or leaves.
-        known: earlier descriptions of clients.
-        keys: returns the public key of each client's node; None: any node may claim any name.
-        changed: called when a client has connected.
-        stop: ends waiting when set.
-
+    ``hello``: the question that asks a new node for its description. ``notify``: called with a line of text when a node
+    connects or leaves. ``known``: earlier descriptions of clients. ``keys``: returns the public key of each client's
+    node; None: any node may claim any name. ``changed``: called when a client has connected. ``stop``: ends waiting.
     """
 
     def __init__(
@@ -70,7 +65,6 @@ class Nodes:
         self.known = dict(known or {})
         self._online: dict[str, _Address] = {}
         self._greetings: dict[_Address, str] = {}  # id of the pending greeting, "" once it is answered
-        self._keys: dict[int, bytes] = {}
         self._told = set[str]()
         self._pool, self._pulling = ThreadPoolExecutor(MOST_PULLS), dict[str, Future[list[Message]]]()
 
@@ -89,7 +83,7 @@ class Nodes:
 
     def refresh(self) -> None:
         """Greet new nodes, read their descriptions, and forget nodes that have left or whose key is invalid."""
-        listed = self._list_nodes()
+        listed = {_Address(node.node_id, node.last_activated_at, node.public_key) for node in self.grid.get_nodes()}
         for address in listed - self._greetings.keys():
             self._greetings[address] = self._push(address, self.hello, CONFIRM_SECONDS)
         self._told -= {number for number, _ in self._pull(self._told)}  # so that Flower keeps no answers
@@ -238,20 +232,12 @@ class Nodes:
 
     def _holds_key(self, name: str, address: _Address) -> bool:
         """Return whether a node has the key that the coordinator knows for client ``name``, or keys are not used."""
-        return self.keys is None or self.keys().get(name) == self._keys.get(address.node, b"")
+        return self.keys is None or self.keys().get(name) == address.key
 
     def _call(self, address: _Address) -> str:
         """Return a node's name according to its key, not its claim, or its number if the key is unknown."""
-        key, known = self._keys.get(address.node, b""), self.keys() if self.keys else {}
-        owner = next((name for name, other in known.items() if other == key), None)
-        return f"a node (number {address.node})" if owner is None else owner
-
-    def _list_nodes(self) -> set[_Address]:
-        if not hasattr(self.grid, "get_nodes"):  # another implementation of the interface
-            return {_Address(node, "") for node in self.grid.get_node_ids()}
-        nodes = list(self.grid.get_nodes())
-        self._keys |= {node.node_id: node.public_key for node in nodes}
-        return {_Address(node.node_id, node.last_activated_at) for node in nodes}
+        known = self.keys() if self.keys else {}
+        return next((name for name, key in known.items() if key == address.key), f"a node (number {address.node})")
 
     def _push(self, address: _Address, exchange: Exchange, seconds: float) -> str:
         """Send a question to a node; return the message's id, or "" if Flower did not accept it."""

@@ -7,12 +7,10 @@ the number of completed steps, the round of the current client state (the *base*
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from flwr.app import Array
 from typing_extensions import override
 
 from ...core.compatibility import check_client_count
@@ -29,10 +27,11 @@ from ...results.schema import REESTIMATED, Row
 from ...utils.errors import FedshiftError, UsageError
 from ...utils.state import State, join_states, pick, split_state
 from ..messages import UPLOAD, Exchange, RefusedMessage, check_state, check_update, from_record, refusing, to_record
-from .answers import EvaluatedAnswer, RowReader, TrainedAnswer, read_answer
+from .answers import Answer, EvaluatedAnswer, RowReader, TrainedAnswer
 from .nodes import Nodes
 from .rounds import BOUND, UpdateLengths
 
+Result = TypeVar("Result")
 HEADER = 1024
 """Maximum number of bytes that NumPy's format adds to an entry."""
 
@@ -42,8 +41,8 @@ class RoundOptions:
     """Conditions of a round.
 
     ``clients``: minimum number of participants. ``seconds``: maximum duration. ``wait``: seconds to wait for the first
-    clients to connect. ``update_bound``: maximum ratio of a client's update length to the others'; 0: no limit.
-    ``max_share``: maximum weight of one client among three or more.
+    clients. ``update_bound``: maximum ratio of a client's update length to the others'; 0: no limit. ``max_share``:
+    maximum weight of one client among three or more; 1: no limit.
     """
 
     clients: int
@@ -57,23 +56,20 @@ class RoundOptions:
         """The equivalent command-line flags."""
         names = {"seconds": "round-timeout", "wait": "wait", "update_bound": "update-bound", "max_share": "max-share"}
         changed = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(RoundOptions, name)}
-        more = "".join(f" --{names[name]} {value:g}" for name, value in changed.items())
-        return f"--min-clients {self.clients}{more}"
+        return " ".join([f"--min-clients {self.clients}", *(f"--{names[key]} {changed[key]:g}" for key in changed)])
 
     def check(self) -> None:
         """Raise :class:`UsageError` naming a condition that cannot be met."""
-        if self.clients < 1:
-            raise UsageError(f"min_clients={self.clients}: must be at least 1")
-        if not (self.update_bound == 0 or self.update_bound > 1):
-            raise UsageError(
-                f"update_bound={self.update_bound:g}: must be greater than 1 (maximum ratio to the length of the "
-                "others' updates), or 0 for no limit"
-            )
-        if not 0 < self.max_share <= 1:
-            raise UsageError(
-                f"max_share={self.max_share:g}: must be greater than 0 and at most 1 (no limit): the maximum weight of "
-                "one site among three or more"
-            )
+        rules = (
+            ("min_clients", self.clients, self.clients >= 1, "at least 1"),
+            ("update_bound", self.update_bound, self.update_bound == 0 or self.update_bound > 1,
+             "greater than 1 (maximum ratio to the length of the others' updates), or 0 for no limit"),
+            ("max_share", self.max_share, 0 < self.max_share <= 1,
+             "greater than 0 and at most 1 (no limit): the maximum weight of one site among three or more"),
+        )  # fmt: skip
+        for name, value, holds, allowed in rules:
+            if not holds:
+                raise UsageError(f"{name}={value:g}: must be {allowed}")
 
 
 class RemoteEngine(Engine):
@@ -116,41 +112,30 @@ class RemoteEngine(Engine):
 
     @override
     def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
-        enough, updates = min(self.options.clients, len(names)), dict[str, Update]()
+        def read(name: str, answer: Exchange) -> Update:
+            Answer.of(answer, name, 0)
+            memory = self._read_arrays(answer)["memory"]
+            check_state(memory, self._prelude, "the upload's rule memory")
+            parts = split_state(self.plan.rule_names, memory)
+            return Update(shared={}, memory=parts, weight=float(len(self.data[name])), steps=0)
+
         question = Exchange(kind="introduce", facts={"trial": self.trial, "round": 0})
-        for name, answer in self.nodes.ask(dict.fromkeys(names, question), enough, self.options.seconds):
-            try:
-                _, arrays = _check_answer(name, answer, "introduced", 0)
-                with refusing("its upload cannot be read"):
-                    memory = self._to_device(arrays["memory"])
-                    check_state(memory, self._prelude, "the upload's rule memory")
-                    parts = split_state(self.plan.rule_names, memory)
-                updates[name] = Update(shared={}, memory=parts, weight=float(len(self.data[name])), steps=0)
-            except FedshiftError as error:
-                self.nodes.say(f"before round 1: {name} is left out: {error}", name)
-        if len(updates) < enough:
-            raise FedshiftError(
-                f"before round 1: only {len(updates)} of {len(names)} clients sent a usable upload, and {enough} must "
-                "(--min-clients). There is no trained model yet: continue with --resume"
-            )
+        updates, _ = self._collect(dict.fromkeys(names, question), "before round 1", "left out", read)
+        self._require(updates, names, "before round 1", "There is no trained model yet")
         yield from updates.items()
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
-        round, enough = server.round + 1, min(self.options.clients, len(clients))
-        results: dict[str, ClientResult] = {}
-        uploads: dict[str, str] = {}
-        diverged: list[Diverged] = []
+        round, reports = server.round + 1, dict[str, TrainedAnswer]()
         measures = "trained" in self.settings.moments and self.settings.is_evaluated(round)
         splits = {name: self._list_splits(name) if measures else () for name in clients}
-        for name, answer in self._ask("train", server, splits, self.plan.received, enough):
-            try:
-                results[name], uploads[name] = self._check_update(
-                    server, name, clients[name].steps, answer, splits[name]
-                )
-            except FedshiftError as error:
-                self.nodes.say(f"round {round}: {name} is left out: {error}", name)
-                diverged += [error] if isinstance(error, Diverged) else []
+
+        def read(name: str, answer: Exchange) -> ClientResult:
+            reports[name] = TrainedAnswer.of(answer, name, round)
+            return self._read_upload(server, clients[name].steps, answer, reports[name], splits[name])
+
+        questions = self._make_questions("train", server, splits, self.plan.received)
+        results, errors = self._collect(questions, f"round {round}", "left out", read)
         updates = {name: result.update for name, result in results.items()}
         for name, ratio in self._lengths.find_outliers(server, updates).items():
             self.nodes.say(
@@ -159,15 +144,40 @@ class RemoteEngine(Engine):
                 name,
             )
             del results[name]
-        if len(results) < enough:
-            few = FedshiftError(
-                f"round {round}: only {len(results)} of {len(clients)} clients sent a usable upload, and {enough} must "
-                f"(--min-clients). The model of round {round - 1} is kept: continue with --resume"
-            )
-            raise diverged[0] if diverged else few
+        self._require(results, clients, f"round {round}", f"The model of round {round - 1} is kept", errors)
         yield from results.items()
         self.bases |= dict.fromkeys(results, round)
-        self.uploads |= {name: uploads[name] for name in results}
+        self.uploads |= {name: reports[name].upload for name in results}
+
+    def _collect(
+        self, questions: Mapping[str, Exchange], when: str, lacks: str,
+        read: Callable[[str, Exchange], Result],
+    ) -> tuple[dict[str, Result], list[FedshiftError]]:  # fmt: skip
+        """Ask clients; return what ``read`` makes of their answers, and the errors of those that it refuses."""
+        results, errors = dict[str, Result](), list[FedshiftError]()
+        for name, answer in self.nodes.ask(questions, self._count_enough(questions), self.options.seconds):
+            try:
+                if isinstance(answer, FedshiftError):
+                    raise answer
+                results[name] = read(name, answer)
+            except FedshiftError as error:
+                errors.append(error)
+                self.nodes.say(f"{when}: {name} is {lacks}: {error}", name)
+        return results, errors
+
+    def _count_enough(self, names: Collection[str]) -> int:
+        return min(self.options.clients, len(names))
+
+    def _require(
+        self, usable: Collection[str], asked: Collection[str], when: str, kept: str, errors: Iterable[Exception] = ()
+    ) -> None:
+        """Raise :class:`FedshiftError` if too few uploads are usable: that a client diverged, if one did."""
+        if len(usable) < (enough := self._count_enough(asked)):
+            few = FedshiftError(
+                f"{when}: only {len(usable)} of {len(asked)} clients sent a usable upload, and {enough} must "
+                f"(--min-clients). {kept}: continue with --resume"
+            )
+            raise next((error for error in errors if isinstance(error, Diverged)), few)
 
     @override
     def evaluate(self, server: ServerState) -> list[Row]:
@@ -190,19 +200,15 @@ class RemoteEngine(Engine):
         return self._measure(server, {name: some for name, some in splits.items() if some}, REESTIMATED)
 
     def _measure(self, server: ServerState, splits: Mapping[str, tuple[str, ...]], moment: str) -> list[Row]:
-        entries = self.plan.sent if self.plan.has_global else self.plan.received
+        def read(name: str, answer: Exchange) -> list[Row]:
+            rows = EvaluatedAnswer.of(answer, name, server.round).rows
+            return self._read_rows(rows, name, splits[name], moment) if rows or moment == "loaded" else []
+
         asked = {name: some for name, some in splits.items() if name in self.nodes.online}
-        rows: dict[str, list[Row]] = {}
-        for name, answer in self._ask(
-            "evaluate", server, asked, entries, min(self.options.clients, len(asked)), moment
-        ):
-            try:
-                facts, _ = _check_answer(name, answer, "evaluated", server.round)
-                if (answered := read_answer(EvaluatedAnswer, facts).rows) or moment == "loaded":
-                    rows[name] = self._read_rows(answered, name, splits[name], moment)
-            except FedshiftError as error:
-                what = "measured" if moment == "loaded" else "measured with re-estimated statistics"
-                self.nodes.say(f"round {server.round}: {name} is not {what}: {error}", name)
+        entries = self.plan.sent if self.plan.has_global else self.plan.received
+        lacks = f"not measured{' with re-estimated statistics' if moment == REESTIMATED else ''}"
+        questions = self._make_questions("evaluate", server, asked, entries, moment)
+        rows, _ = self._collect(questions, f"round {server.round}", lacks, read)
         return [row for name in self.federation.names for row in rows.get(name, [])]
 
     def _list_splits(self, name: str) -> tuple[str, ...]:
@@ -211,89 +217,57 @@ class RemoteEngine(Engine):
 
     @override
     def facts(self) -> dict[str, Any]:
-        return {"bases": self.bases, "uploads": self.uploads, "lengths": self._lengths.facts()}
+        return {"bases": self.bases, "uploads": self.uploads, "lengths": self._lengths.longest}
 
     @override
     def restore(self, facts: Mapping[str, Any]) -> None:
-        self.bases, self.uploads = dict(facts["bases"]), dict(facts.get("uploads", {}))
-        self._lengths.restore(facts.get("lengths", {}))
+        self.bases, self.uploads = dict(facts["bases"]), dict(facts["uploads"])
+        self._lengths.longest = dict(facts["lengths"])
 
-    def _ask(
+    def _make_questions(
         self, kind: str, server: ServerState, splits: Mapping[str, tuple[str, ...]], entries: frozenset[str],
-        enough: int, moment: str = "loaded",
-    ) -> Iterator[tuple[str, Exchange | FedshiftError]]:  # fmt: skip
-        """Ask the clients in ``splits``, each to measure on its splits."""
+        moment: str = "loaded",
+    ) -> dict[str, Exchange]:  # fmt: skip
+        """Return a question for each client in ``splits``, to measure on its splits."""
         memory = to_record(join_states(self.plan.rule_names, server.memory))
         shared = to_record(pick(server.shared, entries))
         facts = {"trial": self.trial, "round": server.round, "moment": moment}
         questions = {}
         for name, some in splits.items():
             entry = to_record(pick(broadcast(server, name).shared, entries)) if server.mixes else shared
-            base = {"base": self.bases.get(name, 0), UPLOAD: self.uploads.get(name, "")}
-            questions[name] = Exchange(
-                kind=kind, facts={**facts, **base, "splits": some}, arrays={"shared": entry, "memory": memory}
-            )
-        return self.nodes.ask(questions, enough, self.options.seconds)
+            base = {"base": self.bases.get(name, 0), UPLOAD: self.uploads.get(name, ""), "splits": some}
+            questions[name] = Exchange(kind=kind, facts=facts | base, arrays={"shared": entry, "memory": memory})
+        return questions
 
-    def _check_update(
-        self,
-        server: ServerState,
-        name: str,
-        steps_before: int,
-        answer: Exchange | FedshiftError,
-        splits: tuple[str, ...],
-    ) -> tuple[ClientResult, str]:
-        """Return the upload of client ``name``, and the digest that the client reported for it.
-
-        Raises :class:`FedshiftError` with the reason if the upload cannot be used.
-        """
-        facts, arrays = _check_answer(name, answer, "trained", server.round + 1)
-        report = read_answer(TrainedAnswer, facts)
-        samples = len(self.data[name])
-        bounds, steps = self.steps_of_round(name, ClientState(personal={}, steps=steps_before))
+    def _read_upload(
+        self, server: ServerState, done: int, answer: Exchange, report: TrainedAnswer, splits: tuple[str, ...]
+    ) -> ClientResult:
+        """Return a client's upload after ``done`` steps; raise :class:`FedshiftError` if it cannot be used."""
+        name, samples = report.name, len(self.data[report.name])
+        bounds, steps = self.steps_of_round(name, ClientState(personal={}, steps=done))
         used = sum(stop - start for start, stop in (bounds[step % len(bounds)] for step in steps))
         if (report.weight, report.steps) != (used, len(steps)):
             raise RefusedMessage(
                 f"it reports {report.weight:g} samples in {report.steps} steps, but a round over its {samples} has "
                 f"{used} in {len(steps)}"
             )
-        size = sum(len(array.data) for record in arrays.values() for array in record.values())
-        if size > self._most_bytes:
-            raise RefusedMessage(f"its upload has {size} bytes, and the method sends at most {self._most_bytes}")
-        with refusing("its upload cannot be read"):
-            shared, memory = self._to_device(arrays["shared"]), self._to_device(arrays["memory"])
-            update = check_update(self.plan, server, shared, memory, report.weight, report.steps, self._memory, used)
-        result = ClientResult(
-            client=ClientState(personal={}, steps=steps_before + report.steps), update=update, loss_sum=report.loss_sum,
+        arrays = self._read_arrays(answer)
+        shared, memory = arrays["shared"], arrays["memory"]
+        update = check_update(self.plan, server, shared, memory, used, len(steps), self._memory)
+        return ClientResult(
+            client=ClientState(personal={}, steps=steps.stop), update=update, loss_sum=report.loss_sum,
             rows=self._read_rows(report.rows, name, splits, "trained"),
         )  # fmt: skip
-        return result, report.upload
 
     def _read_rows(self, rows: list[dict[str, Any]], name: str, splits: tuple[str, ...], moment: str) -> list[Row]:
         parts = self.federation.client(name).splits
         sizes = {split: len(parts[split]) for split in splits if split in parts}
         return self._rows.read(rows, name, sizes, moment)
 
-    def _to_device(self, record: Mapping[str, Array]) -> State:
-        device = torch.device(self.settings.device)
-        return {name: tensor.to(device) for name, tensor in from_record(record).items()}
-
-
-def _check_answer(
-    name: str, answer: Exchange | FedshiftError, kind: str, round: int
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the facts and arrays of an answer; raise :class:`FedshiftError` if it does not match the question."""
-    if isinstance(answer, FedshiftError):
-        raise answer
-    identity = answer.kind, answer.facts.get("name"), answer.facts.get("round")
-    if identity != (kind, name, round):
-        raise RefusedMessage(
-            f"it answered {identity[0]!r} as {identity[1]!r} for round {identity[2]} instead of {kind!r} as {name!r} "
-            f"for round {round}"
-        )
-    wanted = {"trained": {"shared", "memory"}, "introduced": {"memory"}}.get(kind, set[str]())
-    if missing := wanted - answer.arrays.keys():
-        raise RefusedMessage(f"it sent no {' and no '.join(sorted(missing))} entries")
-    if extra := answer.arrays.keys() - wanted:
-        raise RefusedMessage(f"it sent an unexpected record {min(extra)!r}")
-    return answer.facts, answer.arrays
+    def _read_arrays(self, answer: Exchange) -> dict[str, State]:
+        """Return the entries in an answer, on the device."""
+        if answer.size > self._most_bytes:
+            raise RefusedMessage(f"its upload has {answer.size} bytes, and the method sends at most {self._most_bytes}")
+        with refusing("its upload cannot be read"):
+            states = {kind: from_record(record) for kind, record in answer.arrays.items()}
+            return {kind: {name: x.to(self.settings.device) for name, x in states[kind].items()} for kind in states}

@@ -11,9 +11,9 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -50,11 +50,12 @@ def _length(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
+@dataclass
 class UpdateLengths:
     """The greatest lengths (:func:`measure_update`) so far of each client's updates; ``bound``: 0 means no limit."""
 
-    def __init__(self, bound: float) -> None:
-        self.bound, self._longest = bound, dict[str, list[float]]()
+    bound: float
+    longest: dict[str, list[float]] = field(default_factory=dict)
 
     def find_outliers(self, server: ServerState, updates: Mapping[str, Update]) -> dict[str, float]:
         """Return the clients whose ``updates`` are too long, with the ratio to the others'; remember all other lengths.
@@ -64,25 +65,17 @@ class UpdateLengths:
         the client's longest. Ratios are per step if that is less: more steps go farther, but not in proportion.
         """
         lengths = {name: measure_update(broadcast(server, name), update) for name, update in updates.items()}
-        joined = {name: list(map(max, self._longest.get(name, own), own)) for name, own in lengths.items()}
-        known, outliers = self._longest | joined, dict[str, float]()
+        joined = {name: list(map(max, self.longest.get(name, own), own)) for name, own in lengths.items()}
+        known, outliers = self.longest | joined, dict[str, float]()
         for name, own in lengths.items():
-            others = [longest for other, longest in known.items() if other != name] or [self._longest.get(name, own)]
+            others = [longest for other, longest in known.items() if other != name] or [self.longest.get(name, own)]
             usual = map(median_high, zip(*others, strict=True))
             change, memory, *by_step = (x / y if y > 0 else 0.0 for x, y in zip(own, usual, strict=True))
             ratio = max(min(change, by_step[0]), min(memory, by_step[1]))
             if self.bound and not ratio <= self.bound:  # also if it is NaN
                 outliers[name] = ratio
-        self._longest |= {name: longest for name, longest in joined.items() if name not in outliers}
+        self.longest |= {name: longest for name, longest in joined.items() if name not in outliers}
         return outliers
-
-    def facts(self) -> dict[str, Any]:
-        """Return the state for :meth:`restore`, as JSON values."""
-        return {"longest": self._longest}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Restore the state from :meth:`facts`."""
-        self._longest = {name: list(longest) for name, longest in facts.get("longest", {}).items()}
 
 
 def describe_bound(samples: Mapping[str, int], max_share: float) -> str:
