@@ -229,9 +229,9 @@ FLOWER = (
     Fault("measured-on-what-is-not-disclosed", "flower/coordinator/remote_engine.py", "RemoteEngine._list_splits",
           " if split in self.nodes.known[name].measures", "", "tests/flower/test_coordinator.py"),
     Fault("weights-bounded-by-default", "flower/coordinator/remote_engine.py", "RoundOptions",
-          "max_share: float = 1.0", "max_share: float = 0.5", "tests/flower/test_rounds.py tests/flower/test_serve.py"),
+          "max_share: float = 1.0", "max_share: float = 0.5", "tests/flower/test_faults.py tests/flower/test_serve.py"),
     Fault("an-outlier-is-remembered", "flower/coordinator/rounds.py", "UpdateLengths.find_outliers",
-          " if name not in outliers", "", "tests/flower/test_rounds.py"),
+          " if name not in outliers", "", "tests/flower/test_faults.py"),
     Fault("trained-though-too-few-agree", "flower/coordinator/coordinator.py", "Coordinator._review", ") < enough:",
           ") < 0:", "tests/flower/test_coordinator.py"),
     Fault("sites-hear-no-reason", "flower/coordinator/nodes.py", "Nodes.say", "if address:", "if False:",
@@ -247,7 +247,7 @@ FLOWER = (
     Fault("one-stranger-takes-all-connections", "flower/coordinator/link.py", "Connections.admits",
           "OF_ADDRESS", "10**9", "tests/flower/test_link.py"),
     Fault("record-without-chain", "flower/site/record.py", "Record.append", "_digest(before, row)", '_digest("", row)',
-          "tests/flower/test_record.py"),
+          "tests/flower/test_gate.py"),
     Fault("kind-that-declares-nothing-answered", "flower/site/gate.py", "Gate.admit",
           "QUESTIONS.get(question.kind)", 'QUESTIONS.get(question.kind, QUESTIONS["tell"])',
           "tests/flower/test_gate.py"),
@@ -267,7 +267,7 @@ FLOWER = (
           "[names.index(name) for name in described.class_names] or range(described.classes)",
           "range(described.classes)", "tests/flower/test_descriptions.py"),
     Fault("a-state-of-another-past", "flower/site/state.py", "SiteState.load_after",
-          'upload and facts.get("upload", upload) != upload', "False", "tests/flower/test_going_back.py"),
+          'upload and facts.get("upload", upload) != upload', "False", "tests/flower/test_remote_engine.py"),
 )  # fmt: skip
 
 EVALUATION = (

@@ -32,8 +32,6 @@ from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.run_directory import trial_folder
 from tests.flower.gated import NETWORK
 
-SMALLEST = SitePolicy(limits=Limits(least_samples=1, least_steps=1))
-"""Policy of sites that hold so few samples that an upload of all of them is refused by default."""
 ALL, OTHERS, PHOTO = ("pen", "photo", "print"), ("pen", "print"), 2
 """The sites, those that do nothing wrong, and the node of the one that does."""
 SMALL = {"domains": "pen,photo,print", "samples": 24, "image_size": 8, "rounds": 2, "lr": 0.05}
@@ -47,12 +45,13 @@ def as_sent(message):
 class SiteGrid(Grid):
     """``sites``: the site of each node. ``away``: nodes that are not connected. ``asked``: what arrived at each node.
 
+    ``most``: the most answers that were fetched at a time.
     ``tamper(node, question, answer)`` gives what arrives in place of an answer: another, any content of a message, an
     exception of Flower's grid that reads it; None: nothing.
     """
 
     def __init__(self, sites):
-        self.sites, self.away, self.asked = dict(sites), set(), []
+        self.sites, self.away, self.asked, self.most = dict(sites), set(), [], 0
         self.tamper = lambda node, question, answer: answer
         self._replies, self._numbers = {}, count(1)
 
@@ -79,13 +78,14 @@ class SiteGrid(Grid):
             elif isinstance(answer, Exception):
                 self._replies[number] = answer
             elif answer is not None:
-                reply = Message(Error(answer, "made to order"), reply_to=arrived)
+                reply = Message(Error(answer, "made to\n order"), reply_to=arrived)
                 reply.metadata.__dict__["_src_node_id"] = 1  # as Flower's own error replies
                 self._replies[number] = as_sent(reply)
         return numbers
 
     def pull_messages(self, message_ids):
         found = [self._replies.pop(number) for number in list(message_ids) if number in self._replies]
+        self.most = max(self.most, len(found))
         for reply in found:
             if isinstance(reply, Exception):  # as Flower's grid where it cannot read an answer
                 raise reply
@@ -141,13 +141,13 @@ def spec_for(method="fedbn", **changes):
 
 
 def allow(**limits):
-    """A policy with ``limits``, and uploads of any size."""
+    """A policy with ``limits``, and uploads of any size, which by default are refused of so few samples."""
     return SitePolicy(limits=Limits(**{"least_samples": 1, "least_steps": 1} | limits))
 
 
 def make_site(data, name, folder, **named):
     """A site of few samples that allows :data:`NETWORK`."""
-    return Site(str(data), name, folder / name, **{"policy": SMALLEST, "code": frozenset({NETWORK})} | named)
+    return Site(str(data), name, folder / name, **{"policy": allow(), "code": frozenset({NETWORK})} | named)
 
 
 def sites_of(spec, folder, **named):
@@ -162,23 +162,38 @@ def sites_at(place, folder, **named):
     return {number: make_site(file, file.stem, folder, **named) for number, file in files}
 
 
-def coordinator(spec, grid, directory, heard, *, keys=None, **options):
+def coordinator(spec, grid, directory, heard, **options):
     given = {"clients": len(grid.sites), "seconds": 5.0, "wait": 5.0}
-    return Coordinator(grid, spec, directory, RoundOptions(**given | options), heard, keys)
+    return Coordinator(grid, spec, directory, RoundOptions(**given | options), heard)
 
 
-def serve(spec, folder, sites=None, *, heard=None, tamper=None, after=None, ends=True, **options):
+def grid_of(spec, folder):
+    return SiteGrid(sites_of(spec, folder))
+
+
+def serve(spec, folder, sites=None, *, heard=None, tamper=None, after=None, late=(), ends=True, **options):
     """Run ``spec`` in ``folder / "served"``; return what its coordinator told, with the ``grid`` of its sites.
 
-    ``sites``: those of other data, or a grid. ``after``: called after each round. ``ends``: whether it is done then, or
-    stopped.
+    ``sites``: those of other data, or a grid. ``after``: called after each round. ``late``: nodes that connect after
+    round 1. ``ends``: whether it is done then, or stopped.
     """
-    grid = sites if isinstance(sites, SiteGrid) else SiteGrid(sites or sites_of(spec, folder))
-    heard = heard or Heard()
-    heard.grid, heard.after = grid, after or heard.after
+    grid, heard = sites if isinstance(sites, SiteGrid) else SiteGrid(sites or sites_of(spec, folder)), heard or Heard()
+    grid.away |= set(late)
+    heard.grid, heard.after = grid, after or ((lambda done: grid.away.clear()) if late else heard.after)
     grid.tamper = tamper or grid.tamper
     assert coordinator(spec, grid, folder / "served", heard, **options).run() is ends
     return heard
+
+
+def change(question, *, trial=None, spec=None, **facts):
+    """``question`` with other facts of its own, of its trial or of the settings."""
+    changed = {**question.facts, **facts}
+    own = changed.get("trial", changed)
+    if "spec" in own:
+        settings = {**own["spec"], **(spec or {})}
+        settings = {key: value for key, value in settings.items() if key != "method" or "methods" not in settings}
+        own = {**own, "spec": settings, **(trial or {})}
+    return replace(question, facts={**changed, "trial": own} if "trial" in changed else own)
 
 
 def in_process(spec, directory, engine="sequential") -> Experiment:

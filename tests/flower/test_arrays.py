@@ -106,13 +106,11 @@ def test_states_that_do_not_fit_are_refused_by_entry():
 
 def test_axes_that_are_free_may_have_any_length_but_none_and_no_others():
     like, free = {"w": torch.ones(2, 1, 3)}, {"w": (1,)}
-    for length in (1, 5):
-        check_state({"w": torch.ones(2, length, 3)}, like, "the memory", free)
+    check_state({"w": torch.ones(2, 5, 3)}, like, "the memory", free)
     for shape in ((2, 0, 3), (3, 5, 3), (2, 5, 4), (2, 5), (2, 5, 3, 1)):
         with pytest.raises(RefusedMessage, match=re.escape(f"has shape {shape} in place of (2, any, 3)")):
             check_state({"w": torch.ones(shape)}, like, "the memory", free)
-    for length in (0, 5):  # none, where it is none at the start
-        check_state({"w": torch.ones(2, length, 3)}, {"w": torch.ones(2, 0, 3)}, "the memory", free)
+    check_state({"w": torch.ones(2, 0, 3)}, {"w": torch.ones(2, 0, 3)}, "the memory", free)  # none at the start
     with pytest.raises(RefusedMessage, match=re.escape("in place of (2, 1, 3)")):
         check_state({"w": torch.ones(2, 5, 3)}, like, "the memory")
 

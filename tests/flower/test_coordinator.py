@@ -1,4 +1,4 @@
-"""Sites that take part in an experiment, from its beginning to its end, and what it leaves."""
+"""Sites that take part in an experiment or validate only, from its beginning to its end, and what it leaves."""
 
 import json
 import re
@@ -8,21 +8,27 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from PIL import Image
 
+import fedshift
 from fedshift.config.expressions import trust_only
 from fedshift.config.spec import CompareSpec
 from fedshift.data.columns import Column
+from fedshift.flower.coordinator.descriptions import ClientRegistry
+from fedshift.flower.coordinator.served import load_served
+from fedshift.flower.site.policy import SitePolicy
+from fedshift.flower.site.record import Record
+from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.schema import compute_metric
 from fedshift.results.summary import read_facts, read_summary
 from fedshift.utils.checked_json import write_checked
 from fedshift.utils.errors import FedshiftError, UsageError
+from tests.flower import sites
 from tests.flower.gated import NETWORK
-from tests.flower.sites import ALL, Heard, SiteGrid, allow, coordinator, same_as_in_process, serve, sites_of, spec_for
+from tests.flower.sites import ALL, Heard, allow, grid_of, make_site, same_as_in_process, serve, sites_of, spec_for
 from tests.flower.test_descriptions import AGE, OTHER_DATA, described, table
 
 pytestmark = pytest.mark.usefixtures("machine")
-FIVE = "pen,photo,print,faded,worn"
 
 
 def read_rounds(folder):
@@ -47,35 +53,9 @@ def test_states_and_records_are_those_of_one_process_and_hold_no_sample(tmp_path
     assert not study.samples
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "changes"),
-    [("fedbn", {}), ("scaffold", {"steps": 5, "batch_size": 5}), ("fedadam+fedbn+fedmmb(batches=1)", {})],
-)
-def test_it_goes_on_where_it_was_stopped(method, changes, tmp_path):
-    spec, grid = spec_for(method, rounds=4, log="tensorboard", **changes), SiteGrid(sites_of(spec_for(), tmp_path))
-    serve(spec, tmp_path, grid, heard=Heard().stop_after(2), ends=False)
-    serve(spec, tmp_path, grid)
-    same_as_in_process(replace(spec, log=None), tmp_path / "served")
-    (folder,) = (tmp_path / "served" / "logs" / "tensorboard").iterdir()
-    points = EventAccumulator(str(folder)).Reload().Scalars("bytes/up")
-    assert sorted(point.step for point in points) == [1, 2, 3, 4]
-
-
-def test_a_client_that_comes_later_is_admitted_after_the_round(tmp_path):
-    spec = spec_for(domains=FIVE, rounds=3, evaluate_every=1)
-    grid = SiteGrid(sites_of(spec, tmp_path))
-    grid.away = {5}
-    heard = serve(spec, tmp_path, grid, after=lambda done: grid.away.clear(), clients=4)
-    assert list(map(len, heard.took_part)) == [4, 4, 5]  # it is greeted while a round goes on
-    assert json.loads((tmp_path / "served/machines/population.json").read_text())["clients"][-1]["name"] == "worn"
-    study = read_summary(tmp_path / "served")
-    assert set(study.rows.query("client == 'worn'")["round"]) == {3}
-    assert "worn" in study.clients
-
-
 def test_only_sites_that_the_settings_name_take_part_and_the_others_hear_it(tmp_path):
-    heard = serve(spec_for(rounds=1), tmp_path, sites_of(spec_for(domains=FIVE), tmp_path), clients=3)
+    five = sites_of(spec_for(domains="pen,photo,print,faded,worn"), tmp_path)
+    heard = serve(spec_for(rounds=1), tmp_path, five, clients=3)
     assert heard.took_part == [ALL]
     for node, name in ((4, "faded"), (5, "worn")):
         refused = f"{name} does not take part: the settings name pen, photo, print (domains)"
@@ -96,7 +76,7 @@ LATER = {
 @pytest.mark.parametrize("other", LATER)
 def test_a_later_site_whose_data_do_not_fit_hears_why_once_and_the_others_go_on(other, tmp_path):
     (describe, changes, why), said = LATER[other], []
-    run = coordinator(spec_for(domains=None), SiteGrid({}), tmp_path, Heard(), clients=1)
+    run = sites.coordinator(spec_for(domains=None), sites.SiteGrid({}), tmp_path, Heard(), clients=1)
     known = {"a": describe("a"), "b": describe("b", **changes), "c": describe("c")}
     run.nodes = SimpleNamespace(online={"a"}, known=known, say=lambda *texts: said.append(texts))
     assert run._admit_waiting().names == ("a",)
@@ -109,14 +89,14 @@ def test_a_later_site_whose_data_do_not_fit_hears_why_once_and_the_others_go_on(
 
 
 def test_sites_hear_the_error_with_which_the_coordinator_ends(tmp_path):
-    grid, heard = SiteGrid(sites_of(spec_for(), tmp_path)), Heard()
-    grid.tamper = lambda node, asked, answer: (
-        replace(answer, facts={**answer.facts, "shape": [1, 8, 8]}) if (node, asked.kind) == (3, "describe") else answer
-    )
-    heard.grid = grid
+    def tamper(node, asked, answer):
+        gray = {"shape": [1, 8, 8]} if (node, asked.kind) == (3, "describe") else {}
+        return replace(answer, facts={**answer.facts, **gray})
+
+    heard = Heard()
     with pytest.raises(FedshiftError, match=r"'pen' has uint8 samples .*, but 'print' has uint8") as raised:
-        coordinator(spec_for(), grid, tmp_path / "served", heard).run()
-    assert {asked.kind for _, asked in grid.asked} == {"describe", "tell"}
+        serve(spec_for(), tmp_path, heard=heard, tamper=tamper)
+    assert {asked.kind for _, asked in heard.grid.asked} == {"describe", "tell"}
     assert list(map(heard.told, (1, 2, 3))) == [[f"the experiment cannot continue: {raised.value}"]] * 3
 
 
@@ -125,15 +105,15 @@ def test_sites_agree_to_each_method_before_anything_is_trained(tmp_path):
     spec = spec_for(rounds=1)
     common = {name: value for name, value in vars(spec).items() if name not in ("method", "seeds")}
     both = CompareSpec(**common, methods="fedbn,fedavg", seeds=2)
-    grid, heard = SiteGrid(sites_of(spec, tmp_path)), Heard()
-    grid.sites[2].policy, grid.sites[3].policy, heard.grid = allow(methods=["fedbn"]), allow(methods=["scaffold"]), grid
+    grid, heard = grid_of(spec, tmp_path), Heard()
+    grid.sites[2].policy, grid.sites[3].policy = allow(methods=["fedbn"]), allow(methods=["scaffold"])
     reasons = [
         f"this site's policy has methods = [\"{name}\"], and method 'fedavg' is not among them"
         for name in ("fedbn", "scaffold")
     ]
     few = f"fedavg: too few sites agree, since 2 must (--min-clients): photo: {reasons[0]}; print: {reasons[1]}"
     with pytest.raises(FedshiftError, match=re.escape(few)):
-        coordinator(both, grid, tmp_path / "few", heard, clients=2).run()
+        serve(both, tmp_path / "few", grid, heard=heard, clients=2)
     assert not {asked.kind for _, asked in grid.asked} & {"train", "evaluate"}
     assert heard.told(2)[0] == f"fedavg: photo does not take part: {reasons[0]}"
     grid.sites[2].policy = allow()
@@ -147,22 +127,10 @@ def test_sites_agree_to_each_method_before_anything_is_trained(tmp_path):
     assert refused in heard.told(3)
 
 
-def test_a_review_waits_for_no_site_that_left_if_enough_agree(tmp_path, clock):
-    grid = SiteGrid(sites_of(spec_for(rounds=1), tmp_path))
-
-    def leave(node, asked, answer):
-        grid.away |= {2} if (node, asked.kind) == (2, "review") else set()
-        return None if node in grid.away else answer
-
-    heard = serve(spec_for(rounds=1), tmp_path, grid, tamper=leave, clients=2)
-    assert "fedbn: photo does not take part: it has left" in heard.notices
-    assert clock.seconds < 2.0
-
-
 def test_a_site_is_asked_to_measure_only_on_splits_that_it_discloses(tmp_path):
     spec, own = spec_for(rounds=1, validation=0.25, evaluate_every=1, moments="loaded,trained"), {}
-    sites = sites_of(spec, tmp_path)
-    sites[2].policy = allow(least_samples=10)  # of six validation samples nothing is told
+    grid = grid_of(spec, tmp_path)
+    grid.sites[2].policy = allow(least_samples=10)  # of six validation samples nothing is told
 
     def tamper(node, asked, answer):
         if "splits" in asked.facts:
@@ -170,7 +138,7 @@ def test_a_site_is_asked_to_measure_only_on_splits_that_it_discloses(tmp_path):
         nothing = (node, asked.kind) == (3, "describe")
         return replace(answer, facts={**answer.facts, "measures": []}) if nothing else answer
 
-    heard = serve(spec, tmp_path, sites, tamper=tamper)
+    heard = serve(spec, tmp_path, grid, tamper=tamper)
     assert heard.took_part == [ALL]
     assert own == {1: {("test", "validation")}, 2: {("test",)}, 3: {()}}
     rows = [(row["client"], row["split"]) for done in heard.rounds for row in done.rows if row["split"] != "train"]
@@ -181,16 +149,15 @@ def test_a_site_is_asked_to_measure_only_on_splits_that_it_discloses(tmp_path):
 
 
 def test_waiting_for_the_first_sites_can_be_stopped(tmp_path):
-    grid, heard = SiteGrid(sites_of(spec_for(), tmp_path)), Heard()
-    grid.away = {2}
+    heard = Heard()
     heard.stop.set()
-    assert not coordinator(spec_for(), grid, tmp_path / "served", heard, wait=1e9).run()
+    serve(spec_for(), tmp_path, heard=heard, late={2}, wait=1e9, ends=False)
 
 
 def test_a_finished_experiment_waits_for_no_site(tmp_path, monkeypatch):
     """As if it had been killed after its last round: what is left to write is written, without any site."""
     monkeypatch.setattr("fedshift.flower.coordinator.coordinator.PARTING", 0.0)
-    spec, grid = spec_for(rounds=1), SiteGrid(sites_of(spec_for(), tmp_path))
+    spec, grid = spec_for(rounds=1), grid_of(spec_for(), tmp_path)
     serve(spec, tmp_path, grid)
     facts = read_facts(tmp_path / "served")
     outcome = facts.pop("trained")
@@ -223,7 +190,7 @@ def test_settings_that_machines_could_not_have_alike_or_that_call_code_are_refus
         package.__spec__ = ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, package)
     with trust_only(("timm:resnet18",), "exp.toml"), pytest.raises(UsageError, match=words):
-        coordinator(spec_for(**settings), SiteGrid({}), tmp_path / "served", Heard())
+        serve(spec_for(**settings), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -240,3 +207,175 @@ def test_labels_are_counted_only_for_a_loss_that_goes_by_them_and_not_of_newcome
     assert (client["labels"] is not None) == ("weights" in loss)
     (trial,) = same_as_in_process(spec, tmp_path / "served")
     assert ("print" in trial.clients.seen) == (newcomers is None)
+
+
+# Sites that validate only: they train nothing, change nothing, and are measured as clients that are held out.
+
+HELD = "worn"
+FOUR = ",".join((*ALL, HELD))
+PLACE = ["method", "seed", "round", "client", "split", "model", "moment"]
+
+
+def validating(spec, folder, **named):
+    """Sites of the clients that ``spec`` names, and of ``worn``, which validates only."""
+    return sites_of(spec, folder) | {9: make_site("digits", HELD, folder, validates=True, **named)}
+
+
+def serve_all(spec, folder, at=None, clients=3, **options):
+    """Run without ``domains``, by which the coordinator would admit no other; return what was told."""
+    return serve(replace(spec, domains=None), folder, at or validating(spec, folder), clients=clients, **options)
+
+
+def read_sorted(directory):
+    return read_summary(directory).rows.sort_values(PLACE, ignore_index=True)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("method", "unseen"),
+    [
+        ("fedavg", "skip"), ("scaffold+fedadam", "average"), ("ditto", "reestimate"), ("silobn", "tent"),
+        ("fedbn", "skip"), ("ditto", "skip"), ("ditto", "average"), ("silobn", "reestimate"),
+    ],
+)  # fmt: skip
+def test_a_site_that_validates_only_is_measured_as_a_client_that_is_held_out(method, unseen, tmp_path):
+    spec, said = spec_for(method, unseen=unseen, evaluate_every=1, validation=0.25), []
+    heard = serve_all(
+        spec, tmp_path, tamper=lambda node, asked, answer: said.append((node, asked.kind, answer)) or answer
+    )
+    assert heard.took_part == [ALL] * 2
+    assert {kind for node, kind, _ in said if node == 9} <= {"describe", "review", "evaluate", "tell"}
+    assert not any(answer.arrays for node, _, answer in said if node == 9)
+    sites.in_process(replace(spec, domains=FOUR, newcomers=HELD), tmp_path / "reference")
+    rows, reference = read_sorted(tmp_path / "served"), read_sorted(tmp_path / "reference")
+    assert rows.drop(columns="loss_sum").equals(reference.drop(columns="loss_sum"))
+    assert rows["loss_sum"].to_numpy() == pytest.approx(reference["loss_sum"].to_numpy())
+    assert (HELD in set(rows["client"])) == ((method, unseen) != ("fedbn", "skip"))
+    train = next(question for _, question in heard.grid.asked if question.kind == "train")
+    answer = heard.grid.sites[9].answer(train)  # it refuses to train whoever asks
+    assert (answer.kind, dict(answer.arrays)) == ("refused", {})
+    assert "this site validates only (join --validate-only): it trains nothing" in answer.facts["why"]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("method", "unseen"), [("ditto", "average"), ("ditto", "finetune"), ("fedbn", "finetune_bn")])
+def test_a_site_that_was_never_drawn_is_measured_as_in_one_process(method, unseen, tmp_path):
+    spec = spec_for(method, unseen=unseen, participation=1, evaluate_every=1)
+    serve_all(spec, tmp_path, grid_of(spec, tmp_path), clients=1)
+    sites.in_process(spec, tmp_path / "reference")
+    rows, reference = read_sorted(tmp_path / "served"), read_sorted(tmp_path / "reference")
+    assert len(rows.query("round == 1 and model == 'personal' and split == 'test'")) == 3
+    assert rows.drop(columns="loss_sum").equals(reference.drop(columns="loss_sum"))
+
+
+@pytest.mark.parametrize("method", [pytest.param("fedavg", marks=pytest.mark.slow), "fedbn"])
+def test_training_is_the_same_bits_with_and_without_it(method, tmp_path):
+    spec = spec_for(method, participation=0.67, loss="focal(weights='inverse_frequency')")
+    serve_all(spec, tmp_path / "without", sites_of(spec, tmp_path / "without"), clients=2)
+    heard = serve_all(spec, tmp_path / "with", clients=2)
+    assert not [text for text in heard.notices if "left out" in text or "not admitted" in text]
+    places = [tmp_path / name / "served" for name in ("without", "with")]
+    without, beside = (load_checkpoint(next(place.glob("trials/*/checkpoint.*")))[0] for place in places)
+    assert without.keys() == beside.keys()
+    assert all(without[name].equal(beside[name]) for name in without)
+    alone, both = map(read_summary, places)
+    assert set(sites.list_rows(alone)) <= set(sites.list_rows(both))
+    assert both.clients[HELD].keys() >= {"test"}
+
+
+@pytest.mark.slow
+def test_it_may_come_late_is_known_again_and_keeps_its_role(tmp_path):
+    spec, served = spec_for("fedavg", rounds=4, evaluate_every=1), tmp_path / "served"
+    grid, heard = sites.SiteGrid(validating(spec, tmp_path)), Heard()
+    grid.away = {9}
+    after = lambda done: grid.away.clear() if done.round == 1 else (heard.stop.set(), heard.changed.set())  # noqa: E731
+    serve_all(spec, tmp_path, grid, heard=heard, after=after, ends=False)
+    serve_all(spec, tmp_path, grid)
+    people = ClientRegistry.read(served / "machines" / "population.json").clients
+    assert [client.name for client in people if client.validates] == [HELD]
+    rows = read_summary(served).rows.query("client == 'worn'")
+    assert max(rows["round"]) == 4
+    assert 1 not in set(rows["round"])
+    assert load_served(served).settings.newcomers == (HELD,)  # so that its models can be restored
+    grid.sites[9] = make_site("digits", HELD, tmp_path)
+    heard = serve_all(spec, tmp_path, grid)
+    assert any("'worn' has reconnected with other data or in another role than before" in t for t in heard.notices)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("method", "unseen", "why"),
+    [
+        ("fedbn", "average", "takes entries that fedbn keeps at its clients, which never leave them: use a method wi"),
+        ("fedbn", "reestimate", "takes entries that fedbn keeps at its clients, which never leave them: use a metho"),
+        ("silobn", "average", "takes entries that silobn keeps at its clients, which never leave them: use 'reestim"),
+        ("ditto", "finetune", "this site validates only, and unseen='finetune' trains: use unseen='average' or"),
+        ("fedbn", "finetune_bn", "this site validates only, and unseen='finetune_bn' trains: use unseen='average' or"),
+        ("ditto", "nearest", "leave them: use 'average', 'mixed', 'reestimate', 'sar' or 'tent'"),
+    ],
+)
+def test_a_policy_that_it_cannot_follow_is_refused_by_name_and_the_others_train(method, unseen, why, tmp_path):
+    heard = serve_all(spec_for(method, unseen=unseen, evaluate_every=2), tmp_path)
+    (refusal,) = (text for text in heard.notices if "worn is not measured" in text)
+    assert why in refusal
+    assert any(f"by the policy unseen={unseen} where their sites can follow it: worn" in text for text in heard.notices)
+    assert heard.took_part == [ALL] * 2
+
+
+def test_record_and_confirmation_say_that_it_validates_only(tmp_path):
+    limits = '[limits]\nkeep = ["*"]\nsites = 9\nepsilon = 1.0\nsample_epsilon = 1.0\nrounds = 2'
+    (tmp_path / "policy.toml").write_text(limits)
+    shown, spec, account = [], spec_for("fedavg", evaluate_every=2), tmp_path / "worn.db"
+    asks = lambda text, _: shown.append(text) or True  # noqa: E731
+    policy = SitePolicy.read(tmp_path / "policy.toml")
+    grid = validating(spec, tmp_path, policy=policy, confirm=asks, account=account)
+    assert not [text for text in serve_all(spec, tmp_path, grid).notices if "not measured" in text]
+    described, trial = shown
+    assert "samples: 140 test" in described
+    assert "this site validates only: nothing is trained here" in trial
+    assert "leaves each round: nothing" in trial
+    assert "privacy: nothing is trained on these data; counts are disclosed without noise" in trial
+    entries = list(Record(account).read())
+    assert [entry.event for entry in entries] == ["agreed", "describe", "agreed", "evaluate"]
+    assert not any("left" in entry.content for entry in entries)
+    (total,) = Record(account).list_totals()
+    assert total.endswith(": 0 uploads, 1 evaluations, 1 descriptions in all")
+
+
+@pytest.fixture
+def image_sites(tmp_path):
+    """A site for each of four directories of class folders; ``worn`` validates only, and has test images alone."""
+    for client in fedshift.digits().select_clients(FOUR.split(",")).limit_samples(16).clients:
+        for part, split in client.splits.items():
+            for number in range(0 if (part, client.name) == ("train", HELD) else min(40, len(split))):
+                folder = tmp_path / "images" / client.name / part / str(int(split.y[number]))
+                folder.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(split.x[number].permute(1, 2, 0).numpy()).save(folder / f"{number}.png")
+    return {
+        number: make_site(tmp_path / "images" / name, name, tmp_path / "sites", validates=name == HELD)
+        for number, name in enumerate(FOUR.split(","))
+    }
+
+
+def spec_of_images(**changes):
+    return spec_for("fedavg", samples=None, classes=10, image_size=None, on_data_error="ignore", **changes)
+
+
+@pytest.mark.slow
+def test_it_needs_no_training_samples_and_has_its_column_and_its_model(image_sites, tmp_path, cli):
+    image_sites[3].export, served = tmp_path / "models", tmp_path / "served"
+    heard = serve_all(spec_of_images(validation=0.25), tmp_path, image_sites)
+    assert any(text.startswith("worn is connected, validates only, on 40 test samples") for text in heard.notices)
+    rows = read_summary(served).rows.query("client == 'worn' and model == 'personal'")
+    assert set(rows["samples"]) == {40}
+    assert not [text for text in heard.notices if "not measured" in text]
+    assert HELD in (tmp_path / "models" / "fedavg-seed0" / "README.md").read_text()
+    assert cli("report", served).code == 0
+    assert all(HELD in (served / name).read_text() for name in ("report.html", "tables/accuracy.csv"))
+
+
+@pytest.mark.slow
+def test_what_follows_from_training_images_is_refused_where_there_are_none(image_sites, tmp_path):
+    heard = serve_all(spec_of_images(normalize="client"), tmp_path, image_sites)
+    assert [text for text in heard.notices if "scales by training images, which this site lacks" in text]
+    assert heard.took_part == [ALL] * 2

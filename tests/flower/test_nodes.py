@@ -1,11 +1,10 @@
 """Connected sites, their keys, and questions until a deadline; time goes on only where someone sleeps."""
 
 import threading
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
 from fedshift import __version__
@@ -13,7 +12,7 @@ from fedshift.engines.engine import Diverged
 from fedshift.flower.coordinator.nodes import Nodes, StopRequested
 from fedshift.flower.messages import VERSION, Exchange
 from fedshift.utils.errors import FedshiftError
-from tests.flower.sites import as_sent
+from tests.flower.sites import SiteGrid
 
 HELLO = Exchange(kind="describe")
 ASKED = Exchange(kind="train", facts={"round": 4})
@@ -28,50 +27,41 @@ SOUND = {
 }  # fmt: skip
 
 
-class Grid:
-    """``here``: the nodes that are connected. ``sent``: node and kind of each question. ``told``: what each node heard.
+class Grid(SiteGrid):
+    """``here``: the nodes that are connected. ``messages``: all that Flower accepted.
 
-    ``answers(node, question)`` is the answer of each: an exchange, a reply's content, the code of an error, or None for
-    nothing. ``taken(node)``: whether Flower accepts a question to it.
+    ``answers(node, question)`` is the answer of each (see ``SiteGrid.tamper``), but for introductions. ``taken(node)``:
+    whether Flower accepts a question to it.
     """
 
     def __init__(self):
-        self.here, self.sent, self.told, self.messages = {}, [], {}, []
+        super().__init__({})
+        self.here, self.messages = {}, []
         self.answers, self.taken = (lambda node, question: ANSWER), (lambda node: True)
-        self._replies, self._numbers = {}, count(1)
+        self.tamper = lambda node, asked, said: said if asked.kind == "describe" else self.answers(node, asked)
 
-    def join(self, node, name, *, at=FIRST, key=None, **changes):
+    def join(self, node, name, *, at=FIRST, key=None, said=None, **changes):
         key = f"key of {name}".encode() if key is None else key
-        said = Exchange(kind="described", facts=SOUND | {"name": name, "version": __version__} | changes)
-        self.here[node] = SimpleNamespace(node_id=node, last_activated_at=at, public_key=key, introduction=said)
+        said = said or Exchange(kind="described", facts=SOUND | {"name": name, "version": __version__} | changes)
+        self.here[node] = SimpleNamespace(node_id=node, last_activated_at=at, public_key=key)
+        self.sites[node] = SimpleNamespace(answer=lambda question: said)
 
-    def asked(self, kind="train"):
-        return [node for node, sent in self.sent if sent == kind]
+    @property
+    def trained(self):
+        """The nodes that were asked to train."""
+        return [node for node, question in self.asked if question.kind == "train"]
+
+    def told(self, node):
+        return [question.facts["say"] for at, question in self.asked if (at, question.kind) == (node, "tell")]
 
     def get_nodes(self):
         return list(self.here.values())
 
     def push_messages(self, messages):
-        (message,) = messages
-        node, question = message.metadata.dst_node_id, Exchange.of(message.content)
-        if not self.taken(node):
+        if not all(self.taken(message.metadata.dst_node_id) for message in messages):
             return [None]
-        number = f"message {next(self._numbers)}"
-        message.metadata.__dict__["_message_id"] = number
-        self.messages.append(message)
-        if question.kind == "tell":
-            self.told.setdefault(node, []).append(question.facts["say"])
-            return [number]
-        self.sent.append((node, question.kind))
-        answer = self.here[node].introduction if question.kind == "describe" else self.answers(node, question)
-        answer = answer.content() if isinstance(answer, Exchange) else answer
-        if answer is not None:
-            content = answer if isinstance(answer, RecordDict) else Error(answer, "made to\n order")
-            self._replies[number] = as_sent(Message(content, reply_to=as_sent(message)))
-        return [number]
-
-    def pull_messages(self, numbers):
-        return [self._replies.pop(number) for number in list(numbers) if number in self._replies]
+        self.messages += messages
+        return super().push_messages(messages)
 
 
 @pytest.fixture
@@ -113,9 +103,9 @@ def test_nodes_introduce_themselves_once_and_hear_that_they_are_connected(grid, 
     nodes = Nodes(grid, HELLO, heard.append, changed=lambda: changes.append(sorted(nodes.online)))
     nodes.refresh()
     nodes.refresh()
-    assert sorted(grid.sent) == [(1, "describe"), (2, "describe")]
+    assert sorted(node for node, question in grid.asked if question.kind == "describe") == [1, 2]
     assert sorted(heard)[0].startswith("ann is connected, 6 training samples (")
-    assert sorted(text for texts in grid.told.values() for text in texts) == sorted(heard)
+    assert sorted(grid.told(1) + grid.told(2)) == sorted(heard)
     assert changes[-1] == ["ann", "bob"]
     assert nodes.known["ann"].shape == (3, 8, 8)
     ask(nodes, seconds=30.0)  # messages say version, round and how long they hold
@@ -131,12 +121,12 @@ def test_a_name_belongs_to_a_key_and_a_node_without_it_hears_why_it_takes_no_par
     keys = {name: f"key of {name}".encode() for name in ("ann", "bob", "cid")}
     nodes = connect(grid, heard, keys=lambda: keys)
     assert ask(nodes) == BOTH
-    assert grid.asked() == [1, 2]
+    assert grid.trained == [1, 2]
     assert nodes.online == {"ann", "bob"}
     for node, called, name in ((3, "cid", "ann"), (4, "a node (number 4)", "dan")):
         why = f"it claims to be {name!r}, but does not have its key: leave --name out, or correct it"
-        assert grid.told[node] == [f"{called} does not take part: {why}"]
-        assert grid.told[node][0] in heard
+        assert grid.told(node) == [f"{called} does not take part: {why}"]
+        assert grid.told(node)[0] in heard
     keys["dan"] = b"key of dan"
     grid.join(4, "dan", at=LATER)
     nodes.refresh()
@@ -156,11 +146,11 @@ def test_a_key_that_is_removed_or_replaced_is_refused_at_once_also_in_mid_round(
     for _ in range(2):
         assert ask(nodes, enough=1) == {"ann": "it has left", "bob": "trained"}
     assert "the key of ann was removed or replaced: refused (1 connected)" in heard
-    assert grid.asked().count(1) == 1
+    assert grid.trained.count(1) == 1
     keys["ann"] = b"the next key of ann"
     grid.join(5, "ann", key=b"the next key of ann")
     assert ask(nodes) == BOTH
-    assert grid.asked().count(1) == 1
+    assert grid.trained.count(1) == 1
 
 
 def test_a_node_that_left_before_its_introduction_was_read_is_not_known(grid, heard, clock):
@@ -178,7 +168,7 @@ def test_of_two_nodes_with_one_name_the_later_is_asked(nodes, grid):
     grid.join(5, "ann", at=LATER)
     nodes.refresh()
     assert ask(nodes) == BOTH
-    assert set(grid.asked()) == {2, 7}
+    assert set(grid.trained) == {2, 7}
 
 
 OLD = "it runs fedshift {} and this coordinator 0.1.4, whose results may differ: install fedshift 0.1 there"
@@ -210,7 +200,7 @@ def test_a_site_comes_back_with_the_same_data_and_another_patch_release_or_hears
     else:
         refused = f"a node (number 1) does not take part: {why}"
         assert heard[-2:] == [refused, "ann has left (1 connected)"]
-        assert grid.told[1][-1] == refused
+        assert grid.told(1)[-1] == refused
 
 
 LOST = {
@@ -236,25 +226,22 @@ def test_a_question_that_got_lost_is_asked_again_when_its_node_is_back(lost, nod
     before = clock.seconds
     clock.then = [lambda: None, lambda: grid.join(1, "ann", at=LATER)]
     assert ask(nodes) == BOTH
-    assert grid.asked()[-1] == 1
+    assert grid.trained[-1] == 1
     assert 0.5 <= clock.seconds - before <= 1.0
 
 
 NOT_OURS = "it sent a message that is not fedshift's (KeyError: 'config')"
 
 
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
+def test_a_refusal_is_passed_on_in_plain_text_and_the_site_not_asked_again(nodes, grid, clock):
+    for answer, why in (
         (Exchange(kind="refused", facts={"why": "\x1b[2Jno\ndata\N{RIGHT-TO-LEFT OVERRIDE}"}), "no data"),
         (Exchange(kind="refused"), "None"),
         (RecordDict(), NOT_OURS),
-    ],
-)
-def test_a_refusal_is_passed_on_in_plain_text_and_the_site_not_asked_again(answer, why, nodes, grid, clock):
-    grid.answers = lambda node, question: answer if node == 1 else ANSWER
-    assert {name: text.strip() for name, text in ask(nodes).items()} == {"ann": why, "bob": "trained"}
-    assert grid.asked() == [1, 2]
+    ):
+        grid.asked, grid.answers = [], lambda node, question, answer=answer: answer if node == 1 else ANSWER
+        assert {name: text.strip() for name, text in ask(nodes).items()} == {"ann": why, "bob": "trained"}
+        assert grid.trained == [1, 2]
     assert clock.seconds == 0.0
     grid.answers = lambda *_: Exchange(kind="refused", facts={"why": "NaN", "diverged": True})
     assert [type(answer) for _, answer in nodes.ask({"ann": ASKED}, 1, 1.0)] == [Diverged]
@@ -273,19 +260,16 @@ def test_of_answers_that_are_repeated_the_first_counts_and_none_is_waited_for_lo
 
 
 def test_a_node_whose_introduction_fails_takes_no_part_and_hears_why(grid, heard):
-    grid.here[1].introduction = Exchange(kind="refused", facts={"why": "no such folder"})
-    grid.here[2].introduction = RecordDict()
-    grid.join(3, "cid")
-    grid.here[3].introduction = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    grid.join(1, "ann", said=Exchange(kind="refused", facts={"why": "no such folder"}))
+    grid.join(2, "bob", said=RecordDict({"more": ConfigRecord()}))
+    grid.join(3, "cid", said=ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
     nodes = connect(grid, heard)
     nodes.refresh()
     assert nodes.online == frozenset()
-    reasons = ("no such folder", NOT_OURS, "its app failed (made to  order)")
-    assert grid.told == {
-        node: [f"a node (number {node}) does not take part: {why}"] for node, why in enumerate(reasons, 1)
-    }
-    assert sorted(heard) == [text for _, (text,) in sorted(grid.told.items())]
-    assert len(grid.sent) == 3
+    reasons = enumerate(("no such folder", NOT_OURS, "its app failed (made to  order)"), 1)
+    refused = [f"a node (number {node}) does not take part: {why}" for node, why in reasons]
+    assert [grid.told(node) for node in (1, 2, 3)] == [[text] for text in refused]
+    assert sorted(heard) == refused
 
 
 def test_the_first_sites_are_waited_for_until_the_deadline_or_a_stop(nodes, grid, clock):

@@ -30,7 +30,7 @@ from fedshift.results.schema import read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
 from tests.conftest import ARRAYS
 from tests.flower.gated import NETWORK, network
-from tests.flower.sites import PHOTO, make_site, same_as_in_process, serve, sites_of, spec_for
+from tests.flower.sites import PHOTO, change, make_site, same_as_in_process, serve, sites_of, spec_for
 from tests.flower.test_gate import UNUSABLE, why
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -52,15 +52,9 @@ class Asked:
     def site(self, name="photo", **named):
         return make_site("digits", name, self.folder, **named)
 
-    def again(self, kind="train", **facts):
-        """The last question of this kind, in which ``facts`` are otherwise."""
-        asked = self.questions[kind]
-        return replace(asked, facts={**asked.facts, **facts})
-
-    def with_settings(self, **settings):
-        """The question to train, with other settings."""
-        trial = self.questions["train"].facts["trial"]
-        return self.again(trial={**trial, "spec": {**trial["spec"], **settings}})
+    def again(self, kind="train", **changes):
+        """The last question of this kind, changed."""
+        return change(self.questions[kind], **changes)
 
     def states(self, name="photo", round="*"):
         return sorted((self.folder / name).glob(f"*/*/state-{round}.safetensors"))
@@ -76,13 +70,6 @@ def begun(tmp_path_factory, machine):
 @pytest.fixture
 def asked(begun, tmp_path):
     return replace(begun, folder=shutil.copytree(begun.folder, tmp_path / "copy"))
-
-
-def test_a_round_that_is_asked_again_is_answered_alike(asked):
-    once, twice = asked.site().answer(asked.again()), asked.site().answer(asked.again())
-    assert once.kind == "trained"
-    assert (once.facts, once.arrays) == (twice.facts, twice.arrays)
-    assert [path.stem for path in asked.states()] == ["state-1", "state-2"]
 
 
 def test_a_site_that_starts_again_keeps_the_libraries_of_its_products(tmp_path, monkeypatch):
@@ -109,39 +96,17 @@ EXPRESSIONS = [
 def test_a_site_calls_no_function_of_its_machine_that_nobody_allowed(setting, asked):
     CALLED.clear()
     for name in (OWN, "os.path:join"):
-        question = asked.with_settings(**{setting: name})
+        question = asked.again(spec={setting: name})
         assert f"nobody allowed: allow it (--code {name})" in why(asked.site().answer(question))
-        spec = {**asked.questions["describe"].facts["spec"], setting: name}
-        asked.site().answer(asked.again("describe", spec=spec))
+        asked.site().answer(asked.again("describe", spec={setting: name}))
     assert CALLED == []
     if setting in ("method", "model", "augment"):
-        asked.site(code=frozenset({NETWORK, OWN})).answer(asked.with_settings(**{setting: OWN}))
+        asked.site(code=frozenset({NETWORK, OWN})).answer(asked.again(spec={setting: OWN}))
         assert CALLED != []
 
 
-def test_a_lost_state_is_not_made_anew(asked):
-    asked.states(round=1)[0].unlink()
-    said = why(asked.site().answer(asked.again()))
-    assert said.startswith("client 'photo' has lost its state after round 1 (it has those after rounds: 2): bring the")
-    shutil.rmtree(asked.folder / "photo")
-    assert "(it has those after rounds: none)" in why(asked.site().answer(asked.again()))
-    assert asked.states() == []
-
-
-@pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_a_damaged_state_is_refused_and_its_place_told_here_alone(kind, asked):
-    for file in asked.states():
-        file.write_bytes(file.read_bytes()[:-1])
-    shown = []
-    said = why(asked.site(say=shown.append).answer(asked.again(kind)))
-    assert said.startswith("the state of client 'photo' after round ")
-    assert "cannot be read: bring the file back from a copy" in said
-    assert str(asked.folder) not in said
-    assert str(asked.folder) in shown[-2]
-
-
-def test_the_state_of_other_data_or_of_another_model_is_refused(asked):
-    file, other = asked.states(round=1)[0], asked.states("print", 1)[0]
+def test_a_state_that_is_damaged_or_of_other_data_or_another_model_or_lost_is_refused_and_not_made_anew(asked):
+    file, other, shown = asked.states(round=1)[0], asked.states("print", 1)[0], []
     tensors, facts = load_checkpoint(file)
     for changed, said in (
         ({"personal/2.weight": torch.ones(8)}, "has shape (8,) in place of (16,)"),
@@ -157,28 +122,40 @@ def test_the_state_of_other_data_or_of_another_model_is_refused(asked):
     shutil.copy(file, other)
     said = why(asked.site("print").answer(asked.again()))
     assert said.startswith("the data of client 'print' differ from round 1: give it the data that it began with")
+    for state in asked.states():
+        state.write_bytes(state.read_bytes()[:-1])
+    for kind in ("train", "evaluate"):
+        said = why(asked.site(say=shown.append).answer(asked.again(kind)))
+        assert said.startswith("the state of client 'photo' after round ")
+        assert "cannot be read: bring the file back from a copy" in said
+        assert str(asked.folder) not in said
+        assert str(asked.folder) in shown[-2]
+    file.unlink()
+    said = why(asked.site().answer(asked.again()))
+    assert said.startswith("client 'photo' has lost its state after round 1 (it has those after rounds: 2): bring the")
+    shutil.rmtree(asked.folder / "photo")
+    assert "(it has those after rounds: none)" in why(asked.site().answer(asked.again()))
+    assert asked.states() == []
 
 
 def test_a_broadcast_that_does_not_fit_is_refused(asked):
     question = asked.again()
-    for change, said in (
-        (lambda x: x[:-1], "entry '1.weight' of the broadcast has shape"),
-        (lambda x: x * torch.nan, "entry '1.weight' of the broadcast holds NaN or infinity"),
-        (lambda x: x.double(), "entry '1.weight' of the broadcast has type torch.float64"),
+    shared = from_record(question.arrays["shared"])
+    weight = shared["1.weight"]
+    for wrong, said in (
+        (weight[:-1], "entry '1.weight' of the broadcast has shape"),
+        (weight * torch.nan, "entry '1.weight' of the broadcast holds NaN or infinity"),
+        (weight.double(), "entry '1.weight' of the broadcast has type torch.float64"),
     ):
-        shared = from_record(question.arrays["shared"])
-        shared["1.weight"] = change(shared["1.weight"])
-        wrong = replace(question, arrays={**question.arrays, "shared": to_record(shared)})
-        assert why(asked.site().answer(wrong)).startswith(said)
+        arrays = {**question.arrays, "shared": to_record(shared | {"1.weight": wrong})}
+        assert why(asked.site().answer(replace(question, arrays=arrays))).startswith(said)
     more = {**question.arrays, "memory": to_record({"fedbn/means": torch.ones(2)})}
-    assert why(asked.site().answer(replace(question, arrays=more))).startswith(
-        "the broadcast's rule memory has an entry 'fedbn/means', which does not belong there"
-    )
+    said = "the broadcast's rule memory has an entry 'fedbn/means', which does not belong there"
+    assert why(asked.site().answer(replace(question, arrays=more))).startswith(said)
 
 
 def test_settings_that_are_not_known_here_are_refused_with_the_version(asked):
-    spec = {**asked.questions["describe"].facts["spec"], "telepathy": True}
-    said = why(asked.site().answer(asked.again("describe", spec=spec)))
+    said = why(asked.site().answer(asked.again("describe", spec={"telepathy": True})))
     assert said.startswith(f"the coordinator's settings are not understood by fedshift {__version__} here (")
     assert why(asked.site().answer(asked.again(version="0.9.1"))).startswith("the coordinator runs fedshift 0.9.1, ")
 
@@ -285,10 +262,8 @@ def test_a_site_exports_its_model_with_its_own_figures_and_no_one_elses(tmp_path
     assert not any(name in card for name in ("pen", "print", str(tmp_path)))
     sites[2].export_latest()  # as when it leaves: done already
     assert said.count(said[-1]) == 1
-    # what may be replaced is a model
-    require_models(tmp_path / "models")
     with pytest.raises(UsageError, match=r"which is not an exported model: choose another directory \(export\)"):
-        require_models(tmp_path)
+        require_models(tmp_path)  # what may be replaced is a model
     # an answer does not wait for a model that cannot be written
     (tmp_path / "models" / "fedbn-seed0" / "model.json").unlink()
     question = next(question for node, question in grid.asked if (node, question.kind) == (2, "evaluate"))

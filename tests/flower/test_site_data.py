@@ -2,25 +2,29 @@
 
 import json
 import random
+import re
 from dataclasses import asdict, replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
 import fedshift
-from fedshift.config.spec import RunSpec
+from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.data.assembly import read_folder
 from fedshift.data.columns import Column
-from fedshift.export.source import export_run
 from fedshift.flower.coordinator.served import load_served
 from fedshift.flower.messages import Exchange
 from fedshift.flower.site.data import ALL_SITES, load_local
+from fedshift.report.page import list_details, make_report
+from fedshift.report.report import Report
 from fedshift.results.summary import read_summary
 from fedshift.utils.errors import FedshiftError, UsageError
-from tests.flower.sites import SMALLEST, SiteGrid, list_rows, make_site, same_as_in_process, serve, sites_at, spec_for
+from tests.flower.sites import allow, in_process, list_rows, make_site, same_as_in_process, serve, sites_at, spec_for
 
 pytestmark = pytest.mark.usefixtures("machine")
 WARDS = {"north": ("A", "B"), "rome": ("C", "A"), "west": ("B",)}
@@ -51,7 +55,7 @@ def tables(folder, **changes):
 
 
 def hospitals(place, folder):
-    return sites_at(place, folder, policy=SMALLEST.offering(target="outcome"))
+    return sites_at(place, folder, policy=allow().offering(target="outcome"))
 
 
 @pytest.mark.sampled(1)
@@ -103,20 +107,12 @@ def test_a_table_beside_class_folders_is_not_the_data(tmp_path):
     assert (found.sample_shape, found.columns, found.class_names) == ((1, 8, 8), (), ("a", "b"))
 
 
-@pytest.mark.parametrize(
-    ("patients", "rows", "why"),
-    [
-        (16, 30, "'patient' contains text with 16 different values in 30 rows, and the list of values would leave"),
-        (60, 60, "'patient' holds text such as 'P0x' and more than 50 different values"),
-    ],
-)
-def test_text_that_names_single_rows_is_shown_to_the_site_alone(patients, rows, why, tmp_path):
-    path, said = write(tmp_path, "north", patient=[f"P{row}x" for row in range(patients)], rows=rows), []
-    site = make_site(path, "north", tmp_path, policy=SMALLEST.offering(target="outcome"), say=said.append)
+def test_text_that_names_single_rows_is_shown_to_the_site_alone(tmp_path):
+    path, said = write(tmp_path, "north", patient=[f"P{row}x" for row in range(16)]), []
+    site = make_site(path, "north", tmp_path, policy=allow().offering(target="outcome"), say=said.append)
     answer = site.answer(Exchange(kind="describe", facts={"spec": vars(tables("")), "labels": False}))
-    assert answer.facts["why"].startswith("its data cannot be used")
-    assert answer.facts["why"].endswith("log has the reason")
-    assert why in said[0]
+    assert answer.facts["why"] == "its data cannot be used (1 error): this site's log has the reason"
+    assert "'patient' contains text with 16 different values in 30 rows, and the list of values would" in said[0]
 
 
 def test_a_site_that_comes_later_fits_the_columns_or_is_not_admitted(tmp_path):
@@ -124,13 +120,16 @@ def test_a_site_that_comes_later_fits_the_columns_or_is_not_admitted(tmp_path):
         write(tmp_path / "all", name)
     write(tmp_path / "all", "west", wards=("D", "B"))
     write(tmp_path / "all", "east", order=ORDER["west"], wards=("C",))
-    grid = SiteGrid(hospitals(tmp_path / "all", tmp_path))
-    grid.away = {1, 4}
-    heard = serve(tables("", rounds=3), tmp_path, grid, after=lambda done: grid.away.clear(), clients=2)
+    sites = hospitals(tmp_path / "all", tmp_path)
+    heard = serve(tables("", rounds=3, evaluate_every=1), tmp_path, sites, late={1, 4}, clients=2)
     assert "west is not admitted: 'west' has 'D' in column 'ward', which the others lack" in heard.notices
     people = json.loads((tmp_path / "served/machines/population.json").read_text())["clients"]
     assert [client["name"] for client in people] == ["north", "rome", "east"]
-    assert heard.took_part[-1] == ("north", "rome", "east")
+    both = ("north", "rome")
+    assert heard.took_part == [both, both, (*both, "east")]  # it is greeted while a round goes on
+    study = read_summary(tmp_path / "served")
+    assert set(study.rows.query("client == 'east'")["round"]) == {3}
+    assert "east" in study.clients
 
 
 def test_a_table_that_has_changed_since_is_refused(tmp_path):
@@ -218,27 +217,6 @@ def test_sites_whose_targets_are_scaled_by_their_own_spread_are_told_what_to_do(
         serve(spec, tmp_path, sites)
 
 
-def test_a_class_of_the_sites_machine_is_a_task_only_where_the_site_allows_it(tmp_path):
-    spec, sites = experiment(SCALED, tmp_path)
-    facts = {"spec": asdict(replace(spec, task="multiprocessing.pool:ThreadPool(processes=1)")), "labels": False}
-    answer = sites[1].answer(Exchange(kind="describe", facts=facts))
-    assert answer.kind == "refused"
-    assert "nobody allowed" in answer.facts["why"]
-
-
-@pytest.mark.slow
-def test_the_coordinators_model_of_patches_takes_images_of_any_size(tmp_path):
-    spec, sites = experiment(None, tmp_path, "fedavg", "3,2")
-    serve(spec, tmp_path, sites)
-    report = export_run(
-        load_served(tmp_path / "served", {spec.model}), tmp_path / "served", tmp_path / "out", onnx=False
-    )
-    model, x = fedshift.load(report.directory), draw(None, 1, 3)["x"]
-    assert model.inputs.patched
-    assert model.predict(x).shape == (1, 4, 4)
-    assert model.predict(np.tile(x, (1, 1, 3, 2))).shape == (1, 12, 8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [None, "multilabel", SCALED])
 def test_a_site_exports_models_of_masks_labels_and_numbers(task, tmp_path, monkeypatch):
@@ -253,3 +231,87 @@ def test_a_site_exports_models_of_masks_labels_and_numbers(task, tmp_path, monke
     assert np.shape(model.predict(x)) == shape
     (tried,) = (line for line in said if "was tested on" in line)
     assert tried.endswith("as the run recorded.")
+
+
+# The run directory where a run was coordinated: the server's model, and the tables that counts give.
+
+
+@pytest.mark.slow
+def test_the_server_model_of_a_run_across_machines_is_that_of_one_process(cli, tmp_path):
+    spec = spec_for("fedavg", rounds=1)
+    serve(spec, tmp_path)
+    in_process(spec, tmp_path / "run")
+    for run in ("served", "run"):
+        done = cli("export", tmp_path / run, "--out", tmp_path / "made" / run, "--no-onnx")
+        assert done.code == 0, done.err
+        assert ("was tested on" in done.out) == (run == "run")
+    served, alone = (load_file(tmp_path / "made" / run / "weights.safetensors") for run in ("served", "run"))
+    assert served.keys() == alone.keys()
+    assert all(torch.equal(served[name], alone[name]) for name in served)
+    facts = [json.loads((tmp_path / "made" / run / "model.json").read_text()) for run in ("served", "run")]
+    assert facts[1]["input"].pop("measured")  # which pixels are usual follows from training samples
+    assert facts[0]["input"] == facts[1]["input"]
+    assert facts[0]["classes"] == facts[1]["classes"]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "words", "why"),
+    [
+        ("fedbn", {}, (), "fedbn has no global model, and clients' are not stored where the run was coordinated"),
+        ("fedavg", {}, ("--client", "pen"), "clients' models are not stored where the run was coordinated"),
+        ("fedavg", {"normalize": "client"}, (), "are scaled by values that only their sites know"),
+    ],
+)
+def test_a_model_that_only_a_site_has_is_written_there(cli, tmp_path, method, changes, words, why):
+    spec = spec_for(method, rounds=1, domains="pen,photo", **changes)
+    serve(spec, tmp_path)
+    done = cli("export", tmp_path / "served", "--out", tmp_path / "made", "--no-onnx", *words)
+    assert (done.code, done.out) == (2, "")
+    said = " ".join(done.err.split())
+    assert f"{why}: `fedshift join ... --export DIRECTORY` writes each site's model there" in said
+    assert not (tmp_path / "made").exists()
+
+
+def write_tables(directory):
+    """Write the tables of a run, and return those of classes, with the sentences below the terminal's tables."""
+    summary = read_summary(directory)
+    Report(tables=tuple(list_details(summary))).write_tables(directory / "tables")
+    files = [path for path in (directory / "tables").glob("*.csv") if path.stem.startswith(KINDS)]
+    assert all(path.with_suffix(end).exists() for path in files for end in (".md", ".tex"))
+    read = {path.stem: pd.read_csv(path, index_col=0) for path in files}
+    return read, make_report(summary, whole=False).sentences
+
+
+KINDS = ("classes", "confusion", "recall", "decisions")
+TABLES = {
+    "ten classes": (None, {}, {"recall"}, "confusion .*; classes .* the metric f1 counts"),
+    "ten classes and f1": (
+        None, {"metrics": "f1"}, {"recall", "classes"}, "confusion .*; AUC and Brier score in classes",
+    ),
+    "two classes": ("inputs", {}, {"confusion"}, "decisions \\(thresholds need single samples' scores\\)"),
+    "labels": ("multilabel", {}, {"recall", "classes"}, "would give: AUC and Brier score in classes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tables_that_counts_determine_are_those_of_one_process_and_others_are_named(kind, seeds, tmp_path):
+    task, changes, expected, why = TABLES[kind]
+    spec, sites = experiment(task, tmp_path, "fedavg") if task else (spec_for("fedbn", rounds=1, **changes), None)
+    named = {name: value for name, value in vars(spec).items() if name not in ("method", "seeds")}
+    compared = CompareSpec(**named, methods=spec.method, seeds=seeds)
+    serve(compared, tmp_path, sites)
+    in_process(compared, tmp_path / "reference")
+    (found, told), (wanted, alone) = (write_tables(tmp_path / run) for run in ("served", "reference"))
+    assert {name.partition("-")[0] for name in found} == expected
+    for name, table in found.items():
+        for column in table:
+            if seeds > 1 and re.search(r"\b(low|high)\b", column):  # samples are not paired over seeds
+                assert table[column].isna().all()
+            else:
+                pd.testing.assert_series_equal(table[column], wanted[name][column], rtol=1e-12)
+    (line,) = [line for line in told if "which never leave a site" in line]
+    assert re.search(why, line)
+    lacking = {name.partition("-")[0] for name in wanted.keys() - found.keys()}
+    assert {kind for kind in lacking if kind not in line} == set()
+    assert not [line for line in alone if "never leave a site" in line]
