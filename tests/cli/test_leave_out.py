@@ -22,7 +22,7 @@ from fedshift.results.trial_records import load_facts
 WORDS = ("--methods", "fedavg,fedbn", "--rounds", 2, "--batch-size", 8, "--lr", 0.05)
 
 
-WITHOUT_STATE = ("global model", "mixed", "reestimate", "sar", "tent", "finetune", "finetune_bn")
+WITHOUT_STATE = ("global model", "mixed", "reestimate", "tent", "finetune", "finetune_bn")
 """Policies for a method whose clients keep nothing."""
 
 

@@ -90,9 +90,7 @@ def test_the_command_prints_every_policy_of_every_method_and_changes_nothing_of_
     assert shot(run) == before
     lines = [line.split() for line in outcome.out.splitlines()]
     titles = [" ".join(line[:2]) for line in lines if line and line[0] in ("fedavg:", "fedbn:", "fedwon:")]
-    of_fedavg = [
-        f"fedavg: {name}" for name in ("global", "mixed", "reestimate", "sar", "tent", "finetune", "finetune_bn")
-    ]
+    of_fedavg = [f"fedavg: {name}" for name in ("global", "mixed", "reestimate", "tent", "finetune", "finetune_bn")]
     assert titles == [*of_fedavg, *(f"fedbn: {p}" for p in POLICIES), "fedwon: global", "fedwon: finetune"]
     rows = read_rows(run / "trials" / "fedavg-seed0" / "metrics.jsonl")
     row = next(row for row in rows[::-1] if (row["client"], row["split"]) == ("cid", "test"))
@@ -218,10 +216,10 @@ def test_a_client_of_one_sample_lacks_what_needs_several_and_the_others_have_it(
     trial, said = restore_trial(experiment, run, "fedbn", 0), []
     training = {"lone": tiny.client("cid").train.take(torch.tensor([0])), "cid": tiny.client("cid").train}
     made = {(model.client, model.policy) for model in make_models(trial, training, POLICIES, notices=said)}
-    those = ("average", "nearest", "nearest_statistics", "weighted")
+    those = ("average", "nearest")
     assert made == {*(("lone", policy) for policy in those), *(("cid", policy) for policy in POLICIES)}
     assert said == [
-        "client 'lone': one sample has no variance to normalize by, so without mixed, reestimate, sar, tent, finetune, "
+        "client 'lone': one sample has no variance to normalize by, so without mixed, reestimate, tent, finetune, "
         "finetune_bn"
     ]
     with pytest.raises(UsageError, match="client 'lone' has one training sample"):
@@ -270,9 +268,8 @@ def test_the_best_round_is_adapted_where_the_run_reports_it(make, tiny_folder, t
 # What policies make sense, and what they need
 
 
-INPUTS = dict.fromkeys(("mixed", "reestimate", "sar", "tent"), "inputs")
+INPUTS = dict.fromkeys(("mixed", "reestimate", "tent"), "inputs")
 LABELS = dict.fromkeys(("finetune", "finetune_bn"), "labels")
-COMPARED = {"nearest_statistics": BOTH, "weighted": BOTH, "nearest": ENTRIES}
 
 
 @pytest.mark.parametrize(
@@ -280,11 +277,14 @@ COMPARED = {"nearest_statistics": BOTH, "weighted": BOTH, "nearest": ENTRIES}
     [
         ("fedavg", {UNCHANGED: "", **INPUTS, **LABELS}),
         ("fedwon", {UNCHANGED: "", "finetune": "labels"}),
-        ("gn", {UNCHANGED: "", "sar": "inputs", "tent": "inputs", "finetune": "labels"}),
-        ("fedbn", {"average": "entries", **dict.fromkeys(INPUTS, BOTH), **LABELS, "finetune": ENTRIES, **COMPARED}),
-        ("silobn", {"average": "entries", **INPUTS, "mixed": BOTH, **LABELS, "finetune": ENTRIES, **COMPARED}),
+        ("gn", {UNCHANGED: "", "tent": "inputs", "finetune": "labels"}),
+        (
+            "fedbn",
+            {"average": "entries", **dict.fromkeys(INPUTS, BOTH), **LABELS, "finetune": ENTRIES, "nearest": ENTRIES},
+        ),
+        ("silobn", {"average": "entries", **INPUTS, "mixed": BOTH, **LABELS, "finetune": ENTRIES, "nearest": ENTRIES}),
         ("ditto", {"average": "", **INPUTS, **LABELS, "nearest": ENTRIES}),
-        ("fedper+gn", {"average": "entries", "sar": BOTH, "tent": BOTH, "finetune": ENTRIES, "nearest": ENTRIES}),
+        ("fedper+gn", {"average": "entries", "tent": BOTH, "finetune": ENTRIES, "nearest": ENTRIES}),
     ],
 )
 def test_policies_that_make_sense_and_what_they_need(tiny, method, wants):
@@ -300,7 +300,6 @@ def test_what_a_policy_replaces_is_not_all_that_a_method_keeps(tiny):
 
     plan = Trial(METHODS.parse_all("fedbn+fedper")[0], small_cnn, tiny, Settings(rounds=1), 0).plan
     assert describe_needs(plan, "finetune_bn") == ("labels", "entries")
-    assert describe_needs(plan, "atp(rounds=2)") == ("inputs", "clients", "entries")
 
 
 def test_tables_are_means_over_seeds_and_pairs_are_clients():
@@ -353,12 +352,12 @@ def test_statistics_from_unlabeled_data_are_those_from_the_same_data_with_labels
         f"{kind}/scans.safetensors"
         for kind in (
             "fedavg/global-model",
-            *(f"{method}/{name}" for method in ("fedavg", "fedbn") for name in ("reestimate", "mixed", "tent", "sar")),
-            *(f"fedbn/{name}" for name in ("average", "nearest-statistics", "weighted")),
+            *(f"{method}/{name}" for method in ("fedavg", "fedbn") for name in ("reestimate", "mixed", "tent")),
+            "fedbn/average",
             "fedwon/global-model",
         )
     }
-    for name in ("fedavg/reestimate", "fedbn/reestimate", "fedbn/tent", "fedbn/mixed", "fedbn/weighted"):
+    for name in ("fedavg/reestimate", "fedbn/reestimate", "fedbn/tent", "fedbn/mixed"):
         one, other = (load_file(tmp_path / kind / name / f"{client}.safetensors")
                       for kind, client in (("without", "scans"), ("with", "cid")))  # fmt: skip
         assert is_equal(one, other)

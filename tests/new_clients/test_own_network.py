@@ -58,13 +58,13 @@ def test_the_command_measures_the_network_as_torch_does_and_saves_every_model(cl
         words = line.split()
         if words[:2] == ["own", "network:"]:
             shown[words[2]] = float(words[-1])
-    assert list(shown) == ["global", "mixed", "reestimate", "sar", "tent", "finetune", "finetune_bn"]
+    assert list(shown) == ["global", "mixed", "reestimate", "tent", "finetune", "finetune_bn"]
     assert shown["global"] == round(100 * count_right(network), 2)
-    for policy in ("reestimate", "mixed", "tent", "sar", "finetune", "finetune_bn"):
+    for policy in ("reestimate", "mixed", "tent", "finetune", "finetune_bn"):
         state = load_file(tmp_path / "saved" / "own-network" / policy.replace("_", "-") / "clinic.safetensors")
         network.load_state_dict(state)
         assert shown[policy] == round(100 * count_right(network), 2)
-    assert "weighted and nearest: the one global model, shown unchanged, under own network" in outcome.out
+    assert "average and nearest: the one global model, shown unchanged, under own network" in outcome.out
 
 
 def test_python_takes_the_network_itself_and_changes_nothing_of_it(network):

@@ -80,7 +80,7 @@ def adapt(
             client. They are read and scaled like the run's.
         clients: Clients in --data to use, comma-separated; usps-* matches all such names. By default all.
         policies: Policies, comma-separated (see `fedshift list policies`), such as average,tent(steps=3), or your own
-            functions, package.module:function. By default all that apply, except atp, with their default arguments.
+            functions, package.module:function. By default all that apply, with their default arguments.
         rounds: Rounds of the run's local work for policies that train.
         unlabeled: Folder of images, or .npz file with an array x, for policies that adapt to unlabeled inputs. Without
             --data, the adapted models are saved, and nothing is measured.

@@ -106,7 +106,7 @@ def adapt_network(
     Args:
         network: The network with its weights, which is copied; it outputs one score per class.
         data: Clients, scaled as the network expects, for example ``read_folder(path).normalize(IMAGENET)``.
-        policies: reestimate, mixed, tent, sar, finetune, finetune_bn; None: those that apply. The unchanged network is
+        policies: reestimate, mixed, tent, finetune, finetune_bn; None: those that apply. The unchanged network is
             always measured.
         class_names: The network's classes in the order of its scores, if the data have other names or fewer classes.
         rounds: Rounds of local work of policies that train.

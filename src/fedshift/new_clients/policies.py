@@ -36,7 +36,6 @@ UNCHANGED = "global model"
 NEEDS = {
     "inputs": "the new client's training inputs, without labels",
     "labels": "its training inputs with labels",
-    "clients": "rounds of work of the run's clients on their labeled data, which a simulation has",
     "entries": "the entries that the run's clients keep local: a simulation sees them, a deployment only by agreement",
 }
 """Needs of the policies, described."""
@@ -78,8 +77,7 @@ def describe_needs(plan: Plan, policy: str) -> tuple[str, ...]:
     made = find_policy(policy)
     # entries that are averaged over the clients
     lacking = [entry for entry in plan.entries if entry.name not in plan.sent and not made.replaces(entry)]
-    needs = {"clients": made.learns, "entries": lacking or made.compares}
-    return (*filter(None, (made.data,)), *(need for need, needed in needs.items() if needed))
+    return (*filter(None, (made.data,)), *(["entries"] if lacking or made.compares else []))
 
 
 def make_models(
