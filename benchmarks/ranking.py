@@ -47,7 +47,7 @@ BEGIN, END = "<!-- written by benchmarks/ranking.py -->\n", "<!-- end -->\n"
 BASE, ALONE = "fedavg", "single"
 BASELINES = {BASE, ALONE}
 """Methods with which others are compared."""
-POLICIES = (UNADAPTED, "reestimate", "tent", "sar", "mixed", "weighted", "nearest_statistics")
+POLICIES = (UNADAPTED, "reestimate", "tent", "mixed")
 
 
 def count_local_steps(rounds: int) -> int:

@@ -421,7 +421,7 @@ class Comparison:
             data: clients that took no part, in any form that :func:`compare` accepts; they are converted to the
                 comparison's shape, scale and classes.
             policies: names (``fedshift list policies``), some with arguments, "tent(steps=3)", or "package.module:name"
-                of one's own; None: all that apply, except atp.
+                of one's own; None: all that apply.
             rounds: rounds of local work of policies that train.
             methods: methods to adapt; None: all.
 
