@@ -202,11 +202,11 @@ def _compare_maps(
     alike: dict[tuple[str, str], NDArray[np.float64]] = {}  # of a client's model and the owner's, on the owner's images
     with_server = []
     for client, state in local.items():
-        own = record_maps(plan, state, x[client], (layer,))[layer]
-        for name, other in {**local, "": server}.items():
-            if name != client:
-                alike[name, client] = cosine(own, record_maps(plan, other, x[client], (layer,))[layer]).mean(axis=1)
-        with_server.append(float(alike.pop(("", client)).mean()))
+        maps = [record_maps(plan, each, x[client], (layer,))[layer] for each in (state, server)]
+        with_server.append(float(cosine(*maps).mean()))
+        for name in local.keys() - {client}:
+            other = record_maps(plan, local[name], x[client], (layer,))[layer]
+            alike[name, client] = cosine(maps[0], other).mean(axis=1)
     pairs = [float(np.concatenate([alike[a, b], alike[b, a]]).mean()) for a, b in combinations(local, 2)]
     return {"client_client": _average(pairs), "server_client": _average(with_server)}
 

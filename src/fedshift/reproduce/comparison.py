@@ -7,12 +7,12 @@ are ordered by their means over columns; a pair is claimed to differ if the inte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 from scipy.special import stdtrit
 
 from ..analysis.similarity import CONCORDANT
@@ -35,16 +35,40 @@ local training is ahead at first, because FedBN's clients must agree on common l
 """
 
 
-def compare_cells(result: Result) -> pd.DataFrame:
-    """Return a row for each reproduced cell, in the table's unit.
+class ComparedCell(NamedTuple):
+    """A reproduced number, in the table's unit: mean and deviation over seeds, as printed and ``ours``.
 
-    Columns are ``row`` and ``column`` of the table, ``measure``, mean and deviation as printed (``paper``,
-    ``paper_std``) and reproduced (``ours``, ``std``), ``difference``, ours minus the paper's, its 95 % interval ``low``
-    to ``high`` (Welch's, since seeds of two programs are not paired), and ``agrees``. The last three are NaN and None
-    unless network, data and rounds are the paper's and it prints a deviation, taken to be at least half of its last
-    digit; the interval also is for so few seeds on either side that it would not decide.
+    ``difference`` is ours minus the paper's, ``low`` to ``high`` its 95 % interval (Welch's, since seeds of two
+    programs are not paired). Interval and ``agrees`` are NaN and None unless network, data and rounds are the paper's
+    and it prints a deviation, taken to be at least half of its last digit; the interval also is for so few seeds on
+    either side that it would not decide.
     """
-    rows = []
+
+    row: int
+    column: int
+    measure: str
+    paper: float
+    paper_std: float
+    ours: float
+    std: float
+    difference: float
+    low: float
+    high: float
+    agrees: bool | None
+
+
+class ComparedPair(NamedTuple):
+    """The difference of two methods' means over columns, the paper's and ours, and the interval of ours over seeds."""
+
+    paper: float
+    ours: float
+    low: float
+    high: float
+
+
+def compare_cells(result: Result) -> list[ComparedCell]:
+    """Return the reproduced cells, by row and column."""
+    cells = []
     for (row, column), values in sorted(result.values.items()):
         keys, printed = result.block.rows[row]
         (paper, paper_std, unit), (mean, std) = printed[column] or (math.nan,) * 3, mean_and_std(values)
@@ -55,9 +79,9 @@ def compare_cells(result: Result) -> pd.DataFrame:
             agrees = bool(abs(mean - paper) <= MARGIN * np.sqrt(np.nansum(stds**2)))
             half = _half_welch_interval(stds**2 / sizes, sizes - 1) if decides(int(sizes.min())) else math.nan
         gap, measure = mean - paper, _find_measure(result, column)
-        rows.append((row, column, measure, paper, paper_std, mean, std, gap, gap - half, gap + half, agrees))
-    names = ("row", "column", "measure", "paper", "paper_std", "ours", "std", "difference", "low", "high", "agrees")
-    return pd.DataFrame(rows, columns=names)
+        numbers = (paper, paper_std, mean, std, gap, gap - half, gap + half)
+        cells.append(ComparedCell(row, column, measure, *numbers, agrees))
+    return cells
 
 
 def _half_welch_interval(variances: np.ndarray, freedoms: np.ndarray) -> float:
@@ -70,22 +94,21 @@ def _half_welch_interval(variances: np.ndarray, freedoms: np.ndarray) -> float:
     return float(stdtrit(freedom, 0.975) * np.sqrt(variances.sum()))
 
 
-def compare_pairs(result: Result) -> pd.DataFrame:
-    """Return a row for each pair of methods whose rows are otherwise equal; none if too few rounds were run.
+def compare_pairs(result: Result) -> list[ComparedPair]:
+    """Return the pairs of methods whose rows are otherwise equal; none if too few rounds were run.
 
-    ``paper`` and ``ours`` are the differences of the means over columns, ``low`` and ``high`` the interval of ours over
-    seeds, paired; intervals hold together at 95 % (Bonferroni), and are NaN where so few seeds do not decide so many
-    pairs (:func:`~fedshift.analysis.statistics.decides`), or where all seeds have the same difference. Pairs that
-    differ by at most half of a printed digit in the paper do not count.
+    Intervals are paired over seeds and hold together at 95 % (Bonferroni); they are NaN where so few seeds do not
+    decide so many pairs (:func:`~fedshift.analysis.statistics.decides`), or where all seeds have the same difference.
+    Pairs that differ by at most half of a printed digit in the paper do not count.
     """
     gaps = [] if result.options.scale < SHORTEST else [gap for gap in _list_gaps(result) if gap[1]]
-    rows = []
+    pairs = []
     for paper, ours in gaps:
         mean, std = mean_and_std(ours)
         known = decides(len(ours), len(gaps)) and std > 1e-9 * max(map(abs, ours))
         half = half_interval(std / math.sqrt(len(ours)), len(ours), comparisons=len(gaps)) if known else math.nan
-        rows.append((paper, mean, mean - half, mean + half))
-    return pd.DataFrame(rows, columns=["paper", "ours", "low", "high"], dtype=float)
+        pairs.append(ComparedPair(paper, mean, mean - half, mean + half))
+    return pairs
 
 
 def _list_gaps(result: Result) -> Iterator[tuple[float, list[float]]]:
@@ -134,49 +157,48 @@ def describe_verdict(result: Result) -> tuple[str, str]:
         short = "too short to judge"
         return short, f"Verdict ({run}): {short}; the order of methods means nothing below {SHORTEST:g} of the rounds."
     cells, pairs = compare_cells(result), compare_pairs(result)
-    judged, bounded = cells["agrees"].dropna(), cells.dropna(subset="low")
-    same, close = int((pairs["paper"] * pairs["ours"] > 0).sum()), int(judged.sum())
-    deltas = cells[cells["measure"] == DISCORDANCE]["ours"]
-    below = int((deltas < CONCORDANT).sum())
-    short = "neither" if len(pairs) else "nothing to compare"
-    if len(judged) and close == len(judged):
+    judged = [cell.agrees for cell in cells if cell.agrees is not None]
+    bounded = [cell.low <= 0 <= cell.high for cell in cells if not math.isnan(cell.low)]
+    ordered = [pair.paper * pair.ours > 0 for pair in pairs]
+    concordant = [cell.ours < CONCORDANT for cell in cells if cell.measure == DISCORDANCE]
+    short = "neither" if pairs else "nothing to compare"
+    if judged and all(judged):
         short = "within the paper's spread"
-    elif len(pairs) and same == len(pairs):
+    elif ordered and all(ordered):
         short = "same order of methods"
-    elif len(deltas):
-        short = "concordant throughout" if below == len(deltas) else f"concordant in {below} of {len(deltas)}"
-    containing = int(((bounded["low"] <= 0) & (bounded["high"] >= 0)).sum())
+    elif concordant:
+        count = f"in {sum(concordant)} of {len(concordant)}"
+        short = f"concordant {'throughout' if all(concordant) else count}"
     counts = {
-        "pairs of methods in the paper's order": (same, len(pairs)),
-        "cells within the paper's spread": (close, len(judged)),
-        "intervals of the difference contain 0": (containing, len(bounded)),
-        f"discordances below {CONCORDANT:g}": (below, len(deltas)),
+        "pairs of methods in the paper's order": ordered,
+        "cells within the paper's spread": judged,
+        "intervals of the difference contain 0": bounded,
+        f"discordances below {CONCORDANT:g}": concordant,
     }
-    said = [short, *(f"{some} of {whole} {what}" for what, (some, whole) in counts.items() if whole)]
+    said = [short, *(f"{sum(each)} of {len(each)} {what}" for what, each in counts.items() if each)]
     return short, f"Verdict ({run}): {'; '.join(said)}.{_describe_claims(seeds, pairs)}"
 
 
-def _describe_claims(seeds: int, pairs: pd.DataFrame) -> str:
-    if pairs.empty:
+def _describe_claims(seeds: int, pairs: Sequence[ComparedPair]) -> str:
+    if not pairs:
         return ""
     if not decides(seeds, len(pairs)):
-        return (
-            f" {seeds} seed{'s' * (seeds > 1)} cannot decide an order; {count_needed_seeds(len(pairs))} can (--seeds)."
-        )
-    claimed = pairs[(pairs["low"] > 0) | (pairs["high"] < 0)]
-    agree = int((claimed["paper"] * claimed["ours"] > 0).sum())
-    against = len(claimed) - agree
-    return f" Intervals that exclude 0, at 95 % together: {agree} in the paper's order, {against} against it."
+        needed = count_needed_seeds(len(pairs))
+        return f" {seeds} seed{'s' * (seeds > 1)} cannot decide an order: --seeds {needed} can."
+    claims = [pair.paper * pair.ours > 0 for pair in pairs if pair.low > 0 or pair.high < 0]
+    against = len(claims) - sum(claims)
+    return f" Intervals that exclude 0, at 95 % together: {sum(claims)} in the paper's order, {against} against it."
 
 
 def compare_values(result: Result) -> TextTable:
     """Return :func:`compare_cells` as text, without the columns that it has no values for."""
     cells = compare_cells(result)
-    bounded, judged = cells["low"].notna().any(), cells["agrees"].notna().any()
+    bounded = any(not math.isnan(cell.low) for cell in cells)
+    judged = any(cell.agrees is not None for cell in cells)
     header = ["", "ours" if result.own else "ours (stand-in)", "paper"]
     header += ["difference"] * result.is_faithful + ["95% interval"] * bounded + ["paper's spread"] * judged
     rows = []
-    for cell in cells.itertuples():
+    for cell in cells:
         digits = _count_decimals(cell.paper)
         ours, paper = (
             format_mean(*pair, f".{digits}f") for pair in ((cell.ours, cell.std), (cell.paper, cell.paper_std))
@@ -185,7 +207,7 @@ def compare_values(result: Result) -> TextTable:
         row += [format_signed(cell.difference, digits)] * result.is_faithful
         bounds = [] if math.isnan(cell.low) else [cell.low, cell.high]
         row += [" to ".join(format_signed(bound, digits) for bound in bounds)] * bounded
-        row += [{True: "within", False: "outside"}.get(cell.agrees, "")] * judged
+        row += [{True: "within", False: "outside", None: ""}[cell.agrees]] * judged
         rows.append(row)
     return make_table(header, rows, note=explain_spread(result.options.seeds))
 

@@ -109,10 +109,11 @@ def _read_table(path: Path) -> Table:
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     shared = {key: content[key] for key in ("data", "model") if content.get(key)}
     known = {each.name for each in fields(Table)}
-    facts = {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in content.items()}
+    facts: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items() if key in known}
+    facts |= {key: " ".join(value.split()) for key, value in facts.items() if isinstance(value, str)}
     return Table(
         paper=path.parent.name, name=path.stem, blocks=tuple(_read_block(shared, v) for v in content.get("values", ())),
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in facts.items() if key in known},
+        **facts,
     )  # fmt: skip
 
 
