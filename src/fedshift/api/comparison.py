@@ -42,7 +42,7 @@ from ..report.page import make_metric_table, write_page
 from ..report.publication import list_parts, print_parts
 from ..report.survival import tabulate_survival
 from ..report.tables import accuracy_table, cross_table, tabulate_history
-from ..representations import RepresentationComparison, collect_comparison
+from ..representations import RepresentationComparison, compare_representations
 from ..results.schema import MOMENTS, RunSummary
 from ..results.summary import read_summary
 from ..tasks import find_kind
@@ -493,7 +493,7 @@ class Comparison:
         methods: str | Sequence[str] | None = None,
         seeds: int | Sequence[int] | None = None,
     ) -> RepresentationComparison:
-        """Compare feature maps and BatchNorm of clients and server, as ``representations.compare_representations``."""
+        """Compare feature maps and BatchNorm of clients and server (:func:`.compare_representations`)."""
         go_on = "compare(..., out=..., resume=True)"
         experiment = select_trials(self.experiment, methods, seeds)
-        return collect_comparison(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
+        return compare_representations(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
