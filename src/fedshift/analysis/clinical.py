@@ -198,7 +198,7 @@ def estimate(
             models have no common scale; None: all samples have one model.
 
     Returns:
-        NaN without positive or without negative samples, but for the Brier score; the slope also if scores separate them.
+        NaN without positive or negative samples, but for the Brier score; the slope also if scores separate them.
 
     """
     value_R, influence_N, weight_N = _average_owners(measure, score_RN, positive_N, owner_N)
