@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from scipy.special import expit, logit, ndtri, stdtrit
 
 from ..utils.errors import UsageError
+from .influence import Floats, vary
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 SENSITIVITY, SPECIFICITY, YOUDEN = "sensitivity", "specificity", "youden"
@@ -150,8 +150,7 @@ def _vary(influence_N: Floats, value_R: Floats, weight_N: Floats, group_N: Ints 
     units, seeds = len(weight_G), len(value_R)
     if units < 2:
         return math.nan, math.nan
-    without_G = (units - 1) * influence_G / (1 - weight_G)  # (units - 1) (value - value without the unit)
-    sampled, sampled_freedom = float(without_G.var(ddof=1)) / units, max(1.0, _count_equal(weight_G) - 1)
+    sampled, sampled_freedom = vary((units - 1) * influence_G / (1 - weight_G)), max(1.0, _count_equal(weight_G) - 1)
     trained = float(value_R.var(ddof=1)) / seeds if seeds > 1 else 0.0
     total = sampled + trained
     if not total:
