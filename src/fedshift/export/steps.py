@@ -37,9 +37,7 @@ LISTED = 50
 def make_environment() -> Environment:
     """Return the templates of this package."""
     loader = PackageLoader("fedshift", "export")
-    return Environment(
-        loader=loader, autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    return Environment(loader=loader, autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
 def list_steps(preparation: Preparation, task: str) -> dict[str, str]:
