@@ -10,6 +10,7 @@ from itertools import product
 
 import nibabel
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import wfdb
@@ -62,7 +63,7 @@ class Reader:
         elif "Of each row" in text:
             self.x = []
             for column in find("take (.+); NaN", text)[1].split("; "):
-                name, categories = find("'(.+)'", column)[1], find(r"'.+' \((.+)\)", column)
+                name, categories = find("'(.+)'", column)[1], find(r"category of '.+' \((.+)\)", column)
                 value = self.source[name]
                 missing = value is None or value != value
                 for category in categories[1].split(", ") if categories else [None]:
@@ -193,7 +194,7 @@ def draw(rng, shape, kind="RGB"):
     return color.convert(kind), Image.fromarray(mask)
 
 
-def name(case):
+def label(case):
     return " ".join(f"{key} {value}" for key, value in case.items()) if isinstance(case, dict) else str(case)
 
 
@@ -208,7 +209,7 @@ def name(case):
         ("I;16", {"image_size": 24, "patch": "16"}),
         ("L", {"patch": "40", "normalize": "client"}),
     ],
-    ids=name,
+    ids=label,
 )
 def test_masks_of_pictures(kind, options, tmp_path, cli):
     rng = np.random.default_rng(0)
@@ -239,7 +240,7 @@ def test_masks_of_pictures(kind, options, tmp_path, cli):
         {"spacing": "1", "patch": "6"},
         {"image_size": 10, "patch": "6"},
     ],
-    ids=name,
+    ids=label,
 )
 def test_masks_of_volumes(options, tmp_path, cli):
     rng, codes = np.random.default_rng(0), ("RAS", "LPI", "SRA", "PIL", "ARS")
@@ -260,3 +261,68 @@ def test_masks_of_volumes(options, tmp_path, cli):
         assert (written.shape, written.affine.tolist()) == (given.shape, given.affine.tolist())
         assert 0 < mask.sum() < mask.numel()
         assert (Reader(model.directory, file).answer == mask.numpy()).mean() > 0.999  # splines in another order
+
+
+def write_pictures(folder, kind="RGB"):
+    rng = np.random.default_rng(0)
+    for client, number in product("ab", range(16)):
+        picture, _ = draw(rng, (20 + number % 3, 24), kind)
+        picture = picture if number % 2 else picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        save(picture, folder / "data" / client / "xy"[number % 2] / f"p{number // 2}_{number}.png")
+    return sorted((folder / "data" / "a").rglob("*.png")), {"data": str(folder / "data"), "groups": "{group}_*.png"}
+
+
+def write_table(folder, target):
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": rng.normal(50, 9, 40).round(1), "drug": rng.choice(["no", "low", "high"], 40)})
+    frame["smokes"], frame["days"] = rng.choice([True, False], 40), 3 * frame["age"] + rng.normal(size=40)
+    frame["died"] = (np.arange(40) % 3 > 0).astype(int)
+    frame.loc[3:5, "age"] = None
+    frames = {"a": frame, "b": frame.sample(frac=1, random_state=0)}
+    left = [name for name in ("days", "died") if name not in target]
+    return frame.to_dict("records"), {
+        "data": {name: each.drop(columns=left) for name, each in frames.items()}, "target": target,
+    }  # fmt: skip
+
+
+def write_signals(folder, _):
+    rng = np.random.default_rng(0)
+    for client, number in product("ab", range(8)):
+        place = folder / "data" / client / "xy"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        wfdb.wrsamp(
+            f"{number}", fs=50, units=["mV", "mV"], sig_name=["II", "V1"], fmt=["32", "32"], write_dir=str(place),
+            p_signal=rng.normal(size=(30, 2)).round(3),
+        )  # fmt: skip
+    return sorted((folder / "data" / "a").rglob("*.hea")), {"data": str(folder / "data")}
+
+
+def write_arrays(folder, shape):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, *shape)).astype(np.float32), rng.integers(0, 2, (16, 3))
+    return list(x), {"data": dict.fromkeys("ab", (x, y, x, y)), "task": "multilabel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("write", "given", "options"),
+    [
+        (write_pictures, "RGBA", {"image_size": 16, "normalize": "client"}),
+        (write_pictures, "L", {"image_size": 30}),
+        (write_pictures, "I;16", {"image_size": 16}),
+        (write_table, "days", {"task": "regression"}),
+        (write_table, "days, died", {"task": "survival", "batch_size": 16}),
+        (write_table, "died", {}),
+        (write_signals, None, {}),
+        (write_arrays, (3, 8, 8), {}),
+        (write_arrays, (5,), {}),
+    ],
+    ids=label,
+)
+def test_answers_for_samples(write, given, options, tmp_path):
+    samples, source = write(tmp_path, given)
+    model = export(tmp_path, **source, **options)
+    for sample in samples:
+        assert torch.allclose(Reader(model.directory, sample).answer[0], model(sample), atol=1e-5)
+    card = (model.directory / "README.md").read_text()
+    assert ("| patients |" in card) == (write is write_pictures)

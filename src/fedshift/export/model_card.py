@@ -39,30 +39,16 @@ EXPLAINED = {
 class ModelFacts:
     """Facts about a model.
 
-    Args:
-        task: Name of the task.
-        kind: The fedshift task that it is or derives from; otherwise its name.
-        outputs: Number of classes, labels or targets, in words.
-        metrics: The task's metrics, main metric first.
-        method: The method's name, which is its expression.
-        meaning: The method's parts, in words.
-        sources: Summary lines of the method's parts, with their papers.
-        client: The model's client; None: the server.
-        seed: Seed of the trial.
-        round: The round after which the model was saved.
-        choice: How this round was chosen, in words.
-        origin: How the client got the model, in words; "" if it trained in the run.
-        network: The network in words.
-        data: The data in words.
-        licenses: The licenses of the data, in words.
-        clients: Split sizes of each client that took part, if known.
-        measured: Rows of this model's measurements in this round, see ``results.schema``,
-            with intervals (:func:`~fedshift.export.intervals.add_intervals`).
-        spread: The main metric over the run's seeds, in a sentence; "" for one seed.
-        settings: Resolved training settings by name.
-        versions: Package versions of the run and of the export.
-        notices: The run's notices.
-
+    ``task``: its name; ``kind``: fedshift's task that it is or derives from, otherwise its name; ``outputs``: number of
+    classes, labels or targets, in words; ``metrics``: the task's, main metric first; ``method``: its name, which is its
+    expression; ``meaning``: the method's parts, in words, and ``sources``: their summary lines with their papers;
+    ``client``: the model's client, None for the server; ``seed`` of the trial; ``round`` after which the model was
+    saved, and ``choice``: how it was chosen; ``origin``: how the client got the model, "" if it trained in the run;
+    ``network``, ``data`` and ``licenses`` of the data, in words; ``clients``: split sizes of each client that took part,
+    if known; ``measured``: rows of this model's measurements in this round (``results.schema``) with intervals
+    (:func:`~fedshift.export.intervals.add_intervals`); ``spread``: a sentence on the main metric over the run's seeds;
+    ``settings``: resolved training settings by name; ``versions`` of packages in the run and at export; ``notices`` of
+    the run.
     """
 
     task: str
@@ -151,20 +137,20 @@ def _tabulate_results(facts: ModelFacts) -> str:
     lines = []
     for number, row in enumerate(rows[: 2 * LISTED]):
         known = row.get("intervals", {})
-        cells = [_format_value(columns[metric][number], metric, known.get(metric)) for metric in metrics]
+        cells = [format_value(columns[metric][number], metric, known.get(metric)) for metric in metrics]
         sizes = [f"{row.get('patients', 0):,}"] * grouped + [f"{row['samples']:,}"]
         guess = [f"{100 * max(row['support']) / row['samples']:.2f} %"] if classes else []
         lines.append([row["client"], row["split"], *sizes, *cells, *guess])
     tested = [columns[metrics[0]][number] for number, row in enumerate(rows) if row["split"] == "test"]
     if len(tested) > 1:
-        mean = _format_value(sum(tested) / len(tested), metrics[0])
+        mean = format_value(sum(tested) / len(tested), metrics[0])
         line = [f"mean of {len(tested)} clients", "test", *[""] * grouped, "", mean]
         lines.append(line + [""] * (len(lines[0]) - len(line)))
     header = ("client", "split", *["patients"] * grouped, _name_samples(facts), *map(name_metric, metrics))
     return to_markdown(make_table((*header, *["most frequent class"] * classes), lines))
 
 
-def _format_value(value: float, metric: str, interval: Sequence[float] | None = None) -> str:
+def format_value(value: float, metric: str, interval: Sequence[float] | None = None) -> str:
     """Return a value as printed in tables with its interval: shares in percent, "" if undefined."""
     scale, digits, _ = metric_unit(metric)
     unit = " %" if is_share(metric) else ""

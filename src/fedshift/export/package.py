@@ -112,8 +112,7 @@ def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, re
         FedshiftError: Files cannot be written.
 
     """
-    renew = renew and (directory / DESCRIPTION).is_file()
-    if not renew:
+    if not (renew and (directory / DESCRIPTION).is_file()):
         require_new(directory)
     require_samplewise(model.network)
     beside = directory.parent / f".{directory.name}.partial"
@@ -121,16 +120,12 @@ def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, re
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         report = _fill(model, beside, directory, onnx=onnx)
-        if renew:
-            old = beside.with_suffix(".old")
-            shutil.rmtree(old, ignore_errors=True)
+        old = beside.with_suffix(".old")
+        shutil.rmtree(old, ignore_errors=True)
+        if directory.is_dir():
             directory.rename(old)
-            beside.rename(directory)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            if directory.is_dir():
-                directory.rmdir()
-            beside.rename(directory)
+        beside.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise disk_error(directory, error) from error
     finally:
@@ -156,7 +151,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
         inputs, output = model.schema.preparation.names, model.facts.answer
         reason = ""
         if onnx:
-            reason = save_onnx(traced, folder / ONNX, steps, computed=computed, output=output, inputs=inputs)
+            reason = save_onnx(traced, folder / ONNX, computed=computed, output=output, inputs=inputs, steps=steps)
     except Exception as error:  # tracing a user's network may raise any type
         notices.append(
             f"no {PROGRAM}: torch cannot trace the network ({first_line(error)}); weights and card are complete"

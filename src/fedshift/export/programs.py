@@ -87,12 +87,12 @@ def save_program(traced: torch.export.ExportedProgram, path: Path, steps: Mappin
 
 
 def save_onnx(
-    traced: torch.export.ExportedProgram, path: Path, steps: Mapping[str, str], *, computed: torch.dtype,
-    output: str = "scores", inputs: Sequence[str] = ("x",),
+    traced: torch.export.ExportedProgram, path: Path, *, computed: torch.dtype, output: str = "scores",
+    inputs: Sequence[str] = ("x",), steps: Mapping[str, str] | None = None,
 ) -> str:  # fmt: skip
     """Write an ONNX program whose output is named ``output``; ``computed``: number format of its layers.
 
-    ``steps`` of its use become its metadata ``steps.json``; ``inputs``: names of its inputs.
+    ``inputs``: names of its inputs; ``steps`` of its use become its metadata ``steps.json``.
 
     Returns "", or the reason if the program cannot be written.
     """
@@ -108,7 +108,7 @@ def save_onnx(
                 traced, input_names=list(inputs), output_names=[output], dynamo=True, verbose=False
             )
             assert converted is not None
-            converted.model.metadata_props[STEPS] = json.dumps(steps)
+            converted.model.metadata_props[STEPS] = json.dumps(steps or {})
             converted.save(path)
     except Exception as error:  # three packages may raise any type
         return f"torch cannot convert it ({first_line(error)})"

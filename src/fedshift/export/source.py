@@ -29,7 +29,6 @@ from ..experiments.settings import Settings
 from ..experiments.trial import Trial
 from ..models import ModelFactory, describe_factory
 from ..nn.adapters import Lora, list_constants
-from ..report.formatting import difference_unit
 from ..report.tables import seed_table
 from ..results.cases import FILES, Records, read_cases
 from ..results.run_directory import describe_environment, trial_folder
@@ -40,7 +39,7 @@ from ..tasks import TASKS, Regression, describe_task, find_kind
 from ..utils.errors import Ref, UsageError
 from ..utils.state import State
 from .intervals import add_intervals
-from .model_card import ModelFacts
+from .model_card import ModelFacts, format_value
 from .package import ExportReport, TrainedModel, require_new, write_package
 
 
@@ -160,7 +159,7 @@ def make_model(
         network=describe_network(plan, factory),
         data=f"{data_in_words}. {data.note}".rstrip(". "),
         clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
-        settings=describe_settings(plan, settings) | describe_targets(schema),
+        settings=describe_settings(plan, settings, schema),
         measured=tuple(add_intervals(measured, data.task.measured, records)),
         **facts,
     )
@@ -173,14 +172,6 @@ def describe_answers(data: Federation) -> dict[str, Any]:
     kind, name = find_kind(task), describe_task(task)["name"]
     inherited = type(task).predict is getattr(TASKS.entries.get(kind), "predict", None)  # else the task defines them
     return {"task": task.name, "kind": kind if inherited else name, "outputs": data.outputs, "metrics": task.measured}
-
-
-def describe_targets(schema: Schema) -> dict[str, str]:
-    """Return a settings entry for the scaling of target numbers, which the program inverts."""
-    scales = schema.task.scales if isinstance(schema.task, Regression) else ()
-    pairs = zip(schema.names, scales, strict=bool(scales))
-    scaled = ", ".join(f"({name} - {mean:g}) / {deviation:g}" for name, (mean, deviation) in pairs)
-    return {"targets": f"learned as {scaled}; the program returns them in the unit of the data"} if scaled else {}
 
 
 def find_sources(method: Method) -> Iterator[str]:
@@ -204,9 +195,13 @@ def describe_network(plan: Plan, model: ModelFactory) -> str:
     return f"Network {describe_factory(model)}{changed}, {parameters:,} parameters"
 
 
-def describe_settings(plan: Plan, settings: Settings) -> dict[str, str]:
+def describe_settings(plan: Plan, settings: Settings, schema: Schema) -> dict[str, str]:
     """Return the resolved training settings by name."""
-    share = settings.participation
+    share, prepare = settings.participation, schema.preparation
+    scales = schema.task.scales if isinstance(schema.task, Regression) else ()
+    pairs = zip(schema.names, scales, strict=bool(scales))
+    scaled = ", ".join(f"({name} - {mean:g}) / {deviation:g}" for name, (mean, deviation) in pairs)
+    targets = {"targets": f"learned as {scaled}; the program returns them in the unit of the data"} if scaled else {}
     return {
         "local work per round": describe_work(plan.work),
         "weight of a client": describe_weighting(plan.method),
@@ -216,7 +211,8 @@ def describe_settings(plan: Plan, settings: Settings) -> dict[str, str]:
         "initial weights": settings.weights.source if settings.weights else "random, by the seed",
         "clients per round": "all" if str(share) in ("None", "1.0") else str(share),
         "precision": plan.precision,
-    }
+        "scaling": str(prepare.scaling) if prepare.scales else "none",
+    } | targets
 
 
 def list_versions(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -285,9 +281,10 @@ def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> 
     values = table.loc[[client or "macro"], method].stack().astype(float).tolist() if known else []
     if len(values) < 2:
         return ""
-    unit, (mean, std) = difference_unit(metric, numbers=summary.of_numbers), mean_and_std(values)
+    mean, std = mean_and_std(values)
     what = "" if metric == "accuracy" else f"{name_metric(metric)} "
+    spread = format_value(std, metric).replace(" %", " points")
     return (
-        f"Over the run's {len(values)} seeds, {client or 'mean of the clients'}: {what}{unit.format(mean)} on average, "
-        f"standard deviation {unit.format(std)} ({unit.name})."
+        f"Over the run's {len(values)} seeds, {client or 'mean of the clients'}: {what}{format_value(mean, metric)} on "
+        f"average, standard deviation {spread}."
     )

@@ -55,7 +55,7 @@ def list_steps(preparation: Preparation, task: str) -> dict[str, str]:
         spacing=[f"{step:g}" for step in decoding.spacing], percentiles=PERCENTILES, coarse=f"{COARSE:g}",
         leads=", ".join(f"{lead} ({unit or 'no unit'})" for lead, unit in leads), several=_list_inputs(preparation),
         columns=join_some(map(_describe_column, preparation.columns), "; ", LISTED, "more, as in `model.json`"),
-        places=("depth", "height", "width")[-len(size):], inside=_describe_scaling(preparation),
+        places=("depth", "height", "width")[3 - len(size):], inside=_describe_scaling(preparation),
         outputs=OUTPUTS.get(task, OWN_OUTPUTS), steps=" x ".join(str(max(1, int(n * OVERLAP))) for n in size),
         middles=" x ".join(f"{(n - 1) / 2:g}" for n in size), deviations=" x ".join(f"{DEVIATION * n:g}" for n in size),
         least=f"{LEAST:g}",
