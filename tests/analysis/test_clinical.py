@@ -1,26 +1,34 @@
-"""Clinical measures against scikit-learn, loops and closed forms; intervals against simulated truth."""
+"""Clinical measures against scikit-learn, other programs and closed forms; intervals against simulated truth.
+
+Numbers that are written out are of statsmodels 0.15.0 (GLM, binomial), dcurves 1.1.7 and scikit-survival 0.28.0.
+"""
 
 import math
 
 import numpy as np
 import pytest
 from scipy.special import erfinv, expit
+from scipy.stats import binomtest
 from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
-from sklearn.linear_model import LogisticRegression
 
 from fedshift.analysis.clinical import (
+    AREA,
+    BRIER,
+    LARGE,
+    SLOPE,
     bin_scores,
-    estimate_area,
-    estimate_calibration,
-    estimate_mean,
+    estimate,
     estimate_share,
     estimate_survival,
     find_net_benefit,
     parse_operating_point,
+    share_interval,
 )
-from fedshift.analysis.statistics import wilson_interval
 from fedshift.utils.errors import UsageError
+
+SCORE = np.array([0.04, 0.11, 0.17, 0.22, 0.29, 0.33, 0.38, 0.44, 0.52, 0.57, 0.63, 0.68, 0.74, 0.81, 0.88, 0.96])
+POSITIVE = np.array([0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1]) == 1
 
 
 def draw(samples, seed=0, *, seeds=1, ties=True):
@@ -31,16 +39,48 @@ def draw(samples, seed=0, *, seeds=1, ties=True):
     return (score.round(2).clip(0.01, 0.99) if ties else score), positive
 
 
-def test_one_share_of_one_seed_has_the_interval_of_wilson():
-    hit, of = np.zeros((1, 50), bool), np.ones((1, 50), bool)
-    hit[0, :9], of[0, 45:] = True, False
-    found = estimate_share(hit, of)
-    assert (found.value, found.samples) == (9 / 45, 45)
-    assert (found.low, found.high) == pytest.approx(wilson_interval(9, 45), abs=0.01)  # Student's quantile
-    none, every = estimate_share(~of, of), estimate_share(of, of)
-    assert (none.low, none.high) == pytest.approx(wilson_interval(0, 45), abs=0.01)
-    assert (every.low, every.high) == pytest.approx(wilson_interval(45, 45), abs=0.01)
-    assert math.isnan(estimate_share(hit, np.zeros((1, 50), bool)).value)
+@pytest.mark.parametrize("hits", [0, 9, 45])
+def test_one_share_of_one_seed_has_the_interval_of_wilson(hits):
+    hit, of = np.arange(50)[None] < hits, np.arange(50)[None] < 45
+    wilson = tuple(binomtest(hits, 45).proportion_ci(method="wilson"))
+    share = estimate_share(hit, of)
+    assert (share.value, share.low, share.high) == pytest.approx((hits / 45, *wilson), abs=1e-6)
+    assert share_interval(hit[of], level=0.9) == pytest.approx(
+        tuple(binomtest(hits, 45).proportion_ci(0.9, "wilson")), abs=1e-6
+    )
+    assert math.isnan(estimate_share(hit, hit & ~of).value)
+
+
+def draw_patients(random, patients, share, correlation, *, unequal=False):
+    """Draw hits of 20 images of each patient (or 1 to 60), whose shares have a beta distribution, and their groups."""
+    sizes = random.geometric(1 / 20, patients) if unequal else np.full(patients, 20)
+    common = (
+        share if not correlation else random.beta(*(np.array([share, 1 - share]) * (1 / correlation - 1)), patients)
+    )
+    group = np.repeat(np.arange(patients), sizes)
+    return random.random(len(group)) < np.broadcast_to(common, patients)[group], group
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("correlation", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize(("patients", "share"), [(10, 0.8), (20, 0.8), (20, 0.95), (40, 0.95)])
+def test_of_intervals_of_a_share_of_few_patients_19_in_20_contain_it(patients, share, correlation, unequal):
+    random = np.random.default_rng(1)
+    drawn = [draw_patients(random, patients, share, correlation, unequal=unequal) for _ in range(500)]
+    assert np.mean([low <= share <= high for low, high in (share_interval(*each) for each in drawn)]) >= 0.93
+
+
+def test_independent_samples_of_patients_have_nearly_the_interval_of_wilson():
+    random = np.random.default_rng(2)
+    widths = [np.diff(share_interval(*draw_patients(random, 20, 0.8, 0))) for _ in range(300)]
+    assert 0.078 < np.mean(widths) < 1.25 * 0.078
+
+
+def test_patients_who_are_all_alike_count_once_and_one_patient_has_no_interval():
+    group = np.repeat(np.arange(20), 20)
+    low, high = share_interval(np.ones(400, bool), group)
+    assert (high, binomtest(20, 20).proportion_ci(method="wilson").low) == pytest.approx((1, low), abs=0.02)
+    assert np.isnan(share_interval(np.arange(20) < 7, np.zeros(20, int))).all()
 
 
 def test_samples_of_one_patient_do_not_narrow_an_interval():
@@ -51,21 +91,52 @@ def test_samples_of_one_patient_do_not_narrow_an_interval():
     copied = estimate_share(hit[:, whole], np.ones((2, 200), bool), whole)
     assert (copied.low, copied.high) == pytest.approx((alone.low, alone.high), abs=0.003)
     score, positive = draw(40, seeds=2)
-    area, again = estimate_area(score, positive), estimate_area(score[:, whole], positive[whole], whole)
+    area, again = estimate(AREA, score, positive), estimate(AREA, score[:, whole], positive[whole], whole)
     assert again.value == pytest.approx(area.value)
     assert (again.low, again.high) == pytest.approx((area.low, area.high), abs=0.01)
 
 
 def test_areas_and_brier_scores_are_those_of_scikit_learn():
     score, positive = draw(80, seeds=3)
-    area = estimate_area(score, positive)
-    assert area.value == pytest.approx(np.mean([sk.roc_auc_score(positive, each) for each in score]))
-    assert 0 < area.low < area.value < area.high < 1
-    brier = estimate_mean(np.square(score - positive))
-    assert brier.value == pytest.approx(np.mean([sk.brier_score_loss(positive, each) for each in score]))
-    assert math.isnan(estimate_area(score, np.zeros(80, bool)).value)
-    best = estimate_area(positive[None] * 1.0, positive)
+    for measure, theirs in ((AREA, sk.roc_auc_score), (BRIER, sk.brier_score_loss)):
+        ours = estimate(measure, score, positive)
+        assert ours.value == pytest.approx(np.mean([theirs(positive, each) for each in score]))
+        assert 0 < ours.low < ours.value < ours.high < 1
+    assert math.isnan(estimate(AREA, score, np.zeros(80, bool)).value)
+    best = estimate(AREA, positive[None] * 1.0, positive)
     assert best.value == best.high == 1 > best.low > 0.8
+    exact = estimate(BRIER, positive[None] * 1.0, positive)
+    assert (exact.value, exact.low) == pytest.approx((0, 0), abs=1e-12)
+    assert 0 < exact.high < 0.2
+
+
+def test_a_score_that_is_not_a_number_is_never_right():
+    for known in (POSITIVE, ~POSITIVE):  # of a positive sample, or of a negative one
+        lost = np.where(known & (np.cumsum(known) == 4), np.nan, SCORE)
+        worst = np.where(np.isnan(lost), 1.0 - POSITIVE, lost)
+        assert estimate(AREA, lost[None], POSITIVE).value == sk.roc_auc_score(POSITIVE, 2 * worst - SCORE)
+        assert estimate(BRIER, lost[None], POSITIVE).value == pytest.approx(sk.brier_score_loss(POSITIVE, worst))
+        assert bin_scores(lost, POSITIVE).count.sum() == 15
+        rest = ~np.isnan(lost)
+        for measure in (LARGE, SLOPE):
+            assert (
+                estimate(measure, lost[None], POSITIVE).value
+                == estimate(measure, SCORE[None, rest], POSITIVE[rest]).value
+            )
+
+
+def test_scores_of_several_models_are_measured_model_by_model():
+    score, positive = draw(240, ties=False)
+    owner = np.repeat(["a", "b", "c"], [120, 80, 40])
+    score[:, owner == "b"] = score[:, owner == "b"] ** 4  # another scale, the same order
+    positive[owner == "c"] = True  # no area is defined there
+    for measure in (AREA, LARGE, SLOPE):
+        single = [estimate(measure, score[:, owner == name], positive[owner == name]) for name in "abc"]
+        single = [each for each in single if not math.isnan(each.value)]
+        joint = estimate(measure, score, positive, owner_N=owner)
+        assert joint.value == pytest.approx(np.mean([each.value for each in single]))
+        spread = math.hypot(*(each.high - each.low for each in single)) / len(single)
+        assert joint.high - joint.low == pytest.approx(spread, rel=0.1)
 
 
 @pytest.mark.parametrize("rule", ["youden", "sensitivity>=0.9", "specificity>=0.75"])
@@ -88,57 +159,62 @@ def test_the_operating_point_is_the_best_of_all_thresholds(rule):
     assert math.isnan(found.choose(score[0], np.ones(60, bool)))
 
 
+@pytest.mark.parametrize(
+    ("rule", "threshold"), [("youden", 0.2), ("sensitivity>=1", 0.2), ("specificity>=0.9", math.nan)]
+)
+def test_a_threshold_is_finite_or_none(rule, threshold):
+    found, positive = parse_operating_point(rule), np.array([False, True, True])
+    assert found.choose(np.array([0.9, 0.8, 0.2]), positive) == pytest.approx(threshold, nan_ok=True)
+    assert found.choose(np.full(3, 0.2), positive) == pytest.approx(threshold, nan_ok=True)
+
+
 @pytest.mark.parametrize("text", ["", "best", "sensitivity>=95", "sensitivity=0.9", "specificity>=1.5", "recall>=0.9"])
 def test_another_operating_point_is_refused(text):
     with pytest.raises(UsageError, match=r"is no operating point: give youden, sensitivity>=0.95 or specificity>=0.9"):
         parse_operating_point(text)
 
 
-def test_calibration_is_that_of_scikit_learn():
+def test_calibration_is_that_of_scikit_learn_and_statsmodels():
     score, positive = draw(400, ties=False)
     share, mean = calibration_curve(positive, score[0], n_bins=10)
-    found = bin_scores(score[0], positive)
-    held = found.count > 0
-    assert found.count.sum() == 400
-    np.testing.assert_allclose(found.share[held], share)
-    np.testing.assert_allclose(found.score[held], mean)
-    intercept, slope = estimate_calibration(score, positive)
-    logits = np.log(score[0] / (1 - score[0]))[:, None]
-    fitted = LogisticRegression(C=np.inf, tol=1e-10).fit(logits, positive)
-    assert (intercept.value, slope.value) == pytest.approx((fitted.intercept_[0], fitted.coef_[0, 0]), abs=1e-4)
-    assert slope.low < slope.value < slope.high
-    assert math.isnan(estimate_calibration(positive[None] * 0.8 + 0.1, positive)[1].value)
+    bins = bin_scores(score[0], positive)
+    assert bins.count.sum() == 400
+    np.testing.assert_allclose([bins.share[bins.count > 0], bins.score[bins.count > 0]], [share, mean])
+    group = np.repeat(np.arange(8), 2)
+    for measure, value, error, clustered in (
+        (LARGE, 0.08227279, 0.62143639, 0.54390322), (SLOPE, 0.88849683, 0.43931299, 0.38145921)
+    ):  # fmt: skip
+        for by, sandwich in ((None, error), (group, clustered)):
+            ours = estimate(measure, SCORE[None], POSITIVE, by)
+            assert ours.value == pytest.approx(value, abs=1e-6)
+            assert 1 <= (ours.high - ours.low) / (2 * 1.96 * sandwich) < 1.4  # Student's quantile, units left out
+        assert math.isnan(estimate(measure, SCORE[None], np.ones(16, bool)).value)
+    assert math.isnan(estimate(SLOPE, POSITIVE[None] * 0.8 + 0.1, POSITIVE).value)
 
 
-def test_net_benefit_is_counted_as_vickers_and_elkin_define_it():
-    score, positive = draw(50)
-    thresholds = (0.1, 0.35, 0.8)
-    expected = []
-    for t in thresholds:
-        right = sum(s >= t and p for s, p in zip(score[0], positive, strict=True))
-        wrong = sum(s >= t and not p for s, p in zip(score[0], positive, strict=True))
-        expected.append(right / 50 - wrong / 50 * t / (1 - t))
-    np.testing.assert_allclose(find_net_benefit(score[0], positive, thresholds), expected, atol=1e-12)
+def test_net_benefit_is_that_of_dcurves():
+    expected = [0.451389, 0.333333, 0.25, 0.146802, 0.1875]
+    np.testing.assert_allclose(find_net_benefit(SCORE, POSITIVE, [0.1, 0.25, 0.4, 0.57, 0.8]), expected, atol=1e-6)
 
 
-def cover(estimate, truth, studies=2000):
+def cover(study, truth, studies=2000):
     """Share of simulated studies whose interval contains the truth, of 4 seeds that share the samples."""
     random = np.random.default_rng(0)
-    found = [estimate(random) for _ in range(studies)]
+    found = [study(random) for _ in range(studies)]
     return np.mean([each.low <= truth <= each.high for each in found])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("patients", "share"), [(10, 0.8), (20, 0.95), (50, 0.7)])
 def test_of_intervals_of_a_share_19_in_20_contain_it(patients, share):
-    def estimate(random):
+    def study(random):
         hard, group = random.normal(size=patients), np.repeat(np.arange(patients), 3)
         mixed = 0.8 * hard[group] + 0.6 * random.normal(size=3 * patients)
         hit = mixed + 0.3 * random.normal(size=(4, 3 * patients)) < level
         return estimate_share(hit, np.ones_like(hit), group)
 
     level = np.sqrt(1 + 0.3**2) * float(np.sqrt(2) * erfinv(2 * share - 1))
-    assert cover(estimate, share) >= 0.93
+    assert cover(study, share) >= 0.93
 
 
 @pytest.mark.slow
@@ -146,29 +222,23 @@ def test_of_intervals_of_a_share_19_in_20_contain_it(patients, share):
 def test_of_intervals_of_an_area_19_in_20_contain_it(patients):
     positive = np.arange(patients) % 2 == 1
 
-    def estimate(random):
+    def study(random):
         score = 1.4 * positive + random.normal(size=patients) + 0.3 * random.normal(size=(4, patients))
-        return estimate_area(score, positive)
+        return estimate(AREA, score, positive)
 
     truth = (1 + math.erf(1.4 / math.sqrt(2 * 1.09) / math.sqrt(2))) / 2
-    assert cover(estimate, truth) >= 0.93
+    assert cover(study, truth) >= 0.93
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of lifelines
-@pytest.mark.parametrize("seed", range(3))
-def test_survival_is_estimated_as_by_lifelines(seed):
-    lifelines = pytest.importorskip("lifelines")
-    random = np.random.default_rng(seed)
-    time, event = np.ceil(random.exponential(6, 50)), random.random(50) < 0.6
-    theirs = lifelines.KaplanMeierFitter().fit(time, event)
+def test_survival_is_that_of_scikit_survival():
+    time = np.array([1, 2, 2, 3, 3, 3, 4, 5, 5, 6, 7, 8.0])
+    event = np.array([1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0, 1]) == 1
     ours = estimate_survival(time, event)
-    np.testing.assert_allclose(ours.share, theirs.predict(ours.time), atol=1e-12)
-    np.testing.assert_array_equal(ours.at_risk, theirs.event_table.loc[ours.time, "at_risk"])
-    known = (ours.share > 0) & (ours.share < 1)
-    bounds = theirs.confidence_interval_.loc[ours.time[known]].to_numpy().T
-    np.testing.assert_allclose([ours.low[known], ours.high[known]], bounds, atol=1e-12)
-    assert ours.end == time.max()
+    assert (ours.time.tolist(), ours.at_risk.tolist(), ours.end) == ([1, 2, 3, 4, 5, 6, 8], [12, 11, 9, 6, 5, 3, 1], 8)
+    share = [0.91666667, 0.83333333, 0.64814815, 0.54012346, 0.43209877, 0.28806584, 0]
+    low = [0.53897718, 0.48171494, 0.30966223, 0.21656117, 0.14101049, 0.05276394, np.nan]
+    high = [0.98782557, 0.95550937, 0.85179751, 0.78036356, 0.69807566, 0.59066461, np.nan]
+    np.testing.assert_allclose([ours.share, ours.low, ours.high], [share, low, high], atol=1e-8)
 
 
 def test_without_events_everybody_survives_and_the_last_event_leaves_no_interval():

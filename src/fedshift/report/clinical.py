@@ -19,16 +19,14 @@ from ..analysis.clinical import (
     Bools,
     CalibrationBins,
     Estimate,
+    Floats,
     Ints,
     bin_scores,
-    estimate_area,
-    estimate_calibration,
-    estimate_mean,
+    estimate,
     estimate_share,
     find_net_benefit,
     parse_operating_point,
 )
-from ..analysis.influence import Floats
 from ..results.run_directory import to_file_name
 from ..results.schema import RunSummary
 from ..utils.errors import UsageError, unknown_name
@@ -41,7 +39,7 @@ from .tables import ONE_BY_ONE, find_reported_rounds
 ALL = "all clients"
 """Row of the samples of all clients together."""
 MEASURES = ("sensitivity", "specificity", "PPV", "NPV", "AUC", "Brier score")
-CALIBRATION = ("calibration intercept", "calibration slope")
+CALIBRATION = ("calibration in the large", "calibration slope")
 Cells = dict[tuple[str, str], float]
 """Cells of a row of :func:`measure_classes`, by measure and statistic."""
 THRESHOLDS = tuple(np.round(np.arange(0.01, 1.0, 0.01), 2).tolist())
@@ -288,10 +286,8 @@ def measure_scores(scores: Scores, called_RN: Bools, number: int, *, calibrated:
     }
     if scores.score is not None:
         score_RN = scores.score[:, :, number]
-        made["AUC"] = estimate_area(score_RN, positive_N, group_N)
-        made["Brier score"] = estimate_mean(np.square(score_RN - positive_N), group_N)
-        if calibrated:
-            made |= dict(zip(CALIBRATION, estimate_calibration(score_RN, positive_N, group_N), strict=True))
+        for measure in ("AUC", "Brier score", *CALIBRATION * calibrated):
+            made[measure] = estimate(measure, score_RN, positive_N, group_N)
     return made
 
 
