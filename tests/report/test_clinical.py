@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.special import expit, logit
 from sklearn import metrics as sk
 
 from fedshift.report.clinical import (
@@ -29,10 +30,10 @@ def draw_records(seed, classes, *, lacking=None):
         truth[truth == (lacking if client == "b" else None)] = 0
         random = np.random.default_rng([seed, place])
         score = np.eye(classes)[truth] + random.exponential(1.0, (size, classes))
-        score = (score / score.sum(axis=1, keepdims=True)).astype(np.float32)
+        score = score / score.sum(axis=1, keepdims=True)
         chosen = score.argmax(axis=1)
         made[client, "personal"] = {
-            "truth": truth.astype(np.uint8), "chosen": chosen.astype(np.uint8), "score": score,
+            "truth": truth.astype(np.uint8), "chosen": chosen, "odds": logit(score),
             "right": chosen == truth, "loss": 1.0 * (chosen != truth), "area": np.zeros(size, np.float32),
         }  # fmt: skip
     return made
@@ -62,7 +63,7 @@ def test_each_class_is_measured_as_scikit_learn_measures_it(make_recorded):
     for client in ("a", ALL):
         parts = [[run[name, "personal"] for name in SIZES if client in (name, ALL)] for run in runs]
         truth, chosen, score = (
-            [np.concatenate([each[key] for each in part]) for part in parts] for key in ("truth", "chosen", "score")
+            [np.concatenate([each[key] for each in part]) for part in parts] for key in ("truth", "chosen", "odds")
         )
         for number, name in enumerate(study.class_names):
             row = found.loc[client, name]
@@ -92,8 +93,8 @@ def test_each_of_several_labels_is_measured_against_samples_without_it(make_reco
     random = np.random.default_rng(0)
     runs = []
     for _ in range(2):
-        given, score = np.random.default_rng(1).random((60, 3)) < 0.4, random.random((60, 3)).astype(np.float32)
-        record = {"given": given, "chosen": score > 0.5, "score": score, "loss": np.zeros(60), "area": np.zeros(60)}
+        given, score = np.random.default_rng(1).random((60, 3)) < 0.4, random.random((60, 3))
+        record = {"given": given, "chosen": score > 0.5, "odds": logit(score), "loss": np.zeros(60), "area": np.zeros(60)}
         runs.append(record)
     cases = [Cases(round=1, records={("a", "personal"): run}) for run in runs]
     study = replace(study, read_cases=lambda _, seed: cases[seed])
@@ -115,11 +116,11 @@ def test_two_classes_are_decided_where_validation_data_say(make_recorded):
         held, tested = (
             read("fedavg", seed).records["a", "personal"] for read in (study.read_validation, study.read_cases)
         )
-        called = held["score"][:, 1] >= thresholds["a"][seed]
+        called = held["odds"][:, 1] >= thresholds["a"][seed]
         assert called[held["truth"] == 1].mean() >= 0.9
-        expected.append((tested["score"][:, 1] >= thresholds["a"][seed])[tested["truth"] == 1].mean())
+        expected.append((tested["odds"][:, 1] >= thresholds["a"][seed])[tested["truth"] == 1].mean())
     assert row["sensitivity", "value"] == pytest.approx(np.mean(expected))
-    assert row["threshold", ""] == pytest.approx(thresholds["a"].mean())
+    assert row["threshold", ""] == pytest.approx(expit(thresholds["a"]).mean())
     text = list_clinical_tables(study)[0].text
     assert text.note.startswith("Thresholds are chosen on each client's validation data (sensitivity>=0.9).")
     assert [row[0].text for row in text.rows] == ["a", "b", ALL]
@@ -134,7 +135,7 @@ def test_a_client_without_positive_validation_samples_takes_the_threshold_of_all
 
 def test_without_validation_data_the_threshold_is_one_half_and_the_table_says_so(make_recorded):
     study = make_recorded()
-    assert choose_thresholds(study, "fedavg", 1, "personal")["a"].tolist() == [0.5, 0.5]
+    assert choose_thresholds(study, "fedavg", 1, "personal")["a"].tolist() == [0, 0]
     assert "--validation 0.2" in list_clinical_tables(study)[0].text.note
     assert {"calibration", "decision-curve"} <= make_figures(study).keys()
     curve = tabulate_benefit(study, "fedavg", 1)
