@@ -325,7 +325,8 @@ def estimate_survival(time_N: Floats, event_N: Bools) -> pd.DataFrame:
     share_T = np.cumprod(1 - events_T / at_risk_T, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         variance_T = np.cumsum(events_T / (at_risk_T * (at_risk_T - events_T)))
-        spread_T = QUANTILE * np.sqrt(variance_T) / np.log(share_T)
-        low_T, high_T = share_T ** np.exp(-spread_T), share_T ** np.exp(spread_T)
+        log_T = np.log(share_T)
+        spread_T = QUANTILE * np.sqrt(variance_T) / log_T
+        low_T, high_T = (np.exp(log_T * np.exp(sign * spread_T)) for sign in (-1, 1))
     columns = {"share": share_T, "low": low_T, "high": high_T, "at_risk": at_risk_T}
     return pd.DataFrame(columns, index=pd.Index(time_T, name="time"))

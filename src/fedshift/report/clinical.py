@@ -315,14 +315,15 @@ def count_confusions(
     if summary.task == "multilabel":
         raise UsageError("samples with several labels have no confusion matrix: classes() measures each label")
     scores, names = _select(summary, method, model, client), name_classes(summary)
+    sent = _collect_counts(summary, method) if summary.served and summary.classes == 2 else {}
+    if not scores and not sent:
+        return pd.DataFrame()
     count = np.zeros((summary.classes, summary.classes + 1))  # the last: without a prediction
     for chosen_N in scores["chosen"].T if scores else ():
         np.add.at(count, (scores["truth"], chosen_N), 1 / scores["chosen"].shape[1])
-    if summary.served and summary.classes == 2 and (sent := _collect_counts(summary, method)):
-        hits_K1, support_K1 = (sent[client or ALL][name].mean(axis=0)[:, None] for name in ("hits", "support"))
+    if sent:
+        hits_K1, support_K1 = (sent[ALL][name].mean(axis=0)[:, None] for name in ("hits", "support"))
         count[:, :2] = np.where(np.eye(2), hits_K1, support_K1 - hits_K1)
-    elif not scores:
-        return pd.DataFrame()
     frame = pd.DataFrame(count, index=names, columns=[*names, "no prediction"])
     return frame.iloc[:, : None if count[:, -1].any() else -1].rename_axis(index="class", columns="predicted")
 
@@ -447,10 +448,10 @@ def _list_class_tables(summary: RunSummary, method: str, frame: pd.DataFrame) ->
         text = _write_measures(of_all, "class", f"{OF_LABELS if summary.task == 'multilabel' else WITHOUT_RULE} {note}")
         caption = "each class against the rest, all clients together, in percent"
         tables.append(_make_table("classes", method, caption, of_all, text))
-    order = list(dict.fromkeys(frame.index.get_level_values("client")))
-    recall = frame["sensitivity"].unstack("class").reindex(order)
+    recall = frame["sensitivity"].unstack("class").reindex(frame.index.unique("client"))
     rows = [
-        [client, *(_write_estimate(frame.loc[(client, name), "sensitivity"]) for name in names)] for client in order
+        [client, *(_write_estimate(frame.loc[(client, name), "sensitivity"]) for name in names)]
+        for client in recall.index
     ]
     text = make_table(("client", *names), rows, rule=len(rows) - 1, note=note)
     return [*tables, _make_table("recall", method, "recall of each class, in percent", recall, text)]
