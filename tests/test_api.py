@@ -169,7 +169,7 @@ def test_tables_derive_from_the_records(compared):
 
 def test_differences_are_to_fedavg_or_the_first(compared):
     whole, other = compared.differences(), compared.differences("fedbn", metric="loss")
-    assert [*whole.index] == [("fedavg", "fedbn", name) for name in ("mean over clients", "ann", "bob")]
+    assert [*whole.index] == [("fedavg", "fedbn", name) for name in ("mean over clients", "ann", "bob", "cid")]
     assert [*other.index.unique("method")] == ["fedavg"]
     loss = compared.table("loss")
     gap = loss.loc["macro", ("fedavg", "mean")] - loss.loc["macro", ("fedbn", "mean")]

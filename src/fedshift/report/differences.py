@@ -246,15 +246,17 @@ def _write_cell(row: Mapping[Any, Any], unit: Unit) -> TextCell:
 
 def _explain(summary: RunSummary, frame: pd.DataFrame, means: bool) -> str:
     """Return what intervals of ``frame`` cover, of ``means`` or of single clients, and why some are lacking."""
-    advice = advise_seeds(summary.methods, len(summary.seeds), summary.compare_with) if means else ""
     mean, clients = frame.xs(MEAN, level="client").iloc[0], frame.drop(index=MEAN, level="client")
-    if frame["low"].isna().all():
-        return advice or advise_seeds(summary.methods, len(summary.seeds), summary.compare_with)
+    comparisons = int(mean["comparisons"]) if means else 1
+    if not decides(len(summary.seeds), comparisons):
+        return advise_seeds(summary.methods, len(summary.seeds), summary.compare_with)
     covered = "seeds and test units (patients where they are known, else samples)"
     if math.isnan(mean["sample_error"]):
         covered = "seeds alone, since results of single samples are not here"
-    held = "one by one" if not means else f"together for all {mean['comparisons']:.0f} comparisons (Bonferroni)"
-    sentences = [advice or f"95 % intervals over {covered} hold {held}; bold: the interval excludes 0."]
+    held = f"together for all {comparisons} comparisons (Bonferroni)" if comparisons > 1 else "one by one"
+    sentences = [f"95 % intervals over {covered} hold {held}; bold: the interval excludes 0."]
+    if (frame["low"].isna() & ((frame["units"] == 0) | (frame["units"] >= FEWEST_UNITS))).any():
+        sentences.append("There is none where seeds do not differ, or by more than the metric's range.")
     few = clients[(clients["units"] > 0) & (clients["units"] < FEWEST_UNITS)].groupby("client", sort=False)["units"]
     if len(few):
         named = join_some([f"{client} ({units:.0f})" for client, units in few.max().items()])
