@@ -1,14 +1,13 @@
 """Classification as clinics read it, from the records of single samples: shares by class and client, and curves.
 
-With two classes, or one named as positive, a sample counts as positive from a threshold of its log-odds on, which each
-client's validation data choose (:func:`~fedshift.analysis.clinical.choose_threshold`); validation data of one kind
-alone cannot, and then those of all clients do. Without validation data, the threshold is a probability of one half.
-With more classes, each class is measured against the rest, where a sample counts as the class of the highest score.
+With two classes, or one named as positive, a sample counts as positive from a threshold of its log-odds on, which the
+client's validation data choose (:func:`~fedshift.analysis.clinical.choose_threshold`), or all clients' where the client
+has validation data of one class only. Without validation data, the threshold is a probability of one half. With more
+classes, each class is measured against the rest, where a sample counts as the class of the highest score.
 
-Scores of several models have no common scale. Where each client has a model of its own, whatever ranks or fits scores
-of all clients is therefore the mean over clients: areas, calibration in the large, its slope, and a threshold for those
-whose validation data choose none. Decisions, Brier scores, net benefit and calibration curves count what each model
-does with its client's samples, and add up.
+Scores of several models have no common scale. Under a method with a model for each client, all that ranks or fits the
+scores of all clients is therefore the mean over clients: areas, calibration in the large, its slope, and a threshold
+for clients whose validation data choose none. Decisions, Brier scores, net benefit and calibration curves add up.
 
 Sites send counts in place of results of single samples. Shares that follow from these have intervals for one seed, and
 take samples as independent: counts do not tell which samples are of one patient, nor on which of them seeds agree.
@@ -68,7 +67,7 @@ WITHOUT_RULE = "Sensitivity is the recall of the class. The class of the highest
 OF_LABELS = "Sensitivity is the recall of the label, which counts as predicted from a probability of one half on."
 WITHOUT_DATA = "No validation data: the threshold is 0.5; with --validation 0.2, some choose it."
 WITHOUT_THRESHOLD = "none: no threshold reaches this on validation data, so that no sample counts as positive."
-MODELS = "Each client has a model of its own: AUC and calibration of all clients are means over clients."
+MODELS = "Clients have different models: AUC and calibration of all clients are means over clients."
 INVALID = "Outputs that are not numbers count as wrong, and leave AUC, Brier score and calibration undefined."
 
 
@@ -180,7 +179,7 @@ def measure_classes(
     model: str = "personal",
     subgroups: Mapping[str, Sequence[object]] | None = None,
 ) -> pd.DataFrame:
-    """Return each measure of each class on each client's test samples, and on those of all together.
+    """Return each measure of each class on the test samples of each client and of all clients.
 
     ``subgroups``: a label for each test sample of each client, by whose values rows are then made, over all clients.
 
@@ -287,7 +286,7 @@ def _find_subgroups(scores: Records, subgroups: Mapping[str, Sequence[object]]) 
 
 
 def _measure_scores(scores: Records, called_RN: Ints, number: int, *, calibrated: bool) -> dict[str, Estimate]:
-    """Return the measures of class ``number`` against the rest, predicted as :func:`_call` says."""
+    """Return the measures of class ``number`` against the rest; ``called``: from :func:`_call`."""
     positive_N, group_N = _is_of(scores, number), scores.get("group")
     positive_RN = np.broadcast_to(positive_N, called_RN.shape)
     yes_RN, no_RN = called_RN == 1, called_RN == 0
@@ -475,7 +474,7 @@ def _write_measures(frame: pd.DataFrame, noun: str, note: str) -> TextTable:
 
 
 def _write_estimate(known: pd.Series, measure: str = "") -> str:
-    """Return a value and its interval, in percent, or for a Brier score and calibration as they are."""
+    """Return a value and its interval, in percent except for Brier scores and calibration."""
     scale, digits = (1, 3) if measure in (BRIER, *CALIBRATION) else (100, 1)
     value, low, high = (f"{scale * known[kind] + 0.0:z.{digits}f}" for kind in ("value", "low", "high"))
     if math.isnan(known["value"]):
