@@ -31,6 +31,7 @@ from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
 from ..new_clients.site_data import describe_newcomers, load_site
 from ..nn.adapters import merge_adapters
+from ..report.cases import tabulate_cases
 from ..report.clinical import bin_calibration, count_confusions, find_positive, measure_classes, tabulate_benefit
 from ..report.differences import compare_methods, list_frames
 from ..report.figures import make_figures
@@ -222,6 +223,14 @@ class Comparison:
             return pd.concat(list_frames(summary, metric, model) or {"": pd.DataFrame()}, names=["reference"])
         reference = find_method(baseline, summary)
         return pd.concat({reference: compare_methods(summary, reference, metric, model)}, names=["reference"])
+
+    def cases(self, model: Literal["personal", "global"] = "personal") -> pd.DataFrame:
+        """Return the result of each test sample, a row for each method, seed, client and sample, for other programs.
+
+        Columns: method, seed, client, case, patient, truth, prediction, scores and losses, as
+        :func:`~fedshift.report.cases.tabulate_cases` describes. Empty where sites keep the results of single samples.
+        """
+        return tabulate_cases(self.summary, model)
 
     def classes(
         self,
