@@ -275,8 +275,7 @@ class Comparison:
         right. ``client``: only its test samples.
         """
         summary = self.summary
-        bins = bin_calibration(summary, find_method(method, summary), find_positive(summary, positive), client=client)
-        return pd.DataFrame() if bins is None else pd.DataFrame(vars(bins))
+        return bin_calibration(summary, find_method(method, summary), find_positive(summary, positive), client=client)
 
     def decision_curve(
         self, method: str, *, positive: str | int | None = None, client: str | None = None
@@ -294,8 +293,9 @@ class Comparison:
         """Return Kaplan-Meier curves of test patients in thirds by predicted risk, with 95 % intervals.
 
         Returns:
-            A row for each third (``low risk``, ``middle risk``, ``high risk``) and time of an event; columns ``share``
-            (of patients without an event), ``low``, ``high`` and ``at_risk``. Empty unless the task is survival.
+            A row for each third (``low risk``, ``middle risk``, ``high risk``) and time of an event, and for the last
+            time; columns ``share`` (of patients without an event), ``low``, ``high`` and ``at_risk``. Empty unless the
+            task is survival.
 
         Raises:
             UsageError: the method is unknown.
