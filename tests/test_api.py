@@ -176,6 +176,22 @@ def test_differences_are_to_fedavg_or_the_first(compared):
     assert other["difference"].iloc[0] == pytest.approx(gap)
 
 
+def test_cases_give_the_table_and_a_file(compared, cli, undrawn):
+    cases = compared.cases()
+    assert [*cases.columns[:7]] == ["method", "seed", "client", "case", "patient", "truth", "prediction"]
+    right = (cases["truth"] == cases["prediction"]).groupby([cases["client"], cases["method"], cases["seed"]]).mean()
+    means = right.groupby(["client", "method"]).mean()
+    table = compared.table()
+    assert all(
+        means[client, method] == pytest.approx(table.loc[client, (method, "mean")]) for client, method in means.index
+    )
+    assert "Cases: " in cli("report", compared.directory, "--cases").out
+    assert len(pd.read_csv(compared.directory / "tables" / "cases.csv")) == len(cases)
+    for flag, told in (("--margin 0", "give a number above 0"), ("--margin 0.02", "")):
+        outcome = cli("report", compared.directory, *flag.split())
+        assert (outcome.code == 0, told in outcome.err) == (not told, True)
+
+
 def test_the_report_is_written_where_asked(compared, tmp_path, undrawn):
     assert compared.report(tmp_path / "page.html") == tmp_path / "page.html"
     assert "<html" in (tmp_path / "page.html").read_text()
