@@ -64,7 +64,8 @@ class NewClients:
     """New clients with models of a run, or of the user's network.
 
     ``data``: their samples; ``inputs``: unlabeled samples that take the place of their training inputs; ``methods``:
-    labels; ``restore``: returns the trial of a method with the first seed; ``rounds``: of local work.
+    labels; ``restore``: returns the trial of a method with the first seed; ``rounds``: of local work; ``notices``: of
+    the run.
     """
 
     data: Federation
@@ -74,6 +75,7 @@ class NewClients:
     seeds: int = 1
     restore: Callable[[str], Trial]
     rounds: int
+    notices: tuple[str, ...] = ()
 
     @property
     def training(self) -> Mapping[str, Samples]:
@@ -141,6 +143,7 @@ def adapt(
     from ..new_clients.policies import Adaptation, adapt_all
     from ..new_clients.site_data import client_name, describe_newcomers, load_site
     from ..new_clients.site_data import load_unlabeled as unlabeled_in
+    from ..results.summary import read_summary
 
     spec, experiment, notices = load_run(run, console, methods, seeds, device, run_data, code)
     place, schema, inputs = torch_device(experiment.settings.device), experiment.data.schema, None
@@ -156,7 +159,7 @@ def adapt(
     joining = describe_newcomers(new, experiment)
     site = NewClients(
         data=new, inputs=inputs, methods=[each.label for each in experiment.methods], settings=experiment.settings,
-        seeds=len(experiment.seeds), rounds=rounds,
+        seeds=len(experiment.seeds), rounds=rounds, notices=read_summary(run).notices if save else (),
         restore=lambda method: restore_trial(experiment, run, method, experiment.seeds[0]),
     )  # fmt: skip
     title = _introduce(console, site, (notice for notice in joining if not is_information(notice)), save, asked)
@@ -323,10 +326,11 @@ def _finish(
         assert save is not None  # as the loop says
         trial = site.restore(title.rpartition(": ")[0])
         model = remake_model(trial, title, client, site.training[client], rounds=site.rounds, inputs=site.inputs)
-        place = title, trial.seed, client
-        row = next((row for row in adapted.rows if (row["title"], row["seed"], row["client"]) == place), None)
         with show_loading(console):
-            report = export_model(trial, model, site.data, save / to_file_name(client), row, evidence)
+            report = export_model(
+                trial, model, site.data, save / to_file_name(client), evidence=evidence, measured=bool(adapted.rows),
+                notices=site.notices,
+            )  # fmt: skip
         print_line(console, f"{report.directory}: {title}, seed {trial.seed}: {', '.join(report.files)}")
         for line in (*report.checks, *(f"note: {notice}" for notice in report.notices)):
             print_line(console, line)
