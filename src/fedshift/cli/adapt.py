@@ -61,11 +61,10 @@ class OwnNetwork:
 
 @dataclass(frozen=True, kw_only=True)
 class NewClients:
-    """New clients with models of a run, or of the user's network.
+    """New clients, with what makes their models: a run, or a network from a file of weights.
 
-    ``data``: their samples; ``inputs``: unlabeled samples that take the place of their training inputs; ``methods``:
-    labels; ``restore``: returns the trial of a method with the first seed; ``rounds``: of local work; ``notices``: of
-    the run.
+    ``data``: their samples; ``inputs``: unlabeled samples that replace training inputs; ``methods``: labels;
+    ``restore``: returns the trial of a method with the first seed; ``rounds``: of local work; ``notices``: of the run.
     """
 
     data: Federation
@@ -180,7 +179,7 @@ def _check(
 ) -> None:  # fmt: skip
     """Raise :class:`UsageError` if arguments of :func:`adapt` do not go together, before anything is read.
 
-    ``misplaced``: a network of the user's has arguments of a run.
+    ``misplaced``: a file of weights is given with arguments of a run.
     """
     from ..export.package import require_new
     from ..new_clients.policies import find_policy
@@ -322,13 +321,14 @@ def _finish(
 
     for note in notes:
         print_line(console, f"note: {note}")
-    for client, (title, evidence) in chosen.items() if save else ():
-        assert save is not None  # as the loop says
+    places = {client: save / to_file_name(client) for client in chosen} if save else {}
+    for client, place in places.items():
+        title, evidence = chosen[client]
         trial = site.restore(title.rpartition(": ")[0])
         model = remake_model(trial, title, client, site.training[client], rounds=site.rounds, inputs=site.inputs)
         with show_loading(console):
             report = export_model(
-                trial, model, site.data, save / to_file_name(client), evidence=evidence, measured=bool(adapted.rows),
+                trial, model, site.data, place, evidence=evidence, measured=bool(adapted.rows),
                 notices=site.notices,
             )  # fmt: skip
         print_line(console, f"{report.directory}: {title}, seed {trial.seed}: {', '.join(report.files)}")

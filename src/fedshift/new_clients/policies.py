@@ -136,7 +136,7 @@ def remake_model(
         if model.policy == policy:
             return model
     reasons = explain_inapplicable([trial.plan], [policy], trial.data.task) if policy != UNCHANGED else []
-    told = "; ".join([*reasons, *notices]) or "each client has a model of its own"
+    told = "; ".join([*reasons, *notices]) or "the method has no global model"
     raise UsageError(f"{title} gives client {client!r} no model ({told}): choose another policy ({{}})", Ref("policy"))
 
 
