@@ -74,9 +74,9 @@ def policy_differences(seeds: pd.DataFrame, metric: str, influences: Influences 
     """Subtract the plain choice (:func:`find_plain_choice`) from each method and policy of :func:`seed_table`.
 
     Several clients are a sample of sites: each counts once, with its mean over seeds. Of a single one, the interval
-    covers its test units (patients where they are known, else samples) by their ``influences``, and trainings where seeds
-    decide (``analysis.statistics.decides``); without influences, only trainings. Intervals hold together for all rows
-    (Bonferroni). They are NaN where nothing decides, and with fewer than :data:`FEWEST_UNITS` test units.
+    covers its test units (patients where they are known, else samples) by their ``influences``, and trainings where
+    seeds decide (``analysis.statistics.decides``); without influences, only trainings. Intervals hold together for all
+    rows (Bonferroni). They are NaN where nothing decides, and with fewer than :data:`FEWEST_UNITS` test units.
 
     Returns:
         Columns baseline, difference, low, high, pairs (clients, or seeds of a single one), units, decided (whether the
