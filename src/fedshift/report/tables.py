@@ -397,14 +397,15 @@ def _describe_empty(summary: RunSummary) -> Iterator[str]:
 def _describe_invalid(summary: RunSummary) -> Iterator[str]:
     """Yield sentences on the test samples for which a method's output is not a number, over all seeds."""
     rows = select_reported_rows(summary)
-    counts = rows.assign(invalid=rows["invalid"].astype(float)).groupby(["method", "client"], sort=False)
-    found = counts[["invalid", "samples"]].sum().query("invalid > 0")
-    for method, own in found.groupby(level="method", sort=False):
-        where = [f"{client} {row.invalid:,.0f} of {row.samples:,.0f}" for (_, client), row in own.iterrows()]
-        yield (
-            f"{method}: outputs that are not numbers (NaN or infinite) count as wrong, and leave the loss undefined; of "
-            f"all seeds' test samples: {join_some(where, shown=NAMED)}."
-        )
+    for method in summary.methods:
+        own = rows[(rows["method"] == method) & (rows["invalid"].fillna(0) > 0)]
+        counts = own.groupby("client", sort=False)[["invalid", "samples"]].sum().to_dict("index")
+        where = [f"{client} {count['invalid']:,.0f} of {count['samples']:,.0f}" for client, count in counts.items()]
+        if where:
+            yield (
+                f"{method}: outputs that are not numbers (NaN or infinite) count as wrong, and leave losses undefined. "
+                f"Test samples, of all seeds: {join_some(where, shown=NAMED)}."
+            )
 
 
 def patient_table(summary: RunSummary, metric: str | None = None, model: str = "personal") -> pd.DataFrame:
@@ -412,15 +413,18 @@ def patient_table(summary: RunSummary, metric: str | None = None, model: str = "
 
     A patient's value is the mean of its cases; mean and standard deviation are over patients, then averaged over seeds.
     """
-    metric, found = _resolve_metric(summary, metric), []
-    for (method, seed), number in find_reported_rounds(summary).items() if metric in BY_CASE else ():
+    metric, rows = _resolve_metric(summary, metric), []
+    reported = find_reported_rounds(summary) if metric in BY_CASE else pd.Series(dtype=int)
+    for (method, seed), number in zip(reported.index.tolist(), reported.tolist(), strict=True):
         cases = summary.read_cases(method, seed)
         for (client, of), records in cases.records.items() if cases and cases.round == number else ():
             if of == model and "group" in records:
                 value_G = pd.Series(measure_cases(records, metric)).groupby(records["group"]).mean().dropna()
-                found.append((client, method, value_G.mean(), value_G.std(), len(value_G)))
-    frame = pd.DataFrame(found, columns=["client", "method", "mean", "std", "patients"])
-    return frame.groupby(["client", "method"], sort=False).mean().unstack("method").swaplevel(axis=1)
+                rows.append((client, method, value_G.mean(), value_G.std(), len(value_G)))
+    frame = pd.DataFrame(rows, columns=["client", "method", "mean", "std", "patients"])
+    means = frame.groupby(["method", "client"], sort=False).mean()
+    columns = {method: means.loc[method] for method in means.index.unique("method")}
+    return pd.concat(columns, axis=1) if columns else pd.DataFrame()
 
 
 def _describe_cases(rows: pd.DataFrame, metric: str, number: int | None) -> str:
@@ -512,5 +516,8 @@ def _select(summary: RunSummary, model: str | None, split: str, moment: str) -> 
 def pool_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     """Return ``metric``, which :func:`adds_up`, of all clients' samples together: a series over (method, seed)."""
     known = rows[["method", "seed"]].join(rows.reindex(columns=[*COUNTS, "reference"]).dropna(axis="columns"))
-    totals = {run: add_rows(group.to_dict("records")) for run, group in known.groupby(["method", "seed"])}
+    totals = {
+        run: add_rows(group.to_dict("records"))  # type: ignore[arg-type]
+        for run, group in known.groupby(["method", "seed"])
+    }
     return compute_metric(pd.DataFrame.from_dict(totals, orient="index").reindex(columns=COUNTS), metric).astype(float)

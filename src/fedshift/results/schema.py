@@ -173,14 +173,14 @@ def is_share(metric: str) -> bool:
     return metric not in UNITS and ":" not in metric
 
 
-def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int, str]:
-    """Return the factor for printing values of ``metric``, the decimals, and the unit (percent for fractions).
+def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int | None, str]:
+    """Return the factor for printing values of ``metric``, the decimals (None: as the values have it), and the unit.
 
     ``numbers``: whether targets are numbers, whose loss is a squared error.
     """
     if is_share(metric):
         return 100.0, 2, "percent"
-    return 1.0, 3, SQUARED if numbers and metric == "loss" else UNITS.get(metric, OWN_UNIT)
+    return 1.0, None, SQUARED if numbers and metric == "loss" else UNITS.get(metric, OWN_UNIT)
 
 
 def is_of_numbers(row: Mapping[str, Any]) -> bool:
