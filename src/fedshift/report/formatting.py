@@ -350,7 +350,9 @@ def to_csv(table: pd.DataFrame, partial: str = "") -> str:
     flat.columns = pd.Index(
         [" ".join(name).strip() if isinstance(name, tuple) else str(name) for name in table.columns]
     )
-    return (f"# {partial}\n" if partial else "") + escape_table(flat).to_csv(lineterminator="\n")
+    return (f"# {partial}\n" if partial else "") + escape_table(flat).to_csv(
+        float_format=lambda number: repr(float(number)).removesuffix(".0"), lineterminator="\n"
+    )
 
 
 def to_terminal(table: TextTable) -> RenderableType:
@@ -402,7 +404,7 @@ def choose_decimals(values: Iterable[float], stds: Iterable[float] = ()) -> int:
         return DIGITS
     digits, least = (STD_DIGITS, min(spreads)) if spreads else (DIGITS, min(sizes))
     needed = digits - 1 - math.floor(math.log10(least))
-    return max(0, min(needed, MOST_DIGITS - 1 - math.floor(math.log10(max(*sizes, *spreads)))))
+    return max(0, min(needed, MOST_DIGITS - 1 - math.floor(math.log10(max([*sizes, *spreads])))))
 
 
 def _write_spec(decimals: int | None) -> str | None:
