@@ -129,7 +129,7 @@ def _compare(summary: RunSummary, reference: str, metric: str, model: str) -> pd
             theirs_CS = reference_CS if place == 0 else reference_CS[place - 1 : place]
             rows[method, name] = {
                 "reference_value": float(pd.DataFrame(theirs_CS).mean().mean()),
-                **_measure(kept.mean().dropna(), parts, metric, comparisons if place == 0 else 1),
+                **measure_difference(kept.mean().dropna(), parts, metric, comparisons if place == 0 else 1),
             }
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*COLUMNS])
     frame.index = pd.MultiIndex.from_tuples(list(rows) or [("", "")], names=["method", "client"])[: len(rows)]
@@ -157,7 +157,7 @@ def _weigh_influences(
     return list(parts.values())
 
 
-def _measure(
+def measure_difference(
     gap_S: pd.Series, parts: list[tuple[np.ndarray, float]] | None, metric: str, comparisons: int
 ) -> dict[str, float]:
     """Return a row of :data:`COLUMNS` for the differences ``gap_S`` under each seed."""
@@ -246,15 +246,17 @@ def _write_cell(row: Mapping[Any, Any], unit: Unit) -> TextCell:
 
 def _explain(summary: RunSummary, frame: pd.DataFrame, means: bool) -> str:
     """Return what intervals of ``frame`` cover, of ``means`` or of single clients, and why some are lacking."""
-    advice = advise_seeds(summary.methods, len(summary.seeds), summary.compare_with) if means else ""
     mean, clients = frame.xs(MEAN, level="client").iloc[0], frame.drop(index=MEAN, level="client")
-    if frame["low"].isna().all():
-        return advice or advise_seeds(summary.methods, len(summary.seeds), summary.compare_with)
+    comparisons = int(mean["comparisons"]) if means else 1
+    if not decides(len(summary.seeds), comparisons):
+        return advise_seeds(summary.methods, len(summary.seeds), summary.compare_with)
     covered = "seeds and test units (patients where they are known, else samples)"
     if math.isnan(mean["sample_error"]):
         covered = "seeds alone, since results of single samples are not here"
-    held = "one by one" if not means else f"together for all {mean['comparisons']:.0f} comparisons (Bonferroni)"
-    sentences = [advice or f"95 % intervals over {covered} hold {held}; bold: the interval excludes 0."]
+    held = f"together for all {comparisons} comparisons (Bonferroni)" if comparisons > 1 else "one by one"
+    sentences = [f"95 % intervals over {covered} hold {held}; bold: the interval excludes 0."]
+    if (frame["low"].isna() & ((frame["units"] == 0) | (frame["units"] >= FEWEST_UNITS))).any():
+        sentences.append("There is none where seeds do not differ, or by more than the metric's range.")
     few = clients[(clients["units"] > 0) & (clients["units"] < FEWEST_UNITS)].groupby("client", sort=False)["units"]
     if len(few):
         named = join_some([f"{client} ({units:.0f})" for client, units in few.max().items()])
