@@ -191,7 +191,7 @@ def measure_trained(trial: Trial) -> dict[str, dict[str, float]]:
     """Return test metrics of the clients' models, and with statistics estimated anew where these may lag."""
     lag = trial.measure_lag()
     found = {PLAIN: read_values(trial, trial.evaluate(), "test")}
-    return found | ({ANEW: read_values(trial, lag["rows"], "test")} if lag else {})
+    return found | ({ANEW: read_values(trial, lag["rows"], "test")} if lag["lags"] else {})
 
 
 def measure_unseen(trial: Trial, site: str) -> dict[str, dict[str, float]]:

@@ -39,14 +39,21 @@ from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..engines.frozen import FITTING, Inputs
 from ..engines.spread import Pool
 from ..evaluation.communication import downlink_bytes, uplink_bytes
-from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
+from ..evaluation.metrics import evaluate, evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.policy import check_policy, make_state
-from ..evaluation.statistics_lag import count_updates, evaluate_reestimated, may_lag, remaining_part
+from ..evaluation.statistics_lag import (
+    Statistics,
+    draw_seen,
+    find_moves,
+    may_lag,
+    reestimate_models,
+    renew,
+)
 from ..evaluation.unseen_clients import PolicyContext, make_personal_state
 from ..models import ModelFactory
 from ..nn.linear import list_products, set_products
 from ..results.checkpoint import refuse_other, save_checkpoint
-from ..results.schema import Row, compute_metric, rows_to_frame
+from ..results.schema import REESTIMATED, RUNNING, Row, compute_metric, rows_to_frame
 from ..results.trial_records import load_facts
 from ..tasks import describe_task
 from ..utils.errors import FedshiftError, UsageError
@@ -90,6 +97,7 @@ class RoundResult:
 class Trial:
     """One method with one seed on one federation; see the module's docstring.
 
+    ``statistics``: BatchNorm statistics of the models that :meth:`personal_state` and :meth:`model_state` return.
     ``client_memory``: maximum bytes of clients' states in memory; the others are only in files (``client_store``).
     ``make_engine``: makes the engine in place of the one in the settings. ``executor``: where the pool engine
     trains; None: in its own processes.
@@ -162,6 +170,8 @@ class Trial:
             self.train, lambda: init_client(self.plan), device, client_memory, self.plan.rule_names
         )
         self._known: PolicyContext | None = None
+        self.statistics = RUNNING
+        self._renewed: tuple[ServerState, Any] | None = None
         self._prelude: dict[str, int] = {}
         self._prelude_seconds = 0.0
 
@@ -406,26 +416,67 @@ class Trial:
     def _without_newcomers(self, rows: list[Row]) -> list[Row]:
         return [row for row in rows if row["split"] == "test" or row["client"] not in self.settings.newcomers]
 
-    def measure_lag(self) -> dict[str, Any] | None:
-        """Return measurements with re-estimated BatchNorm statistics; None if the running ones cannot lag.
+    def reestimate(self) -> Statistics:
+        """Return re-estimated BatchNorm statistics of the models (:mod:`fedshift.evaluation.statistics_lag`).
 
-        The result has ``round``, ``updates``, ``remaining`` and ``rows`` (:mod:`fedshift.evaluation.statistics_lag`).
+        There are none if the running ones cannot lag.
         """
-        plan, server = self.plan, self.server
-        updates = count_updates(plan, server, self.clients.count_steps().values())
-        if not may_lag(plan, server, updates):
-            return None
-        rows = self.engine.evaluate_reestimated(server)
-        if rows is None:
-            clients, measured = self.measured.clients, (self.data.task, self.data.classes)
-            own = self._trained_state
-            rows = evaluate_reestimated(plan, server, clients, self.train, self.splits, measured, own)
-        part = remaining_part(plan, updates)
-        rows = self._without_newcomers(rows)
-        return {"round": server.round, "updates": updates, "remaining": part, "rows": rows}
+        if not may_lag(self.plan, self.server):
+            return {}
 
-    def _trained_state(self, client: ClientData) -> State | None:
-        return self.personal_state(client) if self.clients.has_trained(client.name) else None
+        def find(name: str) -> State | None:
+            return self._running_state(self.measured.client(name)) if self.clients.has_trained(name) else None
+
+        names = self._draw_participants(self.server.round)
+        return reestimate_models(self.plan, self.server, self.train, find, names)
+
+    def replace_statistics(self, found: Statistics) -> tuple[ServerState, Callable[[ClientData], State | None]]:
+        """Return the server, and a function for each client's model, with the statistics ``found``."""
+
+        def personal(client: ClientData) -> State | None:
+            state = self._running_state(client)
+            return None if state is None else renew(self.plan, found, client.name, state)
+
+        return replace(self.server, shared=self.server.shared | found.get(None, {})), personal
+
+    def measure_lag(self, evaluated: Sequence[Row] = (), found: Statistics | None = None) -> dict[str, Any]:
+        """Return measurements of the models with re-estimated BatchNorm statistics (``rows``), after ``round``.
+
+        Also: ``lags``, whether there are statistics that may; ``complete``, whether all could be re-estimated;
+        ``moves``, the metric with both statistics on validation or, without them, training data
+        (:attr:`fedshift.results.schema.RunSummary.moves`).
+
+        Args:
+            evaluated: measurements of the round, if sites have the data.
+            found: the result of :meth:`reestimate`, if it is known.
+
+        """
+        rows, before, after, complete = list[Row](), list[Row](), list[Row](), True
+        lags = may_lag(self.plan, self.server)
+        if lags and self._remote:
+            rows = self.engine.evaluate_reestimated(self.server) or []
+            loaded = [row for row in evaluated if (row["model"], row["moment"]) == ("personal", "loaded")]
+            complete = len(rows) == len(loaded)
+            before, after = ([row for row in each if row["split"] == "validation"] for each in (loaded, rows))
+        elif lags:
+            server, renewed = self.replace_statistics(self.reestimate() if found is None else found)
+            before, after = map(self._measure_seen, (self._running_state, renewed))
+            rows = evaluate_clients(self.plan, server, self.measured, self.splits, renewed)
+        rows = [{**row, "moment": REESTIMATED} for row in self._without_newcomers(rows)]
+        moves = find_moves(before, after, self.settings.metric)
+        return {"round": self.server.round, "lags": lags, "complete": complete, "moves": moves, "rows": rows}
+
+    def _measure_seen(self, model: Callable[[ClientData], State | None]) -> list[Row]:
+        """Return rows of each client's ``model`` on the data by which reported statistics are chosen."""
+        task, rows = self.data.task, []
+        for name, samples in self._find_learning_data().items():
+            client = self.measured.client(name)
+            split = "train" if samples is client.train else "validation"
+            seen = draw_seen(self.seed, samples, len(client.test)) if split == "train" else samples
+            state = model(client)
+            assert state is not None
+            rows.append({"client": name, "split": split, **evaluate(self.plan, state, seen, task, self.data.classes)})
+        return rows
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -450,7 +501,7 @@ class Trial:
     def model_state(self, client: str | None = None) -> State | None:
         """Return the model that ``client`` would use, or with ``client=None`` the server's (None if it has none)."""
         if client is None:
-            return global_state(self.plan, self.server)
+            return global_state(self.plan, self._reported[0])
         state = self.personal_state(self.measured.client(client))
         if state is None:
             raise UsageError(
@@ -459,8 +510,20 @@ class Trial:
             )
         return state
 
+    @property
+    def _reported(self) -> tuple[ServerState, Callable[[ClientData], State | None]]:
+        """The server and each client's model, with re-estimated statistics if these are reported."""
+        if self.statistics == RUNNING:
+            return self.server, self._running_state
+        if self._renewed is None or self._renewed[0] is not self.server:
+            self._renewed = self.server, self.replace_statistics(self.reestimate())
+        return self._renewed[1]
+
     def personal_state(self, client: ClientData) -> State | None:
         """Return the model that ``client`` would use; None if it has none and the policy makes none."""
+        return self._reported[1](client)
+
+    def _running_state(self, client: ClientData) -> State | None:
         if not self.plan.personalizes:
             return global_state(self.plan, self.server)
         if self.clients.has_trained(client.name):

@@ -23,7 +23,7 @@ from ...engines.frozen import FITTING, Inputs
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...evaluation.policy import POLICIES, SKIP, make_lone_state
-from ...evaluation.statistics_lag import evaluate_reestimated
+from ...evaluation.statistics_lag import reestimate_models, renew
 from ...evaluation.unseen_clients import make_personal_state
 from ...experiments.settings import Settings
 from ...export.package import write_package
@@ -139,8 +139,10 @@ class SiteTrial:
             own = self._make_unseen_state(server)
         if asked.facts["moment"] == REESTIMATED:
             training = {} if self.review.validates else {client.name: client.train}
-            measured = self.data.task, self.data.classes
-            rows = evaluate_reestimated(plan, server, [client], training, splits, measured, lambda _: own, alone=True)
+            found = reestimate_models(plan, server, training, lambda _: own, alone=True)
+            renewed = [] if own is None or client.name not in found else [renew(plan, found, client.name, own)]
+            measured = [client], splits, self.data.task, self.data.classes
+            rows = [{**row, "moment": REESTIMATED} for s in renewed for row in evaluate_trained(plan, s, *measured)]
         else:
             self._follow(server)
             data = self.inputs.measured
