@@ -427,7 +427,7 @@ class Trial:
         def find(name: str) -> State | None:
             return self._running_state(self.measured.client(name)) if self.clients.has_trained(name) else None
 
-        names = self._draw_participants(self.server.round)
+        names = self._draw_participants(self.server.round) if self.server.mixes else ()
         return reestimate_models(self.plan, self.server, self.train, find, names)
 
     def replace_statistics(self, found: Statistics) -> tuple[ServerState, Callable[[ClientData], State | None]]:

@@ -277,9 +277,12 @@ class TrialRun:
         for split, records in made.items():
             if all(each for several in records.values() for each in several.values()):
                 write_cases(folder, reported, records, split)
-        for statistics, (server, personal) in models.items() if pictured and "test" in made else ():
-            pictures = picture_worst(trial.plan, server, trial.measured, personal, made["test"][statistics])
-            write_pictures(folder, reported, pictures, statistics)
+        if pictured and "test" in made:
+            pictures = {
+                statistics: picture_worst(trial.plan, server, trial.measured, personal, made["test"][statistics])
+                for statistics, (server, personal) in models.items()
+            }
+            write_pictures(folder, reported, pictures)
 
 
 def score_round(rows: Sequence[Row], settings: Settings) -> Score:

@@ -45,7 +45,7 @@ RUNNING, REESTIMATED = "running", "reestimated"
 """BatchNorm statistics of the models whose results are recorded."""
 FILES = {"validation": "cases-validation.npz", "test": "cases.npz"}
 """File of each split's records."""
-PICTURES = {RUNNING: "worst-cases.npz", REESTIMATED: "worst-cases-reestimated.npz"}
+PICTURES = "worst-cases.npz"
 CONSTANT = 1e-12
 """Largest spread of a target, relative to the sum of its squares, that rounding can cause if the target is constant."""
 _INDEX = "index"
@@ -90,13 +90,17 @@ def rank_results(records: Records) -> NDArray[Any]:
     return np.where(wrong, records["loss"].astype(float), np.nan)
 
 
-def write_pictures(folder: Path, round: int, pictures: Sequence[Picture], statistics: str = RUNNING) -> None:
-    """Write ``pictures`` of the models with these statistics atomically, in order; equal ones yield equal bytes."""
-    index = {"round": round, "of": [[picture.client, picture.row] for picture in pictures]}
+def write_pictures(folder: Path, round: int, pictures: Mapping[str, Sequence[Picture]]) -> None:
+    """Write ``pictures`` by statistics atomically, in order; equal ones yield equal bytes."""
+    drawn = [picture for several in pictures.values() for picture in several]
+    index = {
+        "round": round, "of": [[picture.client, picture.row] for picture in drawn],
+        "counts": {statistics: len(several) for statistics, several in pictures.items()},
+    }  # fmt: skip
     packed = io.BytesIO()
-    arrays = {str(number): picture.image for number, picture in enumerate(pictures)}
+    arrays = {str(number): picture.image for number, picture in enumerate(drawn)}
     np.savez_compressed(packed, **{_INDEX: np.frombuffer(json.dumps(index).encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
-    write_atomically(folder / PICTURES[statistics], _seal(packed.getvalue()))
+    write_atomically(folder / PICTURES, _seal(packed.getvalue()))
 
 
 def read_pictures(folder: Path, round: int, statistics: str = RUNNING) -> tuple[Picture, ...] | None:
@@ -104,13 +108,15 @@ def read_pictures(folder: Path, round: int, statistics: str = RUNNING) -> tuple[
 
     ``statistics``: as in :func:`read_cases`. Raises :class:`FedshiftError` if the file is damaged.
     """
-    path = next((path for s in (statistics, RUNNING) if (path := folder / PICTURES[s]).exists()), None)
-    if path is None:
+    path = folder / PICTURES
+    if not path.exists():
         return None
     try:
         with np.load(_unseal(path.read_bytes())) as packed:
             index = json.loads(packed[_INDEX].tobytes())
             known = [(client, row, packed[str(number)]) for number, (client, row) in enumerate(index["of"])]
+            first = index["counts"][RUNNING]
+            known = known[first:] if statistics != RUNNING and statistics in index["counts"] else known[:first]
     except DAMAGE as error:
         raise FedshiftError(
             f"{path} is damaged ({error}): remove it, and have it drawn again (fedshift run or compare, {{}})",

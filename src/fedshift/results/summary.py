@@ -85,7 +85,7 @@ def write_outcome(directory: RunDirectory) -> None:
         "engines": {name: list(dict.fromkeys(row["engine"] for row in several)) for name, several in rounds.items()},
         "commands": [session["command"] for session in machine[SESSIONS]],
         "versions": machine["packages"],
-        "statistics": _choose_statistics(trials, done, facts)["statistics"],
+        "statistics": _choose_statistics(trials, done, facts, "")["statistics"],
     }
     directory.write_json(STUDY, {**facts, OUTCOME: trained})
 
@@ -155,7 +155,8 @@ def read_summary(path: Path) -> RunSummary:
     rows = rows_to_frame(
         row for trial, done in zip(trials, rounds, strict=True) for row in stream_measurements(trial.folder, done)
     )
-    facts |= _choose_statistics(trials, rounds, facts)
+    chosen = facts.pop(OUTCOME, {}).get("statistics", "")  # of other outcomes, the records are more recent
+    facts |= _choose_statistics(trials, rounds, facts, chosen)
     moved = ("round", "down", "up", "seconds", "elapsed", "ended", "engine")
     traffic = [
         {"method": trial.method, "seed": trial.seed, **{name: row[name] for name in moved}}
@@ -214,15 +215,15 @@ def _list_trials(path: Path, facts: Mapping[str, Any]) -> list[_Trial]:
 
 
 def _choose_statistics(
-    trials: Sequence[_Trial], rounds: Sequence[Sequence[Row]], facts: Mapping[str, Any]
+    trials: Sequence[_Trial], rounds: Sequence[Sequence[Row]], facts: Mapping[str, Any], chosen: str
 ) -> dict[str, Any]:
     """Return the fields of :class:`RunSummary` about the choice of BatchNorm statistics.
 
-    ``rounds``: the recorded rounds of each trial.
+    ``rounds``: the recorded rounds of each trial; ``chosen``: the choice on record, if any.
     """
     moves, unmeasured = [], []
     for trial, done in zip(trials, rounds, strict=True):
-        found = read_lag(trial.folder)
+        found = read_lag(trial.folder, required=chosen == REESTIMATED)
         moves += [{"method": trial.method, "seed": trial.seed, **move} for move in (found or {}).get("moves", ())]
         ended = len(done) == facts["rounds"] or read_stop(trial.folder, len(done))
         current = found and found["complete"] and (facts["select"] == "best" or found["round"] == len(done))
@@ -275,7 +276,6 @@ def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, n
     fix = _written_again(path)
     facts, machine = read_facts(path), read_environment(path)
     expected, names = facts.pop(_IMAGES), facts.pop("samples")
-    facts.pop(OUTCOME, None)  # the records are more recent
     try:
         content = (path / SAMPLES).read_bytes()
         if checksum(content) != expected:

@@ -70,14 +70,14 @@ def read_crossed(folder: Path) -> list[Row]:
     return rows
 
 
-def read_lag(folder: Path) -> dict[str, Any] | None:
+def read_lag(folder: Path, *, required: bool = False) -> dict[str, Any] | None:
     """Return what :meth:`fedshift.experiments.trial.Trial.measure_lag` measured of the trial in ``folder``, or None.
 
-    Rows have its ``round``. Raises :class:`FedshiftError` if the file is damaged.
+    Rows have its ``round``. Raises :class:`FedshiftError` if the file is damaged, or missing and ``required``.
     """
-    if not (folder / LAG).exists():
+    if not (required or (folder / LAG).exists()):
         return None
-    again = Sentence("remove it, and have it measured again (fedshift run or compare, {})", Ref(resume=True))
+    again = Sentence("remove it and have it measured again (fedshift run or compare, {})", Ref(resume=True))
     found = read_checked(folder / LAG, again)
     return {**found, "rows": [{**row, "round": found["round"]} for row in found["rows"]]}
 
