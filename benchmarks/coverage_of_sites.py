@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
+from fedshift.analysis.sampling import SampleValues, class_values, difference_variance, mean_values, ratio_values
 from numpy.typing import NDArray
 from scipy import stats
 
-from fedshift.analysis.sampling import SampleValues, class_values, difference_variance, mean_values, ratio_values
 from fedshift.analysis.statistics import PairedDifference, correct_family, include_samples, paired_difference
 
 Floats = NDArray[np.float64]

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import fedshift
-from fedshift.analysis import statistics
 from fedshift.cli import deployment
 from fedshift.config.expressions import list_catalog
 from fedshift.config.spec import CompareSpec
@@ -333,7 +332,6 @@ def list_stated_numbers():
         ("docs/operators.md", f"`--days` the validity, {keys.DAYS}"),
         ("docs/operators.md", f"once a day for {WORDS[keys.NOTICE_DAYS].lower()} days"),
         ("docs/flower.md", f"({' or '.join(internals.RELEASES)})"),
-        ("docs/claims.md", f"At least {WORDS[statistics.FEWEST]} seeds"),
         ("docs/guide.md", f"With more than {report_tables.ONE_BY_ONE} clients"),
         ("docs/guide.md", f"at most {statistics_lag.BATCHES * BATCH:,} training samples of each"),
         ("docs/guide.md", f"`trials/<method>-seed<k>/{trial_records.LAG}`"),

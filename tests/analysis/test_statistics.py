@@ -9,7 +9,6 @@ from scipy import stats
 from fedshift.analysis.statistics import (
     Moments,
     correct_family,
-    count_needed_pairs,
     holm_correction,
     mean_and_std,
     paired_difference,
@@ -32,19 +31,6 @@ def test_one_value_has_no_deviation_and_nan_counts_as_absent():
 
 def test_no_value_gives_nan():
     assert all(map(math.isnan, mean_and_std([])))
-
-
-@pytest.mark.parametrize(("effect", "pairs"), [(0.5, 34), (0.8, 15), (1.0, 10)])
-def test_needed_pairs_are_those_of_the_tables(effect, pairs):
-    """Level 5 % and power 80 %, two-sided, of Cohen's small table of paired tests, which G*Power gives too."""
-    assert count_needed_pairs(2.0, 2.0 * effect) == count_needed_pairs(2.0, -2.0 * effect) == pairs
-
-
-def test_needed_pairs_suffice_for_every_comparison_and_need_a_spread():
-    needed = count_needed_pairs(1.0, 1.0, comparisons=6)
-    power = [stats.nct.sf(stats.t.ppf(1 - 0.05 / 12, n - 1), n - 1, math.sqrt(n)) for n in (needed - 1, needed)]
-    assert power[0] < 0.8 <= power[1]
-    assert count_needed_pairs(0.0, 1.0) is count_needed_pairs(math.nan, 1.0) is count_needed_pairs(1.0, 1e-6) is None
 
 
 def test_paired_difference_by_hand():
