@@ -103,18 +103,13 @@ def list_loaded(names: Iterable[str], server: ServerState, state: State) -> froz
     return frozenset(name for name in names if name in server.shared and torch.equal(state[name], server.shared[name]))
 
 
-def renew(plan: Plan, found: Statistics, client: str | None, state: State) -> State:
-    """Return the model ``state`` of ``client`` (None: of the server) with its re-estimated statistics, if any."""
-    return {**state, **found.get(client if plan.personalizes else None, {})}
-
-
 def draw_seen(seed: int, samples: Samples, most: int) -> Samples:
     """Return training samples that show whether statistics lag: as many as re-estimate them, of cases ``most``."""
     count = min(len(samples), BATCHES * BATCH if samples.patches is None else most)
     return samples.take(torch.from_numpy(stream(seed, "seen").permutation(len(samples))[:count]))
 
 
-def find_moves(before: Sequence[Row], after: Sequence[Row], metric: str) -> list[dict[str, Any]]:
+def find_moves(metric: str, before: Sequence[Row], after: Sequence[Row]) -> list[dict[str, Any]]:
     """Return client, split, and the metric with ``running`` and ``reestimated`` statistics, where both define it.
 
     ``before`` and ``after``: measurements of each client and split.

@@ -41,14 +41,7 @@ from ..engines.spread import Pool
 from ..evaluation.communication import downlink_bytes, uplink_bytes
 from ..evaluation.metrics import evaluate, evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.policy import check_policy, make_state
-from ..evaluation.statistics_lag import (
-    Statistics,
-    draw_seen,
-    find_moves,
-    may_lag,
-    reestimate_models,
-    renew,
-)
+from ..evaluation.statistics_lag import draw_seen, find_moves, may_lag, reestimate_models
 from ..evaluation.unseen_clients import PolicyContext, make_personal_state
 from ..models import ModelFactory
 from ..nn.linear import list_products, set_products
@@ -67,6 +60,8 @@ from .private_training import refuse_uncovered
 from .settings import Settings, check_sizes, make_plan, start_network
 
 SERVER_PARTS = ("shared", "memory", "optimizer", "kept", "mixes")
+Models = tuple[ServerState, Callable[[ClientData], State | None]]
+"""The server, and a function that returns the model that a client would use, None if it has none."""
 BEGUN = "as the run was begun"
 """Reason given for the engine of a trial that continues."""
 
@@ -171,7 +166,7 @@ class Trial:
         )
         self._known: PolicyContext | None = None
         self.statistics = RUNNING
-        self._renewed: tuple[ServerState, Any] | None = None
+        self._renewed: tuple[ServerState, Models | None] | None = None
         self._prelude: dict[str, int] = {}
         self._prelude_seconds = 0.0
 
@@ -416,55 +411,50 @@ class Trial:
     def _without_newcomers(self, rows: list[Row]) -> list[Row]:
         return [row for row in rows if row["split"] == "test" or row["client"] not in self.settings.newcomers]
 
-    def reestimate(self) -> Statistics:
-        """Return re-estimated BatchNorm statistics of the models (:mod:`fedshift.evaluation.statistics_lag`).
+    def reestimate(self) -> Models | None:
+        """Return the models with re-estimated BatchNorm statistics (:mod:`fedshift.evaluation.statistics_lag`).
 
-        There are none if the running ones cannot lag.
+        None: the running ones cannot lag.
         """
         if not may_lag(self.plan, self.server):
-            return {}
+            return None
 
         def find(name: str) -> State | None:
             return self._running_state(self.measured.client(name)) if self.clients.has_trained(name) else None
 
         names = self._draw_participants(self.server.round) if self.server.mixes else ()
-        return reestimate_models(self.plan, self.server, self.train, find, names)
-
-    def replace_statistics(self, found: Statistics) -> tuple[ServerState, Callable[[ClientData], State | None]]:
-        """Return the server, and a function for each client's model, with the statistics ``found``."""
+        found = reestimate_models(self.plan, self.server, self.train, find, names)
 
         def personal(client: ClientData) -> State | None:
-            state = self._running_state(client)
-            return None if state is None else renew(self.plan, found, client.name, state)
+            state, owner = self._running_state(client), client.name if self.plan.personalizes else None
+            return None if state is None else {**state, **found.get(owner, {})}
 
         return replace(self.server, shared=self.server.shared | found.get(None, {})), personal
 
-    def measure_lag(self, evaluated: Sequence[Row] = (), found: Statistics | None = None) -> dict[str, Any]:
+    def measure_lag(self, evaluated: Sequence[Row], renewed: Models | None = None) -> dict[str, Any]:
         """Return measurements of the models with re-estimated BatchNorm statistics (``rows``), after ``round``.
 
-        Also: ``lags``, whether there are statistics that may; ``complete``, whether all could be re-estimated;
-        ``moves``, the metric with both statistics on validation or, without them, training data
-        (:attr:`fedshift.results.schema.RunSummary.moves`).
+        Also: ``moves``, the metric with both statistics on validation or, without them, training data
+        (:attr:`fedshift.results.schema.RunSummary.moves`), and ``complete``, whether all models are measured.
 
         Args:
-            evaluated: measurements of the round, if sites have the data.
-            found: the result of :meth:`reestimate`, if it is known.
+            evaluated: the usual measurements of the round, which hold where statistics cannot lag.
+            renewed: the result of :meth:`reestimate`; None: statistics cannot lag, or sites have the data.
 
         """
-        rows, before, after, complete = list[Row](), list[Row](), list[Row](), True
-        lags = may_lag(self.plan, self.server)
-        if lags and self._remote:
+        rows, moves = [row for row in evaluated if row["moment"] == "loaded"], list[dict[str, Any]]()
+        own = [row for row in rows if row["model"] == "personal"]
+        metric, complete = self.settings.metric, True
+        if renewed:
+            server, model = renewed
+            moves = find_moves(metric, self._measure_seen(self._running_state), self._measure_seen(model))
+            rows = evaluate_clients(self.plan, server, self.measured, self.splits, model)
+        elif may_lag(self.plan, self.server):
             rows = self.engine.evaluate_reestimated(self.server) or []
-            loaded = [row for row in evaluated if (row["model"], row["moment"]) == ("personal", "loaded")]
-            complete = len(rows) == len(loaded)
-            before, after = ([row for row in each if row["split"] == "validation"] for each in (loaded, rows))
-        elif lags:
-            server, renewed = self.replace_statistics(self.reestimate() if found is None else found)
-            before, after = map(self._measure_seen, (self._running_state, renewed))
-            rows = evaluate_clients(self.plan, server, self.measured, self.splits, renewed)
+            complete = len(rows) == len(own)
+            moves = find_moves(metric, *([row for row in each if row["split"] == "validation"] for each in (own, rows)))
         rows = [{**row, "moment": REESTIMATED} for row in self._without_newcomers(rows)]
-        moves = find_moves(before, after, self.settings.metric)
-        return {"round": self.server.round, "lags": lags, "complete": complete, "moves": moves, "rows": rows}
+        return {"round": self.server.round, "complete": complete, "moves": moves, "rows": rows}
 
     def _measure_seen(self, model: Callable[[ClientData], State | None]) -> list[Row]:
         """Return rows of each client's ``model`` on the data by which reported statistics are chosen."""
@@ -511,13 +501,11 @@ class Trial:
         return state
 
     @property
-    def _reported(self) -> tuple[ServerState, Callable[[ClientData], State | None]]:
-        """The server and each client's model, with re-estimated statistics if these are reported."""
-        if self.statistics == RUNNING:
-            return self.server, self._running_state
-        if self._renewed is None or self._renewed[0] is not self.server:
-            self._renewed = self.server, self.replace_statistics(self.reestimate())
-        return self._renewed[1]
+    def _reported(self) -> Models:
+        """The models with the BatchNorm statistics that are reported."""
+        if self.statistics == REESTIMATED and (self._renewed is None or self._renewed[0] is not self.server):
+            self._renewed = self.server, self.reestimate()
+        return (self._renewed[1] if self._renewed else None) or (self.server, self._running_state)
 
     def personal_state(self, client: ClientData) -> State | None:
         """Return the model that ``client`` would use; None if it has none and the policy makes none."""

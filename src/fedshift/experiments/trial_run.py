@@ -54,7 +54,7 @@ from ..utils.profiling import timed_section
 from .client_store import check_segments
 from .session import format_now
 from .settings import Settings
-from .trial import RoundResult, Trial
+from .trial import Models, RoundResult, Trial
 from .trial_notices import list_notices_after, list_notices_before
 
 if TYPE_CHECKING:
@@ -262,11 +262,12 @@ class TrialRun:
             trial = self.experiment.make_trial(self.method, self.seed)
             trial.restore(*load_checkpoint(folder / BEST), folder)
         with timed_section("evaluation"):
-            found = trial.reestimate()
-            self._record_lag(trial.measure_lag(found=found))
-            models = {name: trial.replace_statistics(of) for name, of in ((RUNNING, {}), (REESTIMATED, found))}
-            if not found:
-                del models[REESTIMATED]
+            rows = stream_measurements(folder, read_rounds(folder))
+            evaluated = [row for row in rows if row["round"] == reported and row["split"] != "train"]
+            models: dict[str, Models] = {RUNNING: (trial.server, trial.personal_state)}
+            if renewed := trial.reestimate():
+                models[REESTIMATED] = renewed
+            self._record_lag(trial.measure_lag(evaluated, renewed))
             made = {
                 split: {
                     statistics: record_clients(trial.plan, server, trial.measured, personal, split)

@@ -263,7 +263,7 @@ def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) ->
     kept = (row for row in stream_rows(trial_folder(directory, name, seed) / METRICS) if row["round"] == number)
     rows = [row for row in kept if row["split"] != "train"] or (trial.evaluate() if here else [])
     moment = "loaded"
-    if trial.statistics == REESTIMATED and (lag := read_lag(trial_folder(directory, name, seed))) and lag["lags"]:
+    if trial.statistics == REESTIMATED and (lag := read_lag(trial_folder(directory, name, seed))):
         rows, moment = lag["rows"], REESTIMATED
     for row in rows:
         wanted = row["client"] == client if client else True

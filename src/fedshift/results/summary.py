@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,9 +152,6 @@ def read_summary(path: Path) -> RunSummary:
     facts, machine, samples = _read_files(path)
     trials = _list_trials(path, facts)
     rounds = [_read_trial(trial.folder, facts["rounds"]) for trial in trials]
-    rows = rows_to_frame(
-        row for trial, done in zip(trials, rounds, strict=True) for row in stream_measurements(trial.folder, done)
-    )
     chosen = facts.pop(OUTCOME, {}).get("statistics", "")  # of other outcomes, the records are more recent
     facts |= _choose_statistics(trials, rounds, facts, chosen)
     moved = ("round", "down", "up", "seconds", "elapsed", "ended", "engine")
@@ -174,9 +171,11 @@ def read_summary(path: Path) -> RunSummary:
 
     return RunSummary(
         **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods, "samples": samples, "class_names": names},
-        rows=rows,
-        crossed=_read_crossed(trials),
-        lag=_read_reestimated(trials, rows),
+        rows=rows_to_frame(
+            row for trial, done in zip(trials, rounds, strict=True) for row in stream_measurements(trial.folder, done)
+        ),
+        crossed=_collect_rows(trials, read_crossed, "owner"),
+        lag=_collect_rows(trials, lambda folder: (read_lag(folder) or {"rows": []})["rows"]),
         traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
         environment=machine,
         stopped={
@@ -250,25 +249,10 @@ def _read_trial(folder: Path, planned: int) -> list[Row]:
     return rounds
 
 
-def _read_crossed(trials: Sequence[_Trial]) -> pd.DataFrame:
-    """Return the rows of cross-site validation of all trials."""
-    found = [
-        {"method": trial.method, "seed": trial.seed, **row} for trial in trials for row in read_crossed(trial.folder)
-    ]
-    return rows_to_frame(found).assign(owner=[row["owner"] for row in found])
-
-
-def _read_reestimated(trials: Sequence[_Trial], rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of all trials with re-estimated statistics, and the usual ``rows`` of those that cannot lag."""
-    frames = []
-    for trial in trials:
-        found = read_lag(trial.folder)
-        if found and found["lags"]:
-            frames.append(rows_to_frame({"method": trial.method, "seed": trial.seed, **row} for row in found["rows"]))
-        elif found:
-            own = (rows["method"] == trial.method) & (rows["seed"] == trial.seed) & (rows["round"] == found["round"])
-            frames.append(rows[own & (rows["moment"] == "loaded")].assign(moment=REESTIMATED))
-    return pd.concat(frames, ignore_index=True) if frames else rows_to_frame(())
+def _collect_rows(trials: Sequence[_Trial], read: Callable[[Path], Iterable[Row]], *others: str) -> pd.DataFrame:
+    """Return the rows that ``read`` finds of all trials, with the columns ``others`` in addition to the usual ones."""
+    found = [{"method": trial.method, "seed": trial.seed, **row} for trial in trials for row in read(trial.folder)]
+    return rows_to_frame(found).assign(**{name: [row[name] for row in found] for name in others})
 
 
 def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:

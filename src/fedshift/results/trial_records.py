@@ -77,7 +77,7 @@ def read_lag(folder: Path, *, required: bool = False) -> dict[str, Any] | None:
     """
     if not (required or (folder / LAG).exists()):
         return None
-    again = Sentence("remove it and have it measured again (fedshift run or compare, {})", Ref(resume=True))
+    again = Sentence("have it measured again without it (fedshift run or compare, {})", Ref(resume=True))
     found = read_checked(folder / LAG, again)
     return {**found, "rows": [{**row, "round": found["round"]} for row in found["rows"]]}
 

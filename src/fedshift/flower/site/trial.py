@@ -23,7 +23,7 @@ from ...engines.frozen import FITTING, Inputs
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained
 from ...evaluation.policy import POLICIES, SKIP, make_lone_state
-from ...evaluation.statistics_lag import reestimate_models, renew
+from ...evaluation.statistics_lag import reestimate_models
 from ...evaluation.unseen_clients import make_personal_state
 from ...experiments.settings import Settings
 from ...export.package import write_package
@@ -140,9 +140,9 @@ class SiteTrial:
         if asked.facts["moment"] == REESTIMATED:
             training = {} if self.review.validates else {client.name: client.train}
             found = reestimate_models(plan, server, training, lambda _: own, alone=True)
-            renewed = [] if own is None or client.name not in found else [renew(plan, found, client.name, own)]
-            measured = [client], splits, self.data.task, self.data.classes
-            rows = [{**row, "moment": REESTIMATED} for s in renewed for row in evaluate_trained(plan, s, *measured)]
+            measured, state = [client] if client.name in found else [], {**(own or {}), **found.get(client.name, {})}
+            rows = evaluate_trained(plan, state, measured, splits, self.data.task, self.data.classes)
+            rows = [{**row, "moment": REESTIMATED} for row in rows]
         else:
             self._follow(server)
             data = self.inputs.measured
