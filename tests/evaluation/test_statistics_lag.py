@@ -78,10 +78,10 @@ def test_statistics_are_chosen_without_test_data_recorded_and_found_again(tiny, 
     other = train("other", replace(tiny, clients=tuple(flipped)))
     assert auto.summary.statistics == other.summary.statistics == "reestimated"
     assert auto.summary.moves.equals(other.summary.moves)
-    assert set(auto.summary.moves["split"]) == {"train"}
+    assert set(auto.summary.moves["split"]) == {"training"}
     assert json.loads((tmp_path / "auto" / "study.json").read_text())["trained"]["statistics"] == "reestimated"
     assert str(auto).startswith("BatchNorm's running statistics lag: re-estimated on training data, they take ")
-    assert "with running ones: page and tables/accuracy-running" in str(auto)
+    assert "values are with re-estimated statistics (the running alternative: page and tables/accuracy-" in str(auto)
     assert auto.records.equals(plain.records)
     assert plain.table().equals(auto.table(moment="loaded"))
     assert plain.table(moment="reestimated").equals(auto.table())

@@ -74,7 +74,7 @@ def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(meth
     shared = bool(list_loaded(names, trial.server, trial.model_state(trial.data.names[0])))
     assert again["rows"] == [row for row in there["rows"] if not (names and (shared or row["model"] == "global"))]
     assert again["complete"] != shared
-    said = "were not re-estimated (estimates would have to leave the sites)"
+    said = "could not be measured with re-estimated statistics (estimates would have to leave the sites)"
     assert (said in describe_lag(read_summary(tmp_path / "served"))) == shared
     assert [*tmp_path.rglob("cases.npz")] == [*(tmp_path / "reference").rglob("cases.npz")]  # not of sites' samples
     assert sum((row["split"], row["moment"]) == ("test", "trained") for row in rows) == len(grid.sites)

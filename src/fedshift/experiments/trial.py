@@ -461,8 +461,8 @@ class Trial:
         task, rows = self.data.task, []
         for name, samples in self._find_learning_data().items():
             client = self.measured.client(name)
-            split = "train" if samples is client.train else "validation"
-            seen = draw_seen(self.seed, samples, len(client.test)) if split == "train" else samples
+            split = "training" if samples is client.train else "validation"
+            seen = draw_seen(self.seed, samples, len(client.test)) if split == "training" else samples
             state = model(client)
             assert state is not None
             rows.append({"client": name, "split": split, **evaluate(self.plan, state, seen, task, self.data.classes)})

@@ -14,7 +14,6 @@ from .tables import AFTER_WORK
 
 OTHER_STATISTICS = {"loaded": RUNNING, REESTIMATED: REESTIMATED}
 """Ending of the file of a table with the statistics that are not reported, by moment."""
-SPLITS = {"train": "training", "validation": "validation"}
 
 
 def find_other_moment(summary: RunSummary) -> str | None:
@@ -35,42 +34,22 @@ def describe_moment(summary: RunSummary, moment: str | None) -> str:
 
 def describe_lag(summary: RunSummary) -> str:
     """Return which statistics the reported values have, and why; empty if running ones have no known lag."""
-    moves, missing = _describe_moves(summary), _explain_unmeasured(summary)
-    again = summary.statistics == REESTIMATED
-    if not moves and not again:
-        return "" if not missing or describe_partial(summary) else f"BatchNorm statistics are running ones: {missing}."
-    other = RUNNING if again else REESTIMATED
-    beside = f" (with {other} ones: page and tables/{name_file(summary.metric)}-{other})"
-    if not moves:
-        return (
-            f"BatchNorm statistics are re-estimated ones, as asked for{beside}; no client changes by {_least(summary)}."
-        )
+    large, least = select_large_moves(summary.moves, summary.metric), "a point" if is_share(summary.metric) else "1 %"
+    again, other = summary.statistics == REESTIMATED, OTHER_STATISTICS[find_other_moment(summary) or "loaded"]
     kept = "re-estimated" if again else "running"
-    why = f", since {missing}" if missing else f"{'' if again else ', as asked for'}{beside}"
-    return f"BatchNorm's running statistics lag: {moves}; all values are with {kept} ones{why}."
-
-
-def _describe_moves(summary: RunSummary) -> str:
-    """Return the largest change of a client by re-estimated statistics; empty if none is large."""
-    unit = difference_unit(summary.metric, numbers=summary.of_numbers)
-    large = select_large_moves(summary.moves, summary.metric)
+    asked = "" if again and len(large) else ", as asked for"
+    why = f"{asked} (the {other} alternative: page and tables/{name_file(summary.metric)}-{other})"
+    if summary.unmeasured:
+        reason = "estimates would have to leave the sites" if summary.served else "the run has not ended"
+        why = f", since {join_some(summary.unmeasured)} could not be measured with re-estimated statistics ({reason})"
     if large.empty:
-        return ""
-    most = large.iloc[0]
+        silent = describe_partial(summary) or not (again or summary.unmeasured)
+        return "" if silent else f"All values are with {kept} BatchNorm statistics{why}."
+    unit, most = difference_unit(summary.metric, numbers=summary.of_numbers), large.iloc[0]
     seed = f", seed {most['seed']}," if len(summary.seeds) > 1 else ""
     return (
-        f"re-estimated on training data, they take {most['client']} under {most['method']}{seed} from "
-        f"{unit.format(most[RUNNING])} to {unit.format(most[REESTIMATED])} on {SPLITS[most['split']]} data, the "
-        f"largest of {len(large)} changes of {_least(summary)} or more"
+        f"BatchNorm's running statistics lag: re-estimated on training data, they take {most['client']} under "
+        f"{most['method']}{seed} from {unit.format(most[RUNNING])} to {unit.format(most[REESTIMATED])} on "
+        f"{most['split']} data, the largest of {len(large)} changes of {least} or more; all values are with {kept} "
+        f"statistics{why}."
     )
-
-
-def _least(summary: RunSummary) -> str:
-    return "a point" if is_share(summary.metric) else "1 %"
-
-
-def _explain_unmeasured(summary: RunSummary) -> str:
-    if not summary.unmeasured:
-        return ""
-    reason = "estimates would have to leave the sites" if summary.served else "the run has not ended"
-    return f"those of {join_some(summary.unmeasured)} were not re-estimated ({reason})"

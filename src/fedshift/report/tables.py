@@ -137,9 +137,9 @@ def seed_table(
     up, such as ``auc``); ``worst client`` is the lowest value (highest loss). Each is over the clients of
     :func:`mask_incomparable`; beyond :data:`ONE_BY_ONE` clients, :data:`QUANTILES` and the best client follow.
     ``moment="trained"`` measures the models of that round's participants after their local work, ``"loaded"`` models
-    with running BatchNorm statistics, ``"reestimated"`` those with re-estimated ones; None: as ``summary.statistics``
-    chooses of the last two. The global model's table contains only methods with a global model. ``number``: class of
-    masks to measure; None: the mean over classes.
+    with running BatchNorm statistics, ``"reestimated"`` models with re-estimated statistics; None: as
+    ``summary.statistics`` chooses of the last two. The global model's table contains only methods with a global model.
+    ``number``: class of masks to measure; None: the mean over classes.
     """
     if number is not None and not ("dice" in summary.metrics and 0 < number < summary.classes):
         raise UsageError(f"class {number}: give one of the classes of masks, from 1 (0 is the background)")
