@@ -458,14 +458,16 @@ class Trial:
 
     def _measure_seen(self, model: Callable[[ClientData], State | None]) -> list[Row]:
         """Return rows of each client's ``model`` on the data by which reported statistics are chosen."""
-        task, rows = self.data.task, []
-        for name, samples in self._find_learning_data().items():
-            client = self.measured.client(name)
-            split = "training" if samples is client.train else "validation"
-            seen = draw_seen(self.seed, samples, len(client.test)) if split == "training" else samples
-            state = model(client)
-            assert state is not None
-            rows.append({"client": name, "split": split, **evaluate(self.plan, state, seen, task, self.data.classes)})
+        pooled, task, rows = self.plan.method.pooled, self.data.task, list[Row]()
+        known = frozenset(self.clients.seen if not pooled else self.data.names) - frozenset(self.settings.newcomers)
+        for client in self.measured.clients:
+            state = model(client) if client.name in known and len(client.train) else None
+            if state is None:
+                continue
+            split = "validation" if client.validation else "training"
+            samples = client.validation or draw_seen(self.seed, client.train, len(client.test))
+            counts = evaluate(self.plan, state, samples, task, self.data.classes)
+            rows.append({"client": client.name, "split": split, **counts})
         return rows
 
     @property
