@@ -23,6 +23,7 @@ from fedshift.export.loading import ExportedModel
 from fedshift.export.programs import save_onnx
 from fedshift.export.source import export_run, find_licenses
 from fedshift.results.schema import read_rows
+from fedshift.results.trial_records import read_lag
 from fedshift.tasks import TASKS
 from fedshift.utils.errors import FedshiftError, UsageError
 from tests.conftest import ARRAYS
@@ -55,7 +56,8 @@ def bobs(experiment, kept):
 
 def recorded(run, method, client, model="personal", seed=0):
     """The counts of right answers by class that the run recorded after its last round."""
-    rows = read_rows(run / "trials" / f"{method}-seed{seed}" / "metrics.jsonl")
+    folder = run / "trials" / f"{method}-seed{seed}"
+    rows = read_lag(folder)["rows"] or read_rows(folder / "metrics.jsonl")
     key = (rows[-1]["round"], client, "test", model)
     return next(row["hits"] for row in rows if (row["round"], row["client"], row["split"], row["model"]) == key)
 
@@ -301,7 +303,7 @@ def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
     for said in (
         "# fedbn, client bob",
         "Network small-cnn, ",
-        "is the model that client `bob` uses after round 1 (the last of 1), seed 0",
+        "uses after round 1 (the last of 1, with re-estimated BatchNorm statistics), seed 0",
         f"| bob | test | 12 | {100 * hits / 12:.2f} % ({100 * low:.1f} to {100 * high:.1f} %) |",
         f"Over the run's 2 seeds, bob: {100 * np.mean(accuracies):.2f} % on average, standard deviation "
         f"{100 * np.std(accuracies, ddof=1):.2f} points.",
@@ -341,7 +343,7 @@ def columns(count, key):
 
 def last_row(result):
     """Return what the run recorded of south's model on test data after the last round, under the first seed."""
-    rows = result.records[(result.records["round"] == 3) & (result.records["seed"] == 0)]
+    rows = result.summary.lag[result.summary.lag["seed"] == 0]
     (row,) = rows[(rows["client"] == "south") & (rows["split"] == "test")].to_dict("records")
     return row
 
