@@ -13,8 +13,8 @@ from typing import Any
 
 from ..analysis.statistics import wilson_interval
 from ..data.preparation import Preparation
-from ..report.formatting import format_bytes
-from ..results.schema import Row, compute_metric, is_share, metric_unit, name_metric, rows_to_frame
+from ..report.formatting import difference_unit, format_bytes
+from ..results.schema import Row, compute_metric, is_share, name_metric, rows_to_frame
 from ..utils.words import join_some
 
 LEVEL = 0.95
@@ -267,15 +267,14 @@ def _describe_metrics(facts: ModelFacts, rows: list[Row]) -> Iterator[str]:
 
 def _format_value(value: float, metric: str) -> str:
     """Return a value as printed in tables: proportions in percent, "" if undefined."""
-    scale, digits, _ = metric_unit(metric)
-    return "" if value != value else f"{scale * value:.{digits}f}{' %' if is_share(metric) else ''}"
+    return "" if value != value else f"{difference_unit(metric).format(value)}{' %' if is_share(metric) else ''}"
 
 
 def _describe_spread(facts: ModelFacts) -> Iterator[str]:
     metric = facts.metrics[0]
-    scale, digits, _ = metric_unit(metric)
+    unit = difference_unit(metric)
     for spread in facts.spread:
-        low, high, std = (f"{scale * value:.{digits}f}" for value in (spread.low, spread.high, spread.std))
+        low, high, std = (unit.format(value) for value in (spread.low, spread.high, spread.std))
         share = is_share(metric)
         interval = f", interval of the mean {low} to {high}{' %' * share}" if spread.low == spread.low else ""
         what = "" if metric == "accuracy" else f"{name_metric(metric)} "
