@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
-from fedshift.analysis.clinical import estimate_area
+from fedshift.analysis.clinical import AREA, estimate
 from fedshift.data.samples import Samples
 from fedshift.report.tables import MISSING_PARTS, describe_missing
 from fedshift.results.cases import find_probabilities, measure_cases
@@ -66,7 +66,7 @@ def test_areas_rank_scores_that_a_softmax_makes_equal(classes):
     assert measure(CLASSIFICATION, scores, y)["auc"] == pytest.approx(np.mean(areas), abs=1e-12)
     assert abs(sk.roc_auc_score(y == 0, scores.double().softmax(1)[:, 0]) - areas[0]) > 0.01
     records = CLASSIFICATION.record(scores, y, classes)
-    of_decisions = [estimate_area(records["odds"][None, :, k], (y == k).numpy()).value for k in range(classes)]
+    of_decisions = [estimate(AREA, records["odds"][None, :, k], (y == k).numpy()).value for k in range(classes)]
     assert of_decisions == pytest.approx(areas, abs=1e-12)
     np.testing.assert_allclose(find_probabilities(records), scores.double().softmax(1), atol=1e-15)
 

@@ -16,15 +16,14 @@ from ..config.expressions import find_title
 from ..config.spec import DataSpec
 from ..console.printing import Console
 from ..core.plan import forward
-from ..data.far_values import measure_training, warn_far
-from ..data.patches import slide
+from ..data.far_values import measure_training
 from ..evaluation.policy import parse_policies
 from ..experiments.cross_site import cross_validate
 from ..experiments.experiment import Experiment
 from ..experiments.python_settings import note_user_code, simplify
 from ..experiments.restoration import find_method, restore_trial, select_trials
 from ..experiments.trial import Trial
-from ..export.loading import name_predictions
+from ..export.loading import Predictor
 from ..export.programs import require_samplewise
 from ..export.source import export_run
 from ..new_clients.policies import adapt_all
@@ -42,11 +41,10 @@ from ..report.page import make_metric_table, write_page
 from ..report.publication import list_parts, print_parts
 from ..report.survival import tabulate_survival
 from ..report.tables import accuracy_table, cross_table, tabulate_history
-from ..representations import RepresentationComparison, collect_comparison
+from ..representations import RepresentationComparison, compare_representations
 from ..results.schema import MOMENTS, RunSummary
 from ..results.summary import read_summary
 from ..tasks import find_kind
-from ..tasks.task import BATCH
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.state import State
 from ..utils.warning import warn_of
@@ -338,8 +336,8 @@ class Comparison:
             seed: seed; None: the first.
 
         Returns:
-            Names of classes or labels, or numbers; for masks a tensor of class numbers, as
-            :meth:`fedshift.export.loading.ExportedModel.predict` returns them.
+            Names of classes or labels, numbers or masks, as :meth:`fedshift.export.loading.Predictor.predict` returns
+            them.
 
         Raises:
             UsageError: there is no such method, client, model or seed, clients are scaled differently and none is
@@ -356,20 +354,14 @@ class Comparison:
             )
         schema = data.schema if client is None else data.describe_client(data.client(client))
         prepare, plan = schema.preparation, trial.plan
-        x, single = prepare.store(samples)
         trained = data if client is None else replace(data, clients=(data.client(client),))
-        warn_far(replace(prepare, measured=measure_training(trained, trial.settings.newcomers)), x, above=1)
+        usual = replace(prepare, measured=measure_training(trained, trial.settings.newcomers))
 
         def score(x: Tensor) -> Tensor:
-            return forward(plan, state, prepare.scale(x, plan.dtype).to(trial.settings.device)).cpu()
+            outputs = forward(plan, state, prepare.scale(x, plan.dtype).to(trial.settings.device)).cpu()
+            return data.task.decode(outputs)
 
-        with torch.no_grad():
-            if prepare.patched:
-                outputs = torch.cat([slide(score, each[None], prepare.shape[1:]) for each in x])
-            else:
-                outputs = torch.cat([score(part) for part in torch.split(x, BATCH)])
-        named = name_predictions(data.task.predict(data.task.decode(outputs)), find_kind(data.task), schema.names)
-        return named[0] if single else named
+        return Predictor(usual, find_kind(data.task), schema.names, score, data.task).predict(samples)
 
     def _restore(self, method: str, client: str | None, seed: int | None) -> tuple[Trial, State]:
         """Return the trial of a method at the reported round, and the entries of a model in it."""
@@ -421,7 +413,7 @@ class Comparison:
             data: clients that took no part, in any form that :func:`compare` accepts; they are converted to the
                 comparison's shape, scale and classes.
             policies: names (``fedshift list policies``), some with arguments, "tent(steps=3)", or "package.module:name"
-                of one's own; None: all that apply, except atp.
+                of one's own; None: all that apply.
             rounds: rounds of local work of policies that train.
             methods: methods to adapt; None: all.
 
@@ -493,7 +485,7 @@ class Comparison:
         methods: str | Sequence[str] | None = None,
         seeds: int | Sequence[int] | None = None,
     ) -> RepresentationComparison:
-        """Compare feature maps and BatchNorm of clients and server, as ``representations.compare_representations``."""
+        """Compare feature maps and BatchNorm of clients and server (:func:`.compare_representations`)."""
         go_on = "compare(..., out=..., resume=True)"
         experiment = select_trials(self.experiment, methods, seeds)
-        return collect_comparison(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
+        return compare_representations(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)

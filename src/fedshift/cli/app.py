@@ -41,7 +41,6 @@ from .data import Reading, data, diagnose, format_notices, load_for_display
 from .deployment import join, ledger, pki, serve
 from .export import export
 from .features import features
-from .leak import leak
 from .leave_out import rebuild_without, run_without
 from .plan import plan
 from .predict import predict
@@ -110,7 +109,7 @@ app = App(
 )
 for command in (
     data, diagnose, plan, advise, pki, serve, join, ledger, adapt, export, predict, reproduce, theory, sweep,
-    features, leak, cross_site, watch,
+    features, cross_site, watch,
 ):  # fmt: skip
     app.command(command)
 

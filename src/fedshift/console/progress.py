@@ -132,7 +132,11 @@ class PlainLines(_Progress):
         many = len(reached) > SHOWN
         worst = max if is_lower_better(self.metric) else min
         named = [worst(reached, key=reached.__getitem__)] if many else list(reached)
-        each = ", ".join(f"{client} {self._write(reached[client])}" for client in named)
+        shown = {
+            client: f"{reached[client]:.1f}" if is_share(self.metric) else self._write(reached[client])
+            for client in named
+        }
+        each = " ".join(f"{client} {text}" for client, text in shown.items())
         elapsed = time.monotonic() - self.began
         left = elapsed / self.run * self.left
         mean = self._write(_mean(reached))

@@ -50,8 +50,12 @@ def evaluate(plan: Plan, state: State, split: Samples, task: Task, classes: int)
 @torch.inference_mode()
 def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task: Task, classes: int) -> list[Row]:
     """Return :func:`evaluate` of each of ``splits``; small ones share a forward pass, and cases are counted singly."""
-    counted = ([task.measure(*part, classes) for part in parts] for parts in _predict(plan, state, list(splits)))
-    return [counts[0] if len(counts) == 1 else add_rows(counts) for counts in counted]
+    return [_add_up([task.measure(*part, classes) for part in parts]) for parts in _predict(plan, state, list(splits))]
+
+
+def _add_up(counts: Sequence[Row]) -> Row:
+    """Return the counts of a split from those of its parts."""
+    return counts[0] if len(counts) == 1 else add_rows(counts)
 
 
 def _predict(plan: Plan, state: State, splits: Sequence[Samples]) -> Iterator[Iterable[tuple[Tensor, Tensor]]]:
@@ -172,9 +176,7 @@ def record_clients(
     grouped = any(samples.group is not None for samples in distinct.values())
 
     def record(samples: Samples, parts: Iterable[tuple[Tensor, Tensor]]) -> Records:
-        each = [data.task.record_all(*part, data.classes) for part in parts]
-        made = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
-        return {**made, "group": samples.units.cpu().int().numpy()} if made and grouped else made
+        return _record(samples, parts, data.task, data.classes, grouped=grouped)
 
     known = {id(samples): record(samples, parts) for samples, parts in zip(distinct.values(), outputs, strict=False)}
     for client in (client for client in data.clients if client.name in held):
@@ -188,6 +190,23 @@ def record_clients(
             (parts,) = _predict(plan, own, [own_samples])
             found[client.name, "personal"] = record(own_samples, parts)
     return found
+
+
+def measure_singly(plan: Plan, state: State, split: Samples, task: Task, classes: int) -> tuple[Row, Records]:
+    """Return the counts of :func:`evaluate` for the model with ``state``, and the records of single samples."""
+    (predicted,) = _predict(plan, state, [split])
+    parts = list(predicted)
+    counts = _add_up([task.measure(*part, classes) for part in parts])
+    return counts, _record(split, parts, task, classes, grouped=split.group is not None)
+
+
+def _record(
+    samples: Samples, parts: Iterable[tuple[Tensor, Tensor]], task: Task, classes: int, *, grouped: bool
+) -> Records:
+    """Return the records of ``samples``, whose outputs and targets are ``parts``."""
+    each = [task.record_all(*part, classes) for part in parts]
+    made = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
+    return {**made, "group": samples.units.cpu().int().numpy()} if made and grouped else made
 
 
 @torch.inference_mode()

@@ -57,7 +57,7 @@ def pair_losses(federated: pd.Series, centralized: pd.Series) -> list[Losses]:
 def format_concordance_table(table: pd.DataFrame) -> TextTable:
     """Return a concordance table as text: ``1.4e-05 (2.0e-06)``, and on which side of the threshold its interval is."""
     rows = [
-        (*pair, format_mean(mean, std), rounds, seeds, _judge(low, high))
+        (*pair, format_mean(mean, std, ".1e"), rounds, seeds, _judge(low, high))
         for pair, mean, std, rounds, seeds, low, high in table.itertuples(name=None)
     ]
     note = f"{explain_spread(max(table['seeds'], default=0))} Verdicts are of 95 % intervals that hold together."

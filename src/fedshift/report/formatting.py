@@ -81,9 +81,9 @@ class TextCell:
 class TextTable:
     """Header, and rows whose first cell names the row; a line is drawn above row number ``rule`` (0: none).
 
-    ``note`` is printed below the table in every format except CSV, and explains spreads and intervals; ``advice`` to
-    whoever reads the results follows it, but not in LaTeX, which a paper includes. ``partial`` is a line above the
-    table in files, if some of the compared runs have not ended. ``corner``: what columns are, so that they may
+    ``note`` is printed below the table in every format except CSV, and explains spreads and intervals; LaTeX, for a
+    paper, leaves out ``advice``, a part of it. ``partial`` is a line above the table in files, if some of the compared
+    runs have not ended. ``corner``: what columns are, so that they may
     become rows; empty: they may not.
     """
 
@@ -94,11 +94,6 @@ class TextTable:
     partial: str = ""
     corner: str = ""
     advice: str = ""
-
-    @property
-    def remarks(self) -> str:
-        """Note and advice."""
-        return f"{self.note} {self.advice}".strip()
 
     @property
     def values(self) -> list[str]:
@@ -264,8 +259,7 @@ def fit_width(table: TextTable, width: int) -> list[TextTable]:
     if _measure_width(turned) <= width:
         return [turned]
     blocks = min((_split_columns(each, width) for each in (table, turned)), key=len)
-    *first, last = blocks
-    return [*(replace(block, note="", advice="") for block in first), last]
+    return [replace(block, note=table.note if block is blocks[-1] else "") for block in blocks]
 
 
 def _measure_columns(table: TextTable) -> list[int]:
@@ -304,7 +298,7 @@ def to_markdown(table: TextTable) -> str:
         for row in table.rows
     ]
     lines = [[_escape_markdown(name) for name in table.header], ["---", *["---:"] * (len(table.header) - 1)], *body]
-    note = f"\n{_escape_markdown(table.remarks)}\n" if table.remarks else ""
+    note = f"\n{_escape_markdown(table.note)}\n" if table.note else ""
     partial = f"{_escape_markdown(table.partial)}\n\n" if table.partial else ""
     return partial + "".join(f"| {' | '.join(line)} |\n" for line in lines) + note
 
@@ -324,7 +318,7 @@ def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
         if number and number == table.rule:
             lines.append(r"\midrule")
         lines.append(" & ".join(map(_cell_to_latex, row)) + r" \\")
-    text = escape_latex(table.note).replace("(std) is", r"$\pm$: standard deviation")
+    text = escape_latex(table.note.replace(table.advice, "").strip()).replace("(std) is", r"$\pm$: standard deviation")
     lines += [r"\bottomrule", r"\end{tabular}", *([rf"\par{{\footnotesize {text}}}"] if text else [])]
     if caption:
         titles = [BOOKTABS, r"\begin{table}", r"\centering", *([r"\small"] if len(table.header) > FEW + 1 else [])]
@@ -337,8 +331,13 @@ def to_latex(table: TextTable, caption: str = "", label: str = "") -> str:
 def _cell_to_latex(cell: TextCell) -> str:
     if not (match := _MEAN_AND_STD.fullmatch(cell.text)):
         return rf"\textbf{{{escape_latex(cell.text)}}}" if cell.best else escape_latex(cell.text)
-    mean, std = (re.sub(r"e([+-]\d+)", r" \\cdot 10^{\1}", text.replace(MINUS, "-")) for text in match.groups())
+    mean, std = (_number_to_latex(text) for text in match.groups())
     return rf"$\mathbf{{{mean}}} \pm {std}$" if cell.best else rf"${mean} \pm {std}$"
+
+
+def _number_to_latex(text: str) -> str:
+    number, _, exponent = text.replace(MINUS, "-").partition("e")
+    return rf"{number} \cdot 10^{{{int(exponent)}}}" if exponent else number
 
 
 def to_csv(table: pd.DataFrame, partial: str = "") -> str:
@@ -350,9 +349,7 @@ def to_csv(table: pd.DataFrame, partial: str = "") -> str:
     flat.columns = pd.Index(
         [" ".join(name).strip() if isinstance(name, tuple) else str(name) for name in table.columns]
     )
-    return (f"# {partial}\n" if partial else "") + escape_table(flat).to_csv(
-        float_format=lambda number: repr(float(number)).removesuffix(".0"), lineterminator="\n"
-    )
+    return (f"# {partial}\n" if partial else "") + escape_table(flat).to_csv(float_format="%.15g", lineterminator="\n")
 
 
 def to_terminal(table: TextTable) -> RenderableType:
@@ -366,7 +363,7 @@ def to_terminal(table: TextTable) -> RenderableType:
     from rich.text import Text
 
     inside, first = _measure_width(table) >= NARROW, next(iter(_measure_columns(table)), 0)
-    note = Text(table.remarks) if table.remarks and inside else None
+    note = Text(table.note) if table.note and inside else None
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=note, caption_justify="left", caption_style="")
     for number, name in enumerate(table.header):
         whole = number == 0 and first <= NAME
@@ -374,9 +371,7 @@ def to_terminal(table: TextTable) -> RenderableType:
     for number, row in enumerate(table.rows, start=1):
         texts = [Text(cell.text, style="bold" if cell.best else "") for cell in row]
         grid.add_row(*texts, end_section=number == table.rule)
-    return (
-        grid if inside or not table.remarks else Group(grid, Text(fill(table.remarks, NARROW, break_on_hyphens=False)))
-    )
+    return grid if inside or not table.note else Group(grid, Text(fill(table.note, NARROW, break_on_hyphens=False)))
 
 
 def write_table(

@@ -105,7 +105,7 @@ def make_metric_table(
     remarks = []
     if shown == (summary.metric, "personal", "test", "loaded", None):
         remarks = [describe_lag(summary), describe_falling(summary)]
-    note, advice = (" ".join(filter(None, parts)) for parts in (notes, remarks))
+    note, advice = (" ".join(filter(None, parts)) for parts in ([*notes, *remarks], remarks))
     text = replace(text, partial=describe_partial(summary), note=note, advice=advice)
     file = "-".join([name_file(metric), *([model] if model == "global" else []), *([split] if split != "test" else [])])
     file += "-trained" if moment == "trained" else ""
