@@ -6,6 +6,8 @@
   of seeds and spread of trainings. Limits: 0.94 to 0.98.
 - **clients**: the same of a single client, by metric and number of patients: shares, also of several samples for each
   patient, mean scores, Dice and areas under ROC curves. Limit: 0.93.
+- **shares**: 95 % intervals of a sensitivity or a model card's share, from patients with 20 images each or 1 to 60, by
+  number of patients, share and intraclass correlation. Limit: 0.93.
 - **false**: studies of two equal methods with a verdict on their mean over five clients. Limit: 0.05, and two errors.
 - **found**: studies in which a true loss of 20 points at one of ten clients is found, five seeds. Limit: 0.60.
 
@@ -26,6 +28,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
+from fedshift.analysis.clinical import share_interval
 from fedshift.analysis.influence import Records, find_influence
 from fedshift.report.differences import measure_difference
 
@@ -143,6 +146,18 @@ def count_found(samples: int, spread: float, studies: int) -> float:
     return float(np.mean(found))
 
 
+def count_shares(patients: int, share: float, correlation: float, studies: int, *, equal: bool) -> float:
+    """Return the share of studies whose interval of a share contains it; patients' shares have a beta distribution."""
+    random, scale = np.random.default_rng([patients, round(100 * share)]), 1 / correlation - 1
+    inside = []
+    for _ in range(studies):
+        sizes = np.full(patients, 20) if equal else random.geometric(1 / 20, patients)
+        share_N = np.repeat(random.beta(share * scale, (1 - share) * scale, patients), sizes)
+        low, high = share_interval(random.random(len(share_N)) < share_N, np.repeat(np.arange(patients), sizes))
+        inside.append(low <= share <= high)
+    return float(np.mean(inside))
+
+
 def list_results(studies: int) -> Iterator[tuple[str, float, float, float]]:
     """Yield the name of each kind of studies, the share that was counted, and its limits."""
     for seeds, samples, spread in product((5, 7, 10), (20, 100, 500), (0.05, 0.2, 0.5)):
@@ -151,6 +166,10 @@ def list_results(studies: int) -> Iterator[tuple[str, float, float, float]]:
     for name, patients, spread in product(METRICS, (10, 20, 50), (0.05, 0.5)):
         share = count(name, 1, patients, spread, 5, studies)
         yield f"clients, {name}, {patients} patients, spread {spread}", share, 0.93, 1.0
+    for patients, share, correlation, equal in product((10, 20, 50), (0.8, 0.95), (0.01, 0.4, 0.8), (True, False)):
+        inside = count_shares(patients, share, correlation, studies, equal=equal)
+        sizes = "equal" if equal else "unequal"
+        yield f"shares, {patients} patients, {share}, correlation {correlation}, {sizes}", inside, 0.93, 1.0
     most = 0.05 + 2 * math.sqrt(0.05 * 0.95 / studies)
     for name in METRICS:
         yield f"false, {name}", 1 - count(name, CLIENTS, 50, 0.2, 5, studies, gap=False), 0.0, most
@@ -164,7 +183,7 @@ def main() -> None:
     parser.add_argument("--studies", type=int, default=1000, help="simulated studies of each kind")
     wrong = []
     for name, share, least, most in list_results(parser.parse_args().studies):
-        print(f"{name:55} {share:.3f}  ({least:.2f} to {most:.2f})", flush=True)
+        print(f"{name:58} {share:.3f}  ({least:.2f} to {most:.2f})", flush=True)
         wrong += [name] if not least <= round(share, 2) <= round(most, 2) else []
     if wrong:
         sys.exit(f"beyond the limits: {'; '.join(wrong)}")

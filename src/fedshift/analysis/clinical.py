@@ -49,7 +49,6 @@ STEPS, LAST_STEP = 100, 1e-6
 """Largest number of Newton's steps, and the size of one after which there is no other."""
 WORST_CONDITION = 1e10
 """Smallest condition number of a Hessian that means that the likelihood has no maximum."""
-QUANTILE = float(ndtri(0.975))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +325,7 @@ def estimate_survival(time_N: Floats, event_N: Bools) -> pd.DataFrame:
     with np.errstate(divide="ignore", invalid="ignore"):
         variance_T = np.cumsum(events_T / (at_risk_T * (at_risk_T - events_T)))
         log_T = np.log(share_T)
-        spread_T = QUANTILE * np.sqrt(variance_T) / log_T
+        spread_T = ndtri(0.975) * np.sqrt(variance_T) / log_T
         low_T, high_T = (np.exp(log_T * np.exp(sign * spread_T)) for sign in (-1, 1))
     columns = {"share": share_T, "low": low_T, "high": high_T, "at_risk": at_risk_T}
     return pd.DataFrame(columns, index=pd.Index(time_T, name="time"))
