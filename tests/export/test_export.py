@@ -440,6 +440,9 @@ def test_predictions_are_those_that_metrics_count_for_one_sample_and_for_several
         right = (chosen == y).sum()
     counts = task.count(torch.from_numpy(scores), torch.from_numpy(y), 3)
     assert np.sum(counts[counted]) == pytest.approx(right, rel=1e-6)
+    scores[2].flat[1] = np.nan
+    if name in ("classification", "multilabel"):
+        assert [each is None for each in model.predict(x)] == [number == 2 for number in range(7)]
 
 
 def test_a_model_that_predicts_wrongly_fails_its_own_check(experiment, kept, tmp_path, monkeypatch):
