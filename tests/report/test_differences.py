@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from rich.console import Console
 from scipy import stats
 
+from fedshift.report.cases import _list_columns, tabulate_cases
 from fedshift.report.differences import (
     MEAN,
     advise_seeds,
@@ -20,7 +22,9 @@ from fedshift.report.differences import (
 )
 from fedshift.report.page import make_report
 from fedshift.report.publication import print_parts
+from fedshift.report.tables import accuracy_table
 from fedshift.results.cases import Cases
+from fedshift.tasks import Classification, Multilabel, Regression, Segmentation
 from fedshift.utils.errors import UsageError
 
 SIZES = {"gains": 200, "loses": 200, "same": 200, "small": 8}
@@ -53,7 +57,13 @@ def profits(make_counted):
             key: Cases(
                 round=1,
                 records={
-                    (name, "personal"): {"truth": np.zeros(len(r), np.uint8), "right": r, "loss": 1.0 * ~r, **group}
+                    (name, "personal"): {
+                        "truth": np.zeros(len(r), np.uint8),
+                        "chosen": (~r).astype(np.uint8),
+                        "right": r,
+                        "loss": 1.0 * ~r,
+                        **group,
+                    }
                     for name, r in zip(clients.values(), several, strict=True)
                 },
             )
@@ -232,3 +242,59 @@ def test_the_frame_of_all_references_has_a_file(profits, tmp_path):
     assert [*frame.columns[:3]] == ["reference", "method", "client"]
     assert len(frame) == 3 * 5
     assert (tmp_path / "minus-fedavg.tex").exists()
+
+
+def recompute(cases, one, other, comparisons):
+    """The mean difference and its interval from a table of cases alone, as a statistician would."""
+    cases = cases.assign(right=(cases["truth"] == cases["prediction"]).astype(float))
+    right = cases.pivot(index=["client", "patient", "case"], columns=["method", "seed"], values="right")
+    gap = right[one] - right[other]  # a row for each case, a column for each seed
+    by_seed = gap.groupby("client").mean().mean()
+    clients, variance, units = gap.mean(axis=1).groupby("client"), 0.0, 0
+    for _, gaps in clients:
+        weight, total, size = 1 / clients.ngroups, gaps.groupby("patient").sum(), gaps.groupby("patient").size()
+        patients = len(total)
+        without = (total.sum() - total) / (size.sum() - size)
+        influence = weight * (patients - 1) * (gaps.mean() - without)
+        square = ((influence - influence.mean()) ** 2).sum() + patients * (weight * by_seed.mean()) ** 2 + weight**2
+        count = patients + 2
+        variance += (square - (patients * weight * by_seed.mean()) ** 2 / count) / count**2
+        units += patients - 1
+    tail, seeds = 1 - 0.025 / comparisons, len(by_seed)
+    over_seeds = stats.t.ppf(tail, seeds - 1) * by_seed.std() / np.sqrt(seeds)
+    half = np.hypot(over_seeds, stats.t.ppf(tail, units) * np.sqrt(variance))
+    return by_seed.mean(), by_seed.mean() - half, by_seed.mean() + half
+
+
+def test_a_statistician_recomputes_each_mean_and_interval_from_the_cases(profits, tmp_path):
+    sizes = {"gains": 120, "loses": 120, "same": 120}
+    random = np.random.default_rng(7)
+    groups = np.sort(random.integers(0, 30, 120))
+    study = profits(draw(rates={m: rates[:3] for m, rates in RATES.items()}, sizes=sizes), groups=groups)
+    tabulate_cases(study).to_csv(tmp_path / "cases.csv", index=False)
+    cases, frame = pd.read_csv(tmp_path / "cases.csv"), compare_methods(study, "fedavg")
+    values = accuracy_table(study)
+    for client, own in [(MEAN, cases), *((name, cases[cases["client"] == name]) for name in sizes)]:
+        found = recompute(own, "fedbn", "fedavg", 3 if client == MEAN else 1)
+        assert frame.loc[("fedbn", client), ["difference", "low", "high"]].tolist() == pytest.approx(found), client
+    right = cases[cases["method"] == "fedbn"].eval("truth == prediction").groupby(cases["client"]).mean()
+    assert right.to_dict() == pytest.approx(values.loc[[*sizes], ("fedbn", "mean")].to_dict())
+
+
+def test_cases_of_every_task_have_truth_and_prediction():
+    y, labels = torch.tensor([0, 1, 2, 1]), torch.tensor([[1.0, 0, 1]] * 4)
+    scores = torch.eye(3)[[0, 1, 1, 1]] * 4
+    masks = torch.nn.functional.one_hot(y, 3).T.float()[None, :, :, None].repeat(2, 1, 1, 4)
+    records = {
+        "classification": Classification().record_all(scores, y, 3),
+        "multilabel": Multilabel().record_all(scores - 2, labels, 3),
+        "regression": Regression().record_all(scores, labels, 3),
+        "segmentation": Segmentation().record_all(masks, masks.argmax(1), 3),
+    }
+    tables = {task: dict(_list_columns(each, ["a", "b", "c"])) for task, each in records.items()}
+    assert tables["classification"]["truth"].tolist() == ["a", "b", "c", "b"]
+    assert tables["classification"]["prediction"].tolist() == ["a", "b", "b", "b"]
+    assert tables["multilabel"]["prediction b"].tolist() == [False, True, True, True]
+    assert tables["regression"]["prediction a"].tolist() == [4, 0, 0, 0]
+    assert tables["regression"]["truth c"].tolist() == [1] * 4
+    assert tables["segmentation"]["truth b"].tolist() == tables["segmentation"]["prediction b"].tolist() == [8, 8]

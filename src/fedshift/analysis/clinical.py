@@ -1,19 +1,20 @@
 """Classification as clinics read it: shares with intervals, an operating point, calibration, and net benefit.
 
-Functions take scores of N samples under R seeds, numpy arrays, and know neither methods nor clients. A score that is
-NaN is never right. Every interval covers test samples, or groups of these (patients), and seeds: the variance of an
-estimate is that over units of their influences on its mean over seeds (:mod:`fedshift.analysis.influence`), plus S^2 /
-R over seeds, with Satterthwaite's degrees of freedom (1946, Biometrics Bulletin 2(6)). K units that make up the shares
-w of the samples count as 1 / sum(w^2) equal ones (Kish 1965, "Survey sampling").
+Functions take results on N samples under R seeds, numpy arrays, and know neither methods nor clients. Scores are the
+log-odds of predicted probabilities, NaN where a network's output is not a number. Every interval covers test samples,
+or groups of these (patients), and seeds: the variance of an estimate is that over groups of their influences on its
+mean over seeds (:mod:`fedshift.analysis.influence`), plus S^2 / R over seeds, with Satterthwaite's degrees of freedom
+(1946, Biometrics Bulletin 2(6)). Groups that are the shares w of all samples count as 1 / sum(w^2) equal ones (Kish
+1965, "Survey sampling").
 
 * Shares (sensitivity, specificity, predictive values) have Wilson's interval of p n of n samples, where n = p (1 - p) /
   variance is the number of independent samples with this variance (Korn and Graubard 1998, Survey Methodology 24(2)).
-  Few patients with the rarer result tell little of how patients differ, and none tell nothing: n is therefore
-  multiplied by (K / n)^(8 / (8 + k^2)), where n is above the number K of patients, and k of them have that result.
-  The constant is from simulations, in which 0.93 or more of the intervals contain the truth (5 to 50 patients of 4 to
-  20 samples, intraclass correlations of 0 to 0.95, shares of 0.5 to 0.98).
-* Areas under the ROC curve have DeLong's variance, on the logit scale (Qin and Hotilovac 2008, Statistics in Medicine
-  17(4)), and so have Brier scores theirs.
+  Few patients with the rarer result tell little of how patients differ, and none tell nothing: where n is above the
+  number K of patients, it is multiplied by (K / n)^(8 / (8 + k^2)), if k patients have that result. In simulations of 5
+  to 50 patients with 4 to 20 samples, intraclass correlations of 0 to 0.95 and shares of 0.5 to 0.98, at least 0.93 of
+  the intervals then contain the truth.
+* Areas under the ROC curve have DeLong's variance, and Brier scores theirs, on the logit scale (Qin and Hotilovac 2008,
+  Statistics in Medicine 17(4)).
 * Calibration in the large and the calibration slope have symmetric intervals.
 
 Survival curves (:func:`estimate_survival`) take the patients of one model; their intervals do not cover seeds.
@@ -23,11 +24,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import expit, logit, ndtri, stdtrit
 
@@ -41,13 +44,11 @@ AREA, BRIER, LARGE, SLOPE = "AUC", "Brier score", "calibration in the large", "c
 FREE = 1e9
 """Degrees of freedom of a variance without uncertainty."""
 PRIOR = 8.0
-"""Number of patients that the assumption of dependent samples counts as, where an interval of a share is made."""
-CLOSEST = 1e-6
-"""Smallest distance of a probability from 0 and 1 where its logit is taken."""
+"""Weight of the assumption that the samples of a patient are alike, in intervals of shares."""
+STEPS, LAST_STEP = 100, 1e-6
+"""Largest number of Newton's steps, and the size of one after which there is no other."""
 WORST_CONDITION = 1e10
 """Smallest condition number of a Hessian that means that the likelihood has no maximum."""
-STEPS = 50
-"""Largest number of Newton's steps."""
 QUANTILE = float(ndtri(0.975))
 
 
@@ -60,53 +61,44 @@ class Estimate:
     high: float = math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatingPoint:
-    """Rule that chooses a threshold on validation data: a sample with at least this score counts as positive.
-
-    ``youden`` maximizes sensitivity + specificity - 1 (Youden 1950, "Index for rating diagnostic tests", Cancer 3(1));
-    ``sensitivity`` and ``specificity`` require ``least`` of one and maximize the other.
-    """
-
-    rule: str
-    least: float = 0.0
-
-    def choose(self, score_N: Floats, positive_N: Bools) -> float:
-        """Return the threshold; NaN if none reaches the target, or there is no positive or no negative sample.
-
-        It lies half-way between the lowest score that counts as positive and the next one below, if there is one.
-        """
-        levels_T = np.unique(score_N[np.isfinite(score_N)])[::-1]
-        if not len(levels_T) or not positive_N.any() or positive_N.all():
-            return math.nan
-        cuts_T = np.append((levels_T[:-1] + levels_T[1:]) / 2, levels_T[-1])  # the last calls every sample positive
-        sensitivity_T = (score_N[positive_N] >= cuts_T[:, None]).mean(axis=1)
-        specificity_T = (score_N[~positive_N] < cuts_T[:, None]).mean(axis=1)
-        if self.rule == YOUDEN:
-            return float(cuts_T[np.argmax(sensitivity_T + specificity_T)])
-        required_T, other_T = sensitivity_T, specificity_T
-        if self.rule == SPECIFICITY:
-            required_T, other_T = specificity_T, sensitivity_T
-        reached_T = required_T >= self.least - 1e-12
-        return float(cuts_T[np.argmax(np.where(reached_T, other_T, -1.0))]) if reached_T.any() else math.nan
-
-    def __str__(self) -> str:
-        return self.rule if self.rule == YOUDEN else f"{self.rule}>={self.least:g}"
-
-
-def parse_operating_point(text: str) -> OperatingPoint:
-    """Return the rule in ``text``: ``youden``, ``sensitivity>=0.95`` or ``specificity>=0.9``.
+def parse_operating_point(text: str) -> tuple[str, float]:
+    """Return the rule in ``text``, ``youden``, ``sensitivity>=0.95`` or ``specificity>=0.9``, and its share (0: none).
 
     Raises :class:`UsageError` for another one.
     """
     if text.strip().lower() == YOUDEN:
-        return OperatingPoint(rule=YOUDEN)
+        return YOUDEN, 0.0
     match = re.fullmatch(rf"({SENSITIVITY}|{SPECIFICITY})\s*>=\s*(0?\.\d+|1(?:\.0*)?)", text.strip().lower())
     if match is None:
         raise UsageError(
             f"{text!r} is no operating point: give youden, sensitivity>=0.95 or specificity>=0.9, with a share up to 1"
         )
-    return OperatingPoint(rule=match[1], least=float(match[2]))
+    return match[1], float(match[2])
+
+
+def choose_threshold(operating_point: str, score_N: Floats, positive_N: Bools) -> float:
+    """Return the threshold that validation data choose: a sample with at least this score counts as positive.
+
+    ``youden`` maximizes sensitivity + specificity - 1 (Youden 1950, "Index for rating diagnostic tests", Cancer 3(1));
+    ``sensitivity>=`` and ``specificity>=`` require a share of one and maximize the other. The threshold lies half-way
+    between the lowest score that counts as positive and the next one below, if there is one. NaN if none reaches the
+    target, or there is no positive or no negative sample.
+    """
+    rule, least = parse_operating_point(operating_point)
+    levels_T = np.unique(score_N[np.isfinite(score_N)])[::-1]
+    if not len(levels_T) or not positive_N.any() or positive_N.all():
+        return math.nan
+    cuts_T = np.append((levels_T[:-1] + levels_T[1:]) / 2, levels_T[-1])  # the last calls every sample positive
+    positives, negatives = (np.sort(score_N[kind_N & ~np.isnan(score_N)]) for kind_N in (positive_N, ~positive_N))
+    sensitivity_T = (len(positives) - np.searchsorted(positives, cuts_T)) / positive_N.sum()
+    specificity_T = np.searchsorted(negatives, cuts_T) / (~positive_N).sum()
+    if rule == YOUDEN:
+        return float(cuts_T[np.argmax(sensitivity_T + specificity_T)])
+    required_T, other_T = sensitivity_T, specificity_T
+    if rule == SPECIFICITY:
+        required_T, other_T = specificity_T, sensitivity_T
+    reached_T = required_T >= least - 1e-12
+    return float(cuts_T[np.argmax(np.where(reached_T, other_T, -1.0))]) if reached_T.any() else math.nan
 
 
 def share_interval(hit_N: Bools, group_N: Ints | None = None, level: float = 0.95) -> tuple[float, float]:
@@ -180,27 +172,28 @@ def _find_wilson(share: float, samples: float, freedom: float, level: float = 0.
 
 
 def estimate(
-    measure: str, score_RN: Floats, positive_N: Bools, group_N: Ints | None = None, owner_N: NDArray[Any] | None = None
+    measure: str, odds_RN: Floats, positive_N: Bools, group_N: Ints | None = None, owner_N: NDArray[Any] | None = None
 ) -> Estimate:
     """Return the mean over seeds of a measure of scores against the outcomes ``positive``.
 
     Args:
-        measure: :data:`AREA` under the ROC curve; :data:`BRIER`, the mean of (score - outcome)^2; :data:`LARGE`, the
-            intercept of a logistic regression of the outcome with the score's logit as offset, which is 0 if the mean
-            score is right, above 0 if scores are too low; :data:`SLOPE` of one on the score's logit, which is 1 if
-            scores are probabilities, below 1 if they are too extreme (Cox 1958, Biometrika 45(3-4); Van Calster et al.
+        measure: :data:`AREA` under the ROC curve; :data:`BRIER`, the mean of (probability - outcome)^2; :data:`LARGE`,
+            calibration in the large: the intercept of a logistic regression of the outcome with the log-odds as offset,
+            0 if the mean probability is right, above 0 if probabilities are too low; :data:`SLOPE` of a regression on
+            the log-odds, 1 if they are right, below 1 if too extreme (Cox 1958, Biometrika 45(3-4); Van Calster et al.
             2019, "Calibration: the Achilles heel of predictive analytics", BMC Medicine 17).
-        score_RN: Scores under R seeds, of which areas take the order alone; others take probabilities.
+        odds_RN: Log-odds under R seeds.
         positive_N: Outcomes.
         group_N: Group of each sample; None: each is one by itself.
         owner_N: Model of each sample. The measure is the mean over models that define it, since scores of several
             models have no common scale; None: all samples have one model.
 
     Returns:
-        NaN without positive or negative samples, but for the Brier score; the slope also if scores separate them.
+        NaN with log-odds of NaN, without positive or negative samples (except the Brier score), and where calibration's
+        likelihood has no maximum, since scores separate the outcomes or are infinite.
 
     """
-    value_R, influence_N, weight_N = _average_owners(measure, score_RN, positive_N, owner_N)
+    value_R, influence_N, weight_N = _average_owners(measure, odds_RN, positive_N, owner_N)
     variance, freedom = _vary(influence_N, value_R, weight_N, group_N)
     value, half = float(value_R.mean()), float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
     if measure not in (AREA, BRIER):
@@ -216,97 +209,92 @@ def estimate(
 
 
 def _average_owners(
-    measure: str, score_RN: Floats, positive_N: Bools, owner_N: NDArray[Any] | None
+    measure: str, odds_RN: Floats, positive_N: Bools, owner_N: NDArray[Any] | None
 ) -> tuple[Floats, Floats, Floats]:
     """Return the mean of a measure over models, ``[R]``, and each sample's influence and weight in it, ``[N]``."""
     owner_N = np.zeros(len(positive_N)) if owner_N is None else owner_N
-    measured = []
+    measured: list[tuple[Bools, Floats, Floats]] = []
     for owner in np.unique(owner_N):
         own_N = owner_N == owner
-        value_R, influence_RN = zip(*(_MEASURES[measure](s[own_N], positive_N[own_N]) for s in score_RN), strict=True)
+        values = [_MEASURES[measure](odds_N[own_N], positive_N[own_N]) for odds_N in odds_RN]
+        value_R = np.array([value for value, _ in values])
         if np.isfinite(value_R).all():
-            measured.append((own_N, value_R, np.mean(influence_RN, axis=0)))
+            measured.append((own_N, value_R, np.mean([influence for _, influence in values], axis=0)))
     influence_N, weight_N = np.zeros((2, len(positive_N)))
     for own_N, _, influence in measured:
         influence_N[own_N] = influence / len(measured)
         for kind_N in (own_N & positive_N, own_N & ~positive_N):
             weight_N[kind_N] = np.square(influence_N[kind_N]).sum() / max(1, kind_N.sum())
     weight_N = weight_N / weight_N.sum() if weight_N.any() else np.full(len(weight_N), 1 / len(weight_N))
-    value_R = np.mean([value_R for _, value_R, _ in measured], axis=0) if measured else np.full(len(score_RN), math.nan)
-    return value_R, influence_N, weight_N
+    none_R = np.full(len(odds_RN), math.nan)
+    return np.mean([v for _, v, _ in measured] or [none_R], axis=0), influence_N, weight_N
 
 
-def _measure_area(score_N: Floats, positive_N: Bools) -> tuple[float, Floats]:
+def _measure_area(odds_N: Floats, positive_N: Bools) -> tuple[float, Floats]:
     """Return the area under the ROC curve and each sample's influence on it: DeLong's placements."""
-    score_N = np.where(np.isnan(score_N), np.where(positive_N, -math.inf, math.inf), score_N)
-    influence_N = np.full(len(score_N), math.nan)
-    if positive_N.all() or not positive_N.any():
+    influence_N = np.zeros(len(odds_N))
+    if positive_N.all() or not positive_N.any() or np.isnan(odds_N).any():
         return math.nan, influence_N
     for kind_N, sign in ((positive_N, 1.0), (~positive_N, -1.0)):
-        others, scores = np.sort(sign * score_N[~kind_N]), sign * score_N[kind_N]
+        others, scores = np.sort(sign * odds_N[~kind_N]), sign * odds_N[kind_N]
         placed = (np.searchsorted(others, scores, "left") + np.searchsorted(others, scores, "right")) / 2 / len(others)
         influence_N[kind_N] = (placed - placed.mean()) / math.sqrt(max(1, len(scores) * (len(scores) - 1)))
     return float(placed.mean()), influence_N
 
 
-def _measure_brier(score_N: Floats, positive_N: Bools) -> tuple[float, Floats]:
+def _measure_brier(odds_N: Floats, positive_N: Bools) -> tuple[float, Floats]:
     """Return the Brier score and each sample's influence on it."""
-    error_N = np.where(np.isnan(score_N), 1.0, np.square(score_N - positive_N))
+    error_N = np.square(expit(odds_N) - positive_N)
     return float(error_N.mean()), (error_N - error_N.mean()) / len(error_N)
 
 
-def _measure_large(score_N: Floats, positive_N: Bools) -> tuple[float, Floats]:
-    """Return calibration in the large and each sample's influence on it."""
-    return _fit_logistic(np.ones((len(score_N), 1)), _take_logit(score_N), positive_N)
+def _measure_calibration(odds_N: Floats, positive_N: Bools, *, slope: bool) -> tuple[float, Floats]:
+    """Return the last coefficient of a logistic regression, by Newton's method, and each sample's influence on it.
 
+    It is the slope of the log-odds, or the intercept with the log-odds as offset.
+    """
+    scale = (float(odds_N.std()) or 1.0) if slope else 1.0
+    x_NK = np.column_stack([np.ones(len(odds_N)), odds_N / scale] if slope else [np.ones(len(odds_N))])
+    offset_N, beta_K = 0.0 if slope else odds_N, np.zeros(x_NK.shape[1])
 
-def _measure_slope(score_N: Floats, positive_N: Bools) -> tuple[float, Floats]:
-    """Return the calibration slope and each sample's influence on it."""
-    return _fit_logistic(np.column_stack([np.ones(len(score_N)), _take_logit(score_N)]), 0 * score_N, positive_N)
+    def find_loss(beta_K: Floats) -> float:
+        logit_N = x_NK @ beta_K + offset_N
+        return float((np.logaddexp(0, logit_N) - positive_N * logit_N).sum())
 
-
-_MEASURES = {AREA: _measure_area, BRIER: _measure_brier, LARGE: _measure_large, SLOPE: _measure_slope}
-
-
-def _take_logit(score_N: Floats) -> Floats:
-    return np.asarray(logit(np.clip(score_N, CLOSEST, 1 - CLOSEST)))
-
-
-def _fit_logistic(x_NK: Floats, offset_N: Floats, positive_N: Bools) -> tuple[float, Floats]:
-    """Return the last of K coefficients, by Newton's method, and each sample's influence on it; none of NaN offsets."""
-    known_N, influence_N = np.isfinite(offset_N), np.zeros(len(offset_N))
-    x_NK, offset_N, positive_N = x_NK[known_N], offset_N[known_N], positive_N[known_N]
-    beta_K = np.zeros(x_NK.shape[1])
-    for _ in range(STEPS if positive_N.any() and not positive_N.all() else 0):
+    possible = positive_N.any() and not positive_N.all() and np.isfinite(odds_N).all()
+    for _ in range(STEPS if possible else 0):
         p_N = expit(x_NK @ beta_K + offset_N)
         hessian = (x_NK * (p_N * (1 - p_N))[:, None]).T @ x_NK
-        if not np.isfinite(hessian).all() or np.linalg.cond(hessian) > WORST_CONDITION:
+        if not hessian[0, 0] or np.linalg.cond(hessian) > WORST_CONDITION:
             break
-        step_KN = np.linalg.solve(hessian, (x_NK * (positive_N - p_N)[:, None]).T)
-        if np.abs(step_KN.sum(axis=1)).max() < CLOSEST:
-            influence_N[known_N] = step_KN[-1]
-            return float(beta_K[-1]), influence_N
-        beta_K = beta_K + step_KN.sum(axis=1)
-    return math.nan, influence_N
+        influence_KN = np.linalg.solve(hessian, (x_NK * (positive_N - p_N)[:, None]).T)
+        step_K = influence_KN.sum(axis=1)
+        while find_loss(beta_K + step_K) > find_loss(beta_K) and np.abs(step_K).max() > LAST_STEP:
+            step_K = step_K / 2
+        beta_K = beta_K + step_K
+        if np.abs(step_K).max() < LAST_STEP:
+            return float(beta_K[-1]) / scale, influence_KN[-1] / scale
+    return math.nan, np.zeros(len(odds_N))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CalibrationBins:
-    """Mean score and share of positive samples by tenth of the score: arrays ``[bins]``, NaN in empty bins."""
+_MEASURES: dict[str, Callable[[Floats, Bools], tuple[float, Floats]]] = {
+    AREA: _measure_area,
+    BRIER: _measure_brier,
+    LARGE: partial(_measure_calibration, slope=False),
+    SLOPE: partial(_measure_calibration, slope=True),
+}
 
-    count: Ints
-    score: Floats
-    share: Floats
 
+def bin_scores(score_N: Floats, positive_N: Bools, bins: int = 10) -> pd.DataFrame:
+    """Return what a calibration curve is drawn of, a row for each of ``bins`` of equal width from 0 to 1.
 
-def bin_scores(score_N: Floats, positive_N: Bools, bins: int = 10) -> CalibrationBins:
-    """Return what a calibration curve is drawn of, in ``bins`` of equal width from 0 to 1, without scores of NaN."""
-    score_N, positive_N = score_N[known_N := ~np.isnan(score_N)], positive_N[known_N]
-    place_N = np.minimum((score_N * bins).astype(np.int64), bins - 1)
-    count = np.bincount(place_N, minlength=bins)
-    with np.errstate(invalid="ignore"):
-        score, share = (np.bincount(place_N, weights=each, minlength=bins) / count for each in (score_N, positive_N))
-    return CalibrationBins(count=count, score=score, share=share)
+    Columns: ``count`` of samples; mean ``score`` and ``share`` of positive samples, NaN in empty bins. Scores of NaN do
+    not count.
+    """
+    frame = pd.DataFrame({"score": score_N, "share": positive_N.astype(float)}).dropna()
+    bin_N = np.minimum((frame["score"] * bins).astype(int), bins - 1)
+    means = frame.groupby(bin_N).mean().reindex(range(bins))
+    return means.assign(count=np.bincount(bin_N, minlength=bins)).rename_axis("bin")
 
 
 def find_net_benefit(score_N: Floats, positive_N: Bools, thresholds: Sequence[float]) -> Floats:
@@ -321,37 +309,24 @@ def find_net_benefit(score_N: Floats, positive_N: Bools, thresholds: Sequence[fl
     return benefit
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SurvivalCurve:
-    """Share of patients without an event after each time of an event, and its 95 % interval ``low`` to ``high``.
-
-    ``time [T]`` ascends; ``at_risk [T]``: patients under observation just before it; ``end``: the last observation.
-    """
-
-    time: Floats
-    share: Floats
-    low: Floats
-    high: Floats
-    at_risk: Ints
-    end: float
-
-
-def estimate_survival(time_N: Floats, event_N: Bools) -> SurvivalCurve:
+def estimate_survival(time_N: Floats, event_N: Bools) -> pd.DataFrame:
     """Return the product-limit estimate of survival (Kaplan and Meier 1958, doi:10.1080/01621459.1958.10501452).
 
     The patients (at least one) have a ``time [N]`` to an event, where ``event [N]`` is true, or to the end of
-    observation; one whose observation ends at the time of an event is still at risk then. The interval is symmetric for
-    the logarithm of the cumulative hazard, with Greenwood's variance (Kalbfleisch and Prentice 2002, section 1.4); it
-    is NaN while the share is 1 or 0.
+    observation; one whose observation ends at the time of an event is still at risk then.
+
+    Returns a row for each ``time`` of an event, and the last time. Columns: the ``share`` without an event until then;
+    its 95 % interval ``low`` to ``high``, symmetric for the logarithm of the cumulative hazard, with Greenwood's
+    variance (Kalbfleisch and Prentice 2002, section 1.4), NaN while the share is 1 or 0; patients ``at_risk``.
     """
-    time_T = np.unique(time_N[event_N])
-    ordered_N = np.sort(time_N)
+    time_T, ordered_N = np.unique(np.append(time_N[event_N], time_N.max())), np.sort(time_N)
     at_risk_T = len(ordered_N) - np.searchsorted(ordered_N, time_T, side="left")
     events_T = np.bincount(np.searchsorted(time_T, time_N[event_N]), minlength=len(time_T))
     share_T = np.cumprod(1 - events_T / at_risk_T, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         variance_T = np.cumsum(events_T / (at_risk_T * (at_risk_T - events_T)))
-        spread_T = QUANTILE * np.sqrt(variance_T) / np.log(share_T)
-        low_T, high_T = share_T ** np.exp(-spread_T), share_T ** np.exp(spread_T)
-    end = float(ordered_N[-1])
-    return SurvivalCurve(time=time_T, share=share_T, low=low_T, high=high_T, at_risk=at_risk_T, end=end)
+        log_T = np.log(share_T)
+        spread_T = QUANTILE * np.sqrt(variance_T) / log_T
+        low_T, high_T = (np.exp(log_T * np.exp(sign * spread_T)) for sign in (-1, 1))
+    columns = {"share": share_T, "low": low_T, "high": high_T, "at_risk": at_risk_T}
+    return pd.DataFrame(columns, index=pd.Index(time_T, name="time"))

@@ -30,6 +30,7 @@ from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
 from ..new_clients.site_data import describe_newcomers, load_site
 from ..nn.adapters import merge_adapters
+from ..report.cases import tabulate_cases
 from ..report.clinical import bin_calibration, count_confusions, find_positive, measure_classes, tabulate_benefit
 from ..report.differences import compare_methods, list_frames
 from ..report.figures import make_figures
@@ -40,7 +41,7 @@ from ..report.page import make_metric_table, write_page
 from ..report.publication import list_parts, print_parts
 from ..report.survival import tabulate_survival
 from ..report.tables import accuracy_table, cross_table, tabulate_history
-from ..representations import RepresentationComparison, collect_comparison
+from ..representations import RepresentationComparison, compare_representations
 from ..results.schema import MOMENTS, RunSummary
 from ..results.summary import read_summary
 from ..tasks import find_kind
@@ -221,6 +222,14 @@ class Comparison:
         reference = find_method(baseline, summary)
         return pd.concat({reference: compare_methods(summary, reference, metric, model)}, names=["reference"])
 
+    def cases(self, model: Literal["personal", "global"] = "personal") -> pd.DataFrame:
+        """Return the result of each test sample, a row for each method, seed, client and sample, for other programs.
+
+        Columns: method, seed, client, case, patient, truth, prediction, scores and losses, as
+        :func:`~fedshift.report.cases.tabulate_cases` describes. Empty where sites keep the results of single samples.
+        """
+        return tabulate_cases(self.summary, model)
+
     def classes(
         self,
         method: str,
@@ -266,8 +275,7 @@ class Comparison:
         right. ``client``: only its test samples.
         """
         summary = self.summary
-        bins = bin_calibration(summary, find_method(method, summary), find_positive(summary, positive), client=client)
-        return pd.DataFrame() if bins is None else pd.DataFrame(vars(bins))
+        return bin_calibration(summary, find_method(method, summary), find_positive(summary, positive), client=client)
 
     def decision_curve(
         self, method: str, *, positive: str | int | None = None, client: str | None = None
@@ -285,8 +293,9 @@ class Comparison:
         """Return Kaplan-Meier curves of test patients in thirds by predicted risk, with 95 % intervals.
 
         Returns:
-            A row for each third (``low risk``, ``middle risk``, ``high risk``) and time of an event; columns ``share``
-            (of patients without an event), ``low``, ``high`` and ``at_risk``. Empty unless the task is survival.
+            A row for each third (``low risk``, ``middle risk``, ``high risk``) and time of an event, and for the last
+            time; columns ``share`` (of patients without an event), ``low``, ``high`` and ``at_risk``. Empty unless the
+            task is survival.
 
         Raises:
             UsageError: the method is unknown.
@@ -404,7 +413,7 @@ class Comparison:
             data: clients that took no part, in any form that :func:`compare` accepts; they are converted to the
                 comparison's shape, scale and classes.
             policies: names (``fedshift list policies``), some with arguments, "tent(steps=3)", or "package.module:name"
-                of one's own; None: all that apply, except atp.
+                of one's own; None: all that apply.
             rounds: rounds of local work of policies that train.
             methods: methods to adapt; None: all.
 
@@ -476,7 +485,7 @@ class Comparison:
         methods: str | Sequence[str] | None = None,
         seeds: int | Sequence[int] | None = None,
     ) -> RepresentationComparison:
-        """Compare feature maps and BatchNorm of clients and server, as ``representations.compare_representations``."""
+        """Compare feature maps and BatchNorm of clients and server (:func:`.compare_representations`)."""
         go_on = "compare(..., out=..., resume=True)"
         experiment = select_trials(self.experiment, methods, seeds)
-        return collect_comparison(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
+        return compare_representations(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)

@@ -129,7 +129,7 @@ def _compare(summary: RunSummary, reference: str, metric: str, model: str) -> pd
             theirs_CS = reference_CS if place == 0 else reference_CS[place - 1 : place]
             rows[method, name] = {
                 "reference_value": float(pd.DataFrame(theirs_CS).mean().mean()),
-                **_measure(kept.mean().dropna(), parts, metric, comparisons if place == 0 else 1),
+                **measure_difference(kept.mean().dropna(), parts, metric, comparisons if place == 0 else 1),
             }
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*COLUMNS])
     frame.index = pd.MultiIndex.from_tuples(list(rows) or [("", "")], names=["method", "client"])[: len(rows)]
@@ -157,7 +157,7 @@ def _weigh_influences(
     return list(parts.values())
 
 
-def _measure(
+def measure_difference(
     gap_S: pd.Series, parts: list[tuple[np.ndarray, float]] | None, metric: str, comparisons: int
 ) -> dict[str, float]:
     """Return a row of :data:`COLUMNS` for the differences ``gap_S`` under each seed."""
