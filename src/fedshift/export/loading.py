@@ -21,7 +21,6 @@ from ..data.resizing import resize_volume
 from ..tasks import TASKS, Task
 from ..tasks.task import BATCH
 from ..utils.errors import FedshiftError, UsageError
-from .steps import list_steps
 
 FORMAT = 1
 NO_NUMBERS = "has outputs of the model that are not numbers (NaN): check the image, and whether training diverged"
@@ -142,7 +141,7 @@ class ExportedModel(Predictor):
         task, classes = str(description.get("task", "classification")), description["classes"]
         super().__init__(inputs, task, classes, lambda x: self._program(*inputs.divide(x)))
         self.directory, self.facts, self._program = directory, description["model"], program
-        self.steps = list_steps(inputs, task)
+        self.steps = dict(description.get("steps", {}))
         self._outputs = str(description.get("outputs", f"{len(self.classes)} classes"))
 
     def __repr__(self) -> str:
