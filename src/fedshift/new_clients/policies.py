@@ -165,11 +165,13 @@ def export_model(
     """
     (client,) = alone = data.select_clients([model.client]).to(device("cpu")).clients
     measured = () if row is None else ({**row, "split": "test", "model": "personal", "moment": "loaded"},)
+    single = measure_singly(trial.plan, model.state, client.test, data.task, data.classes)[1] if measured else None
+    records = {("test", client.name, "personal"): single} if single else {}
     origin = f"The client has not trained in the run: the policy `{model.policy}` provided its model. {evidence}"
     package = make_model(
         trial.make_network(), model.state, trial.plan, replace(data, clients=alone), client, trial.settings,
         trial.model, tests={} if row is None else {client.name: client.test}, client=client.name, seed=trial.seed,
-        round=trial.server.round, choice=f"of {trial.settings.rounds}", origin=origin.strip(), measured=measured,
+        round=trial.server.round, choice=f"of {trial.settings.rounds}", origin=origin.strip(), measured=measured, records=records,
         data_in_words=f"{trial.data.name} ({len(trial.data.clients)} clients), then {client.name}",
         licenses=find_licenses(trial.data.name, trial.data.name), versions=list_versions(describe_environment()),
     )  # fmt: skip
