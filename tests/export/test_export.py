@@ -1,6 +1,5 @@
 """Exported models give the run's own figures, by torch alone, by ONNX's runtime and by ``fedshift.load``."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -162,26 +161,24 @@ def double(shape, classes):
 
 @pytest.mark.slow
 def test_rows_of_a_table_are_filled_and_scaled_inside_by_the_clients_own(cli, tmp_path, undrawn):
-    """Raw rows, by Python's own reader: numbers, a category, gaps, and a column that one client never measured."""
-    random = np.random.default_rng(0)
+    """Numbers, a category, gaps, and a column that one client never measured."""
+    random, tables = np.random.default_rng(0), {}
+    (tmp_path / "sites").mkdir()
     for place, name in enumerate(("north", "south")):
         age = random.normal(50 + 20 * place, 9, 40).round(2)
         frame = pd.DataFrame({"age": age, "kind": random.choice(["a", "b", "?"], 40, p=[0.5, 0.3, 0.2])})
         frame["dose"] = np.where((np.arange(40) % 5 > 0) & (place == 0), random.normal(size=40).round(3), np.nan)
-        frame["label"], frame["split"] = (age > 50 + 20 * place).astype(int), ["train"] * 28 + ["test"] * 12
-        (tmp_path / "sites").mkdir(exist_ok=True)
-        frame.to_csv(tmp_path / "sites" / f"{name}.csv", index=False)
+        tables[name] = frame.assign(label=(age > 50 + 20 * place).astype(int), split=["train"] * 28 + ["test"] * 12)
+        tables[name].to_csv(tmp_path / "sites" / f"{name}.csv", index=False)
     words = ("--data", "sites", "--target", "label", "--rounds", 3, "--lr", 0.2, "--engine", "sequential")
     assert cli("compare", *words, "--out", "run").code == 0
     for name, method in (("north", "fedbn"), ("south", "fedavg")):
-        outcome = cli("export", "run", "--client", name, "--method", method, "--out", name, "--no-onnx")
-        assert outcome.code == 0, outcome.err
-        model = fedshift.load(name)
-        with (tmp_path / "sites" / f"{name}.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["split"] == "test"]
-        hits = [int(row["label"]) for row in rows if model.predict(row) == row["label"]]
+        assert cli("export", "run", "--client", name, "--method", method, "--out", name, "--no-onnx").code == 0
+        model, rows = fedshift.load(name), tables[name].query("split == 'test'").astype(str)
+        found = [model.predict(row) for row in rows.to_dict("records")]
+        hits = [int(label) for label, answer in zip(rows.label, found, strict=True) if answer == label]
         assert np.bincount(hits, minlength=2).tolist() == recorded(tmp_path / "run", method, name)
-        assert model.predict(pd.DataFrame(rows)) == [model.predict(row) for row in rows]
+        assert model.predict(rows) == found
     for row, said in (
         ({"age": 3, "kind": "a"}, "a row has no 'dose': give every column, None where missing"),
         ({"age": 3, "kind": "c", "dose": 1}, "column 'kind' holds one of a, b, not 'c'"),
@@ -317,19 +314,18 @@ def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
     described = json.loads((bobs / "model.json").read_text())
     assert described["input"]["pixels"]["mean"] == [0.485, 0.456, 0.406]
     assert described["classes"] == ["0", "1", "2"]
-
-
-@pytest.mark.slow
-def test_python_exports_too_and_licenses_are_those_of_the_data(tiny, tmp_path):
-    result = fedshift.compare([fedshift.fedavg()], data=tiny, rounds=1, engine="sequential")
-    assert result.export(tmp_path / "model", onnx=False) == tmp_path / "model"
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
-        "README.md", "model.json", "program.pt2", "weights.safetensors",
-    ]  # fmt: skip
-    assert fedshift.load(tmp_path / "model")(pixels("ann")).shape == (12, 3)
     assert "CC BY 2.0" in find_licenses("digits", "digits")
     assert "SynthDigits CC BY 4.0" in find_licenses("digits_five(samples=10)", "digits-five")
     assert "CC0 1.0" in find_licenses("nuclei", "nuclei")
+
+
+def test_a_card_without_results_of_single_samples_says_so_in_place_of_intervals(experiment, kept, tmp_path):
+    copytree(kept, tmp_path / "run")
+    (tmp_path / "run" / "trials" / "fedbn-seed0" / "cases.npz").unlink()
+    export_run(experiment, tmp_path / "run", tmp_path / "model", method="fedbn", client="bob", onnx=False)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "Without intervals: the results of single samples are not stored here." in card
+    assert " to " not in card[card.index("| bob | test") :].partition("\n")[0]
 
 
 def columns(count, key):
@@ -441,7 +437,7 @@ def test_predictions_are_those_that_metrics_count_for_one_sample_and_for_several
     counts = task.count(torch.from_numpy(scores), torch.from_numpy(y), 3)
     assert np.sum(counts[counted]) == pytest.approx(right, rel=1e-6)
     scores[2].flat[1] = np.nan
-    if name in ("classification", "multilabel"):
+    if name in ("classification", "multilabel"):  # an output that is not a number
         assert [each is None for each in model.predict(x)] == [number == 2 for number in range(7)]
 
 
