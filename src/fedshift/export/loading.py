@@ -107,7 +107,7 @@ class Predictor:
     def segment(self, file: str | Path) -> Tensor:
         """Return the class of each pixel or voxel in ``file``, uint8 ``[D, H, W]`` or ``[H, W]``, on the file's grid.
 
-        Its axes are those of :func:`~fedshift.data.files.volume_decoding.decode_mask`. Scores on another grid are
+        It has the axes of :func:`~fedshift.data.files.volume_decoding.decode_mask`. Scores on another grid are
         interpolated linearly before the class of the highest is chosen. Raises :class:`UsageError` as a call does, and
         for outputs that are not numbers.
         """

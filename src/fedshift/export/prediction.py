@@ -53,7 +53,7 @@ from .package import require_new
 
 TABLE = "cases.csv"
 EVERY = 10.0
-"""Seconds between two writings of the table, of which a killed program leaves the last."""
+"""Seconds between two writings of the table, so that a killed program leaves most rows."""
 FAR = "warning"
 """Column of rows whose file has values far from the training data's, with the numbers."""
 WRITTEN = "predicted"

@@ -120,8 +120,8 @@ def make_model(
 ) -> TrainedModel:  # fmt: skip
     """Return ``network`` with ``state`` as the model of ``owner``, with facts from plan, data and settings.
 
-    ``records``: results of single samples by split, client and model, as far as they are here; ``facts``: the remaining
-    fields of :class:`~fedshift.export.model_card.ModelFacts`.
+    ``records``: results of single samples by split, client and model, if known; ``facts``: the remaining fields of
+    :class:`~fedshift.export.model_card.ModelFacts`.
     """
     schema, method = data.describe_client(owner), plan.method
     if schema.preparation.usual is None and tests and not find_mechanism((method.gradient, method.aggregate)):
