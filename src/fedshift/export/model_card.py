@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..data.preparation import Preparation
-from ..report.formatting import format_bytes, make_table, to_markdown
-from ..results.schema import Row, compute_metric, is_share, metric_unit, name_metric, rows_to_frame
+from ..report.formatting import difference_unit, format_bytes, make_table, to_markdown
+from ..results.schema import Row, compute_metric, is_share, name_metric, rows_to_frame
 from ..utils.words import join_some
 from .intervals import LEVEL
 from .steps import LISTED, OUTPUTS, list_steps, make_environment
@@ -26,8 +26,8 @@ DOES: Mapping[str, tuple[str, str]] = {
 USER_TASK = ("returns {}", "the same")
 """The same for a user task that derives from none of these."""
 EXPLAINED = {
-    "segmentation": ", over all their pixels together; Dice and IoU are means over the classes except the background, "
-    "class 0",
+    "segmentation": "; Dice and IoU are means over images and over the classes except the background, class 0; shares "
+    "of pixels, and pooled Dice and IoU, are over the pixels of all images together",
     "multilabel": "; F1 and AUC are means over the labels",
     "regression": "; errors are means over the targets, in the unit of the data",
     "survival": "; the concordance index counts pairs of one client's patients",
@@ -147,12 +147,12 @@ def _tabulate_results(facts: ModelFacts) -> str:
 
 def format_value(value: float, metric: str, interval: Sequence[float] | None = None) -> str:
     """Return a value as printed in tables with its interval: shares in percent, "" if undefined."""
-    scale, digits, _ = metric_unit(metric)
-    unit = " %" if is_share(metric) else ""
+    unit, percent = difference_unit(metric), " %" * is_share(metric)
     if value != value:
         return ""
-    between = " to ".join(f"{scale * each:.{digits - 1}f}" for each in interval or ())
-    return f"{scale * value:.{digits}f}{unit}" + f" ({between}{unit})" * bool(interval)
+    ends = unit._replace(digits=1) if is_share(metric) else unit
+    between = " to ".join(ends.format(end) for end in interval or ())
+    return f"{unit.format(value)}{percent}" + f" ({between}{percent})" * bool(interval)
 
 
 def _tabulate_clients(clients: Mapping[str, Mapping[str, int]]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from ..data.files.volume_decoding import (
     read_volume_header,
 )
 from ..tasks.segmentation import IGNORED
-from ..tasks.surfaces import count_surfaces
+from ..tasks.surfaces import compare_surfaces
 from ..tasks.task import count_by_class
 from ..utils.csv_cells import escape_table
 from ..utils.errors import UsageError
@@ -303,15 +303,14 @@ def _compare(
     """Yield the Dice and the surface distances of each class except the background, by the name of their column."""
     classes, known = len(model.classes), truth != IGNORED
     predicted = predicted.long()
-    counts: Mapping[str, Any] = count_by_class(predicted[known], truth[known], classes)
-    counts = {**counts, **count_surfaces(predicted[None], truth[None], known[None], classes, spacing)}
+    counts = count_by_class(predicted[known], truth[known], classes)
+    surfaces = compare_surfaces(predicted[None], truth[None], known[None], classes, spacing)
     unit = "mm" if spacing else "pixels"
     for number in range(1, classes):
-        name, there = model.classes[number], bool(counts["surfaces"][number])
-        total = counts["support"][number] + counts["predicted"][number]
-        yield f"dice {name}", 2 * counts["hits"][number] / total if there else None
-        yield f"hd95 {unit} {name}", counts["hausdorff"][number] if there else None
-        yield f"assd {unit} {name}", counts["distances"][number] / counts["elements"][number] if there else None
+        name, total = model.classes[number], counts["support"][number] + counts["predicted"][number]
+        yield f"dice {name}", 2 * counts["hits"][number] / total if total else None
+        yield f"hd95 {unit} {name}", float(surfaces["hausdorff"][0, number]) if total else None
+        yield f"assd {unit} {name}", float(surfaces["distances"][0, number]) if total else None
 
 
 def summarize(predictions: Predictions) -> str:

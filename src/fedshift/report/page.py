@@ -35,6 +35,7 @@ from .figures import make_panels
 from .formatting import (
     MISSING,
     TextTable,
+    difference_unit,
     flatten_settings,
     format_bytes,
     format_cross_table,
@@ -61,6 +62,7 @@ from .tables import (
     find_reported_rounds,
     list_shortfalls,
     measures_trained,
+    patient_table,
     select_crossed,
     select_reported_rows,
     tabulate_history,
@@ -100,9 +102,11 @@ def make_metric_table(
     if shown == ("accuracy", "personal", "test", "loaded", None):
         notes.append(describe_majority(summary))
         frame = add_majority(summary, frame)
+    remarks = []
     if shown == (summary.metric, "personal", "test", "loaded", None):
-        notes += [describe_lag(summary), describe_falling(summary)]
-    text = replace(text, partial=describe_partial(summary), note=" ".join(filter(None, notes)))
+        remarks = [describe_lag(summary), describe_falling(summary)]
+    note, advice = (" ".join(filter(None, parts)) for parts in ([*notes, *remarks], remarks))
+    text = replace(text, partial=describe_partial(summary), note=note, advice=advice)
     file = "-".join([name_file(metric), *([model] if model == "global" else []), *([split] if split != "test" else [])])
     file += "-trained" if moment == "trained" else ""
     return ReportTable(caption=caption, frame=frame, text=text, file=file)
@@ -134,6 +138,7 @@ def list_details(summary: RunSummary) -> Iterator[ReportTable]:
     """Yield the tables that the terminal does not show."""
     yield from collect_crossed(summary)
     yield from _other_metrics(summary)
+    yield from _tabulate_patients(summary)
     yield from list_clinical_tables(summary)
     caption = "Samples of clients" if len(summary.clients) > ONE_BY_ONE else "Samples of each client"
     yield _detail("clients", "sizes", caption, _client_table(summary))
@@ -187,7 +192,8 @@ def _list_sentences(summary: RunSummary, values: object) -> Iterator[str]:
         yield f"Each client is in {values}."
     if (summary.rows["split"] == "validation").any() and is_even(find_reached_rounds(summary)):
         means = accuracy_table(summary, split="validation").iloc[len(summary.clients)].unstack()["mean"]
-        parts = ", ".join(f"{method} {summary.scale * means[method]:.2f}" for method in summary.methods)
+        unit = difference_unit(summary.metric)
+        parts = ", ".join(f"{method} {unit.format(means[method])}" for method in summary.methods)
         yield f"Validation, macro: {parts}. Choose by these."
     yield from list_shortfalls(summary)
     yield from list_kept(summary)
@@ -289,6 +295,25 @@ def _other_metrics(summary: RunSummary) -> Iterator[ReportTable]:
             unit += ", lower is better" if is_lower_better(metric) else ""
         caption = f"{title}: {unit}, {describe_seeds(summary)}"
         yield _detail("metrics", f"metric-{place}", caption, table.text, title=title)
+
+
+def _tabulate_patients(summary: RunSummary) -> Iterator[ReportTable]:
+    """Yield the metric of masks by patient, where patients are known."""
+    frame, unit = patient_table(summary), difference_unit(summary.metric)
+    if frame.empty:
+        return
+    methods = list(frame.columns.unique(0))
+    rows = [
+        (
+            client,
+            *(unit.format(own[method, "mean"], own[method, "std"]) for method in methods),
+            f"{own.xs('patients', level=1).max():,.0f}",
+        )
+        for client, own in frame.iterrows()
+    ]
+    title = f"{_capitalize(summary.metric_name)} by patient"
+    caption = f"{title}: mean (std) over patients of the mean of a patient's cases, averaged over seeds"
+    yield _detail("metrics", "patients", caption, make_table(("client", *methods, "patients"), rows), title=title)
 
 
 def _capitalize(text: str) -> str:

@@ -17,17 +17,22 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `support`  | list of int | samples of each true class; null likewise |
 | `auc`      | float       | area under the ROC curve, mean over defined classes or labels; null if none |
 | `predicted` | list of int | for masks, several labels and `f1`: pixels or samples for which each class was predicted |
+| `invalid`  | int         | samples whose output is not a number (of masks: at any pixel); it is right of none |
 | `exact`    | int         | for several labels: samples with all labels predicted correctly |
 | `squared`, `absolute` | list of float | for numbers: the sum of squared and of absolute errors of each target |
-| `total`, `square` | list of float | for numbers: the sum of each target and of its square |
-| `distances`, `elements` | list of float, of int | of masks' surfaces: sum of distances by class, and their number |
-| `hausdorff`, `surfaces` | list of float, of int | sum of images' 95 % Hausdorff distances by class, and their number |
+| `reference` | list of float | for numbers: the mean of each target, from which `total` and `square` count |
+| `total`, `square` | list of float | for numbers: the sum over samples of target minus reference, and of its square |
+| `case_dice`, `case_iou` | list of float | of masks: the sum of images' Dice and IoU by class |
+| `cases`, `present` | list of int | images with the class in the true or predicted mask, and in the true mask |
+| `distances`, `hausdorff` | list of float | of masks' surfaces: sums of images' mean and 95 % Hausdorff distances |
 | `concordant`, `comparable` | float | for survival: pairs ranked correctly (half for equal risks), and all pairs |
 | `gaps` | list of float | for `ece`: correct samples minus the sum of confidences, in each bin of confidence |
 | `sums` | dict of float | of metrics on request that are means over samples: the sum over them, by metric |
 | `values` | dict of float | of other metrics on request: the value, which does not add up; null where undefined |
 
-For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label.
+For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label. Dice and IoU of
+masks are means over images, as in nnU-Net (Isensee et al. 2021, doi:10.1038/s41592-020-01008-z): for each class over
+those with the class in either mask. ``pooled_dice`` and ``pooled_iou`` count the pixels of all images together.
 
 The same counts tell which classes, labels or targets have no part in a metric (:func:`find_missing`): an absent class
 has ``support`` 0, a label that all samples have a ``support`` of ``samples``, and a constant target no spread.
@@ -48,26 +53,25 @@ import pandas as pd
 
 from ..utils.checked_json import parse_checked
 from ..utils.errors import FedshiftError
-from .cases import CONSTANT, Cases, Picture
+from .cases import Cases, Picture
 from .disclosure import Disclosure
 
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
-    "predicted", "exact", "squared", "absolute", "total", "square", "distances", "elements", "hausdorff", "surfaces",
-    "concordant", "comparable", "gaps", "sums", "values",
+    "predicted", "invalid", "exact", "squared", "absolute", "reference", "total", "square", "case_dice", "case_iou",
+    "cases", "present", "distances", "hausdorff", "concordant", "comparable", "gaps", "sums", "values",
 )  # fmt: skip
 COUNTS = (
-    "samples", "loss_sum", "hits", "support", "predicted", "exact", "squared", "absolute", "total", "square",
-    "distances", "elements", "hausdorff", "surfaces",
-    "concordant", "comparable", "gaps", "sums",
+    "samples", "loss_sum", "hits", "support", "predicted", "invalid", "exact", "squared", "absolute", "total", "square",
+    "case_dice", "case_iou", "cases", "present", "distances", "hausdorff", "concordant", "comparable", "gaps", "sums",
 )  # fmt: skip
-"""Columns whose sums over clients are the counts of all their samples together."""
+"""Columns whose sums over clients are the counts of all their samples together (:func:`add_rows`)."""
 METRICS = {
     "accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "dice": "Dice", "iou": "IoU",
-    "f1": "F1", "exact_match": "exact match", "rmse": "RMSE", "mae": "MAE", "r2": "R2",
-    "surface_distance": "surface distance", "hausdorff95": "95 % Hausdorff distance", "c_index": "concordance index",
-    "average_precision": "average precision", "brier": "Brier score", "ece": "expected calibration error",
-    "loss": "loss",
+    "pooled_dice": "pooled Dice", "pooled_iou": "pooled IoU", "f1": "F1", "exact_match": "exact match", "rmse": "RMSE",
+    "mae": "MAE", "r2": "R2", "surface_distance": "surface distance", "hausdorff95": "95 % Hausdorff distance",
+    "c_index": "concordance index", "average_precision": "average precision", "brier": "Brier score",
+    "ece": "expected calibration error", "loss": "loss",
 }  # fmt: skip
 """Metrics, and their names in a sentence; :func:`name_metric` also names others."""
 UNITS = {
@@ -80,14 +84,23 @@ OWN_UNIT = "units"
 """Unit of users' metrics, which are printed unscaled too."""
 SQUARED = "squared units of the targets' spread"
 """Unit of the loss of numbers, on test data."""
-BY_CLASS = ("hits", "support", "predicted", "distances", "elements", "hausdorff", "surfaces")
+BY_CLASS = (
+    "hits", "support", "predicted", "case_dice", "case_iou", "cases", "present", "distances", "hausdorff",
+)  # fmt: skip
 """Counts of masks with an entry for each class."""
 LOWER_IS_BETTER = frozenset({"loss", "rmse", "mae", "surface_distance", "hausdorff95", "brier", "ece"})
 """Metrics for which a lower value is better; :func:`is_lower_better` also knows users'."""
 LOWER = "lower_is_better=True"
 """Mark of a user's metric, in its name, for which a lower value is better."""
-DISTANCES = {"surface_distance": ("distances", "elements"), "hausdorff95": ("hausdorff", "surfaces")}
-"""Metrics that are ratios of sums and counts by class, and both columns."""
+DISTANCES = {"surface_distance": ("distances", "cases"), "hausdorff95": ("hausdorff", "cases")}
+"""Distances of masks' surfaces: the sum over cases and the number of cases by class."""
+BY_CASE = {"dice": ("case_dice", "cases"), "iou": ("case_iou", "cases"), **DISTANCES}
+"""Metrics of masks that are means over cases, and likewise their columns."""
+CONSTANT = 1e-12
+"""Largest spread of a target, relative to its squares from the reference, that rounding causes if it is constant.
+
+A target that varies exceeds it: squares from a mean, also from that of some of the clients, are near its spread.
+"""
 
 TOP_K = "top_k("
 """Beginning of the names of top-k accuracies, ``top_k(k=5)``."""
@@ -97,8 +110,8 @@ RANKINGS = ("auc", "average_precision")
 METRIC_COUNTS = {
     "loss": ("loss_sum",), "auc": ("auc",), "exact_match": ("exact",), "c_index": ("concordant", "comparable"),
     **dict.fromkeys(("accuracy", "balanced_accuracy"), ("hits", "support")),
-    **dict.fromkeys(("dice", "iou", "f1"), ("hits", "support", "predicted")),
-    **dict.fromkeys(("rmse", "mae", "r2"), ("squared", "absolute", "total", "square")), **DISTANCES, "ece": ("gaps",),
+    **dict.fromkeys(("pooled_dice", "pooled_iou", "f1"), ("hits", "support", "predicted")), **BY_CASE,
+    **dict.fromkeys(("rmse", "mae", "r2"), ("squared", "absolute", "total", "square")), "ece": ("gaps",),
 }  # fmt: skip
 """Counts that each metric takes, in addition to the number of samples; others are in ``sums`` and ``values``."""
 
@@ -160,14 +173,14 @@ def is_share(metric: str) -> bool:
     return metric not in UNITS and ":" not in metric
 
 
-def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int, str]:
-    """Return the factor for printing values of ``metric``, the decimals, and the unit (percent for fractions).
+def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int | None, str]:
+    """Return the factor for printing values of ``metric``, the decimals (None: as the values have it), and the unit.
 
     ``numbers``: whether targets are numbers, whose loss is a squared error.
     """
     if is_share(metric):
         return 100.0, 2, "percent"
-    return 1.0, 3, SQUARED if numbers and metric == "loss" else UNITS.get(metric, OWN_UNIT)
+    return 1.0, None, SQUARED if numbers and metric == "loss" else UNITS.get(metric, OWN_UNIT)
 
 
 def is_of_numbers(row: Mapping[str, Any]) -> bool:
@@ -199,33 +212,33 @@ def rows_to_frame(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
-    """Return ``metric`` of every row of evaluation or training loss; NaN where the row does not define it.
+    """Return ``metric`` of every row of evaluation or training loss; NaN where the row does not define it, or infinite.
 
     ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur), ``auc`` (mean over the classes or
     labels that some samples have and others lack), ``average_precision`` (likewise; with two classes of the second),
-    ``exact_match``, ``ece``, and ``dice``, ``f1`` and ``iou`` (means over
+    ``exact_match``, ``ece``, and ``dice``, ``iou``, ``pooled_dice``, ``pooled_iou`` and ``f1`` (means over
     classes that occur or are predicted; of masks without the background) lie in 0..1; ``rmse`` and ``mae`` are means
     over targets, ``r2`` (at most 1) over those that vary, ``surface_distance`` and ``hausdorff95`` over the classes
     that occur or are predicted, without the background; ``c_index`` is the fraction of comparable pairs of a client's
-    patients that are ranked correctly, in 0..1; ``loss`` is the mean loss of a sample. Others are read from ``sums``
-    and ``values``, by name. :func:`find_missing` returns what is left out.
+    patients that are ranked correctly, in 0..1; ``loss`` is the mean loss of a sample. ``dice``, ``iou`` and distances
+    are means over cases of a class, and then over classes. Others are read from ``sums`` and ``values``, by name.
+    :func:`find_missing` returns what is left out.
     """
-    if metric == "loss":
-        return rows["loss_sum"] / rows["samples"]
     if metric == "auc":
-        return rows["auc"].astype(float)
-    if metric not in METRIC_COUNTS:
-        return _read_on_request(rows, metric)
-    if metric == "exact_match":
-        return rows["exact"].astype(float) / rows["samples"]
-    if metric == "c_index":
-        return rows["concordant"].astype(float) / rows["comparable"].astype(float).replace(0, np.nan)
+        values = rows["auc"].astype(float)
+    else:
+        values = (_measure_rows if metric in METRIC_COUNTS else _read_on_request)(rows, metric)
+    return values.where(np.isfinite(values))
+
+
+def _measure_rows(rows: pd.DataFrame, metric: str) -> pd.Series:
+    """Return a metric of every row that has its counts."""
     names = METRIC_COUNTS[metric]
     values = np.full(len(rows), np.nan)
     counted = rows[list(names)].notna().all(axis=1).to_numpy(dtype=bool)
     if counted.any():
         known = rows[counted]
-        counts = {name: np.array(known[name].tolist(), float) for name in names}
+        counts = {name: np.array(known[name].tolist(), float).reshape(len(known), -1) for name in names}
         values[counted] = measure_counts(metric, counts, known["samples"].to_numpy(float)[:, None])
     return pd.Series(values, index=rows.index)
 
@@ -245,8 +258,27 @@ def _read_on_request(rows: pd.DataFrame, metric: str) -> pd.Series:
 def sum_counts(counts: Sequence[Any]) -> Any:
     """Return the sum of a column's entries: numbers, lists or mappings."""
     if isinstance(counts[0], dict):
-        return {name: sum(each[name] for each in counts) for name in counts[0]}
+        totals = {name: [each[name] for each in counts] for name in counts[0]}
+        return {name: None if None in values else sum(values) for name, values in totals.items()}
     return np.sum(counts, axis=0).tolist()
+
+
+def add_rows(rows: Sequence[Mapping[str, Any]]) -> Row:
+    """Return the counts of all samples of ``rows`` together, of the columns that each of them has."""
+    names = [name for name in rows[0] if name in COUNTS and all(row[name] is not None for row in rows)]
+    first = rows[0].get("reference")
+    if first is None:
+        return {name: sum_counts([row[name] for row in rows]) for name in names}
+    moved = [_refer(row, first) for row in rows]
+    return {name: sum_counts([row[name] for row in moved]) for name in names} | {"reference": first}
+
+
+def _refer(row: Mapping[str, Any], reference: Sequence[float]) -> Row:
+    """Return ``row`` with its sums of targets and of their squares counted from another ``reference``."""
+    step_T = np.subtract(row["reference"], reference)
+    total_T, square_T = np.asarray(row["total"], float), np.asarray(row["square"], float)
+    square_T = square_T + 2 * step_T * total_T + row["samples"] * step_T**2
+    return {**row, "total": total_T + row["samples"] * step_T, "square": square_T}
 
 
 def adds_up(rows: pd.DataFrame, metric: str) -> bool:
@@ -260,7 +292,9 @@ def measure_counts(metric: str, counts: Mapping[str, np.ndarray], samples_N1: np
     if metric == "accuracy":
         return np.asarray(counts["hits"].sum(axis=1) / counts["support"].sum(axis=1))
     if metric == "c_index":
-        return np.asarray((counts["concordant"] / counts["comparable"])[:, 0])
+        return _mean_ratios(counts["concordant"], counts["comparable"])
+    if metric in ("loss", "exact_match"):
+        return np.asarray((counts[METRIC_COUNTS[metric][0]] / samples_N1)[:, 0])
     if metric == "balanced_accuracy":
         return _mean_ratios(counts["hits"], counts["support"])
     if metric == "ece":
@@ -273,12 +307,12 @@ def measure_counts(metric: str, counts: Mapping[str, np.ndarray], samples_N1: np
         spread_NT = counts["square"] - counts["total"] ** 2 / samples_N1
         varies_NT = spread_NT > CONSTANT * counts["square"]
         return _mean_where(1 - _divide_where(counts["squared"], spread_NT, varies_NT, other=1), varies_NT)
-    if metric in DISTANCES:
-        return _mean_ratios(*(counts[name] for name in DISTANCES[metric]))
+    if metric in BY_CASE:
+        return _mean_ratios(*(counts[name] for name in BY_CASE[metric]))
     hits_NK, both_NK = counts["hits"], counts["support"] + counts["predicted"]
     if metric != "f1" and hits_NK.shape[1] > 1:  # the background
         hits_NK, both_NK = hits_NK[:, 1:], both_NK[:, 1:]
-    if metric == "iou":
+    if metric == "pooled_iou":
         return _mean_where(_divide_where(hits_NK, both_NK - hits_NK, both_NK > 0), both_NK > 0)
     return _mean_ratios(2 * hits_NK, both_NK)  # the Dice coefficient, which equals F1
 
@@ -304,7 +338,7 @@ def find_missing(row: Mapping[str, Any], metric: str) -> tuple[int, ...]:
     """Return the classes, labels or targets that the samples of ``row`` do not define ``metric`` for, by number.
 
     ``auc``, ``average_precision``: classes or labels that no sample has, or all; ``balanced_accuracy``: classes that no
-    sample has; ``dice``, ``iou``, ``f1`` and distances of surfaces: likewise, without the background of masks; they
+    sample has; ``f1``, Dice, IoU and distances of surfaces: likewise, without the background of masks; they
     count nevertheless where they are predicted. ``r2``: targets without spread. It depends only on the samples, not on
     predictions.
     """
@@ -313,7 +347,7 @@ def find_missing(row: Mapping[str, Any], metric: str) -> tuple[int, ...]:
         return tuple(
             n for n, (total, square) in enumerate(sums) if square - total**2 / row["samples"] <= CONSTANT * square
         )
-    of_masks = ("dice", "iou", *DISTANCES)
+    of_masks = (*BY_CASE, "pooled_dice", "pooled_iou")
     if metric not in (*RANKINGS, "balanced_accuracy", "f1", *of_masks) or not isinstance(row["support"], list):
         return ()
     first = 1 if metric in of_masks and len(row["support"]) > 1 else 0

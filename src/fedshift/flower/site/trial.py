@@ -30,7 +30,7 @@ from ...export.package import write_package
 from ...export.source import find_licenses, list_versions, make_model
 from ...models import ModelFactory, make_network
 from ...results.run_directory import describe_environment
-from ...results.schema import REESTIMATED, Row, compute_metric, is_of_numbers, metric_unit, name_metric, rows_to_frame
+from ...results.schema import REESTIMATED, Row, compute_metric, is_of_numbers, is_share, name_metric, rows_to_frame
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError, as_flag
 from ...utils.state import State, join_states, pick, split_state
@@ -226,7 +226,9 @@ class SiteTrial:
 
 def _describe_result(row: Row, metric: str) -> str:
     value = float(compute_metric(rows_to_frame([row]), metric)[0])
-    factor, digits, unit = metric_unit(metric, numbers=is_of_numbers(row))
+    from ...report.formatting import difference_unit  # with it Matplotlib, for which a site would wait at its start
+
+    unit = difference_unit(metric, numbers=is_of_numbers(row))
     if value != value:
         return f"{name_metric(metric)} is not defined by the test data here"
-    return f"{name_metric(metric)} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit} here"
+    return f"{name_metric(metric)} {unit.format(value)} {'%' if is_share(metric) else unit.name} here"
