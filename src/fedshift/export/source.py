@@ -104,48 +104,25 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
     owner = data.client(client) if client else data.clients[0]
     summary = read_summary(directory)
     return make_model(
-        trial.make_network(),
-        state,
-        plan,
-        data,
-        owner,
-        trial.settings,
-        experiment.model,
-        tests={each.name: each.test for each in ([owner] if client else data.clients) if here},
-        client=client,
-        seed=trial.seed,
-        round=trial.server.round,
-        choice=_explain_choice(trial),
-        origin=_explain_origin(trial, client),
-        data_in_words=f"{data.name} ({len(data.clients)} clients)",
-        licenses=find_licenses(experiment.config.get("data"), data.name),
-        measured=tuple(_find_rows(trial, directory, client, here)),
-        records=_read_records(trial, directory),
-        spread=_spread_over_seeds(summary, plan.method.label, client),
-        versions=list_versions(summary.environment),
-        notices=summary.notices,
-    )
+        trial.make_network(), state, plan, data, owner, trial.settings, experiment.model,
+        tests={each.name: each.test for each in ([owner] if client else data.clients) if here}, client=client,
+        seed=trial.seed, round=trial.server.round, choice=_explain_choice(trial),
+        origin=_explain_origin(trial, client), data_in_words=f"{data.name} ({len(data.clients)} clients)",
+        licenses=find_licenses(experiment.config.get("data"), data.name), notices=summary.notices,
+        measured=[*_find_rows(trial, directory, client, here)], records=_read_records(trial, directory),
+        spread=_spread_over_seeds(summary, plan.method.label, client), versions=list_versions(summary.environment),
+    )  # fmt: skip
 
 
 def make_model(
-    network: nn.Module,
-    state: State,
-    plan: Plan,
-    data: Federation,
-    owner: ClientData,
-    settings: Settings,
-    factory: ModelFactory,
-    *,
-    tests: Mapping[str, Samples],
-    data_in_words: str,
-    measured: Sequence[Row],
-    records: Mapping[tuple[str, str, str], Records],
-    **facts: Any,
-) -> TrainedModel:
+    network: nn.Module, state: State, plan: Plan, data: Federation, owner: ClientData, settings: Settings,
+    factory: ModelFactory, *, tests: Mapping[str, Samples], data_in_words: str, measured: Sequence[Row],
+    records: Mapping[tuple[str, str, str], Records], **facts: Any,
+) -> TrainedModel:  # fmt: skip
     """Return ``network`` with ``state`` as the model of ``owner``, with facts from plan, data and settings.
 
-    ``records``: results of single samples by split, client and model, as far as they are here; ``facts``: the remaining
-    fields of :class:`~fedshift.export.model_card.ModelFacts`.
+    ``records``: results of single samples by split, client and model, if known; ``facts``: the remaining fields of
+    :class:`~fedshift.export.model_card.ModelFacts`.
     """
     schema, method = data.describe_client(owner), plan.method
     if schema.preparation.usual is None and tests and not find_mechanism((method.gradient, method.aggregate)):
@@ -153,17 +130,12 @@ def make_model(
         usual = measure_training(trained, settings.newcomers if len(trained.clients) > 1 else ())
         schema = replace(schema, preparation=replace(schema.preparation, measured=usual))
     all_facts = ModelFacts(
-        **describe_answers(data),
-        method=method.label,
-        meaning=method.text,
-        sources=tuple(find_sources(method)),
-        network=describe_network(plan, factory),
-        data=f"{data_in_words}. {data.note}".rstrip(". "),
+        **describe_answers(data), method=method.label, meaning=method.text, sources=tuple(find_sources(method)),
+        network=describe_network(plan, factory), data=f"{data_in_words}. {data.note}".rstrip(". "),
         clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
         settings=describe_settings(plan, settings, schema),
-        measured=tuple(add_intervals(measured, data.task.measured, records)),
-        **facts,
-    )
+        measured=tuple(add_intervals(measured, data.task.measured, records)), **facts,
+    )  # fmt: skip
     return TrainedModel(network=network, state=state, plan=plan, schema=schema, facts=all_facts, tests=tests)
 
 
