@@ -44,7 +44,7 @@ from tests.nn.test_adapters import provide_peft
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-WORDS = {3: "three", 5: "five", 10: "ten", 30: "Thirty"}
+WORDS = {3: "three", 5: "five", 7: "seven", 10: "ten", 30: "Thirty"}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -111,7 +111,7 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
             command, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
             assert command.__module__.startswith("fedshift.cli.")
             known = "spec output directory model method what where name out json leave_out rates selection moment code"
-            adapting = "run data clients policies rounds unlabeled save methods seeds device own client onnx"
+            adapting = "run data clients policies policy rounds unlabeled save methods seeds device own client onnx"
             across = "address as_json config data host insecure key log path port tls"
             across += " resume since export"
             papers = (
