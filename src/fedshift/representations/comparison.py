@@ -94,7 +94,7 @@ class RepresentationComparison:
     ``of``: number of training clients; ``clients``: clients that are compared; ``layers``: the convolution whose maps
     are compared, by method; ``similarity``: one for each seed, by method; ``distances``: a row for each method, seed
     and BatchNorm layer, with columns :data:`DISTANCES`; ``drawn``: picture data for the first seed, by method;
-    ``images``: the stored test sample of each client whose maps are drawn.
+    ``images``: the stored test sample of each client whose maps are drawn, none in runs without pictures.
     """
 
     clients: tuple[str, ...]
@@ -205,7 +205,9 @@ def collect_comparison(
         similarity=similarity,
         distances=pd.DataFrame(rows, columns=["method", "seed", "layer", *DISTANCES]),
         drawn=drawn,
-        images={name: image for name, client in tests.items() for image in _find_images(client, data.inputs)},
+        images={name: image for name, client in tests.items() for image in _find_images(client, data.inputs)}
+        if experiment.settings.pictures
+        else {},
     )
 
 
