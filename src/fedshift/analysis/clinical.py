@@ -27,13 +27,15 @@ from numpy.typing import NDArray
 from scipy.special import expit, logit, ndtri, stdtrit
 
 from ..utils.errors import UsageError
-from .sampling import FREE, Floats, SampleVariance, difference_variance
+from .influence import Floats, vary
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 SENSITIVITY, SPECIFICITY, YOUDEN = "sensitivity", "specificity", "youden"
 CLOSEST = 1e-6
 """Smallest distance of a probability from 0 and 1 where its logit is taken."""
+FREE = 1e9
+"""Degrees of freedom of a variance without uncertainty."""
 WORST_CONDITION = 1e10
 """Smallest condition number of a Hessian that means that the likelihood has no maximum."""
 STEPS = 50
@@ -111,11 +113,11 @@ def estimate_share(hit_RN: Bools, of_RN: Bools, group_N: Ints | None = None) -> 
     if not len(of_R) or not of_R.all():
         return Estimate(value=math.nan, low=math.nan, high=math.nan, samples=samples)
     share_R = (hit_RN & of_RN).sum(axis=1) / of_R
-    part_RN = np.where(of_RN, hit_RN - share_R[:, None], 0.0) * (of_RN.shape[1] / of_R)[:, None]
-    value, most = float(share_R.mean()), _count_units(of_RN, group_N)
-    variance = _vary(part_RN.mean(axis=0), share_R, group_N)
-    independent = min(most, value * (1 - value) / variance.variance) if variance.variance > 0 else most
-    low, high = _wilson(value, independent, variance.freedom)
+    part_RN = np.where(of_RN, hit_RN - share_R[:, None], 0.0) / of_R[:, None]
+    value, most = float(share_R.mean()), float(of_R.mean())
+    variance, freedom = _vary(part_RN.mean(axis=0), share_R, group_N)
+    known = value * (1 - value) / variance if variance > 0 else _count_units(of_RN, group_N)
+    low, high = _wilson(value, min(most, known), freedom)
     return Estimate(value=value, low=low, high=high, samples=samples)
 
 
@@ -126,8 +128,8 @@ def estimate_mean(x_RN: Floats, group_N: Ints | None = None) -> Estimate:
         value = float(x_RN.mean()) if x_RN.size else math.nan
         return Estimate(value=value, low=math.nan, high=math.nan, samples=samples)
     mean_R = x_RN.mean(axis=1)
-    variance = _vary(x_RN.mean(axis=0), mean_R, group_N)
-    half = float(stdtrit(variance.freedom, 0.975)) * math.sqrt(variance.variance)
+    variance, freedom = _vary((x_RN - mean_R[:, None]).mean(axis=0) / samples, mean_R, group_N)
+    half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
     value = float(mean_R.mean())
     return Estimate(value=value, low=value - half, high=value + half, samples=x_RN.shape[1])
 
@@ -142,12 +144,13 @@ def estimate_area(score_RN: Floats, positive_N: Bools, group_N: Ints | None = No
     value, smaller = float(area_R.mean()), min(positives, samples - positives)
     if smaller < 2:
         return Estimate(value=value, low=math.nan, high=math.nan, samples=samples)
-    sampled = difference_variance(placed_RN.mean(axis=0), positive_N.astype(np.int64), np.ones(2), None, group_N)
-    variance = _add_seeds(sampled, area_R)
-    if not 0 < value < 1 or not variance.variance > 0:
+    count_N = np.where(positive_N, positives, samples - positives)
+    part_N = (placed_RN - area_R[:, None]).mean(axis=0) / np.sqrt(count_N * (count_N - 1.0))  # DeLong's
+    variance, freedom = _vary(part_N, area_R, group_N)
+    if not 0 < value < 1 or not variance > 0:
         low, high = _wilson(value, smaller, FREE)
     else:
-        half = float(stdtrit(variance.freedom, 0.975)) * math.sqrt(variance.variance) / (value * (1 - value))
+        half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance) / (value * (1 - value))
         low, high = (float(expit(logit(value) + side * half)) for side in (-1, 1))
     return Estimate(value=value, low=low, high=high, samples=samples)
 
@@ -164,18 +167,19 @@ def _place(score_N: Floats, positive_N: Bools) -> Floats:
     return placed_N
 
 
-def _vary(x_N: Floats, value_R: Floats, group_N: Ints | None) -> SampleVariance:
-    """Return the variance over samples of the mean of ``x``, with that over seeds."""
-    return _add_seeds(difference_variance(x_N, np.zeros(len(x_N), np.int64), np.ones(1), None, group_N), value_R)
+def _vary(part_N: Floats, value_R: Floats, group_N: Ints | None) -> tuple[float, float]:
+    """Return the variance of a value over samples (or groups) and seeds, and its degrees of freedom (Satterthwaite).
 
-
-def _add_seeds(sampled: SampleVariance, value_R: Floats) -> SampleVariance:
-    seeds = float(value_R.var(ddof=1)) / len(value_R) if len(value_R) > 1 else 0.0
-    total = sampled.variance + seeds
+    ``part``: each sample's part in the deviation of the value, so that parts add up over a group.
+    """
+    part_G = part_N if group_N is None else np.bincount(np.unique(group_N, return_inverse=True)[1], weights=part_N)
+    units, seeds = len(part_G), len(value_R)
+    sampled = vary(units * np.asarray(part_G, float))
+    trained = float(value_R.var(ddof=1)) / seeds if seeds > 1 else 0.0
+    total = sampled + trained
     if not total > 0:
-        return SampleVariance(variance=total, freedom=sampled.freedom)
-    parts = sampled.variance**2 / sampled.freedom + seeds**2 / max(1, len(value_R) - 1)
-    return SampleVariance(variance=total, freedom=total**2 / parts)
+        return total, FREE
+    return total, total**2 / (sampled**2 / (units - 1) + trained**2 / max(1, seeds - 1))
 
 
 def _count_units(of_RN: Bools, group_N: Ints | None) -> float:
@@ -228,8 +232,9 @@ def estimate_calibration(score_RN: Floats, positive_N: Bools, group_N: Ints | No
         value = float(value_R.mean()) if len(value_R) else math.nan
         half = math.nan
         if not math.isnan(value):
-            variance = _vary(np.mean([part_N2[:, place] for _, part_N2 in fits], axis=0), value_R, group_N)
-            half = float(stdtrit(variance.freedom, 0.975)) * math.sqrt(variance.variance)
+            part_N = np.mean([part_N2[:, place] for _, part_N2 in fits], axis=0) / len(positive_N)
+            variance, freedom = _vary(part_N, value_R, group_N)
+            half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
         made.append(Estimate(value=value, low=value - half, high=value + half, samples=len(positive_N)))
     return made[0], made[1]
 

@@ -18,27 +18,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import nctdtr, ndtr, ndtri, stdtr, stdtrit
+from scipy.special import ndtri, stdtr, stdtrit
 
 from ..utils.errors import UsageError
-from .sampling import SampleVariance
 
 Floats = NDArray[np.float64]
 
 FEWEST = 3
 """Minimum number of pairs for a claim: with fewer, Student's t has one degree of freedom, or none."""
-FEWEST_DIFFERING = 5
-"""Minimum number of samples with different results for :meth:`PairedDifference.excludes_below`."""
-MOST_PAIRS = 1000
-"""Largest number of pairs that :func:`count_needed_pairs` tries."""
+WIDEST = 2.45
+"""Largest half of an interval that is printed, in standard deviations between seeds.
+
+With three seeds, even the interval of a single comparison is wider, and verdicts differ between processors.
+"""
 ROUNDING = 1e-9
 """Spread, relative to the values, that floating-point rounding causes between equal differences."""
-HALVINGS = 60
-"""Halvings of the interval in which a p-value is searched for."""
 
 
 def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
@@ -99,8 +98,7 @@ class PairedDifference:
     two-sided, for "the mean difference is 0". ``level`` is the confidence level of all ``comparisons`` together, for
     whose number :func:`correct_family` adjusts p and interval; ``own_level`` is the level of this interval.
     Interval and p-value are NaN if no test is possible: with fewer than :data:`FEWEST` pairs, and for equal differences
-    of unknown resolution. ``sampled``: the variance over test samples that interval and p-value include, if any
-    (:func:`include_samples`).
+    of unknown resolution.
     """
 
     pairs: int
@@ -113,31 +111,11 @@ class PairedDifference:
     level: float
     own_level: float
     comparisons: int = 1
-    sampled: SampleVariance | None = None
 
     @property
     def is_significant(self) -> bool:
         """Return whether a difference may be claimed, that is, whether the interval excludes 0."""
         return self.p < 1 - self.level
-
-    def widen(self) -> tuple[float, float]:
-        """Return the ends of the interval at the level ``1 - (1 - level) / comparisons`` (Bonferroni).
-
-        All such intervals of a family contain their differences together with probability ``level``, so that they may
-        be compared with any bound; the intervals of :func:`correct_family` belong to tests of 0.
-        """
-        own_level = 1 - (1 - self.level) / self.comparisons
-        half = _half_interval(self.error, self.pairs, own_level, self.sampled)
-        return self.mean - half, self.mean + half
-
-    def excludes_below(self, bound: float) -> bool:
-        """Return whether a difference below ``bound`` is excluded, by :meth:`widen`.
-
-        It is not if results differ on fewer than :data:`FEWEST_DIFFERING` samples, which do not show how they differ
-        elsewhere; the interval around 0 is then too narrow.
-        """
-        differing = None if self.sampled is None else self.sampled.differing
-        return self.widen()[0] > bound and (differing is None or differing >= FEWEST_DIFFERING)
 
     def __neg__(self) -> PairedDifference:
         """Return the difference with the sign reversed: theirs minus ours."""
@@ -166,7 +144,7 @@ def paired_difference(
     error = p = math.nan
     if pairs >= FEWEST:
         _, error, p = map(float, paired_tests(values[0], values[1], grid))
-    half = _half_interval(error, pairs, level)
+    half = half_interval(error, pairs, level=level)
     low, high = mean - half, mean + half
     return PairedDifference(
         pairs=pairs, mean=mean, std=std, error=error, low=low, high=high, p=p, level=level, own_level=level
@@ -190,26 +168,6 @@ def paired_tests(ours: ArrayLike, theirs: ArrayLike, grid: ArrayLike = 0.0) -> t
     return mean, np.where(np.isnan(p), math.nan, error), p
 
 
-def count_needed_pairs(
-    std: float, difference: float, *, comparisons: int = 1, level: float = 0.95, power: float = 0.8
-) -> int | None:
-    """Return the number of pairs with which a paired t-test finds a true ``difference`` with probability ``power``.
-
-    The smallest n of at least :data:`FEWEST` for which noncentral t with n - 1 degrees of freedom and noncentrality
-    ``sqrt(n) * difference / std`` lies beyond the quantile ``1 - (1 - level) / (2 * comparisons)`` of Student's t (Owen
-    1965, "The Power of Student's t-test", J. Am. Stat. Assoc. 60(309)); the division is Holm's first step. None above
-    :data:`MOST_PAIRS`, and without a spread.
-    """
-    if not std > 0:
-        return None
-    for pairs in range(FEWEST, MOST_PAIRS + 1):
-        bound = stdtrit(pairs - 1, 1 - (1 - level) / (2 * comparisons))
-        shift = math.sqrt(pairs) * difference / std
-        if 1 - nctdtr(pairs - 1, shift, bound) + nctdtr(pairs - 1, shift, -bound) >= power:
-            return pairs
-    return None
-
-
 def correct_family(differences: Sequence[PairedDifference]) -> list[PairedDifference]:
     """Return ``differences`` with p-values and intervals corrected for their number.
 
@@ -223,7 +181,7 @@ def correct_family(differences: Sequence[PairedDifference]) -> list[PairedDiffer
     for p, (_, index) in zip(holm_correction([p for p, _ in tested]), tested, strict=True):
         each = differences[index]
         own_level = 1 - (1 - each.level) / divisor
-        half = _half_interval(each.error, each.pairs, own_level, each.sampled)
+        half = half_interval(each.error, each.pairs, level=own_level)
         low, high = each.mean - half, each.mean + half
         family[index] = replace(each, p=p, low=low, high=high, own_level=own_level, comparisons=len(tested))
         divisor -= family[index].is_significant
@@ -243,31 +201,29 @@ def holm_correction(values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def include_samples(gap: PairedDifference, sampled: SampleVariance) -> PairedDifference:
-    """Return ``gap``, not yet corrected for its family, as a claim about new test samples of the same number.
+def half_interval(
+    error: float, seeds: int, sample_error: float = math.nan, units: int = 0, comparisons: int = 1, level: float = 0.95
+) -> float:
+    """Return half of the interval of a mean over ``seeds``, which holds together with ``comparisons`` (Bonferroni).
 
-    Half of its interval is sqrt(a^2 + b^2), where a is half of the interval over pairs and b half of the interval over
-    test samples (Zou and Donner 2008, "Construction of confidence limits about effect measures", Statistics in Medicine
-    27(10)); the p-value is 1 minus the level at which the interval ends at 0. A difference that holds for new test
-    samples therefore also holds for these.
+    It is the root of the sum of squares of half of Student's interval over seeds (standard error ``error``) and, where
+    ``sample_error`` is known, half of Student's interval over test ``units`` (Zou and Donner 2008, "Construction of
+    confidence limits about effect measures", Statistics in Medicine 27(10)). NaN where ``error`` is.
     """
-    half = _half_interval(gap.error, gap.pairs, gap.level, sampled)
-    p = math.nan if math.isnan(half) else gap.p
-    if 0 < p < 1:
-        low, high = 0.0, 38.0  # bounds of the p-value, as normal quantiles
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            reached = _half_interval(gap.error, gap.pairs, 1 - 2 * float(ndtr(-middle)), sampled)
-            low, high = (middle, high) if reached < abs(gap.mean) else (low, middle)
-        p = max(p, 2 * float(ndtr(-low)))
-    return replace(gap, p=p, low=gap.mean - half, high=gap.mean + half, sampled=sampled)
+    tail = 1 - (1 - level) / (2 * comparisons)
+    sampled = 0.0 if math.isnan(sample_error) else float(stdtrit(max(1, units - 1), tail)) * sample_error
+    return math.hypot(float(stdtrit(seeds - 1, tail)) * error, sampled) if seeds > 1 else math.nan
 
 
-def _half_interval(error: float, pairs: int, level: float, sampled: SampleVariance | None = None) -> float:
-    """Return half of Student's interval, with the variation over test samples if given; NaN if an error is NaN."""
-    if math.isnan(error):
-        return math.nan
-    half = float(stdtrit(pairs - 1, (1 + level) / 2)) * error
-    if sampled is None:
-        return half
-    return math.hypot(half, float(stdtrit(sampled.freedom, (1 + level) / 2)) * math.sqrt(sampled.variance))
+def decides(seeds: int, comparisons: int = 1) -> bool:
+    """Return whether intervals over so many ``seeds`` are narrow enough to be printed for so many ``comparisons``.
+
+    Half of them is then at most :data:`WIDEST` standard deviations between seeds: 3 seeds decide nothing, 4 decide 3
+    comparisons, 5 decide 9, 6 decide 26.
+    """
+    return seeds > 1 and half_interval(1 / math.sqrt(seeds), seeds, comparisons=comparisons) <= WIDEST
+
+
+def count_needed_seeds(comparisons: int) -> int:
+    """Return the smallest number of seeds that decide so many ``comparisons``."""
+    return next(seeds for seeds in count(FEWEST) if decides(seeds, comparisons))

@@ -31,15 +31,14 @@ from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
 from ..new_clients.site_data import describe_newcomers, load_site
 from ..nn.adapters import merge_adapters
-from ..report.claims import collect_claims, difference_table
 from ..report.clinical import bin_calibration, count_confusions, find_positive, measure_classes, tabulate_benefit
+from ..report.differences import compare_methods, list_frames
 from ..report.figures import make_figures
 from ..report.formatting import FEW, TextTable, rename, to_latex
 from ..report.formatting import transpose as turn
 from ..report.html import render_template
 from ..report.page import make_metric_table, write_page
 from ..report.publication import list_parts, print_parts
-from ..report.sites import compare_clients, tabulate_clients
 from ..report.survival import tabulate_survival
 from ..report.tables import accuracy_table, cross_table, tabulate_history
 from ..representations import RepresentationComparison, collect_comparison
@@ -160,10 +159,7 @@ class Comparison:
         """
         summary = self.summary
         self.table(metric, model, split, moment)  # raises if there is no such table
-        claims = collect_claims(summary, metric, model)
-        shown = make_metric_table(
-            summary, claims, metric=metric, model=model, split=split, moment=moment, digits=digits
-        )
+        shown = make_metric_table(summary, metric=metric, model=model, split=split, moment=moment, digits=digits)
         caption, label = (shown.caption if caption is None else caption), label or f"tab:{shown.file}"
         known = [*summary.methods, *summary.clients]
         if unknown := sorted(set(names or {}) - set(known)):
@@ -201,33 +197,31 @@ class Comparison:
         summary = self.summary
         return pd.DataFrame(summary.methods[find_method(method, summary)].entries).set_index("name")
 
-    def differences(self, baseline: str | None = None) -> pd.DataFrame:
-        """Return each method's macro metric minus the baseline's (FedAvg, else the first), paired over seeds."""
-        summary = self.summary
-        return difference_table(summary, baseline if baseline is None else find_method(baseline, summary))
-
-    def sites(self, metric: str | None = None, model: Literal["personal", "global"] = "personal") -> pd.DataFrame:
-        """Return which clients profit: the metric of each client minus that of ``single``, and of FedAvg, if they ran.
+    def differences(
+        self, baseline: str | None = None, metric: str | None = None, model: Literal["personal", "global"] = "personal"
+    ) -> pd.DataFrame:
+        """Return each method's metric minus the baseline's, for the mean over clients (``macro``) and at each client.
 
         Args:
+            baseline: method that others are compared with; None: FedAvg (else the first method), and ``single``.
             metric: metric to compare; None: the comparison's.
             model: the model that each client would use, or the server's.
 
         Returns:
-            One row for each reference, method and client. Columns: reference, method, client, seeds (number of pairs),
-            units (number of test groups, or of samples without groups), reference_value, value, difference, low, high,
-            p (interval and p-value on new test samples, corrected for the ``comparisons`` of the reference's family;
-            NaN where there is none), level, comparisons, verdict (``gains``, ``loses`` or ``undecided``), reason (why
-            there is no interval), margin, least (the lower end of the benefit's interval by Bonferroni), excluded
-            (whether a loss above the margin is). Values are fractions in [0, 1].
+            One row for each reference, method and client, with the columns of
+            :func:`~fedshift.report.differences.compare_methods`: the difference, its 95 % interval, and its standard
+            errors over seeds and over test units with their degrees of freedom. Values are fractions in [0, 1].
 
         Raises:
-            UsageError: the metric or model is unknown.
+            UsageError: the baseline, metric or model is unknown.
 
         """
         summary = self.summary
         accuracy_table(summary, metric, model)  # raises if there is no such table
-        return tabulate_clients(compare_clients(summary, metric, model))
+        if baseline is None:
+            return pd.concat(list_frames(summary, metric, model) or {"": pd.DataFrame()}, names=["reference"])
+        reference = find_method(baseline, summary)
+        return pd.concat({reference: compare_methods(summary, reference, metric, model)}, names=["reference"])
 
     def classes(
         self,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 
-from ..analysis.statistics import correct_family, paired_difference
-from ..report.claims import tabulate_differences
+from ..analysis.statistics import PairedDifference, correct_family, paired_difference
 from ..report.formatting import (
+    VARIED_BY_SEED,
     TextTable,
-    format_difference_table,
+    difference_unit,
     format_metric_table,
     make_table,
     to_terminal,
@@ -98,11 +97,26 @@ def policy_differences(seeds: pd.DataFrame, level: float = 0.95) -> pd.DataFrame
     return tabulate_differences(baseline, dict(zip(found, correct_family(list(found.values())), strict=True)))
 
 
+def tabulate_differences(baseline: str, differences: Mapping[str, PairedDifference]) -> pd.DataFrame:
+    """Return a table with one row for each of ``differences``."""
+    columns = "baseline", "seeds", "difference", "std", "low", "high", "p", "level", "comparisons"
+    rows = {
+        name: (baseline, gap.pairs, gap.mean, gap.std, gap.low, gap.high, gap.p, gap.level, gap.comparisons)
+        for name, gap in differences.items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("method")
+
+
 def format_differences(table: pd.DataFrame, metric: str, clients: int) -> TextTable:
     """Format :func:`policy_differences` of ``clients`` clients as text."""
     over = "which clients there are, each once with its mean over seeds, and nothing else"
-    cells = format_difference_table(table, metric, *([over] if clients > 1 else []))
-    return replace(cells, header=(*cells.header[:-1], "pairs"))
+    unit = difference_unit(metric)
+    rows = [
+        (method, unit.format_signed(row["difference"]), unit.format_interval(row["low"], row["high"]), row["seeds"])
+        for method, row in table.iterrows()
+    ]
+    note = f"Intervals hold together (Holm), and cover {over if clients > 1 else VARIED_BY_SEED}."
+    return make_table(("method", "difference", "interval", "pairs"), rows, note=note)
 
 
 def write_table(folder: Path, name: str, cells: TextTable, table: pd.DataFrame) -> None:

@@ -28,7 +28,7 @@ from ..analysis.clinical import (
     find_net_benefit,
     parse_operating_point,
 )
-from ..analysis.sampling import Floats
+from ..analysis.influence import Floats
 from ..results.run_directory import to_file_name
 from ..results.schema import RunSummary
 from ..utils.errors import UsageError, unknown_name

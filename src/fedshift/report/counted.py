@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from ..analysis.sampling import Floats
+from ..analysis.influence import Floats
 from ..results.schema import RunSummary
 from .clinical import (
     ALL,

@@ -19,13 +19,15 @@ from ..analysis.clinical import SurvivalCurve, estimate_survival
 from ..results.run_directory import to_file_name
 from ..results.schema import RunSummary
 from ..utils.words import join_some
+from .differences import FEWEST_UNITS
 from .formatting import MISSING, make_table
 from .progress import remembered
 from .report import ReportTable, detail_table
-from .sites import FEWEST_OF_CLASS, FEWEST_UNITS
 from .tables import find_reported_rounds
 
 THIRDS = ("low risk", "middle risk", "high risk")
+FEWEST_OF_CLASS = 5
+"""Fewest events of a curve with intervals."""
 TIMES = 4
 """Approximate number of times in a table."""
 NOTE = (

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from ..analysis.similarity import compute_discordance
@@ -17,12 +18,11 @@ from ..experiments.restoration import restore_trial, select_trials
 from ..experiments.run_queue import read_outcome
 from ..new_clients.policies import evaluate_model, make_models
 from ..new_clients.site_data import load_site
-from ..report.claims import grid_variance
 from ..report.concordance import pair_losses
 from ..report.tables import metric_history, seed_table, select_reported_rows
 from ..report.target_metric import find_best
 from ..representations import RepresentationComparison, collect_comparison
-from ..results.schema import RunSummary, compute_metric, rows_to_frame
+from ..results.schema import TOP_K, RunSummary, compute_metric, rows_to_frame
 from ..results.summary import read_summary
 from ..utils.threads import limit_threads
 from .planning import ADAPTED, DISCORDANCE, FINAL, CellPlan
@@ -124,6 +124,27 @@ class FinishedRuns:
             (model,) = make_models(trial, {name: newcomer.train}, policies)
             rows.append(evaluate_model(trial, model, newcomer))
         return [float(value) for value in compute_metric(rows_to_frame(rows), metric)]
+
+
+def grid_variance(rows: pd.DataFrame, metric: str) -> np.ndarray:
+    """Return the variance h^2 / 12 of a uniform error within one step h of the grid of ``metric``, for each row.
+
+    A step is one sample: 1/n of (top-k) accuracy; of balanced accuracy 1/n_k of the recall of class k, weighted by 1/K;
+    of AUC one pair, 1 / (n_k (n - n_k)) for each class k against the rest, likewise averaged. Others count as
+    continuous: 0.
+    """
+    if metric.startswith(TOP_K):
+        return np.asarray(1 / (12 * rows["samples"].to_numpy(float) ** 2))
+    if metric not in ("accuracy", "balanced_accuracy", "auc") or rows.empty:
+        return np.zeros(len(rows))
+    support_NK = np.array(rows["support"].tolist(), dtype=float)
+    n_N1 = support_NK.sum(axis=1, keepdims=True)
+    if metric == "accuracy":
+        return np.asarray(1 / (12 * n_N1[:, 0] ** 2))
+    rest_NK = n_N1 - support_NK if metric == "auc" else np.ones_like(support_NK)
+    defined_NK = (support_NK > 0) & (rest_NK > 0)
+    steps_NK = np.divide(1, support_NK * rest_NK, out=np.zeros_like(support_NK), where=defined_NK)
+    return np.asarray((steps_NK**2).sum(axis=1) / (12 * np.maximum(1, defined_NK.sum(axis=1)) ** 2))
 
 
 def _final_metric(summary: RunSummary, metric: str, client: str | None, moment: str) -> list[float]:
