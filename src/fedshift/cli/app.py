@@ -41,7 +41,6 @@ from .data import Reading, data, diagnose, format_notices, load_for_display
 from .deployment import join, ledger, pki, serve
 from .export import export
 from .features import features
-from .leak import leak
 from .leave_out import rebuild_without, run_without
 from .plan import plan
 from .predict import predict
@@ -110,7 +109,7 @@ app = App(
 )
 for command in (
     data, diagnose, plan, advise, pki, serve, join, ledger, adapt, export, predict, reproduce, theory, sweep,
-    features, leak, cross_site, watch,
+    features, cross_site, watch,
 ):  # fmt: skip
     app.command(command)
 
@@ -168,6 +167,7 @@ def report(
     margin: float | None = None,
     figures: Annotated[bool, Parameter(negative=())] = False,
     pictures: bool = True,
+    cases: Annotated[bool, Parameter(negative=())] = False,
     code: RunCode = None,
 ) -> int:
     """Rebuild tables and pages from a run directory, without training.
@@ -178,6 +178,7 @@ def report(
             begun without one. The report says that it was chosen afterwards.
         figures: Write each figure of a run or comparison as SVG, PNG and PDF into figures.
         pictures: Show the images of test samples that the run kept; --no-pictures leaves them out.
+        cases: Also write tables/cases.csv, with each test sample's client, patient, truth, prediction and scores.
 
     """
     from ..report.publication import publish_run
@@ -195,12 +196,12 @@ def report(
     if margin is not None and not 0 < margin < math.inf:
         raise UsageError(f"--margin {margin:g}: give a number above 0, such as 0.02 for 2 points")
     if kind == "run":
-        publish_run(directory, Console(), margin, figures=figures, pictures=pictures)
+        publish_run(directory, Console(), margin, cases=cases, figures=figures, pictures=pictures)
         return 0
-    if margin is not None or figures or not pictures:
+    if margin is not None or cases or figures or not pictures:
         raise UsageError(
-            f"--margin, --figures and --no-pictures are for a run or comparison, and {directory} holds a {kind}: leave "
-            "them out"
+            f"--margin, --cases, --figures and --no-pictures are for a run or comparison, and {directory} holds a "
+            f"{kind}: leave them out"
         )
     rebuild[kind](directory, Console())
     return 0

@@ -11,8 +11,10 @@ from rich.console import Console
 from ..results.schema import RunSummary, name_file
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import FedshiftError, Ref, UsageError
+from ..utils.files import write_atomically
+from .cases import tabulate_cases
 from .figures import save_figures
-from .formatting import TextTable, fit_width, to_terminal
+from .formatting import TextTable, fit_width, to_csv, to_terminal
 from .page import make_report, write_page
 
 
@@ -65,6 +67,7 @@ def publish_run(
     console: Console,
     margin: float | None = None,
     *,
+    cases: bool = False,
     figures: bool = False,
     pictures: bool = True,
 ) -> None:
@@ -74,11 +77,12 @@ def publish_run(
         directory: run directory.
         console: terminal for the tables.
         margin: loss of a client that tables may exclude; None: the run's.
+        cases: whether to write the results of single test samples.
         figures: whether to write figures as files.
         pictures: whether to show images of samples that the run kept.
 
     Raises:
-        UsageError: the run was begun with another margin.
+        UsageError: the run was begun with another margin, or ``cases`` are not here.
 
     """
     if not holds_run(directory):
@@ -93,6 +97,17 @@ def publish_run(
     summary = summary if margin is None else replace(summary, margin=margin)
     summary = summary if pictures else replace(summary, samples={}, read_pictures=lambda *_: None)
     publish_summary(summary, directory, console, figures=figures)
+    if cases:
+        frame, path = tabulate_cases(summary), directory / "tables" / "cases.csv"
+        if frame.empty:
+            raise UsageError(
+                f"{{}}: {directory} has no results of single test samples: sites keep them, and a trial has them when "
+                "it has ended",
+                Ref(cases=True),
+            )
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, to_csv(frame.set_index("method")).encode())
+        print_lines(console, f"Cases: {path}")
 
 
 def publish_safely(directory: Path, console: Console) -> FedshiftError | OSError | None:
