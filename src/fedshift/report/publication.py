@@ -59,6 +59,8 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console, *, f
     report.write_tables(directory / "tables")
     if figures or (directory / "figures").is_dir():  # before the page, which takes their legends away
         save_figures(summary, directory / "figures", report.panels)
+    for path in () if summary.samples else (directory / "figures").glob("samples.*"):  # of an earlier report
+        path.unlink()
     print_lines(console, f"Page: {write_page(summary, directory / 'report.html', report)}")
 
 
