@@ -11,8 +11,10 @@ FAST_FILES := $(shell test -w /dev/shm && test "$(ROOM)" -gt 4000000 && echo TMP
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FAST_FILES) $(BIN)/python -m pytest -n auto --dist loadfile -o tmp_path_retention_policy=failed
 
 # The page is tested in headless Chromium where it is installed.
-LOWEST := $(addprefix tests/,analysis config console core data engines aggregation laws models nn)
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
+
+# Folders of tests that need no extras.
+LOWEST := $(addprefix tests/,analysis config console core data engines aggregation laws models nn)
 
 .PHONY: setup demo demo-segmentation claims lowest test coverage slow-test lint hooks picture guide benchmark mutations peers zoo structure \
 	docs clean
