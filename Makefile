@@ -13,8 +13,8 @@ TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FAST_FILES) $(BIN)/python -
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
 
-# Folders of tests that need no extras.
-LOWEST := $(addprefix tests/,analysis config console core data engines aggregation laws models nn)
+# Tests that import extras; others skip what they lack.
+EXTRAS := $(addprefix --ignore=tests/,flower core/test_mixes.py methods/test_rules_of_others.py report/test_page_browser.py export/test_steps.py test_documents.py)
 
 .PHONY: setup demo demo-segmentation claims lowest test coverage slow-test lint hooks picture guide benchmark mutations peers zoo structure \
 	docs clean
@@ -39,13 +39,13 @@ claims: setup
 	rm -rf runs/processors
 	$(BIN)/python benchmarks/processors.py
 
-# The demo, and the fast tests of what needs no extras, with the lowest versions that pyproject.toml allows; torch as in constraints.txt.
+# The demo and the fast tests without extras, with the lowest versions that pyproject.toml allows; torch as in constraints.txt.
 lowest: setup
 	test -x .venv-lowest/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-lowest
 	$(BIN)/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable . "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/uv pip install --quiet --python .venv-lowest $$(grep -E '^(pytest|pytest-xdist|hypothesis)==' constraints.txt)
 	.venv-lowest/bin/fedshift compare --config examples/demo.toml
-	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n auto -o filterwarnings= -m "not slow" $(LOWEST)
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n auto -o filterwarnings= -m "not slow" $(EXTRAS)
 
 test: setup
 	$(TEST) -m "not slow $(BROWSER)"
