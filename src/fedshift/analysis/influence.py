@@ -64,7 +64,7 @@ def _lacks_samples(records: Records, metric: str) -> bool:
         return int(records["event"].sum()) < FEWEST_OF_CLASS
     if metric not in ("auc", "balanced_accuracy") or "truth" not in records:
         return False
-    return int(np.unique(records["truth"], return_counts=True)[1].min(initial=0)) < FEWEST_OF_CLASS
+    return min(np.unique(records["truth"], return_counts=True)[1], default=0) < FEWEST_OF_CLASS
 
 
 def _count_each(records: Records) -> dict[str, NDArray[np.generic]]:

@@ -17,8 +17,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..analysis.statistics import holm_correction
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Kind = Literal["label skew", "target skew", "feature shift", "quantity skew", "concept shift"]
@@ -206,3 +204,12 @@ def _jeffreys(moments: Floats, pooled: Floats) -> Floats:
     v, v0 = (np.maximum(square - mean**2, 0) + _EPSILON for mean, square in ((m, q), (m0, q0)))
     result: Floats = (v / v0 + v0 / v + (m - m0) ** 2 * (1 / v + 1 / v0) - 2) / 4
     return result
+
+
+def holm_correction(values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number, so that the chance of any false one below a level is that level."""
+    tested = sorted((value, index) for index, value in enumerate(values) if not math.isnan(value))
+    corrected, least = [math.nan] * len(values), 0.0
+    for rank, (value, index) in enumerate(tested):
+        corrected[index] = least = max(least, min(1.0, (len(tested) - rank) * value))
+    return corrected

@@ -30,8 +30,8 @@ from .formatting import MISSING, TextCell, TextTable, Unit, difference_unit, mak
 from .progress import find_reached_rounds, is_comparable, remembered
 from .tables import find_reported_rounds, mask_incomparable, seed_table
 
-MEAN = "macro"
-"""Name of the mean over clients in frames."""
+MEAN = "mean over clients"
+"""Name of the mean over clients in frames, which no client has."""
 FEWEST_UNITS = 10
 """Fewest test units (patients, else samples) of an interval."""
 COLUMNS = (
@@ -129,7 +129,7 @@ def _compare(summary: RunSummary, reference: str, metric: str, model: str) -> pd
             theirs_CS = reference_CS if place == 0 else reference_CS[place - 1 : place]
             rows[method, name] = {
                 "reference_value": float(pd.DataFrame(theirs_CS).mean().mean()),
-                **_measure(kept.mean().dropna(), parts, metric, comparisons if place == 0 else 1),
+                **measure_difference(kept.mean().dropna(), parts, metric, comparisons if place == 0 else 1),
             }
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*COLUMNS])
     frame.index = pd.MultiIndex.from_tuples(list(rows) or [("", "")], names=["method", "client"])[: len(rows)]
@@ -157,7 +157,7 @@ def _weigh_influences(
     return list(parts.values())
 
 
-def _measure(
+def measure_difference(
     gap_S: pd.Series, parts: list[tuple[np.ndarray, float]] | None, metric: str, comparisons: int
 ) -> dict[str, float]:
     """Return a row of :data:`COLUMNS` for the differences ``gap_S`` under each seed."""
@@ -221,10 +221,10 @@ def tabulate_means(summary: RunSummary, frame: pd.DataFrame, reference: str) -> 
             cells += [TextCell(text=str(counts[name].to_dict()[method])) for name in shown]
             cells += [TextCell(text=MISSING if math.isnan(least) else f"{worst} {unit.format_signed(least)}")]
         rows.append((method, *cells))
-    excluded = f"loss above {unit.scale * (summary.margin or 0):g} excluded at"
+    excluded = f"no loss above {unit.scale * (summary.margin or 0):g}"
     header = [*("better at", "worse at", "inconclusive at", excluded)[: len(shown)], "worst client"] if several else []
     header = [f"minus {reference}", f"macro {summary.metric_name}, {unit.name}", *header]
-    return make_table(header, rows, note=_explain(summary, frame))
+    return make_table(header, rows, note=_explain(summary, frame, means=True))
 
 
 def tabulate_clients(summary: RunSummary, frame: pd.DataFrame, reference: str) -> TextTable:
@@ -235,10 +235,8 @@ def tabulate_clients(summary: RunSummary, frame: pd.DataFrame, reference: str) -
         own = [by_place[client, method] for method in methods]
         tested, value = max(row["units"] for row in own), unit.format(own[0]["reference_value"])
         rows.append((client, f"{tested:,.0f}" if tested else MISSING, value, *(_write_cell(row, unit) for row in own)))
-    note = _explain(summary, frame).partition(" Intervals of means")[0]
-    note += " Intervals of clients hold one by one."
     header = ("client", "tested", reference, *methods)
-    return replace(make_table(header, rows, note=note), corner="method")
+    return replace(make_table(header, rows, note=_explain(summary, frame, means=False)), corner="method")
 
 
 def _write_cell(row: Mapping[Any, Any], unit: Unit) -> TextCell:
@@ -246,20 +244,21 @@ def _write_cell(row: Mapping[Any, Any], unit: Unit) -> TextCell:
     return TextCell(text=unit.format_signed(row["difference"]) + between, best=bool(row["low"] > 0 or row["high"] < 0))
 
 
-def _explain(summary: RunSummary, frame: pd.DataFrame) -> str:
-    """Return what intervals of ``frame`` cover, and why some are lacking."""
-    if advice := advise_seeds(summary.methods, len(summary.seeds), summary.compare_with):
-        return advice
-    mean = frame.xs(MEAN, level="client").iloc[0]
+def _explain(summary: RunSummary, frame: pd.DataFrame, means: bool) -> str:
+    """Return what intervals of ``frame`` cover, of ``means`` or of single clients, and why some are lacking."""
+    mean, clients = frame.xs(MEAN, level="client").iloc[0], frame.drop(index=MEAN, level="client")
+    comparisons = int(mean["comparisons"]) if means else 1
+    if not decides(len(summary.seeds), comparisons):
+        return advise_seeds(summary.methods, len(summary.seeds), summary.compare_with)
     covered = "seeds and test units (patients where they are known, else samples)"
-    note = f"95 % intervals over {covered}; bold: it excludes 0."
     if math.isnan(mean["sample_error"]):
-        note = "95 % intervals over seeds alone, since results of single samples are not here; bold: it excludes 0."
-    if mean["comparisons"] > 1:
-        note += f" Intervals of means hold together for all {mean['comparisons']:.0f} comparisons (Bonferroni)."
-    clients = frame.drop(index=MEAN, level="client")
+        covered = "seeds alone, since results of single samples are not here"
+    held = f"together for all {comparisons} comparisons (Bonferroni)" if comparisons > 1 else "one by one"
+    sentences = [f"95 % intervals over {covered} hold {held}; bold: the interval excludes 0."]
+    if (frame["low"].isna() & ((frame["units"] == 0) | (frame["units"] >= FEWEST_UNITS))).any():
+        sentences.append("There is none where seeds do not differ, or by more than the metric's range.")
     few = clients[(clients["units"] > 0) & (clients["units"] < FEWEST_UNITS)].groupby("client", sort=False)["units"]
     if len(few):
         named = join_some([f"{client} ({units:.0f})" for client, units in few.max().items()])
-        note += f" No verdict with fewer than {FEWEST_UNITS} test units: {named}."
-    return note
+        sentences.append(f"No verdict with fewer than {FEWEST_UNITS} test units: {named}.")
+    return " ".join(sentences)

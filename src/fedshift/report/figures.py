@@ -380,11 +380,10 @@ def _draw_calibration(summary: RunSummary) -> Iterator[FigurePanel]:
     points: list[tuple[float, float, str]] = []
     for method, style in make_styles(summary.methods).items():
         bins = bin_calibration(summary, method, positive)
-        if bins is None:
+        if bins.empty:
             continue
-        held = bins.count > 0
-        binned = list(zip(bins.score[held].tolist(), bins.share[held].tolist(), bins.count[held].tolist(), strict=True))
-        axes.plot(bins.score[held], bins.share[held], **style.line | {"markersize": 4})
+        binned = list(bins[["score", "share", "count"]].dropna().itertuples(index=False, name=None))
+        axes.plot(bins["score"].dropna(), bins["share"].dropna(), **style.line | {"markersize": 4})
         handles[method] = make_legend_entry(style)
         points += [(x, y, f"{method}: {y:.2f} of {n:,} where the score is {x:.2f}") for x, y, n in binned]
     if not handles:
@@ -471,16 +470,13 @@ def _draw_survival(summary: RunSummary) -> Iterator[FigurePanel]:
         points: list[tuple[float, float, str]] = []
         for name, curve in curves.items():
             style = make_style(0, _RISKS[name])
-            time = np.concatenate([[0.0], curve.time, [curve.end]])
-            share, low, high = (
-                np.concatenate([[1.0], part, part[-1:] if len(part) else [1.0]])
-                for part in (curve.share, curve.low, curve.high)
-            )
+            time = [0.0, *curve.index]
+            share, low, high = ([1.0, *curve[name]] for name in ("share", "low", "high"))
             line = style.line | {"marker": ""}
             axes.step(time, share, where="post", **line)
             axes.fill_between(time, low, high, step="post", color=style.color, alpha=0.14, linewidth=0)
             handles[name] = Line2D([], [], **line)
-            marked = zip(curve.time.tolist(), curve.share.tolist(), curve.at_risk.tolist(), strict=True)
+            marked = curve[["share", "at_risk"]].itertuples(name=None)
             points += [(at, value, f"{name}, {at:g}: {100 * value:.1f} % of {n:,} at risk") for at, value, n in marked]
         axes.set(xlim=(0, None), ylim=(0, 1.02))
         note = "test patients in thirds by predicted risk; bands: 95 % intervals"

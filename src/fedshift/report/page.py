@@ -28,9 +28,8 @@ from ..results.schema import (
 )  # fmt: skip
 from ..utils.files import write_atomically
 from ..utils.words import join_some
-from .clinical import list_clinical_tables
+from .clinical import list_clinical_tables, list_kept
 from .concordance import concordance_table, describe_concordance, format_concordance_table
-from .counted import list_counted_tables, list_kept
 from .differences import list_frames, tabulate_clients, tabulate_means
 from .figures import make_panels
 from .formatting import (
@@ -135,7 +134,7 @@ def list_details(summary: RunSummary) -> Iterator[ReportTable]:
     """Yield the tables that the terminal does not show."""
     yield from collect_crossed(summary)
     yield from _other_metrics(summary)
-    yield from (list_counted_tables if summary.served else list_clinical_tables)(summary)
+    yield from list_clinical_tables(summary)
     caption = "Samples of clients" if len(summary.clients) > ONE_BY_ONE else "Samples of each client"
     yield _detail("clients", "sizes", caption, _client_table(summary))
     caption = "Bytes down and up: one client in one round; all clients: both ways in one round; whole run: both ways, "

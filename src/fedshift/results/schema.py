@@ -389,7 +389,7 @@ class RunSummary:
     records of single test samples of a method and seed, ``read_validation`` the records of validation samples, None
     where there are none; ``read_pictures`` reads pictures of the worst test images of a method's first seed after a
     round; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds of scores are
-    chosen (:func:`fedshift.analysis.clinical.parse_operating_point`); ``compare_with``: the method with which alone
+    chosen (:func:`fedshift.analysis.clinical.choose_threshold`); ``compare_with``: the method with which alone
     others are compared, as chosen before the run, by label; empty: all pairs of methods are; ``margin``: loss of a
     client that tables may exclude, in the unit of the metric; None: none was chosen; ``served``: whether the samples
     are at sites, which keep the results of single ones.
