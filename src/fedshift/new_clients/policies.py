@@ -171,7 +171,8 @@ def export_model(
     package = make_model(
         trial.make_network(), model.state, trial.plan, replace(data, clients=alone), client, trial.settings,
         trial.model, tests={} if row is None else {client.name: client.test}, client=client.name, seed=trial.seed,
-        round=trial.server.round, choice=f"of {trial.settings.rounds}", origin=origin.strip(), measured=measured, records=records,
+        round=trial.server.round, choice=f"of {trial.settings.rounds}", origin=origin.strip(), measured=measured,
+        records=records,
         data_in_words=f"{trial.data.name} ({len(trial.data.clients)} clients), then {client.name}",
         licenses=find_licenses(trial.data.name, trial.data.name), versions=list_versions(describe_environment()),
     )  # fmt: skip
