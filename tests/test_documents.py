@@ -333,10 +333,7 @@ def list_stated_numbers():
         ("docs/operators.md", f"once a day for {WORDS[keys.NOTICE_DAYS].lower()} days"),
         ("docs/flower.md", f"({' or '.join(internals.RELEASES)})"),
         ("docs/guide.md", f"With more than {report_tables.ONE_BY_ONE} clients"),
-        (
-            "docs/guide.md",
-            f"at most {statistics_lag.BATCHES * BATCH:,} training samples of each of at most {statistics_lag.CLIENTS}",
-        ),
+        ("docs/guide.md", f"at most {statistics_lag.BATCHES * BATCH:,} training samples of each"),
         ("docs/guide.md", f"`trials/<method>-seed<k>/{trial_records.LAG}`"),
         ("docs/performance.md", f"Reports** of more than {report_tables.ONE_BY_ONE} clients"),
         (
