@@ -67,7 +67,7 @@ def fit_clients(data: Federation, spec: DataSpec, class_names: Sequence[str] = (
 def make_trial(model: ModelFactory, data: Federation, settings: Settings) -> Trial:
     """Return a trial whose server holds the network from ``settings.weights`` (or as ``model`` makes it)."""
     try:
-        trial = Trial(Method(name=NAME), model, data, replace(settings, engine="sequential"), 0)
+        trial = Trial(Method(name=NAME), model, data, replace(settings, engine="sequential", rounds=1), 0)
     except UsageError as error:
         if "classes" not in str(error) or data.class_names:
             raise
