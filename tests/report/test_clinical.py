@@ -261,6 +261,15 @@ def test_counts_of_sites_have_the_shares_of_their_samples(make_recorded, classes
     assert measure_counts(several, "fedavg").xs("low", axis=1, level="statistic").isna().all(axis=None)
 
 
+def test_a_patient_whose_risk_is_not_a_number_is_in_no_third(make_recorded):
+    risk = np.where(np.arange(12) == 4, np.nan, np.arange(12))
+    record = {"time": np.arange(1.0, 13), "event": risk > 5, "risk": risk}
+    case = Cases(round=1, records={("a", "personal"): record})
+    (table,) = list_clinical_tables(replace(make_recorded(task="survival"), read_cases=lambda *_: case))
+    assert [row[1].text for row in table.text.rows] == ["4", "3", "4"]
+    assert table.text.note.endswith("Patients whose predicted risk is not a number are in no third: 1.")
+
+
 def test_studies_without_records_have_no_such_tables(study):
     assert measure_classes(study, "fedavg").empty
     assert count_confusions(study, "fedavg").empty

@@ -115,7 +115,7 @@ def test_it_is_printed_written_shown_and_drawn(pooling, tmp_path, monkeypatch, b
     page = (tmp_path / "report.html").read_text()
     assert '<figcaption id="table-concordance">Concordance with centralized training' in page
     assert "Test loss (macro): test loss (nats) over rounds" in page
-    assert "fedsmb 0.38 after round 2" in {panel.name: panel.description for panel in make_panels(study)}["test-loss"]
+    assert "fedsmb 0.375 after round 2" in {panel.name: panel.description for panel in make_panels(study)}["test-loss"]
 
 
 def test_nothing_of_it_is_shown_without_a_pooled_method(pooling, tmp_path, monkeypatch, blank):

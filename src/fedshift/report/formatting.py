@@ -63,6 +63,8 @@ _NUMBER = rf"{MINUS}?[\d.]+(?:e[+-]\d+)?"
 _MEAN_AND_STD = re.compile(rf"({_NUMBER}) \(({_NUMBER})\)")
 DIGITS, STD_DIGITS, MOST_DIGITS = 3, 2, 6
 """Significant digits of a value alone, of a standard deviation, and of a value beside a much smaller deviation."""
+ROUNDING = 1e-9
+"""Deviation relative to the largest value that floating-point rounding may cause."""
 MOST_DECIMALS = 8
 """Largest number of decimals of a number that is written without an exponent."""
 
@@ -391,15 +393,23 @@ def write_table(
 def choose_decimals(values: Iterable[float], stds: Iterable[float] = ()) -> int:
     """Return the number of decimals with which ``values`` that are compared, and their ``stds``, are printed.
 
-    The smallest deviation has :data:`STD_DIGITS` significant digits, without deviations the smallest value
-    :data:`DIGITS`; the largest value has at most :data:`MOST_DIGITS`.
+    The largest deviation has :data:`STD_DIGITS` significant digits and the smallest one; without deviations, there are
+    :data:`DIGITS` decimals, or as many significant digits of the smallest value. The largest value has at most
+    :data:`MOST_DIGITS`.
     """
     sizes, spreads = ([abs(x) for x in given if x and math.isfinite(x)] for given in (values, stds))
+    spreads = [std for std in spreads if std > ROUNDING * max(sizes, default=0.0)]
     if not sizes and not spreads:
         return DIGITS
-    digits, least = (STD_DIGITS, min(spreads)) if spreads else (DIGITS, min(sizes))
-    needed = digits - 1 - math.floor(math.log10(least))
-    return max(0, min(needed, MOST_DIGITS - 1 - math.floor(math.log10(max([*sizes, *spreads])))))
+    needed = DIGITS - 1 - _find_place(min([*sizes, 0.1]))
+    if spreads:
+        needed = max(STD_DIGITS - 1 - _find_place(max(spreads)), -_find_place(min(spreads)))
+    return max(0, min(needed, MOST_DIGITS - 1 - _find_place(max([*sizes, *spreads]))))
+
+
+def _find_place(size: float) -> int:
+    """Return the exponent of the first significant digit."""
+    return math.floor(math.log10(size))
 
 
 def _write_spec(decimals: int | None) -> str | None:

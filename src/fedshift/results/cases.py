@@ -12,7 +12,7 @@
 | any, with groups | ``group``: number of the patient, from 0 for each client |
 
 ``odds`` are log-odds, log(p / (1 - p)) of the predicted probability p, in float64: they rank samples as the network's
-scores do, where probabilities near 1 would tie (:func:`find_probabilities`). ``area`` is the sample's part in the
+scores do, where probabilities near 1 would tie. ``area`` is the sample's part in the
 deviation of the mean area under the ROC curve (:func:`fedshift.tasks.classification.mean_area_parts`). A sample whose
 output is not a number has NaN for its loss, odds and errors; its chosen class is -1, its chosen labels are wrong ones.
 The records stay where the samples are: a site neither makes nor sends them. ``cases-validation.npz`` holds the same of
@@ -68,11 +68,6 @@ class Picture:
     client: str
     row: int
     image: NDArray[np.uint8]
-
-
-def find_probabilities(records: Records) -> NDArray[np.float64]:
-    """Return the predicted probability of each class or label, ``[N, K]``, of records that hold their log-odds."""
-    return np.asarray(np.exp(-np.logaddexp(0, -records["odds"])))
 
 
 def compare_masks(records: Records) -> dict[str, NDArray[Any]]:
