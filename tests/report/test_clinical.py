@@ -272,6 +272,8 @@ def test_a_patient_whose_risk_is_not_a_number_is_in_no_third(make_recorded):
 
 def test_studies_without_records_have_no_such_tables(study):
     assert measure_classes(study, "fedavg").empty
-    assert count_confusions(study, "fedavg").empty
+    assert count_confusions(study, "fedavg", "a").empty
+    with pytest.raises(UsageError, match="client 'c'"):
+        tabulate_benefit(study, "fedavg", 1, client="c")
     assert list_clinical_tables(study) == []
     assert not {"calibration", "decision-curve"} & make_figures(study).keys()
