@@ -6,9 +6,9 @@ federations that have records of all of :data:`BASELINES`.
 
 Federations of one source, such as the divisions of the embedded digits, share samples. They count as one, their mean:
 intervals and tests are over sources. Intervals are Student's at 95 %, over sources, over sites, or over seeds in the
-table by federation; a star marks a difference that is significant among all methods of its column (Bonferroni). Mean ranks
-are compared as by Demšar 2006, "Statistical Comparisons of Classifiers over Multiple Data Sets" (JMLR 7): by
-Friedman's test, and by the critical difference of Nemenyi's.
+table by federation; a star marks a difference whose interval, for all methods of its column together (Bonferroni),
+excludes 0. Mean ranks are compared as by Demšar 2006, "Statistical Comparisons of Classifiers over Multiple Data Sets"
+(JMLR 7): by Friedman's test, and by the critical difference of Nemenyi's.
 """
 
 from __future__ import annotations

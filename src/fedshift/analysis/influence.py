@@ -39,12 +39,10 @@ def find_influence(records: Records, metric: str) -> Floats | None:
         value_NK = np.asarray(value_N, np.float64).reshape(samples, -1)
         return np.stack([np.bincount(unit_N, column, minlength=units) for column in value_NK.T], axis=1)
 
-    if _lacks_samples(records, metric):
+    if units < 2 or _lacks_samples(records, metric):
         return np.full(units, math.nan)
-    if metric == "exact_match" and "given" in records:
-        records = {**records, metric: (records["given"] == records["chosen"]).all(axis=1)}
-    if metric in records:  # a mean over samples
-        total_G, size_G = add(records[metric])[:, 0], add(np.ones(samples))[:, 0]
+    if (value_N := _find_values(records, metric)) is not None:  # the metric is their mean
+        total_G, size_G = add(value_N)[:, 0], add(np.ones(samples))[:, 0]
         return np.asarray((units - 1) * (total_G.sum() / samples - (total_G.sum() - total_G) / (samples - size_G)))
     if metric == "auc" and "area" in records:  # the deviation that each sample causes is recorded
         return np.asarray(units * add(records["area"])[:, 0])
@@ -66,6 +64,13 @@ def _lacks_samples(records: Records, metric: str) -> bool:
     if metric not in ("auc", "balanced_accuracy") or "truth" not in records:
         return False
     return min(np.unique(records["truth"], return_counts=True)[1], default=0) < FEWEST_OF_CLASS
+
+
+def _find_values(records: Records, metric: str) -> NDArray[np.generic] | None:
+    """Return the value of each sample of which ``metric`` is the mean, if it is one."""
+    if metric == "exact_match" and "given" in records:
+        return np.asarray((records["given"] == records["chosen"]).all(axis=1))
+    return records.get("right" if metric == "accuracy" else metric)
 
 
 def _count_each(records: Records) -> dict[str, NDArray[np.generic]]:

@@ -6,8 +6,7 @@ Based on Mitchell et al. 2019, "Model Cards for Model Reporting" (arXiv:1810.039
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from ..data.preparation import Preparation
 from ..report.formatting import difference_unit, format_bytes, make_table, to_markdown
@@ -44,8 +43,8 @@ class ModelFacts:
     expression; ``meaning``: the method's parts, in words, and ``sources``: their summary lines with their papers;
     ``client``: the model's client, None for the server; ``seed`` of the trial; ``round`` after which the model was
     saved, and ``choice``: how it was chosen; ``origin``: how the client got the model, "" if it trained in the run;
-    ``network``, ``data`` and ``licenses`` of the data, in words; ``clients``: split sizes of each client that took part,
-    if known; ``measured``: rows of this model's measurements in this round (``results.schema``) with intervals
+    ``network``, ``data`` and ``licenses`` of the data, in words; ``clients``: split sizes of the clients, if
+    known; ``measured``: rows of this model's measurements in this round (``results.schema``) with intervals
     (:func:`~fedshift.export.intervals.add_intervals`); ``spread``: a sentence on the main metric over the run's seeds;
     ``settings``: resolved training settings by name; ``versions`` of packages in the run and at export; ``notices`` of
     the run.
@@ -83,10 +82,6 @@ class ModelFacts:
         """Method and owner in a few words."""
         return f"{self.method}, {f'client {self.client}' if self.client else 'global model'}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all facts as JSON values."""
-        return asdict(self)
-
 
 def render_card(
     facts: ModelFacts, preparation: Preparation, classes: Sequence[str], files: Mapping[str, int], checks: Sequence[str]
@@ -107,7 +102,7 @@ def render_card(
         facts=facts, does=does.format(facts.outputs), answer=answer, classes=join_some(classes, shown=LISTED),
         steps=list_steps(preparation, facts.kind), argument=_write_argument(preparation),
         inputs=", ".join(preparation.names), noun=_name_samples(facts), explained=EXPLAINED.get(facts.kind, ""),
-        level=f"{100 * LEVEL:g} %", tested=tested, patients=any("patients" in row for row in facts.measured),
+        level=LEVEL, tested=tested, patients=any("patients" in row for row in facts.measured),
         results=_tabulate_results(facts), clients=_tabulate_clients(facts.clients), checks=checks,
         files={name: format_bytes(size) for name, size in files.items()},
     )  # fmt: skip

@@ -48,12 +48,12 @@ from ..tasks.task import count_by_class
 from ..utils.csv_cells import escape_table
 from ..utils.errors import UsageError
 from ..utils.files import write_atomically
-from .loading import ExportedModel
+from .loading import NO_NUMBERS, ExportedModel
 from .package import require_new
 
 TABLE = "cases.csv"
 EVERY = 10.0
-"""Seconds between two writings of the table, of which a killed program leaves the last."""
+"""Seconds between two writings of the table, so that a killed program leaves most rows."""
 FAR = "warning"
 """Column of rows whose file has values far from the training data's, with the numbers."""
 WRITTEN = "predicted"
@@ -75,13 +75,9 @@ class Predictions(NamedTuple):
 
 
 def predict_files(
-    model: ExportedModel,
-    files: Sequence[Path],
-    out: Path,
-    *,
-    masks: Path | None = None,
+    model: ExportedModel, files: Sequence[Path], out: Path, *, masks: Path | None = None,
     progress: Progress = lambda *_: None,
-) -> Predictions:
+) -> Predictions:  # fmt: skip
     """Write the predictions for ``files`` to ``out``: ``cases.csv``, and for segmentation a mask for each file.
 
     Args:
@@ -264,10 +260,10 @@ def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths |
     """Yield the rows of one file, after writing its mask; raise :class:`Unreadable` or :class:`UsageError`."""
     if model.inputs.columns:
         for number, answer in enumerate(model.predict(read_rows(file, model.inputs.columns, model.directory.name))):
-            yield {"file": str(file), "row": number, "status": WRITTEN, **_name_answer(model, answer)}
+            yield {"file": str(file), "row": number, **_name_answer(model, answer)}
         return
     if model.task != "segmentation":
-        yield {"file": str(file), "status": WRITTEN, **_name_answer(model, model.predict(file))}
+        yield {"file": str(file), **_name_answer(model, model.predict(file))}
         return
     header, predicted = read_volume_header(file), model.segment(file)
     truth = truths.read(file, header) if truths else None
@@ -281,12 +277,14 @@ def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths |
 
 
 def _name_answer(model: ExportedModel, answer: Any) -> Row:
-    """Return the cells of a prediction: a class, labels, or a number for each target."""
+    """Return the status and the cells of a prediction: a class, labels, or a number for each target."""
+    if answer is None:
+        return {"status": NO_NUMBERS}
     if model.task == "multilabel":
-        return {name: int(name in answer) for name in model.classes}
+        return {"status": WRITTEN} | {name: int(name in answer) for name in model.classes}
     if isinstance(answer, list):
-        return dict(zip(model.classes, answer, strict=True))
-    return {"prediction": answer.tolist() if isinstance(answer, Tensor) else answer}
+        return {"status": WRITTEN} | dict(zip(model.classes, answer, strict=True))
+    return {"status": WRITTEN, "prediction": answer.tolist() if isinstance(answer, Tensor) else answer}
 
 
 def _measure_volumes(model: ExportedModel, predicted: Tensor, header: VolumeHeader) -> Iterator[tuple[str, float]]:

@@ -118,9 +118,10 @@ def find_reported_rounds(summary: RunSummary) -> pd.Series:
 
 @remembered
 def select_reported_rows(
-    summary: RunSummary, model: str = "personal", split: str = "test", moment: str = "loaded"
+    summary: RunSummary, model: str = "personal", split: str = "test", moment: str | None = None
 ) -> pd.DataFrame:
-    """Return the records of ``model`` on ``split`` at each run's reported round."""
+    """Return the records of ``model`` on ``split`` at each run's reported round; ``moment``: see :func:`seed_table`."""
+    moment = moment or summary.moment
     _require_known(model, split, moment)
     rows = _select(summary, model, split, moment)
     rows = rows.join(find_reported_rounds(summary).rename("reported"), on=["method", "seed"])
@@ -132,7 +133,7 @@ def seed_table(
     metric: str | None = None,
     model: str = "personal",
     split: str = "test",
-    moment: str = "loaded",
+    moment: str | None = None,
     number: int | None = None,
 ) -> pd.DataFrame:
     """Return ``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
@@ -140,9 +141,10 @@ def seed_table(
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for metrics that do not add
     up, such as ``auc``); ``worst client`` is the lowest value (highest loss). Each is over the clients of
     :func:`mask_incomparable`; beyond :data:`ONE_BY_ONE` clients, :data:`QUANTILES` and the best client follow.
-    ``moment="trained"`` measures the models of that round's participants after their local work, ``"reestimated"``
-    models with re-estimated BatchNorm statistics, if these may lag. The global model's table contains only methods with
-    a global model. ``number``: class of masks to measure; None: the mean over classes.
+    ``moment="trained"`` measures the models of that round's participants after their local work, ``"loaded"`` models
+    with running BatchNorm statistics, ``"reestimated"`` models with re-estimated statistics; None: as
+    ``summary.statistics`` chooses of the last two. The global model's table contains only methods with a global model.
+    ``number``: class of masks to measure; None: the mean over classes.
     """
     if number is not None and not ("dice" in summary.metrics and 0 < number < summary.classes):
         raise UsageError(f"class {number}: give one of the classes of masks, from 1 (0 is the background)")
@@ -151,7 +153,7 @@ def seed_table(
 
 @remembered
 def _make_seed_table(
-    summary: RunSummary, metric: str, model: str, split: str, moment: str, number: int | None
+    summary: RunSummary, metric: str, model: str, split: str, moment: str | None, number: int | None
 ) -> pd.DataFrame:
     rows = select_reported_rows(summary, model, split, moment)
     rows = rows if number is None else select_class(rows, number)
@@ -192,7 +194,7 @@ def accuracy_table(
     metric: str | None = None,
     model: str = "personal",
     split: str = "test",
-    moment: str = "loaded",
+    moment: str | None = None,
     number: int | None = None,
 ) -> pd.DataFrame:
     """Return :func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).

@@ -6,7 +6,7 @@
 |---|---|
 | classification | ``truth``, ``chosen``, ``right`` (a bit), ``loss``, ``area``; up to 10 classes: ``odds`` of each |
 | several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area``, and ``odds`` likewise |
-| masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss``; of surfaces, ``distances``, ``hausdorff`` |
+| masks | ``hits``, ``support``, ``predicted`` (by class), ``loss``, ``invalid``; of surfaces, ``distances``, ``hausdorff`` |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
 | survival | ``time``, ``event``, ``risk``; ``concordant``, ``comparable`` (pairs with the patient) |
 | any, with groups | ``group``: number of the patient, from 0 for each client |
@@ -18,6 +18,9 @@ output is not a number has NaN for its loss, odds and errors; its chosen class i
 The records stay where the samples are: a site neither makes nor sends them. ``cases-validation.npz`` holds the same of
 validation samples, where there are some, on which thresholds of scores are chosen. ``worst-cases.npz`` in the folder of
 a method's first seed holds pictures of the test samples with the worst results.
+
+Both have the models with running BatchNorm statistics and those with re-estimated ones, if these may differ
+(:mod:`fedshift.evaluation.statistics_lag`).
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from ..utils.files import write_atomically
 
 Records = Mapping[str, NDArray[Any]]
 """Arrays ``[N, ...]`` by name, with an entry for each sample."""
+RUNNING, REESTIMATED = "running", "reestimated"
+"""BatchNorm statistics of the models whose results are recorded."""
 FILES = {"validation": "cases-validation.npz", "test": "cases.npz"}
 """File of each split's records."""
 PICTURES = "worst-cases.npz"
@@ -108,19 +113,23 @@ def rank_results(records: Records) -> NDArray[Any]:
     return np.where(wrong, records["loss"].astype(float), np.nan)
 
 
-def write_pictures(folder: Path, round: int, pictures: Sequence[Picture]) -> None:
-    """Write ``pictures`` atomically, in order; equal ones yield equal bytes."""
-    index = {"round": round, "of": [[picture.client, picture.row] for picture in pictures]}
+def write_pictures(folder: Path, round: int, pictures: Mapping[str, Sequence[Picture]]) -> None:
+    """Write ``pictures`` by statistics atomically, in order; equal ones yield equal bytes."""
+    drawn = [picture for several in pictures.values() for picture in several]
+    index = {
+        "round": round, "of": [[picture.client, picture.row] for picture in drawn],
+        "counts": {statistics: len(several) for statistics, several in pictures.items()},
+    }  # fmt: skip
     packed = io.BytesIO()
-    arrays = {str(number): picture.image for number, picture in enumerate(pictures)}
+    arrays = {str(number): picture.image for number, picture in enumerate(drawn)}
     np.savez_compressed(packed, **{_INDEX: np.frombuffer(json.dumps(index).encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
     write_atomically(folder / PICTURES, _seal(packed.getvalue()))
 
 
-def read_pictures(folder: Path, round: int) -> tuple[Picture, ...] | None:
+def read_pictures(folder: Path, round: int, statistics: str = RUNNING) -> tuple[Picture, ...] | None:
     """Return the pictures of a trial's ``folder`` after ``round``, or None if none were drawn then.
 
-    Raises :class:`FedshiftError` if the file is damaged.
+    ``statistics``: as in :func:`read_cases`. Raises :class:`FedshiftError` if the file is damaged.
     """
     path = folder / PICTURES
     if not path.exists():
@@ -129,6 +138,8 @@ def read_pictures(folder: Path, round: int) -> tuple[Picture, ...] | None:
         with np.load(_unseal(path.read_bytes())) as packed:
             index = json.loads(packed[_INDEX].tobytes())
             known = [(client, row, packed[str(number)]) for number, (client, row) in enumerate(index["of"])]
+            first = index["counts"][RUNNING]
+            known = known[first:] if statistics != RUNNING and statistics in index["counts"] else known[:first]
     except DAMAGE as error:
         raise FedshiftError(
             f"{path} is damaged ({error}): remove it, and have it drawn again (fedshift run or compare, {{}})",
@@ -160,12 +171,15 @@ def _unseal(content: bytes) -> io.BytesIO:
     return io.BytesIO(content)
 
 
-def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Records], split: str = "test") -> None:
-    """Write ``records`` of ``split`` by client and model atomically; equal records yield equal bytes.
+def write_cases(
+    folder: Path, round: int, records: Mapping[str, Mapping[tuple[str, str], Records]], split: str = "test"
+) -> None:
+    """Write ``records`` of ``split`` by statistics, client and model atomically; equal records yield equal bytes.
 
     Shared ones are written once.
     """
-    distinct = {id(each): each for each in records.values()}
+    parts = [(*key, statistics, each) for statistics, several in records.items() for key, each in several.items()]
+    distinct = {id(each): each for *_, each in parts}
     places = {key: place for place, key in enumerate(distinct)}
     sizes = [len(next(iter(each.values()))) for each in distinct.values()]
     arrays, bits = dict[str, NDArray[Any]](), dict[str, list[int]]()
@@ -177,7 +191,7 @@ def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Reco
         arrays[name] = np.ascontiguousarray(whole)
     index = {
         "round": round, "sizes": sizes, "bits": bits,
-        "parts": [[client, model, places[id(each)]] for (client, model), each in records.items()],
+        "parts": [[*key, places[id(each)]] for *key, each in parts],
         "checksums": {name: checksum(array.tobytes()) for name, array in arrays.items()},
     }  # fmt: skip
     packed = io.BytesIO()
@@ -185,10 +199,11 @@ def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Reco
     write_atomically(folder / FILES[split], _seal(packed.getvalue()))
 
 
-def read_cases(folder: Path, split: str = "test") -> Cases | None:
+def read_cases(folder: Path, split: str = "test", statistics: str = RUNNING) -> Cases | None:
     """Return the records of ``split`` in a trial's ``folder``, or None if it has none.
 
-    Raises :class:`FedshiftError` if the file is damaged.
+    ``statistics``: BatchNorm statistics of the models, :data:`~fedshift.results.schema.REESTIMATED` where they may
+    differ. Raises :class:`FedshiftError` if the file is damaged.
     """
     path = folder / FILES[split]
     if not path.exists():
@@ -205,7 +220,9 @@ def read_cases(folder: Path, split: str = "test") -> Cases | None:
         cuts = np.cumsum(index["sizes"])[:-1]
         cut = {name: np.split(array, cuts) for name, array in arrays.items()}
         distinct = [{name: parts[place] for name, parts in cut.items()} for place in range(len(index["sizes"]))]
-        records = {(client, model): distinct[place] for client, model, place in index["parts"]}
+        known = {kept for *_, kept, _ in index["parts"]}
+        chosen = statistics if statistics in known else RUNNING
+        records = {(client, model): distinct[place] for client, model, kept, place in index["parts"] if kept == chosen}
         return Cases(round=int(index["round"]), records=records)
     except DAMAGE as error:
         raise FedshiftError(

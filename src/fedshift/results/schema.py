@@ -53,6 +53,8 @@ import pandas as pd
 
 from ..utils.checked_json import parse_checked
 from ..utils.errors import FedshiftError
+from .cases import REESTIMATED as REESTIMATED
+from .cases import RUNNING as RUNNING
 from .cases import Cases, Picture
 from .disclosure import Disclosure
 
@@ -116,10 +118,15 @@ METRIC_COUNTS = {
 """Counts that each metric takes, in addition to the number of samples; others are in ``sums`` and ``values``."""
 
 MOMENTS = ("loaded", "trained")
-"""Moments of a round when models are measured on test and validation data."""
+"""Moments of a round when models are measured on test and validation data.
 
-REESTIMATED = "reestimated"
-"""Moment of measurements with re-estimated BatchNorm statistics (:attr:`RunSummary.lag`)."""
+Rows of :attr:`RunSummary.lag`, with re-estimated BatchNorm statistics, have the moment ``reestimated``.
+"""
+
+MOVES = ("method", "seed", "client", "split", RUNNING, REESTIMATED)
+"""Columns of :attr:`RunSummary.moves`."""
+LEAST_MOVE = 0.01
+"""Change of a client's metric that is too large for running statistics: absolute for shares, else relative."""
 
 RESTART = "restore the file from a copy, or remove its folder to begin this trial again from round 1"
 """Advice about a damaged file of a trial."""
@@ -281,6 +288,25 @@ def _refer(row: Mapping[str, Any], reference: Sequence[float]) -> Row:
     return {**row, "total": total_T + row["samples"] * step_T, "square": square_T}
 
 
+def select_large_moves(moves: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return the rows of :attr:`RunSummary.moves` of at least :data:`LEAST_MOVE`, the largest first."""
+    change = (moves["reestimated"] - moves["running"]).abs()
+    change = change if is_share(metric) else change / moves["running"].abs()
+    large = change[change >= LEAST_MOVE * (1 - 1e-9)].sort_values(ascending=False, kind="stable")
+    return moves.loc[large.index]
+
+
+def choose_statistics(setting: str, moves: pd.DataFrame, unmeasured: Iterable[str], metric: str) -> str:
+    """Return which statistics a report shows, of all methods alike: :data:`RUNNING` or :data:`REESTIMATED`.
+
+    ``setting``: one of them, or ``auto``: re-estimated if they change any client with any method and seed by at least
+    :data:`LEAST_MOVE` on validation or, without them, training data. ``unmeasured``: methods without re-estimates,
+    which leave only running statistics.
+    """
+    wanted = REESTIMATED if setting == "auto" and len(select_large_moves(moves, metric)) else setting
+    return REESTIMATED if wanted == REESTIMATED and not [*unmeasured] else RUNNING
+
+
 def adds_up(rows: pd.DataFrame, metric: str) -> bool:
     """Return whether ``metric`` of all clients' samples together follows from their ``rows``."""
     alone = any(isinstance(found, dict) and metric in found for found in rows["values"]) if "values" in rows else False
@@ -417,16 +443,18 @@ class RunSummary:
     ``task`` and ``metrics``: the federation's task, and the metrics that its counts define; ``resolved`` describes what
     is trained, ``config`` has the requested settings; ``crossed`` has the rows of cross-site validation, if requested,
     with ``owner``, the client whose model was measured (None: the server); ``lag`` has the rows of models whose
-    BatchNorm statistics were re-estimated at the reported round, with ``updates``, the number of times that running
-    statistics were updated before, and ``remaining``, the part of their initial values that they still hold;
-    ``stopped`` has the reasons why trials ended before the last round, by method and seed; ``read_cases`` reads the
-    records of single test samples of a method and seed, ``read_validation`` the records of validation samples, None
-    where there are none; ``read_pictures`` reads pictures of the worst test images of a method's first seed after a
-    round; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds of scores are
-    chosen (:func:`fedshift.analysis.clinical.choose_threshold`); ``compare_with``: the method with which alone
-    others are compared, as chosen before the run, by label; empty: all pairs of methods are; ``margin``: loss of a
-    client that tables may exclude, in the unit of the metric; None: none was chosen; ``served``: whether the samples
-    are at sites, which keep the results of single ones.
+    BatchNorm statistics were re-estimated at the reported round, of methods without such statistics their usual rows;
+    ``moves`` has the metric with ``running`` and ``reestimated`` statistics on the ``split`` by which ``statistics``,
+    those of the reported values, are chosen (:func:`choose_statistics`); ``unmeasured``: methods that were not
+    re-estimated; ``stopped`` has the reasons why trials ended before the last round, by method and seed;
+    ``read_cases`` reads the records of single test samples of a method and seed under the models that are reported,
+    ``read_validation`` the records of validation samples, None where there are none; ``read_pictures`` reads
+    pictures of the worst test images of a method's first seed after a round; ``class_names``: meaning of the
+    classes, empty if unknown; ``operating_point``: how thresholds of scores are chosen
+    (:func:`fedshift.analysis.clinical.choose_threshold`); ``compare_with``: the method with which alone others
+    are compared, as chosen before the run, by label; empty: all pairs of methods are; ``margin``: loss of a client
+    that tables may exclude, in the unit of the metric; None: none was chosen; ``served``: whether the samples are
+    at sites, which keep the results of single ones.
     """
 
     name: str
@@ -452,7 +480,10 @@ class RunSummary:
     task: str = "classification"
     metrics: tuple[str, ...] = ("accuracy", "balanced_accuracy", "auc", "loss")
     crossed: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(owner=[]))
-    lag: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(updates=[], remaining=[]))
+    lag: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()))
+    moves: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=MOVES))
+    statistics: str = RUNNING
+    unmeasured: tuple[str, ...] = ()
     stopped: Mapping[tuple[str, int], str] = field(default_factory=dict)
     read_cases: Callable[[str, int], Cases | None] = lambda *_: None
     read_validation: Callable[[str, int], Cases | None] = lambda *_: None
@@ -462,6 +493,11 @@ class RunSummary:
     compare_with: str = ""
     margin: float | None = None
     served: bool = False
+
+    @property
+    def moment(self) -> str:
+        """Moment of the reported rows."""
+        return REESTIMATED if self.statistics == REESTIMATED else "loaded"
 
     @property
     def metric_name(self) -> str:

@@ -23,7 +23,7 @@ from ...engines.frozen import FITTING, Inputs
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained, record_clients
 from ...evaluation.policy import POLICIES, SKIP, make_lone_state
-from ...evaluation.statistics_lag import evaluate_reestimated
+from ...evaluation.statistics_lag import reestimate_models
 from ...evaluation.unseen_clients import make_personal_state
 from ...experiments.settings import Settings
 from ...export.package import write_package
@@ -140,8 +140,10 @@ class SiteTrial:
             own = self._make_unseen_state(server)
         if asked.facts["moment"] == REESTIMATED:
             training = {} if self.review.validates else {client.name: client.train}
-            measured = self.data.task, self.data.classes
-            rows = evaluate_reestimated(plan, server, [client], training, splits, measured, lambda _: own, alone=True)
+            found = reestimate_models(plan, server, training, lambda _: own, alone=True)
+            measured, state = [client] if client.name in found else [], {**(own or {}), **found.get(client.name, {})}
+            rows = evaluate_trained(plan, state, measured, splits, self.data.task, self.data.classes)
+            rows = [{**row, "moment": REESTIMATED} for row in rows]
         else:
             self._follow(server)
             data = self.inputs.measured
