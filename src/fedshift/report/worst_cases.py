@@ -54,7 +54,7 @@ def _show(summary: RunSummary, picture: Picture, records: Records) -> WorstCase:
     if masks:
         result = f"Dice {100 * (1 - rank_results(records)[row]):.1f} %"
     elif "right" in records:
-        names, chosen = [*name_classes(summary), "no class"], int(records["chosen"][row])  # -1: not a number
+        names, chosen = [*name_classes(summary), "no class"], int(records["chosen"][row])
         sure = f" ({100 * expit(records['odds'][row, chosen]):.0f} %)" if "odds" in records and chosen >= 0 else ""
         result = f"predicted {names[chosen]}{sure}, true {names[int(records['truth'][row])]}"
     else:
