@@ -206,6 +206,10 @@ class TrialSpec:
     sum of sensitivity and specificity), sensitivity>=0.95 or specificity>=0.9 (then the largest of the other). Without
     validation data the score is 0.5."""
 
+    pictures: Annotated[bool, Parameter(group=MEASURING)] = True
+    """Keep images of some test samples, and show them on the page. With --no-pictures, no pixel of a sample is written
+    into the run directory, and the page can be passed on where images of patients must not be."""
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class DataSpec:

@@ -335,7 +335,9 @@ class Experiment:
             )
 
     def _sample_images(self) -> dict[str, np.ndarray]:
-        """Return some test images of each client in the report's figure, uint8 ``[n, H, W, C]``."""
+        """Return some test images of each client in the report's figure, uint8 ``[n, H, W, C]``, if wanted."""
+        if self.make_engine or not self.settings.pictures:
+            return {}
         pictured = [client for client in self.data.clients[:PICTURED] if len(client.test.shape) in (3, 4)]
         shown = {client.name: SAMPLES if len(client.test.shape) == 3 else VOLUMES for client in pictured}
         return {
@@ -379,7 +381,7 @@ class Experiment:
             "config": dict(self.config),
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }
-        write_summary(directory, facts, {} if self.make_engine else self._sample_images(), sessions)
+        write_summary(directory, facts, self._sample_images(), sessions)
 
 
 def _explain_clash(one: Method, other: Method) -> str:

@@ -23,6 +23,7 @@ from ..engines.auto import EngineChoice
 from ..evaluation.metrics import measured_splits, picture_worst, record_clients
 from ..results.cases import (
     FILES,
+    PICTURES,
     REESTIMATED,
     RUNNING,
     has_pictures,
@@ -251,7 +252,9 @@ class TrialRun:
         done, settings = trial.server.round, trial.settings
         reported = done if settings.select == "last" else find_best(folder, done, settings)
         held = measured_splits(trial.measured)
-        pictured = self.seed == self.experiment.seeds[0]  # the first seed's worst test images
+        pictured = settings.pictures and self.seed == self.experiment.seeds[0]  # the first seed's worst test images
+        if not settings.pictures:
+            (folder / PICTURES).unlink(missing_ok=True)  # of an earlier session
         splits = [split for split in FILES if split in held and measured_round(folder, split) != reported]
         if pictured and "test" not in splits and not has_pictures(folder, reported):
             splits.append("test")

@@ -42,7 +42,7 @@ from .formatting import (
     format_metric_table,
     make_table,
 )
-from .html import encode_strip, render_template
+from .html import describe_pictures, encode_strip, render_template
 from .lag import OTHER_STATISTICS, describe_lag, describe_moment, find_other_moment
 from .origin import describe_run, find_changed
 from .progress import describe_falling, describe_partial, find_reached_rounds, is_even
@@ -245,7 +245,8 @@ def render_page(summary: RunSummary, report: Report | None = None) -> str:
     report = report or make_report(summary)
     headline = report.list_tables(PAGE, "headline")[0].text
     leaders = _find_leaders(headline, summary.methods) if is_even(find_reached_rounds(summary)) else {}
-    images = list(summary.samples.items())[:PICTURED]
+    worst = list_worst_cases(summary)
+    strips = {name: encode_strip(several) for name, several in [*summary.samples.items()][:PICTURED] if len(several)}
     return render_template(
         "page.html.j2",
         summary=summary,
@@ -255,8 +256,9 @@ def render_page(summary: RunSummary, report: Report | None = None) -> str:
         styles=make_styles(summary.methods),
         one_by_one=ONE_BY_ONE,
         pictured=PICTURED,
-        worst=list_worst_cases(summary),
-        strips={name: encode_strip(several) for name, several in images if len(several)},
+        worst=worst,
+        strips=strips,
+        shown=describe_pictures("test", [*strips, *(each.client for cases in worst.values() for each in cases)]),
         evaluated=any(text != MISSING for text in headline.values),
     )
 

@@ -22,8 +22,9 @@ LEAST = 64
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """A picture as a PNG data URL ``url``, with its size in pixels, and ``text`` about the result."""
+    """A picture of a ``client``'s sample as a PNG data URL ``url``, its size in pixels, and ``text`` on the result."""
 
+    client: str
     url: str
     width: int
     height: int
@@ -57,4 +58,5 @@ def _show(summary: RunSummary, picture: Picture, records: Records) -> WorstCase:
     else:
         result = f"loss {float(records['loss'][row]):.3g}"
     scale = -(-LEAST // height)
-    return WorstCase(url=url, width=scale * width, height=scale * height, text=f"{picture.client} {row}: {result}")
+    text = f"{picture.client} {row}: {result}"
+    return WorstCase(client=picture.client, url=url, width=scale * width, height=scale * height, text=text)
