@@ -6,7 +6,7 @@
 |---|---|
 | classification | ``truth``, ``chosen``, ``right`` (a bit), ``loss``, ``area``; up to 10 classes: ``odds`` of each |
 | several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area``, and ``odds`` likewise |
-| masks | ``hits``, ``support``, ``predicted`` (by class), ``loss``, ``invalid``; of surfaces, ``distances``, ``hausdorff`` |
+| masks | ``hits``, ``support``, ``predicted`` (by class), ``loss``, ``invalid``; also ``distances``, ``hausdorff`` |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
 | survival | ``time``, ``event``, ``risk``; ``concordant``, ``comparable`` (pairs with the patient) |
 | any, with groups | ``group``: number of the patient, from 0 for each client |
