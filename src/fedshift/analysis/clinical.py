@@ -242,7 +242,7 @@ def _average_owners(
     return np.mean([v for _, v, _ in measured] or [none_R], axis=0), influence_N, weight_N
 
 
-def measure_area(odds_N: Floats, positive_N: Bools) -> tuple[float, Floats]:
+def _measure_area(odds_N: Floats, positive_N: Bools) -> tuple[float, Floats]:
     """Return the area under the ROC curve and each sample's influence on it: DeLong's placements."""
     influence_N = np.zeros(len(odds_N))
     if positive_N.all() or not positive_N.any() or np.isnan(odds_N).any():
@@ -290,7 +290,7 @@ def _measure_calibration(odds_N: Floats, positive_N: Bools, *, slope: bool) -> t
 
 
 _MEASURES: dict[str, Callable[[Floats, Bools], tuple[float, Floats]]] = {
-    AREA: measure_area,
+    AREA: _measure_area,
     BRIER: _measure_brier,
     LARGE: partial(_measure_calibration, slope=False),
     SLOPE: partial(_measure_calibration, slope=True),

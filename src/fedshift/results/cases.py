@@ -6,7 +6,7 @@
 |---|---|
 | classification | ``truth``, ``chosen``, ``right`` (a bit), ``loss``, ``area``; up to 10 classes: ``odds`` of each |
 | several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area``, and ``odds`` likewise |
-| masks | ``hits``, ``support``, ``predicted`` (by class), ``loss``, ``invalid``; of surfaces, ``distances``, ``hausdorff`` |
+| masks | ``hits``, ``support``, ``predicted`` (by class), ``loss``, ``invalid``; also ``distances``, ``hausdorff`` |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
 | survival | ``time``, ``event``, ``risk``; ``concordant``, ``comparable`` (pairs with the patient) |
 | any, with groups | ``group``: number of the patient, from 0 for each client |
@@ -76,10 +76,10 @@ class Picture:
 
 
 def compare_masks(records: Records) -> dict[str, NDArray[Any]]:
-    """Return Dice, 2 |A and B| / (|A| + |B|), and IoU of each case by class, ``[N, K]``, 0 where neither mask has it.
+    """Return Dice, 2 |A and B| / (|A| + |B|), and IoU of each case by class, ``[N, K]``, 0 if it is in neither mask.
 
-    ``cases`` says whether the true or the predicted mask has the class, ``present`` whether the true one has. Entries
-    of the background, class 0, are 0 if there are others.
+    ``cases``: the class is in the true or the predicted mask; ``present``: in the true mask. Without the background,
+    class 0, unless it is the only class.
     """
     hits, support, both = records["hits"], records["support"], records["support"] + records["predicted"]
     counted = np.arange(hits.shape[1]) >= min(1, hits.shape[1] - 1)

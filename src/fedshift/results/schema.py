@@ -20,7 +20,7 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `invalid`  | int         | samples whose output is not a number (of masks: at any pixel); it is right of none |
 | `exact`    | int         | for several labels: samples with all labels predicted correctly |
 | `squared`, `absolute` | list of float | for numbers: the sum of squared and of absolute errors of each target |
-| `reference` | list of float | for numbers: the mean of each target, from which `total` and `square` count |
+| `reference` | list of float | for numbers: the mean of each target |
 | `total`, `square` | list of float | for numbers: the sum over samples of target minus reference, and of its square |
 | `case_dice`, `case_iou` | list of float | of masks: the sum of images' Dice and IoU by class |
 | `cases`, `present` | list of int | images with the class in the true or predicted mask, and in the true mask |
@@ -31,8 +31,8 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `values` | dict of float | of other metrics on request: the value, which does not add up; null where undefined |
 
 For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label. Dice and IoU of
-masks are means over images, as in nnU-Net (Isensee et al. 2021, doi:10.1038/s41592-020-01008-z): for each class over
-those with the class in either mask. ``pooled_dice`` and ``pooled_iou`` count the pixels of all images together.
+masks are means over images with a class in either mask, as in nnU-Net (Isensee et al. 2021,
+doi:10.1038/s41592-020-01008-z). ``pooled_dice`` and ``pooled_iou`` count the pixels of all images together.
 
 The same counts tell which classes, labels or targets have no part in a metric (:func:`find_missing`): an absent class
 has ``support`` 0, a label that all samples have a ``support`` of ``samples``, and a constant target no spread.
@@ -101,7 +101,7 @@ BY_CASE = {"dice": ("case_dice", "cases"), "iou": ("case_iou", "cases"), **DISTA
 CONSTANT = 1e-12
 """Largest spread of a target, relative to its squares from the reference, that rounding causes if it is constant.
 
-A target that varies exceeds it: squares from a mean, also from that of some of the clients, are near its spread.
+A target that varies exceeds it, since squares from a mean of some of its values are near its spread.
 """
 
 TOP_K = "top_k("
