@@ -184,6 +184,11 @@ class TrialSpec:
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """Round that tables report: the last, or the best on validation data; never the best on test data."""
 
+    statistics: Annotated[Literal["auto", "running", "reestimated"], Parameter(group=MEASURING)] = "auto"
+    """BatchNorm statistics of the reported models: running, as training leaves them; reestimated on training data; or
+    auto: re-estimated if that changes any client by a point or more (errors: by 1 %) on validation data, or without
+    these on training data. One choice for all methods, without test data; the report has both."""
+
     patience: Annotated[Positive | None, Parameter(group=MEASURING)] = None
     """Evaluations without improvement of the metric on validation data after which a trial (one method with one seed)
     ends, while others continue; by default all run to the last round. Combine it with select=best, and with

@@ -311,6 +311,7 @@ class Experiment:
         try:
             facts = read_facts(path)
             then, margin = facts.get("compare_with", ""), facts.get("margin")
+            statistics = facts.get("statistics", self.settings.statistics)
         except FedshiftError:  # none is recorded
             return
         if then != self.reference:
@@ -319,6 +320,12 @@ class Experiment:
                 f"{{}}: this run was begun to compare {pairs}, and comparisons must not be chosen once "
                 "results are known: leave the setting unchanged, or begin a new run",
                 Ref(compare_with=self.reference or "none"),
+            )
+        if statistics != self.settings.statistics:
+            raise UsageError(
+                f"{{}}: this run was begun with {statistics!r}, and statistics must not be chosen once results are "
+                "known: leave the setting unchanged, or begin a new run",
+                Ref(statistics=self.settings.statistics),
             )
         if margin != self.margin:
             raise UsageError(
@@ -360,6 +367,7 @@ class Experiment:
             "metric": self.settings.metric,
             "target_metric": self.settings.target_metric,
             "operating_point": self.settings.operating_point,
+            "statistics": self.settings.statistics,
             "compare_with": self.reference,
             "margin": self.margin,
             "class_names": self.data.class_names,
