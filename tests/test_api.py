@@ -76,7 +76,8 @@ def test_all_that_is_promised_is_there():
 def compared():
     """FedAvg and FedBN over two seeds and two rounds, trained once."""
     data = fedshift.federation(ARRAYS, name="tiny")
-    return fedshift.compare([fedshift.fedavg(), fedshift.fedbn()], data=data, rounds=2, seeds=2, batch_size=8)
+    how = {"rounds": 2, "seeds": 2, "batch_size": 8, "statistics": "running"}
+    return fedshift.compare([fedshift.fedavg(), fedshift.fedbn()], data=data, **how)
 
 
 @pytest.mark.parametrize("module", ["", "aggregation", "flower", "models", "tasks"])
@@ -459,7 +460,7 @@ def test_a_comparison_that_diverged_raises(tiny, tmp_path):
 
 def test_validation_accuracy_is_a_table_of_its_own_to_choose_by(tiny, tmp_path):
     result = fedshift.compare([fedshift.fedavg(), fedshift.single()], data=tiny.hold_out(0.25), rounds=2, out=tmp_path)
-    table, rows = result.table(split="validation"), result.summary.rows
+    table, rows = result.table(split="validation"), result.summary.lag
     rows = rows[(rows["split"] == "validation") & (rows["round"] == 2) & (rows["model"] == "personal")]
     for method, found in rows.groupby("method"):
         shares = [sum(hits) / samples for hits, samples in zip(found["hits"], found["samples"], strict=True)]
@@ -602,7 +603,8 @@ def test_a_notebook_shows_the_same_as_html(compared):
 def test_latex_is_the_table_for_a_paper(compared):
     whole, bare = compared.to_latex(), compared.to_latex(caption="")
     assert whole.startswith("% \\usepackage{booktabs}\n\\begin{table}")
-    assert r"\caption{Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round.}" in whole
+    said = "percent with running BatchNorm statistics, mean (std) over 2 seeds, last round."
+    assert rf"\caption{{Test accuracy of the personal model in {said}}}" in whole
     assert r"\label{tab:accuracy}" in whole
     assert bare.startswith(r"\begin{tabular}{lrr}")
     assert bare in whole

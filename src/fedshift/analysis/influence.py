@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from ..results.cases import compare_masks
 from ..results.schema import METRIC_COUNTS, TOP_K, measure_counts
 
 Floats = NDArray[np.float64]
@@ -74,10 +75,13 @@ def _find_values(records: Records, metric: str) -> NDArray[np.generic] | None:
 
 def _count_each(records: Records) -> dict[str, NDArray[np.generic]]:
     """Return the counts of each sample, ``[N, K]``, as in :mod:`fedshift.results.schema`."""
-    if "support" in records or "comparable" in records:  # masks, survival
+    if "support" in records:  # masks
+        return {**records, **compare_masks(records)}
+    if "comparable" in records:  # survival
         return dict(records)
     if "error" in records:
         error, target = (np.asarray(records[name], np.float64) for name in ("error", "target"))
+        target = target - target.mean(axis=0)
         return {"squared": error**2, "absolute": np.abs(error), "total": target, "square": target**2}
     if "given" in records:  # several labels
         given, chosen = (np.asarray(records[name], bool) for name in ("given", "chosen"))
@@ -85,7 +89,7 @@ def _count_each(records: Records) -> dict[str, NDArray[np.generic]]:
     if "right" not in records:
         return {}
     truth, chosen = records["truth"], records.get("chosen", records["truth"])
-    classes = np.unique([truth, chosen])
+    classes = np.setdiff1d([truth, chosen], [-1])  # none is chosen where the output is not a number
     support = truth[:, None] == classes
     hits, predicted = support & records["right"][:, None].astype(bool), chosen[:, None] == classes
     return {"hits": hits, "support": support, "predicted": predicted}

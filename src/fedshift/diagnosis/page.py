@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ..data.federation import Federation
 from ..report.figures import FigurePanel
-from ..report.html import render_template
+from ..report.html import describe_pictures, render_template
 from ..report.report import Report, ReportTable
 from ..utils.files import write_atomically
 from . import Diagnosis
-from .overview import make_overview
+from .overview import SHOWN, make_overview
 from .rendering import comparison_command, interpret, tabulate_diagnosis
 
 PAGE = "diagnosis.html"
@@ -24,8 +24,9 @@ _DESCRIPTIONS = {
 
 
 def write_page(
-    diagnosis: Diagnosis, data: Federation, path: Path, command: str | None = None, remarks: Sequence[str] = ()
-) -> Path:
+    diagnosis: Diagnosis, data: Federation, path: Path, command: str | None = None, remarks: Sequence[str] = (),
+    *, pictures: bool = True,
+) -> Path:  # fmt: skip
     """Write the page of ``diagnosis`` atomically and return its path; equal inputs give equal bytes.
 
     Args:
@@ -34,6 +35,7 @@ def write_page(
         path: File to write.
         command: Argument of ``--data`` in the suggested command, quoted; None: the federation's name.
         remarks: Sentences to show first.
+        pictures: Whether to show images of samples.
 
     """
     tables = [
@@ -41,10 +43,8 @@ def write_page(
         for number, (caption, text) in enumerate(tabulate_diagnosis(diagnosis).items())
     ]
     findings = replace(tables[0], section="findings", kind="findings")
-    panels = (
-        FigurePanel(name=name, figure=figure, description=_DESCRIPTIONS[name])
-        for name, figure in make_overview(data).items()
-    )
+    figures = make_overview(data, pictures=pictures)
+    panels = (FigurePanel(name=name, figure=figures[name], description=_DESCRIPTIONS[name]) for name in figures)
     html = render_template(
         "diagnosis.html.j2",
         name=diagnosis.federation,
@@ -55,6 +55,7 @@ def write_page(
         readings=list(interpret(diagnosis)),
         advice=diagnosis.advice,
         command=comparison_command(diagnosis, command),
+        shown=describe_pictures("training", data.names[:SHOWN] if "samples" in figures else ()),
     )
     write_atomically(path, html.encode())
     return path

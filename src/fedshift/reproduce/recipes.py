@@ -149,6 +149,7 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
     settings["on_data_error"] = options.on_data_error
     settings["allow_single_class"] = bool(settings.get("split"))
     settings["evaluate_every"] = max(1, rounds // recipe.get("evaluations", 1))
+    settings["statistics"] = "running"  # as the papers measure
     return RunSpec(**{key: value for key, value in settings.items() if value not in ("", None)})
 
 
