@@ -25,6 +25,7 @@ from ..data.agreement import FRACTIONS, SIGNED, check_scales, name_scales
 from ..data.copies import MANY_NUMBERS
 from ..data.federation import Federation
 from ..data.files.volumes import compare_spacings, is_resampled, list_headers
+from ..report.sites import FEWEST_UNITS
 from ..tasks import Classification, Regression, Segmentation, Survival
 from ..tasks.segmentation import find_empty_masks
 from ..utils.errors import UsageError
@@ -284,14 +285,28 @@ def judge_numbering(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterato
         yield make_finding("numbering", f"Classes seem to be numbered in two ways: {' and '.join(names)}.", second)
 
 
-def judge_test_sizes(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
+def judge_test_sizes(data: Federation) -> Iterator[QualityFinding]:
     """Find test sets that are too small for a reliable accuracy."""
-    small = {
-        part: f"{part.client} {count} (50 % ± {100 * _Z / (2 * math.sqrt(count + _Z**2)):.0f})"
-        for part in surveys if part.split == "test" and 0 < (count := len(part.labels)) < FEW
-    }  # fmt: skip
-    what = f"Fewer than {FEW} test samples, with the 95 % interval of an accuracy of 50 %"
+    small = {}
+    for client in data.clients:
+        units = client.test.count_units()
+        if 0 < units < FEW:
+            patients = " patients" * (client.test.group is not None)
+            half = 100 * _Z / (2 * math.sqrt(units + _Z**2))
+            small[client.name] = f"{client.name} {units}{patients} (50 % ± {half:.0f})"
+    what = f"Fewer than {FEW} test samples or patients, with the 95 % interval of an accuracy of 50 %"
     yield from list_places("small-test", what, small)
+
+
+def judge_verdicts(data: Federation) -> Iterator[QualityFinding]:
+    """Find sites whose test data are too few for methods to be told apart there."""
+    few = {}
+    for client in data.clients:
+        units = client.test.count_units()
+        if 0 < units < FEWEST_UNITS:
+            few[client.name] = f"{client.name} {units} {'test samples' if client.test.group is None else 'patients'}"
+    what = f"No verdict is possible at sites with fewer than {FEWEST_UNITS} test samples, or patients where known"
+    yield from list_places("no-verdict", what, few)
 
 
 def find_duplicates(parts: Sequence[SplitSurvey], *, targets: bool = False) -> pd.DataFrame:

@@ -26,6 +26,7 @@ from .faults import (
     judge_targets,
     judge_test_sizes,
     judge_values,
+    judge_verdicts,
 )
 from .findings import SEVERITIES, QualityFinding, Severity
 from .label_leaks import judge_leaks
@@ -99,7 +100,8 @@ def examine(data: Federation) -> Quality:
         *judge_leaks(data),
         *(judge_numbering(data, surveys) if classified else ()),
         *(judge_classes(data, surveys) if classified else judge_targets(data, surveys)),
-        *(judge_test_sizes(surveys) if classified else ()),
+        *(judge_test_sizes(data) if classified else ()),
+        *judge_verdicts(data),
     ]
     return Quality(
         name=data.name,
@@ -148,8 +150,9 @@ def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | N
     if choice == "ignore":
         return _add_notices(data, data.faults)
     errors = find_errors(data)
-    judged = (*judge_numbers(data), *judge_leaks(data))
-    told = tuple(f"{each.text} {each.fix}" for each in judged if each.kind in ("far", "target-units", "leak"))
+    judged = (*judge_numbers(data), *judge_leaks(data), *judge_verdicts(data))
+    kinds = ("far", "target-units", "leak", "no-verdict")
+    told = tuple(f"{each.text} {each.fix}" for each in judged if each.kind in kinds)
     if not errors:
         return _add_notices(data, told)
     message = f"{len(errors)} error{'s' * (len(errors) > 1)} in the data: {' '.join(errors)}"
