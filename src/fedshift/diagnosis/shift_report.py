@@ -95,7 +95,7 @@ def interpret(found: Diagnosis) -> Iterator[str]:
 def _describe(found: Diagnosis, shift: str) -> str:
     row, unit = found.find(shift), "patients" if found.patients else "samples"
     counts = [len(client.train) for client in found.data.clients]
-    numbers = f"AUC {_format_area(row)}, p {format_p_value(float(row['p']))}"
+    numbers = f"AUC {row['value']:.2f}, 95 % interval {row['low']:.2f} to {row['high']:.2f}, p {_format_p(row)}"
     known = "the targets alone" if shift == "label skew" else "features other than the targets"
     told = f"from {known}, a classifier tells {unit} of {row['strongest']} that it has not seen from others ({numbers})"
     return {
@@ -124,13 +124,18 @@ def tabulate_shifts(found: Diagnosis) -> TextTable:
     rows = []
     for sites in found.frame["sites"].unique():
         *areas, ratio = (found.find(shift, sites) for shift in SHIFTS)
-        cells = (cell for row in areas for cell in (_format_area(row), format_p_value(float(row["p"]))))
+        cells = (cell for row in areas for cell in (_format_area(row), _format_p(row)))
         rows.append((sites, *cells, f"1 : {ratio['value']:.3g}"))
     note = (
-        "Area under the ROC curve (95 % interval) of a site against the others: 0.5 if it cannot be told apart. p of "
-        "all sites is corrected for two shifts; intervals and p of pairs are one by one."
+        "Area under the ROC curve (95 % interval) of a site against the others: 0.5 if it cannot be told apart, less "
+        "if targets are spread more evenly than by chance. For all sites, it is the largest one; interval and p are "
+        "corrected for that (p for two shifts, too). Those of pairs are one by one."
     )
     return make_table(header, rows, note=note)
+
+
+def _format_p(row: Mapping[str, Any]) -> str:
+    return format_p_value(float(row["p"]))
 
 
 def _format_area(row: Mapping[str, Any]) -> str:
