@@ -74,7 +74,7 @@ benchmark: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/lazy.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/diagnose.py 10
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/coverage_of_sites.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/coverage.py
 	$(BIN)/python benchmarks/engines.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/flower.py

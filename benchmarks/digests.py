@@ -50,8 +50,7 @@ ELSEWHERE = ("pool", "ray")
 PARTNERS = ("ditto(epochs=2)", "scaffold", "fedbn", "fedprox(mu=0.1)", "harmofl", "fedala", "agc(clip=0.05)")
 RESUMED = ("fedbn", "scaffold", "feddyn", "partialfed_adaptive", "fedproto", "fedadam", "feddg_elcfs")
 EXCHANGED = ("fedbn", "scaffold", "fedala", "centralized")
-POLICIES = ("atp", "average", "finetune", "finetune_bn", "mixed", "nearest", "nearest_statistics", "reestimate")
-POLICIES += ("sar", "skip", "tent", "weighted")
+POLICIES = ("average", "finetune", "finetune_bn", "mixed", "nearest", "reestimate", "skip", "tent")
 
 
 def network(shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -110,9 +110,7 @@ SETTINGS: dict[str, Any] = {
     "methods": "fedavg", "batch_size": 16, "steps": 5, "allow_single_class": True, "validation": 1 / 3,
     "engine": "stacked",
 }  # fmt: skip
-WITHOUT_LABELS = tuple(
-    name for name in list_policies() if (it := POLICIES.parse(name)).data != "labels" and not it.learns
-)
+WITHOUT_LABELS = tuple(name for name in list_policies() if POLICIES.parse(name).data != "labels")
 COLUMNS = (
     "federation", "left_out", "rounds", "method", "rate", "momentum", "own", "seed", "measured", "client", "value",
 )  # fmt: skip

@@ -4,9 +4,9 @@
 have the policies that adapt to all training inputs at once. The models of the first SEEDS seeds (by default one) are
 restored. The columns are test inputs in batches of 1, 8 and 64 in random order, of 8 of one class each, and one stream
 in random order and one sorted by class, in batches of 8. Each batch begins at the model of the run; in a stream Tent
-and SAR go on from batch to batch, as their authors run them, and the others, which keep nothing, are left out. Means
-over clients and seeds of the accuracy in percent are printed; ``unchanged`` adapts nothing. ``atp``, for which the
-clients that trained have to work, is left out. What was measured is kept in RUN, and a second call goes on.
+goes on from batch to batch, as its authors run it, and the others, which keep nothing, are left out. Means over clients
+and seeds of the accuracy in percent are printed; ``unchanged`` adapts nothing. What was measured is kept in RUN, and a
+second call goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +25,6 @@ from fedshift.data.federation import ClientData
 from fedshift.data.samples import Samples
 from fedshift.evaluation.batch_norm import reestimate_statistics
 from fedshift.evaluation.metrics import evaluate
-from fedshift.evaluation.policies.sar import ReliableMinimizer
 from fedshift.evaluation.policies.tent import EntropyMinimizer
 from fedshift.evaluation.policy import POLICIES as CATALOG
 from fedshift.evaluation.policy import list_policies
@@ -38,8 +36,7 @@ from fedshift.utils.state import State
 Rows = list[tuple[str, str, float]]
 
 POLICIES = {name: CATALOG.parse(name) for name in list_policies()}
-WITHOUT_LABELS = [name for name, policy in POLICIES.items() if policy.data == "inputs" and not policy.learns]
-MINIMIZERS = {"tent": EntropyMinimizer, "sar": partial(ReliableMinimizer, margin=0.4, rho=0.05, reset=0.029)}
+WITHOUT_LABELS = [name for name, policy in POLICIES.items() if policy.data == "inputs"]
 STREAMS = {"stream": False, "stream by class": True}
 COLUMNS = ("1", "8", "64", "8 of a class", *STREAMS)
 
@@ -57,9 +54,9 @@ def count_right(trial: Trial, state: State, batch: Samples) -> int:
     return sum(evaluate(trial.plan, state, batch, trial.data.task, trial.data.classes)["hits"])
 
 
-def run_stream(trial: Trial, policy: str, start: State, batches: list[Samples]) -> int:
-    """Return the number of samples that ``policy`` gets right, by the model after its step on their batch."""
-    minimizer, right = MINIMIZERS[policy](trial.plan, start, trial.data.task.entropy, lr=1e-3), 0
+def run_stream(trial: Trial, start: State, batches: list[Samples]) -> int:
+    """Return the number of samples that Tent gets right, by the model after its step on their batch."""
+    minimizer, right = EntropyMinimizer(trial.plan, start, trial.data.task.entropy, lr=1e-3), 0
     for batch in batches:
         if len(batch) >= trial.plan.smallest_batch:
             minimizer.step(batch.inputs(slice(None), trial.plan.dtype))
@@ -79,10 +76,9 @@ def measure(trial: Trial, client: ClientData) -> Iterator[tuple[str, str, float]
                 right = sum(
                     count_right(trial, state, batch) for state, batch in zip(states, batches, strict=True) if state
                 )
-            elif policy in MINIMIZERS:
-                right = run_stream(
-                    trial, policy, trial.make_unseen_state("average", client.name, client.train) or {}, batches
-                )
+            elif policy == "tent":
+                start = trial.make_unseen_state("average", client.name, client.train) or {}
+                right = run_stream(trial, start, batches)
             else:
                 continue
             yield "unchanged" if policy == "average" else policy, column, right / len(client.test)

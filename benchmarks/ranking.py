@@ -6,9 +6,9 @@ federations that have records of all of :data:`BASELINES`.
 
 Federations of one source, such as the divisions of the embedded digits, share samples. They count as one, their mean:
 intervals and tests are over sources. Intervals are Student's at 95 %, over sources, over sites, or over seeds in the
-table by federation; a star marks a difference that is significant among all methods of its column (Holm). Mean ranks
-are compared as by Demšar 2006, "Statistical Comparisons of Classifiers over Multiple Data Sets" (JMLR 7): by
-Friedman's test, and by the critical difference of Nemenyi's.
+table by federation; a star marks a difference whose interval, for all methods of its column together (Bonferroni),
+excludes 0. Mean ranks are compared as by Demšar 2006, "Statistical Comparisons of Classifiers over Multiple Data Sets"
+(JMLR 7): by Friedman's test, and by the critical difference of Nemenyi's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from methods import (
 )
 from scipy.stats import friedmanchisquare, studentized_range
 
-from fedshift.analysis.statistics import FEWEST, PairedDifference, correct_family, paired_difference
+from fedshift.analysis.statistics import count_needed_seeds, paired_difference
 from fedshift.report.figures import to_svg
 from fedshift.report.style import BLUE, INK, figure_settings, label_rows
 
@@ -47,7 +47,7 @@ BEGIN, END = "<!-- written by benchmarks/ranking.py -->\n", "<!-- end -->\n"
 BASE, ALONE = "fedavg", "single"
 BASELINES = {BASE, ALONE}
 """Methods with which others are compared."""
-POLICIES = (UNADAPTED, "reestimate", "tent", "sar", "mixed", "weighted", "nearest_statistics")
+POLICIES = (UNADAPTED, "reestimate", "tent", "mixed")
 
 
 def count_local_steps(rounds: int) -> int:
@@ -73,12 +73,15 @@ class Gain:
 
 def find_gains(values: pd.DataFrame, base: pd.Series) -> dict[str, Gain]:
     """Return the gain of each column of ``values`` over ``base``, paired over their rows."""
-    own = {str(name): paired_difference(values[name].tolist(), base.tolist()) for name in values}
-    tested: list[PairedDifference] = correct_family([own[name] for name in own if name != BASE])
-    sure = {name for name, each in zip((n for n in own if n != BASE), tested, strict=True) if each.is_significant}
-    return {
-        name: Gain(mean=each.mean, low=each.low, high=each.high, significant=name in sure) for name, each in own.items()
-    }
+    gains, comparisons = {}, len({*values} - {BASE})
+    for name in values:
+        alone, together = (
+            paired_difference(values[name].tolist(), base.tolist(), comparisons=number) for number in (1, comparisons)
+        )
+        gains[str(name)] = Gain(
+            mean=alone.mean, low=alone.low, high=alone.high, significant=together.excludes_zero and name != BASE
+        )
+    return gains
 
 
 def average_sources(table: pd.DataFrame) -> pd.DataFrame:
@@ -221,7 +224,7 @@ def list_federations(ranking: Ranking) -> str:
 
 def keep_testable(rankings: Iterable[Ranking]) -> list[Ranking]:
     """Return the rankings with sources enough for a test of ranks."""
-    return [each for each in rankings if len(each.ranks) >= FEWEST]
+    return [each for each in rankings if len(each.ranks) >= count_needed_seeds(1)]
 
 
 def describe_ranks(ranking: Ranking) -> str:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         Comparison as Comparison,
         advise as advise,
         compare as compare,
-        leak as leak,
         load_data as load_data,
         read_run as read_run,
     )
@@ -138,7 +137,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
 
 # isort: on
 _HOME = {
-    "api": ("Comparison", "advise", "compare", "leak", "load_data", "read_run"),
+    "api": ("Comparison", "advise", "compare", "load_data", "read_run"),
     "utils.errors": ("FedshiftError", "UsageError"),
     "core.aggregation": ("Aggregated", "Aggregation", "Received"),
     "core.contexts": ("Folded",),

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from torch import nn
 
-from fedshift.api import advise, compare, leak, load_data
+from fedshift.api import advise, compare, load_data
 from fedshift.data.assembly import federation, read_folder
 from fedshift.data.federation import Federation
 from fedshift.diagnosis import quality
@@ -137,16 +137,10 @@ def test_the_python_interface_goes_by_the_same_switch(tmp_path, capsys):
 
 
 def test_other_uses_of_data_go_by_the_same_switch(photos):
-    small = {"rounds": (0,), "batch_sizes": (1,), "images": 1, "iterations": 1, "seeds": 1}
-    uses = {
-        "load_data": lambda **more: load_data(photos, **more),
-        "leak": lambda **more: leak("fedavg", data=photos, **small, **more),
-    }
-    for use in uses.values():
-        with pytest.warns(UserWarning, match=f"^2 errors in the data: {re.escape(LOST)}"):
-            use()
-        with pytest.raises(UsageError, match=r"^2 errors in the data"):
-            use(on_data_error="refuse")
+    with pytest.warns(UserWarning, match=f"^2 errors in the data: {re.escape(LOST)}"):
+        load_data(photos)
+    with pytest.raises(UsageError, match=r"^2 errors in the data"):
+        load_data(photos, on_data_error="refuse")
     with pytest.raises(UsageError, match=r"^2 errors in the data"):
         advise(photos, on_data_error="refuse")
     with pytest.warns(UserWarning, match=r"^1 error in the data: Classes have names"):
@@ -163,15 +157,6 @@ def test_clients_that_join_go_by_the_same_switch(cli, photos, unpublished):
     assert (done.code, done.out.count(f"note: {LINE}")) == (0, 1)
     refused = cli(*join, "refuse")
     assert (refused.code, refused.err.startswith("fedshift: 2 errors in the data: ")) == (2, True)
-
-
-def test_an_attack_takes_the_settings_of_data_that_its_messages_name(cli, photos):
-    small = ("--methods", "fedavg", "--rounds", 0, "--batch-sizes", 1, "--images", 1, "--iterations", 1, "--seeds", 1)
-    (photos / "south" / "two" / "broken.png").write_bytes(b"no image")
-    refused = cli("leak", "--data", photos, *small)
-    assert (refused.code, "leave them out (--on-data-error warn)" in refused.err) == (2, True)
-    done = cli("leak", "--data", photos, *small, "--on-data-error", "warn")
-    assert (done.code, "note: 3 errors in the data: " in done.out) == (0, True)
 
 
 def test_commands_that_show_data_tell_what_was_left_out(cli, photos):

@@ -22,7 +22,7 @@ from fedshift.results.trial_records import load_facts
 WORDS = ("--methods", "fedavg,fedbn", "--rounds", 2, "--batch-size", 8, "--lr", 0.05)
 
 
-WITHOUT_STATE = ("global model", "mixed", "reestimate", "sar", "tent", "finetune", "finetune_bn")
+WITHOUT_STATE = ("global model", "mixed", "reestimate", "tent", "finetune", "finetune_bn")
 """Policies for a method whose clients keep nothing."""
 
 
@@ -63,7 +63,7 @@ def test_each_client_is_left_out_in_turn_as_newcomers_does_it_bit_for_bit(cli, t
         assert table.loc[name, "fedavg: global model mean"] == pytest.approx(sum(shares) / 2, abs=1e-6)
     macro = table.loc[["ann", "bob", "cid"], "fedbn: average mean"].mean()
     assert table.loc["macro", "fedbn: average mean"] == pytest.approx(macro, abs=1e-6)
-    for kind in ("txt", "md", "tex", "csv"):
+    for kind in ("md", "tex", "csv"):
         for file in ("accuracy", "differences"):
             assert (tmp_path / "all" / "tables" / f"{file}.{kind}").stat().st_size > 0
     assert "Minus fedavg: global model, in points, paired over clients" in outcome.out
@@ -119,9 +119,9 @@ def test_stopped_by_ctrl_c_it_goes_on_where_it_was_and_does_nothing_again(
 
 def test_one_client_pairs_seeds_and_one_seed_pairs_nothing(cli, tiny_folder, tmp_path):
     outcome = cli("compare", "--data", tiny_folder, *WORDS, "--leave-out", "bob", "--out", "one")
-    assert "paired over seeds" in outcome.out
+    assert "1 seed and 1 difference cannot decide" in outcome.out
     table = pd.read_csv(tmp_path / "one" / "tables" / "differences.csv", index_col=0)
-    assert set(table["seeds"]) == {1}
+    assert set(table["pairs"]) == {1}
     assert table["low"].isna().all()
 
 

@@ -70,8 +70,8 @@ def test_images_on_another_scale_warn_and_others_do_not(dtype, kind, factor):
     kept = Preparation.from_json(preparation.to_json())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        warn_far(kept, stored, 1)
-        warn_far(kept, other.to(stored.dtype), 1)
+        warn_far(kept, stored)
+        warn_far(kept, other.to(stored.dtype))
     assert [w.category for w in warned] == [FarValues] * (factor != 1)
     assert all("channel 0: about" in str(w.message) for w in warned)
 

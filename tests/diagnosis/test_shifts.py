@@ -74,7 +74,7 @@ def test_of_every_task_the_shift_that_was_made_is_named_and_no_other(kind, shift
     assert found.named == (() if shift == "none" else (shift,))
     if shift in SHIFTS[:2]:
         assert found.find(shift)["strongest"] == "c0"
-        assert "samples of c0 that it has not seen" in " ".join(interpret(found))
+        assert "held-out samples of c0" in " ".join(interpret(found))
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_the_result_is_a_function_of_data_and_seed_and_fits_json():
 
 
 @pytest.mark.parametrize(("names", "options", "told"), [
-    (["c0"], {}, "only one client, 'c0'"), (None, {"permutations": 9}, "permutations=9"), (None, {"limit": 0}, "limit=0")
+    (["c0"], {}, "one client, 'c0'"), (None, {"permutations": 9}, "permutations=9"), (None, {"limit": 0}, "limit=0")
 ])  # fmt: skip
 def test_wrong_use_is_refused(names, options, told):
     data = make_sites(size=20)

@@ -306,38 +306,3 @@ def test_the_command_predicts_what_the_run_counted(cli, tmp_path):
     assert done.code == 1
     assert "bad.nii is no NIfTI file, or is cut short" in done.out
     assert "10 predicted, 1 refused" in done.out
-
-
-@pytest.mark.slow
-def test_windows_predict_what_the_run_counted_on_volumes_of_several_sizes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for number in range(8):
-        values, bright = draw_volume((9 + number, 8, 12 - number), number)
-        affine = np.diag([-0.5, 1.0 + 0.1 * number, 2.0, 1.0])
-        for client, (part, made) in product("ab", (("images", values), ("masks", bright))):
-            (tmp_path / "scans" / client).mkdir(parents=True, exist_ok=True)
-            save(tmp_path / "scans" / client / part / f"{number}.nii.gz", made, affine)
-    result = fedshift.compare(
-        data="scans", methods="fedavg", model="unet-small(width=2)", rounds=2, batch_size=2, lr=0.1, patch="6,5,4",
-        out="run",
-    )  # fmt: skip
-    data = result.experiment.data
-    assert data.client("a").train.shape == (1, 4, 5, 6)
-    result.export("model", onnx=False)
-    records = read_cases(Path("run/trials/fedavg-seed0")).records
-    for name in data.names:
-        client = data.client(name)
-        files = [tmp_path / "scans" / client.files[row] for row in client.test.rows.tolist()]
-        truth = tmp_path / "scans" / name / "masks"
-        rows = predict_files(fedshift.load("model"), files, tmp_path / f"out-{name}", masks=truth).rows
-        counts = records[name, "global"]
-        hits, both = counts["hits"][:, 1], counts["support"][:, 1] + counts["predicted"][:, 1]
-        assert [row["dice 1"] for row in rows] == (2 * hits / both).tolist()
-        for file, row in zip(files, rows, strict=True):
-            made, given = nibabel.load(tmp_path / f"out-{name}" / row["mask"]), nibabel.load(file)
-            assert made.shape == given.shape
-            assert np.array_equal(made.affine, given.affine)
-            assert torch.equal(
-                torch.from_numpy(np.asarray(made.dataobj).transpose(2, 1, 0)[:, :, ::-1].copy()),
-                result.predict("fedavg", None, file).to(torch.uint8),
-            )

@@ -311,7 +311,7 @@ def test_it_may_come_late_is_known_again_and_keeps_its_role(tmp_path):
         ("silobn", "average", "takes entries that silobn keeps at its clients, which never leave them: use 'reestim"),
         ("ditto", "finetune", "this site validates only, and unseen='finetune' trains: use unseen='average' or"),
         ("fedbn", "finetune_bn", "this site validates only, and unseen='finetune_bn' trains: use unseen='average' or"),
-        ("ditto", "nearest", "leave them: use 'average', 'mixed', 'reestimate', 'sar' or 'tent'"),
+        ("ditto", "nearest", "leave them: use 'average', 'mixed', 'reestimate' or 'tent'"),
     ],
 )
 def test_a_policy_that_it_cannot_follow_is_refused_by_name_and_the_others_train(method, unseen, why, tmp_path):

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.special import expit, logit
 from sklearn import metrics as sk
 
 from fedshift.report.clinical import (
     ALL,
+    bin_calibration,
     choose_thresholds,
     count_confusions,
     list_clinical_tables,
@@ -23,29 +25,34 @@ SIZES = {"a": 60, "b": 40}
 
 def draw_records(seed, classes, *, lacking=None):
     """Records of two clients under one seed; at ``b``, no sample has class ``lacking``."""
-    made = {}
+    records = {}
     for place, (client, size) in enumerate(SIZES.items()):
         truth = np.random.default_rng([place, classes]).integers(0, classes, size)
         truth[truth == (lacking if client == "b" else None)] = 0
         random = np.random.default_rng([seed, place])
         score = np.eye(classes)[truth] + random.exponential(1.0, (size, classes))
-        score = (score / score.sum(axis=1, keepdims=True)).astype(np.float32)
-        chosen = score.argmax(axis=1)
-        made[client, "personal"] = {
-            "truth": truth.astype(np.uint8), "chosen": chosen.astype(np.uint8), "score": score,
-            "right": chosen == truth, "loss": 1.0 * (chosen != truth), "area": np.zeros(size, np.float32),
-        }  # fmt: skip
-    return made
+        odds = logit(score / score.sum(axis=1, keepdims=True)) + (0 if classes > 2 else [-place, place])
+        chosen = odds.argmax(axis=1)
+        right = chosen == truth
+        records[client, "personal"] = {
+            "truth": truth,
+            "chosen": chosen,
+            "odds": odds,
+            "right": right,
+            "loss": 1.0 * ~right,
+        }
+    return records
 
 
 @pytest.fixture
 def make_recorded(make_study):
     """A study of one method and two seeds with records; ``validation``: whether there are those of validation data."""
 
-    def make(classes=2, *, validation=False, lacking=None, **fields):
-        study = make_study({"fedavg": [{"a": 50, "b": 240}] * 2}, rounds=1, classes=classes, **fields)
+    def make(classes=2, method="fedavg", *, validation=False, lacking=None, spoil=lambda _: None, **fields):
+        study = make_study({method: [{"a": 50, "b": 240}] * 2}, rounds=1, classes=classes, **fields)
         tested = {s: Cases(round=1, records=draw_records(s, classes, lacking=lacking)) for s in range(2)}
         held = {s: Cases(round=1, records=draw_records(s + 7, classes, lacking=lacking)) for s in range(2)}
+        spoil(tested[0].records["a", "personal"])
         return replace(
             study,
             read_cases=lambda _, seed: tested[seed],
@@ -55,52 +62,46 @@ def make_recorded(make_study):
     return make
 
 
+def join(study, name, client=ALL, read="read_cases"):
+    """Return an array of records under each seed, of a client or of all."""
+    runs = [getattr(study, read)(method, seed).records for method in study.methods for seed in range(2)]
+    return [np.concatenate([run[each, "personal"][name] for each in SIZES if client in (each, ALL)]) for run in runs]
+
+
 def test_each_class_is_measured_as_scikit_learn_measures_it(make_recorded):
     study = make_recorded(3, lacking=2, class_names=("mel", "nv", "bcc"))
-    found = measure_classes(study, "fedavg")
-    runs = [study.read_cases("fedavg", seed).records for seed in range(2)]
+    measured = measure_classes(study, "fedavg")
     for client in ("a", ALL):
-        parts = [[run[name, "personal"] for name in SIZES if client in (name, ALL)] for run in runs]
-        truth, chosen, score = (
-            [np.concatenate([each[key] for each in part]) for part in parts] for key in ("truth", "chosen", "score")
-        )
+        truth, chosen, odds = (join(study, name, client) for name in ("truth", "chosen", "odds"))
         for number, name in enumerate(study.class_names):
-            row = found.loc[client, name]
-            pairs = list(zip(truth, chosen, strict=True))
+            row, pairs = measured.loc[client, name], list(zip(truth, chosen, strict=True))
             assert row["samples", ""] == (truth[0] == number).sum()
             for measure, expected in (
                 ("sensitivity", [sk.recall_score(t == number, c == number) for t, c in pairs]),
                 ("specificity", [sk.recall_score(t != number, c != number) for t, c in pairs]),
                 ("PPV", [sk.precision_score(t == number, c == number) for t, c in pairs]),
                 ("NPV", [sk.precision_score(t != number, c != number) for t, c in pairs]),
-                ("AUC", [sk.roc_auc_score(t == number, s[:, number]) for t, s in zip(truth, score, strict=True)]),
+                ("AUC", [sk.roc_auc_score(t == number, s[:, number]) for t, s in zip(truth, odds, strict=True)]),
             ):
                 assert row[measure, "value"] == pytest.approx(np.mean(expected), abs=1e-9), (client, name, measure)
                 assert row[measure, "low"] < row[measure, "value"] < row[measure, "high"]
-    confusion = sum(
-        sk.confusion_matrix(run[name, "personal"]["truth"], run[name, "personal"]["chosen"], labels=range(3))
-        for run in runs
-        for name in SIZES
-    )
-    np.testing.assert_allclose(count_confusions(study, "fedavg").to_numpy(), confusion / 2)
-    assert np.isnan(found.loc["b", "bcc"]["AUC", "value"])  # no sample there, and the other classes have one
-    assert found.loc["b", "mel"]["AUC", "value"] > 0.5
+    confusions = [sk.confusion_matrix(*pair) for pair in zip(join(study, "truth"), join(study, "chosen"), strict=True)]
+    np.testing.assert_allclose(count_confusions(study, "fedavg"), np.mean(confusions, axis=0))
+    assert np.isnan(measured.loc["b", "bcc"]["AUC", "value"])  # no sample there, and the other classes have one
+    assert measured.loc["b", "mel"]["AUC", "value"] > 0.5
 
 
 def test_each_of_several_labels_is_measured_against_samples_without_it(make_recorded):
-    study = make_recorded(3, task="multilabel")
-    random = np.random.default_rng(0)
-    runs = []
+    study, runs = make_recorded(3, task="multilabel"), []
+    random, given = np.random.default_rng(0), np.random.default_rng(1).random((60, 3)) < 0.4
     for _ in range(2):
-        given, score = np.random.default_rng(1).random((60, 3)) < 0.4, random.random((60, 3)).astype(np.float32)
-        record = {"given": given, "chosen": score > 0.5, "score": score, "loss": np.zeros(60), "area": np.zeros(60)}
-        runs.append(record)
-    cases = [Cases(round=1, records={("a", "personal"): run}) for run in runs]
-    study = replace(study, read_cases=lambda _, seed: cases[seed])
-    found = measure_classes(study, "fedavg").loc["a"]
+        odds = random.normal(size=(60, 3))
+        runs.append({"given": given, "chosen": odds > 0, "odds": odds, "loss": np.zeros(60)})
+    study = replace(study, read_cases=lambda _, seed: Cases(round=1, records={("a", "personal"): runs[seed]}))
+    measured = measure_classes(study, "fedavg").loc["a"]
     for number in range(3):
-        expected = [sk.recall_score(run["given"][:, number], run["chosen"][:, number]) for run in runs]
-        assert found.loc[f"label {number}"]["sensitivity", "value"] == pytest.approx(np.mean(expected))
+        expected = [sk.recall_score(given[:, number], run["chosen"][:, number]) for run in runs]
+        assert measured.loc[f"label {number}"]["sensitivity", "value"] == pytest.approx(np.mean(expected))
     assert [table.file for table in list_clinical_tables(study)] == ["classes-fedavg", "recall-fedavg"]
     assert "calibration" in make_figures(study)
     with pytest.raises(UsageError, match="several labels have no confusion matrix"):
@@ -109,45 +110,95 @@ def test_each_of_several_labels_is_measured_against_samples_without_it(make_reco
 
 def test_two_classes_are_decided_where_validation_data_say(make_recorded):
     study = make_recorded(validation=True, operating_point="sensitivity>=0.9")
-    thresholds = choose_thresholds(study, "fedavg", 1, "personal")
+    thresholds = choose_thresholds(study, "fedavg", 1, "personal")["a"]
     row, expected = measure_classes(study, "fedavg").loc["a", "class 1"], []
-    for seed in range(2):
+    for seed, threshold in enumerate(thresholds):
         held, tested = (
-            read("fedavg", seed).records["a", "personal"] for read in (study.read_validation, study.read_cases)
+            (join(study, "odds", "a", read)[seed], join(study, "truth", "a", read)[seed])
+            for read in ("read_validation", "read_cases")
         )
-        called = held["score"][:, 1] >= thresholds["a"][seed]
-        assert called[held["truth"] == 1].mean() >= 0.9
-        expected.append((tested["score"][:, 1] >= thresholds["a"][seed])[tested["truth"] == 1].mean())
+        assert (held[0][held[1] == 1, 1] >= threshold).mean() >= 0.9
+        expected.append((tested[0][tested[1] == 1, 1] >= threshold).mean())
     assert row["sensitivity", "value"] == pytest.approx(np.mean(expected))
-    assert row["threshold", ""] == pytest.approx(thresholds["a"].mean())
+    assert row["threshold", ""] == pytest.approx(expit(thresholds).mean())
     text = list_clinical_tables(study)[0].text
     assert text.note.startswith("Thresholds are chosen on each client's validation data (sensitivity>=0.9).")
     assert [row[0].text for row in text.rows] == ["a", "b", ALL]
 
 
 def test_a_client_without_positive_validation_samples_takes_the_threshold_of_all(make_recorded):
-    study = make_recorded(validation=True, lacking=1)
-    thresholds = choose_thresholds(study, "fedavg", 1, "personal")
-    assert np.isfinite(thresholds["b"]).all()
-    assert (thresholds["a"] != thresholds["b"]).any()
+    for method in ("fedavg", "fedbn"):
+        study = make_recorded(method=method, validation=True, lacking=1)
+        thresholds = choose_thresholds(study, method, 1, "personal")
+        assert np.isfinite(thresholds["b"]).all()
+        assert (thresholds["a"] != thresholds["b"]).any() == (method == "fedavg")  # else the mean of those of clients
+
+
+def test_a_threshold_that_none_reaches_is_said_and_calls_no_sample_positive(make_recorded):
+    study = make_recorded(validation=True, operating_point="specificity>=1", lacking=1)
+    lowest = {"odds": np.tile([5.0, -5.0], (60, 1)), "truth": np.arange(60) % 2, "chosen": np.zeros(60, int)}
+    study = replace(study, read_validation=lambda *_: Cases(round=1, records={("a", "personal"): lowest}))
+    row = measure_classes(study, "fedavg").loc["a", "class 1"]
+    assert np.isnan(row["threshold", ""])
+    assert (row["sensitivity", "value"], row["specificity", "value"]) == (0, 1)
+    text = list_clinical_tables(study)[0].text
+    assert [row[2].text for row in text.rows] == ["none", "none", "-"]
+    assert "none: no threshold reaches this" in text.note
+
+
+def test_scores_of_own_models_are_not_ranked_together(make_recorded):
+    for method in ("fedavg", "fedbn"):
+        study = make_recorded(method=method)
+        measured = measure_classes(study, method).droplevel("class").xs("value", axis=1, level="statistic")
+        truth, odds = join(study, "truth"), join(study, "odds")
+        pooled = np.mean([sk.roc_auc_score(t, s[:, 1]) for t, s in zip(truth, odds, strict=True)])
+        mean = measured.loc[list(SIZES)].mean()
+        assert pooled != pytest.approx(mean["AUC"], abs=1e-3)
+        assert measured["AUC"][ALL] == pytest.approx(pooled if method == "fedavg" else mean["AUC"])
+        for measure in ("calibration in the large", "calibration slope"):
+            assert (measured[measure][ALL] == pytest.approx(mean[measure])) == (method == "fedbn")
+        assert ("Clients have different models" in list_clinical_tables(study)[0].text.note) == (method == "fedbn")
+        weighted = sum(tabulate_benefit(study, method, 1, client=c)["method"] * size / 100 for c, size in SIZES.items())
+        np.testing.assert_allclose(tabulate_benefit(study, method, 1)["method"], weighted)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_an_output_that_is_not_a_number_is_never_right(make_recorded, classes):
+    def spoil(record):
+        record["odds"][:10], record["chosen"][:10] = np.nan, -1
+
+    study, whole = make_recorded(classes, spoil=spoil), make_recorded(classes)
+    measured = measure_classes(study, "fedavg").loc["a"].iloc[-1]
+    truth, chosen = (join(study, name, "a") for name in ("truth", "chosen"))
+    last = classes - 1
+    for measure, kind in (("sensitivity", [t == last for t in truth]), ("specificity", [t != last for t in truth])):
+        hits = [
+            (k & (c >= 0) & ((c == last) == (measure == "sensitivity")))[k].mean()
+            for k, c in zip(kind, chosen, strict=True)
+        ]
+        assert measured[measure, "value"] == pytest.approx(np.mean(hits))
+    assert np.isnan(measured["AUC", "value"])
+    assert count_confusions(study, "fedavg")["no prediction"].sum() == 5
+    assert (
+        bin_calibration(study, "fedavg", None)["count"].sum()
+        == bin_calibration(whole, "fedavg", None)["count"].sum() - 10
+    )
+    assert "Outputs that are not numbers count as wrong" in list_clinical_tables(study)[0].text.note
 
 
 def test_without_validation_data_the_threshold_is_one_half_and_the_table_says_so(make_recorded):
     study = make_recorded()
-    assert choose_thresholds(study, "fedavg", 1, "personal")["a"].tolist() == [0.5, 0.5]
+    assert choose_thresholds(study, "fedavg", 1, "personal")["a"].tolist() == [0, 0]
     assert "--validation 0.2" in list_clinical_tables(study)[0].text.note
     assert {"calibration", "decision-curve"} <= make_figures(study).keys()
-    curve = tabulate_benefit(study, "fedavg", 1)
-    assert curve["all"].iloc[0] == pytest.approx(curve["method"].iloc[0], abs=0.05)
 
 
 def test_subgroups_are_measured_over_all_clients_or_refused(make_recorded):
     study = make_recorded()
     labels = {name: ["old", "young"] * (size // 2) for name, size in SIZES.items()}
-    found = measure_classes(study, "fedavg", subgroups=labels)
-    assert [name for name, _ in found.index] == ["old", "young"]
-    truth = np.concatenate([study.read_cases("fedavg", 0).records[name, "personal"]["truth"][::2] for name in SIZES])
-    assert found.loc["old", "class 1"]["samples", ""] == truth.sum()
+    measured = measure_classes(study, "fedavg", subgroups=labels)
+    assert [name for name, _ in measured.index] == ["old", "young"]
+    assert measured.loc["old", "class 1"]["samples", ""] == join(study, "truth")[0][::2].sum()
     with pytest.raises(UsageError, match="subgroups lack client 'b': give each client a label for each test sample"):
         measure_classes(study, "fedavg", subgroups={"a": labels["a"]})
     with pytest.raises(UsageError, match="subgroups of client 'b': 2 labels for 40 test samples: give each one"):
@@ -158,5 +209,6 @@ def test_subgroups_are_measured_over_all_clients_or_refused(make_recorded):
 
 def test_studies_without_records_have_no_such_tables(study):
     assert measure_classes(study, "fedavg").empty
+    assert count_confusions(study, "fedavg").empty
     assert list_clinical_tables(study) == []
     assert not {"calibration", "decision-curve"} & make_figures(study).keys()

@@ -7,8 +7,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from fedshift.report.claims import collect_claims, describe_baseline, describe_ranking, difference_table
 from fedshift.report.concordance import concordance_table
+from fedshift.report.differences import MEAN, compare_methods
 from fedshift.report.page import make_report, render_page
 from fedshift.report.progress import describe_falling, describe_partial, describe_reached, find_reached_rounds, is_even
 from fedshift.report.publication import publish_summary
@@ -74,27 +74,21 @@ def test_runs_that_stopped_together_are_partial_and_are_compared(make_study):
     )
     assert is_even(find_reached_rounds(study))
     whole = make_study(rounds=4, keep=lambda row: row["round"] <= 2, names={"a": "a", "b": "b"})
-    assert difference_table(study).equals(difference_table(whole))
-    assert difference_table(study)["seeds"].tolist() == [3]
+    assert compare_methods(study).equals(compare_methods(whole))
+    assert compare_methods(study).loc[("fedbn", MEAN), "seeds"] == 3
 
 
 def test_claims_are_over_the_seeds_under_which_both_reached_the_same_round(interrupted, make_study):
-    claims = collect_claims(interrupted)
-    two = collect_claims(make_study({name: runs[:2] for name, runs in THREE.items()}, rounds=4))
-    assert claims.between("fedbn", "fedavg").pairs == 2
-    assert claims.between("fedbn", "fedavg").mean == two.between("fedbn", "fedavg").mean
-    assert claims.between("fedprox", "fedavg").pairs == 3
+    gaps = compare_methods(interrupted).xs(MEAN, level="client")
+    two = compare_methods(make_study({name: runs[:2] for name, runs in THREE.items()}, rounds=4))
+    assert gaps["seeds"].to_dict() == {"fedbn": 2, "fedprox": 3}
+    assert gaps.loc["fedbn", "difference"] == two.loc[("fedbn", MEAN), "difference"]
 
 
 def test_nothing_is_said_between_methods_that_never_reached_the_same_round(never_together):
-    claims = collect_claims(never_together)
-    assert claims.between("fedbn", "fedavg").pairs == 0
-    assert describe_baseline(never_together, claims) == [
-        "fedbn and fedavg have no seed under which both have a value after the same round."
-    ]
-    assert describe_ranking(never_together, claims) == [
-        "Do not claim an order of these methods: no seed has values of two methods after the same round."
-    ]
+    row = compare_methods(never_together).loc[("fedbn", MEAN)]
+    assert row["seeds"] == 0
+    assert row[["difference", "low", "high"]].isna().all()
 
 
 def test_discordance_is_over_such_seeds_too(make_study):

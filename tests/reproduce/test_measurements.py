@@ -5,22 +5,21 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from fedshift import read_run
 from fedshift.config.spec import RunSpec
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.run_queue import DONE
 from fedshift.report.tables import seed_table
-from fedshift.representations import compare_representations
-from fedshift.reproduce.measurements import FinishedRuns, load_features, run_folder
+from fedshift.reproduce import measurements
+from fedshift.reproduce.measurements import load_features, measure_cells
 from fedshift.reproduce.planning import CellPlan
 from fedshift.reproduce.published_tables import Table
+from fedshift.reproduce.results import run_folder
 from fedshift.results.schema import MethodSummary, RunSummary, rows_to_frame
 from fedshift.results.summary import read_summary
 from fedshift.utils.checked_json import write_checked
 
-TABLE = Table(
-    paper="fedbn", name="table99", title="", where="", metric="loss", unit="nats", seeds=0, note="", drawn="",
-    claims=(), blocks=(),
-)  # fmt: skip
+TABLE = Table(paper="fedbn", name="table99", title="", metric="loss", unit="nats")
 
 
 @pytest.mark.parametrize(("method", "unseen"), [("fedavg", "skip"), ("fedbn", "reestimate")])
@@ -32,21 +31,16 @@ def test_a_newcomer_gets_the_servers_model_and_statistics_of_its_own_where_clien
     whole = replace(spec, newcomers="cid", unseen=unseen)
     for each in (trained, whole):
         make_experiment(each).run(run_folder(each, tmp_path))
-    cell = CellPlan(
-        row=0,
-        column=0,
-        spec=trained,
-        client="cid",
-        measure="adapted",
-        newcomer=str(tiny_folder),
-    )
-    found = FinishedRuns(tmp_path).measure_cells(TABLE, [cell])[0, 0]
+    cell = CellPlan(row=0, column=0, spec=trained, client="cid", measure="adapted", newcomer=str(tiny_folder))
+    found = measure_cells(TABLE, [cell], tmp_path)[0][0, 0]
     measured = seed_table(read_summary(run_folder(whole, tmp_path)), "loss").loc["cid"]
     assert found == pytest.approx(measured.tolist())
     assert len(set(found)) == 2  # of two seeds
 
 
-def test_clients_that_train_may_be_measured_after_their_work_in_the_reported_round_and_newcomers_cannot(tmp_path):
+def test_clients_that_train_may_be_measured_after_their_work_in_the_reported_round_and_newcomers_cannot(
+    tmp_path, monkeypatch
+):
     right = {  # of 100 by (seed, moment, split): rounds 1, 2, 3
         (0, "loaded", "validation"): (40, 60, 50), (1, "loaded", "validation"): (70, 60, 50),
         (0, "loaded", "test"): (10, 20, 30), (1, "loaded", "test"): (40, 50, 60),
@@ -65,21 +59,19 @@ def test_clients_that_train_may_be_measured_after_their_work_in_the_reported_rou
     ]  # fmt: skip
     fedbn = MethodSummary(name="fedbn", text="fedbn", entries=(), down=0, up=0, leaves=(), kept="", has_global=False)
     study = RunSummary(
-        name="", methods={"fedbn": fedbn},
-        seeds=(0, 1), rounds=3, select="best", clients={"a": {}, "b": {}, "new": {}}, classes=2,
-        rows=rows_to_frame(rows), traffic=pd.DataFrame(),
+        name="", methods={"fedbn": fedbn}, seeds=(0, 1), rounds=3, select="best",
+        clients={name: {"train": 1} for name in ("a", "b", "new")}, classes=2, rows=rows_to_frame(rows),
+        traffic=pd.DataFrame(),
     )  # fmt: skip
-    runs, cell = (
-        FinishedRuns(tmp_path),
-        CellPlan(row=0, column=0, spec=RunSpec(), client="a"),
-    )
-    runs.read = lambda folder: study
+    monkeypatch.setattr(measurements, "read_summary", lambda folder: study)
+    cell = CellPlan(row=0, column=0, spec=RunSpec(), client="a")
     cells = [
         replace(cell, moment="trained"), replace(cell, column=1, client="b", moment="trained"),
         replace(cell, column=2, client="new"), replace(cell, column=3, client=None, moment="trained"),
         replace(cell, column=4, client="new", moment="trained"), replace(cell, column=5, client="b"),
     ]  # fmt: skip
-    assert runs.measure_cells(replace(TABLE, metric="accuracy", unit="percent"), cells) == {
+    values, _ = measure_cells(replace(TABLE, metric="accuracy", unit="percent"), cells, tmp_path)
+    assert values == {
         (0, 0): (22, 44), (0, 1): (27, 49), (0, 2): (20, 40), (0, 3): (24.5, 46.5), (0, 5): (25, 45),
     }  # fmt: skip
 
@@ -89,13 +81,11 @@ def test_feature_maps_are_compared_where_the_data_are_now_and_not_of_a_run_that_
     spec = RunSpec(data=there, root=there, model="small-cnn", method="fedbn", rounds=1, batch_size=8, seeds=2)
     folder = run_folder(spec, tmp_path)
     make_experiment(spec).run(folder)
-    (several,) = compare_representations(folder).similarity.values()
+    expected = read_run(folder).features().similarity["server_client"].tolist()
     here = str(tiny_folder.rename(tmp_path / "moved"))
     moved = replace(spec, data=here, root=here)
     cell = CellPlan(row=0, column=0, spec=moved, client=None, measure="server_client")
-    assert FinishedRuns(tmp_path).measure_cells(TABLE, [cell]) == {
-        (0, 0): tuple(each.server_client for each in several)
-    }
+    assert measure_cells(TABLE, [cell], tmp_path)[0] == {(0, 0): tuple(expected)}
     write_checked(folder / DONE, {"diverged": "client ann, round 2, step 0: the loss is nan"})
     assert load_features(moved, tmp_path) is None
-    assert not FinishedRuns(tmp_path).measure_cells(TABLE, [cell])
+    assert not measure_cells(TABLE, [cell], tmp_path)[0]

@@ -10,8 +10,8 @@ import pytest
 from fedshift.data.sources import load_federation
 from fedshift.experiments.factory import make_methods
 from fedshift.reproduce import planning, recipes
-from fedshift.reproduce.planning import TablePlan, list_runnable, make_plans, plan_block, plan_panels, select_blocks
-from fedshift.reproduce.published_tables import find_table, load_tables
+from fedshift.reproduce.planning import TablePlan, make_plans
+from fedshift.reproduce.published_tables import PICTURES, find_table, load_tables
 from fedshift.reproduce.recipes import ReproductionOptions, find_recipe, run_name
 from fedshift.utils.errors import UsageError
 
@@ -33,24 +33,25 @@ def nothing(tmp_path):
         cached.cache_clear()
 
 
-def specs(key, way, version=None):
-    return [spec for _, found in make_plans(find_table(key), way, version) for spec in found.specs]
+def specs(key, way):
+    return [spec for _, plan in make_plans(find_table(key), way) for spec in plan.specs]
 
 
-def test_every_table_and_figure_has_a_recipe():
-    assert set(list_runnable()) == set(load_tables())
+def cells(key, way):
+    return make_plans(find_table(key), way)[-1][1].cells
 
 
 @pytest.mark.parametrize("key", load_tables())
 def test_a_recipe_makes_runs_of_every_cell_and_panel(key, everything):
-    found = find_table(key)
-    for block in found.blocks:
-        made = plan_block(found, block, everything)
-        assert len(made.cells) == sum(number is not None for _, numbers in block.rows for number in numbers) > 0
-        assert not made.missing
-    pictures = plan_panels(found, everything)
-    assert len(pictures.panels) == len(find_recipe(found).get("panels", ()))
-    assert found.blocks or pictures.panels
+    table = find_table(key)
+    plans = make_plans(table, everything)
+    assert [block for block, _ in plans if block is not PICTURES] == list(table.blocks)
+    for block, plan in plans:
+        assert len(plan.cells) == sum(number is not None for _, numbers in block.rows for number in numbers)
+        assert len(plan.panels) == (len(find_recipe(table)["panels"]) if block is PICTURES else 0)
+        assert plan.specs or any(panel.x == "theory" for panel in plan.panels)
+        assert not plan.missing
+    assert plans
     for spec in specs(key, everything):
         make_methods(spec)
         assert spec.seeds == 1
@@ -69,8 +70,7 @@ def test_without_any_data_the_embedded_digits_stand_in(key, nothing):
 def test_keys_of_rows_and_columns_are_settings(everything):
     grid = {(c.method, c.epochs, c.batch_size) for c in specs("fedbn/table13", everything)}
     assert grid == {(m, e, b) for m in ("fedavg", "fedbn") for e in (None, 4, 16) for b in (10, 50, 0)}
-    cells = plan_block(find_table("fedbn/table14"), find_table("fedbn/table14").blocks[0], everything).cells
-    assert {(cell.spec.data, cell.client) for cell in cells} == {
+    assert {(cell.spec.data, cell.client) for cell in cells("fedbn/table14", everything)} == {
         (f"digits-five(samples={n})", c)
         for n in (7438, 4462, 2975, 1487, 743, 371, 74)
         for c in ("mnist", "svhn", "usps", "synthdigits", "mnistm")
@@ -136,11 +136,10 @@ def test_the_authors_first_part_is_trained_on_where_their_files_are(nothing):
 
 def test_seen_clients_of_table_12_are_measured_after_their_work_and_the_unseen_one_with_the_servers_model(everything):
     found = find_table("fedwon/table12")
-    moments = {(cell.client, cell.moment) for cell in plan_block(found, found.blocks[0], everything).cells}
+    moments = {(cell.client, cell.moment) for cell in cells("fedwon/table12", everything)}
     assert moments == {("amazon", "trained"), ("caltech", "trained"), ("dslr", "trained"), ("webcam", "loaded")}
     assert find_recipe(found)["moments"] == "loaded,trained"
-    other = find_table("fedwon/table2")
-    assert {cell.moment for cell in plan_block(other, other.blocks[0], everything).cells} == {"loaded"}
+    assert {cell.moment for cell in cells("fedwon/table2", everything)} == {"loaded"}
 
 
 def test_tables_share_runs(everything):
@@ -157,9 +156,7 @@ def test_tables_share_runs(everything):
 
 
 def test_discordance_is_measured_against_the_centralized_row(everything):
-    block = find_table("fedmmb/table2").blocks[0]
-    cells = plan_block(find_table("fedmmb/table2"), block, everything).cells
-    twins = [cell for cell in cells if cell.measure == "discordance"]
+    twins = [cell for cell in cells("fedmmb/table2", everything) if cell.measure == "discordance"]
     assert len(twins) == 16
     for cell in twins:
         assert (cell.twin.method, cell.twin.batch_size, cell.twin.split) == ("centralized", 500, None)
@@ -183,16 +180,15 @@ def test_lighter_networks_are_said(everything):
 def test_what_stands_in_is_said(nothing):
     for name in ("mnist", "mnistm", "usps", "svhn_subset", "chars74k_fnt"):
         np.savez(nothing.root / f"{name}.npz", x=np.zeros(1))
-    (made,) = [found for _, found in make_plans(find_table("fedbn/table11"), nothing)]
+    (_, (_, made)) = make_plans(find_table("fedbn/table11"), nothing)
     assert made.notes == (
         "mnist, usps, chars74k_fnt, mnistm in place of Digits-Five; svhn is left out: svhn_subset has 554 training "
         "samples of the 743 asked for",
     )
-    assert made.stood == {"digits-five": made.notes[0]}
     assert made.shown == {"mnist": "mnist", "usps": "usps", "synthdigits": "chars74k_fnt", "mnistm": "mnistm"}
     assert {cell.client for cell in made.cells} == {"mnist", "mnistm", "usps", "chars74k_fnt"}  # SVHN's are too few
     assert {cell.spec.data for cell in made.cells} == {str(nothing.root)}
-    sizes = plan_block(find_table("fedbn/table14"), select_blocks(find_table("fedbn/table14"))[0], nothing)
+    sizes = make_plans(find_table("fedbn/table14"), nothing)[-1][1]
     small = {cell.client for cell in sizes.cells if cell.spec.samples == 371}
     assert small == {"mnist", "mnistm", "usps", "chars74k_fnt", "svhn_subset"}
     assert sizes.shown["svhn"] == "svhn_subset"
@@ -202,13 +198,14 @@ def test_what_stands_in_is_said(nothing):
 
 
 def test_clients_for_which_nothing_stands_in_and_sizes_that_are_not_here_are_said(nothing):
-    of_domains = [made for _, made in make_plans(find_table("fedbn/table1"), nothing) if "domainnet" in made.stood]
+    plans = [plan for _, plan in make_plans(find_table("fedbn/table1"), nothing)]
+    of_domains = [plan for plan in plans if any("DomainNet" in note for note in plan.notes)]
     assert of_domains
-    for made in of_domains:
-        assert made.stood["domainnet"].endswith("; sketch is left out: it has no substitute")
-        assert "sketch" not in made.shown
-    (sizes,) = [made for block, made in make_plans(find_table("fedbn/table14"), nothing) if block]
-    assert sizes.notes[0].endswith("; 371 to 7,438 samples a client are left out: there are 300 at most")
+    for plan in of_domains:
+        assert plan.notes[0].endswith("; sketch is left out: it has no substitute")
+        assert "sketch" not in plan.shown
+    for _, sizes in make_plans(find_table("fedbn/table14"), nothing):
+        assert sizes.notes[0].endswith("; 371 to 7,438 samples a client are left out: there are 300 at most")
 
 
 def test_a_run_is_called_the_same_wherever_its_data_lie(nothing, tmp_path):
@@ -242,16 +239,16 @@ def test_fewer_samples_stand_in_for_more_but_not_where_their_number_is_the_matte
 
 
 def test_what_is_nowhere_is_missing(nothing):
-    found = find_table("fedmmb/table2")
-    made = plan_block(found, found.blocks[0], nothing)
-    assert replace(made, asked=()) == TablePlan(missing=("mnist", "fashion-mnist"), shown={})
+    ((_, plan),) = make_plans(find_table("fedmmb/table2"), nothing)
+    assert plan == TablePlan(missing=("mnist", "fashion-mnist"))
 
 
-def test_a_version_that_there_is_not_is_refused():
-    with pytest.raises(UsageError, match="fedbn/table11 has v1, final"):
-        select_blocks(find_table("fedbn/table11"), "v9")
-    with pytest.raises(UsageError, match="fedwon/table1 has one version only"):
-        select_blocks(find_table("fedwon/table1"), "v1")
+def test_all_versions_of_a_table_take_the_same_runs(everything):
+    for table in load_tables().values():
+        runs = {}
+        for block, plan in make_plans(table, everything):
+            runs.setdefault(block.version, set()).update(plan.specs if block is not PICTURES else ())
+        assert all(specs == runs[table.blocks[0].version] for version, specs in runs.items() if version)
 
 
 @pytest.mark.parametrize("wrong", [{"scale": 0.0}, {"scale": 1.5}, {"seeds": 0}])

@@ -11,9 +11,9 @@ import torch
 from sklearn import metrics as sk
 
 import fedshift
+from fedshift.analysis.influence import find_influence
 from fedshift.config.settings_file import FILE
 from fedshift.experiments.restoration import load_experiment
-from fedshift.report.paired_samples import sample_values
 from fedshift.report.tables import find_reported_rounds, pool_metric
 from fedshift.results.schema import compute_metric, is_lower_better, name_metric, rows_to_frame
 from fedshift.results.summary import read_summary
@@ -82,7 +82,9 @@ def test_values_of_samples_are_averaged_pooled_and_paired():
         for client, part in (("a", slice(0, 20)), ("b", slice(20, 30)))
     ]
     assert pool_metric(rows_to_frame(rows), metric.name).item() == pytest.approx(expected)
-    assert sample_values(task.record_all(outputs, y, 3), metric.name).x.mean() == pytest.approx(expected)
+    records = task.record_all(outputs, y, 3)
+    assert records[metric.name].mean() == pytest.approx(expected)
+    assert find_influence(records, metric.name) == pytest.approx(records[metric.name] - expected)
 
 
 def test_one_number_for_all_samples_is_that_of_a_client_alone():
@@ -90,7 +92,7 @@ def test_one_number_for_all_samples_is_that_of_a_client_alone():
     assert measure(Classification(), largest_margin, outputs, y) == pytest.approx(float(margin(outputs, y).max()))
     assert math.isnan(measure(Classification(), largest_margin, outputs[:1], y[:1]))
     task = Classification(requested=(METRICS.parse(largest_margin),))
-    assert sample_values(task.record_all(outputs, y, 3), METRICS.parse(largest_margin).name) is None
+    assert find_influence(task.record_all(outputs, y, 3), METRICS.parse(largest_margin).name) is None
     rows = rows_to_frame([{"method": "m", "seed": 0, "client": "a", **task.measure(outputs, y, 3)}])
     assert math.isnan(pool_metric(rows, METRICS.parse(largest_margin).name).item())
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sklearn import metrics as sk
 
+from fedshift.analysis.influence import find_bound, find_influence
 from fedshift.experiments.settings import Settings
-from fedshift.report.paired_samples import sample_values
 from fedshift.report.tables import pool_metric
 from fedshift.results.schema import compute_metric, find_missing, is_lower_better, name_metric, rows_to_frame
 from fedshift.tasks import METRICS, Classification, Multilabel, Regression
@@ -115,8 +115,8 @@ def test_counts_that_no_predictions_have_are_told_from_those_that_some_have():
 
 def test_means_over_samples_have_an_interval_on_new_ones_and_biased_metrics_none():
     records = TASK.record_all(*draw(40, 3), 3)
-    assert [name for name in NAMES if sample_values(records, name) is None] == ["ece", "average_precision"]
-    assert sample_values(records, "top_k(k=2)").bounded
+    assert [name for name in NAMES if find_influence(records, name) is None] == ["ece", "average_precision"]
+    assert find_bound("top_k(k=2)") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import fedshift
-from fedshift.analysis.sampling import difference_variance
+from fedshift.analysis.influence import find_influence, vary
 from fedshift.core.loss import LOSSES, Cox
-from fedshift.report.paired_samples import sample_values
 from fedshift.report.survival import list_survival_tables
 from fedshift.results.schema import compute_metric, rows_to_frame
 from fedshift.tasks import Survival
@@ -216,8 +215,6 @@ def test_patients_pairs_add_up_and_give_the_variance_of_the_jackknife():
     made, counts = SURVIVAL.record(risk, y, 1), SURVIVAL.count(risk, y, 1)
     sums = [float(made[name].sum()) / 2 for name in ("concordant", "comparable")]
     assert sums == [counts["concordant"], counts["comparable"]]
-    values = sample_values(made, "c_index")
-    assert (values.units, values.fewest) == (24, int((y[:, 1] > 0).sum()))
 
     def index(kept):
         concordant, comparable = rank_by_loops(risk[kept], y[kept])
@@ -225,5 +222,6 @@ def test_patients_pairs_add_up_and_give_the_variance_of_the_jackknife():
 
     left = [index(np.delete(np.arange(24), i)) for i in range(24)]
     jackknife = 23**2 / 24 * np.var(left, ddof=1)
-    found = difference_variance(values.x, values.stratum, values.weight).variance
-    assert found == pytest.approx(jackknife, rel=0.1)
+    assert vary(find_influence(made, "c_index")) == pytest.approx(jackknife)
+    few = {**made, "event": np.arange(24) < 4}
+    assert np.isnan(find_influence(few, "c_index")).all()

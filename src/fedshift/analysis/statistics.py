@@ -1,44 +1,33 @@
-"""Statistics over seeds: mean, sample standard deviation, and tests of paired differences.
+"""Statistics over seeds: mean, sample standard deviation, and intervals of paired differences.
 
 A comparison over seeds is paired: both methods saw the same initial network, split and batch order under one seed, so
-the difference is taken within each seed and its interval is the paired t-interval (Student 1908, "The Probable Error of
-a Mean", Biometrika 6(1)). One rule holds for every claim: at least :data:`FEWEST` pairs, a standard error that is not
-below what the measuring grid can resolve, and p-values and intervals corrected for the number of claims in the same
-report (Holm 1979, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6(2)).
-
-Accuracies are counts, k of n, so that over a few seeds differences are often equal, and Student's formula then divides
-by a spread of zero. Readings on a grid of width h hide a uniform error of variance h^2 / 12, which repeating equal
-readings does not average away (JCGM 100:2008, "Guide to the Expression of Uncertainty in Measurement", F.2.2.1). The
-variance of the mean is therefore the larger of s^2 / n and the grid's variance: if differences spread over several
-steps of the grid, it is Student's, since their spread already contains the grid's error.
+the difference is taken within each seed, and its interval is Student's (1908, "The Probable Error of a Mean",
+Biometrika 6(1)). One rule holds for every interval: it is given only where it can decide (:func:`decides`), and is as
+wide as the number of comparisons that hold together requires (Bonferroni).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from scipy.special import nctdtr, ndtr, ndtri, stdtr, stdtrit
+from numpy.typing import NDArray
+from scipy.special import ndtri, stdtrit
 
 from ..utils.errors import UsageError
-from .sampling import SampleVariance
 
 Floats = NDArray[np.float64]
 
-FEWEST = 3
-"""Minimum number of pairs for a claim: with fewer, Student's t has one degree of freedom, or none."""
-FEWEST_DIFFERING = 5
-"""Minimum number of samples with different results for :meth:`PairedDifference.excludes_below`."""
-MOST_PAIRS = 1000
-"""Largest number of pairs that :func:`count_needed_pairs` tries."""
+WIDEST = 2.45
+"""Largest half of an interval that is printed, in standard deviations between seeds.
+
+With three seeds, even the interval of a single comparison is wider, and verdicts differ between processors.
+"""
 ROUNDING = 1e-9
 """Spread, relative to the values, that floating-point rounding causes between equal differences."""
-HALVINGS = 60
-"""Halvings of the interval in which a p-value is searched for."""
 
 
 def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
@@ -66,208 +55,70 @@ def wilson_interval(hits: int, samples: int, level: float = 0.95) -> tuple[float
     return max(0.0, (center - half) / whole), min(1.0, (center + half) / whole)
 
 
-class Moments(NamedTuple):
-    """Mean and sample standard deviation of ``size`` values."""
+def half_interval(
+    error: float, seeds: int, sample_error: float = math.nan, units: int = 0, comparisons: int = 1
+) -> float:
+    """Return half of the 95 % interval of a mean over ``seeds``, for ``comparisons`` together (Bonferroni).
 
-    mean: float
-    std: float
-    size: int
-
-
-def welch_interval(ours: Moments, theirs: Moments, level: float = 0.95) -> tuple[float, float]:
-    """Return the interval of the difference of two means, ``ours - theirs``, of values that are not paired.
-
-    Welch 1947, "The generalization of 'Student's' problem when several different population variances are involved",
-    Biometrika 34(1-2): Student's interval with standard error sqrt(a + b), where a and b are the variances of the two
-    means, and (a + b)^2 / (a^2 / (n_a - 1) + b^2 / (n_b - 1)) degrees of freedom. NaN with fewer than :data:`FEWEST`
-    values in either, or if both are constant.
+    It is the root of the sum of squares of half of Student's interval over seeds (standard error ``error``) and, where
+    ``sample_error`` is known, half of Student's interval over test ``units`` (Zou and Donner 2008, "Construction of
+    confidence limits about effect measures", Statistics in Medicine 27(10)). NaN where ``error`` is.
     """
-    a, b = ours.std**2 / max(ours.size, 1), theirs.std**2 / max(theirs.size, 1)
-    if min(ours.size, theirs.size) < FEWEST or not a + b > 0:
-        return math.nan, math.nan
-    freedom = (a + b) ** 2 / (a**2 / (ours.size - 1) + b**2 / (theirs.size - 1))
-    half = float(stdtrit(freedom, (1 + level) / 2)) * math.sqrt(a + b)
-    gap = ours.mean - theirs.mean
-    return gap - half, gap + half
+    tail = 1 - 0.05 / (2 * comparisons)
+    sampled = 0.0 if math.isnan(sample_error) else float(stdtrit(max(1, units - 1), tail)) * sample_error
+    return math.hypot(float(stdtrit(seeds - 1, tail)) * error, sampled) if seeds > 1 else math.nan
+
+
+def decides(seeds: int, comparisons: int = 1) -> bool:
+    """Return whether intervals over so many ``seeds`` are narrow enough to be printed for so many ``comparisons``.
+
+    Half of them is then at most :data:`WIDEST` standard deviations between seeds: 3 seeds decide nothing, 4 decide 3
+    comparisons, 5 decide 9, 6 decide 26.
+    """
+    return seeds > 1 and half_interval(1 / math.sqrt(seeds), seeds, comparisons=comparisons) <= WIDEST
+
+
+def count_needed_seeds(comparisons: int) -> int:
+    """Return the smallest number of seeds that decide so many ``comparisons``."""
+    return next(seeds for seeds in count(2) if decides(seeds, comparisons))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """Mean of the differences within ``pairs`` pairs, its interval ``low`` to ``high``, and the p-value.
+    """Mean of the differences within ``pairs`` pairs, their sample standard deviation, and the mean's interval.
 
-    ``std`` is the sample standard deviation of the differences, ``error`` the standard error of their mean; ``p`` is
-    two-sided, for "the mean difference is 0". ``level`` is the confidence level of all ``comparisons`` together, for
-    whose number :func:`correct_family` adjusts p and interval; ``own_level`` is the level of this interval.
-    Interval and p-value are NaN if no test is possible: with fewer than :data:`FEWEST` pairs, and for equal differences
-    of unknown resolution. ``sampled``: the variance over test samples that interval and p-value include, if any
-    (:func:`include_samples`).
+    ``low`` and ``high`` are NaN where the interval could not decide (:func:`decides`).
     """
 
     pairs: int
     mean: float
     std: float
-    error: float
     low: float
     high: float
-    p: float
-    level: float
-    own_level: float
-    comparisons: int = 1
-    sampled: SampleVariance | None = None
 
     @property
-    def is_significant(self) -> bool:
-        """Return whether a difference may be claimed, that is, whether the interval excludes 0."""
-        return self.p < 1 - self.level
-
-    def widen(self) -> tuple[float, float]:
-        """Return the ends of the interval at the level ``1 - (1 - level) / comparisons`` (Bonferroni).
-
-        All such intervals of a family contain their differences together with probability ``level``, so that they may
-        be compared with any bound; the intervals of :func:`correct_family` belong to tests of 0.
-        """
-        own_level = 1 - (1 - self.level) / self.comparisons
-        half = _half_interval(self.error, self.pairs, own_level, self.sampled)
-        return self.mean - half, self.mean + half
-
-    def excludes_below(self, bound: float) -> bool:
-        """Return whether a difference below ``bound`` is excluded, by :meth:`widen`.
-
-        It is not if results differ on fewer than :data:`FEWEST_DIFFERING` samples, which do not show how they differ
-        elsewhere; the interval around 0 is then too narrow.
-        """
-        differing = None if self.sampled is None else self.sampled.differing
-        return self.widen()[0] > bound and (differing is None or differing >= FEWEST_DIFFERING)
-
-    def __neg__(self) -> PairedDifference:
-        """Return the difference with the sign reversed: theirs minus ours."""
-        return replace(self, mean=-self.mean, low=-self.high, high=-self.low)
+    def excludes_zero(self) -> bool:
+        """Whether the interval excludes 0, so that a difference may be claimed."""
+        return self.low > 0 or self.high < 0
 
 
 def paired_difference(
-    ours: Sequence[float], theirs: Sequence[float], level: float = 0.95, *, grid: float = 0.0
+    ours: Sequence[float], theirs: Sequence[float], *, comparisons: int = 1, widest: float = math.inf
 ) -> PairedDifference:
-    """Return ``ours - theirs`` over pairs: d_mean +- t(n - 1, (1 + level) / 2) * error, and t = d_mean / error.
+    """Return ``ours - theirs`` over pairs, with Student's 95 % interval of the mean.
 
-    The error is the larger of s_d / sqrt(n) and ``grid``, the standard deviation of the rounding to the measuring grid
-    in one difference (see the module docstring); 0 for continuous values. A pair with a NaN does not count. If all
-    differences are 0, p is 1.
-
-    Raises :class:`UsageError` for sequences of unequal length or a level outside 0..1.
+    ``comparisons``: number of differences whose intervals hold together (Bonferroni); ``widest``: range of the metric,
+    beyond which there is no interval. A pair with a NaN does not count. Equal differences have no interval unless they
+    are 0. Raises :class:`UsageError` for sequences of unequal length.
     """
     if len(ours) != len(theirs):
         raise UsageError(f"{len(ours)} values cannot be paired with {len(theirs)}: give one of each for every seed")
-    if not 0 < level < 1:
-        raise UsageError(f"level={level:g} is not a confidence level: give a number between 0 and 1, such as 0.95")
     values = np.array([ours, theirs], dtype=float)
     values = values[:, ~np.isnan(values).any(axis=0)]
-    pairs = values.shape[1]
-    mean, std = mean_and_std(values[0] - values[1])
-    error = p = math.nan
-    if pairs >= FEWEST:
-        _, error, p = map(float, paired_tests(values[0], values[1], grid))
-    half = _half_interval(error, pairs, level)
-    low, high = mean - half, mean + half
-    return PairedDifference(
-        pairs=pairs, mean=mean, std=std, error=error, low=low, high=high, p=p, level=level, own_level=level
-    )
-
-
-def paired_tests(ours: ArrayLike, theirs: ArrayLike, grid: ArrayLike = 0.0) -> tuple[Floats, Floats, Floats]:
-    """Return mean, standard error and p-value of the differences along the last axis, for many comparisons at once.
-
-    At least :data:`FEWEST` pairs are required, and no NaN. See :func:`paired_difference` for error and p-value.
-    """
-    values = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
-    gaps = values[0] - values[1]
-    pairs, mean = gaps.shape[-1], gaps.mean(axis=-1)
-    zero = ROUNDING * np.maximum(*map(np.abs, values)).max(axis=-1)
-    std = gaps.std(axis=-1, ddof=1)
-    error = np.maximum(np.where(std <= zero, 0.0, std / math.sqrt(pairs)), grid)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        p = 2 * stdtr(pairs - 1, -np.abs(mean) / error)
-    p = np.where(np.abs(mean) <= zero, 1.0, np.where(error > 0, p, math.nan))
-    return mean, np.where(np.isnan(p), math.nan, error), p
-
-
-def count_needed_pairs(
-    std: float, difference: float, *, comparisons: int = 1, level: float = 0.95, power: float = 0.8
-) -> int | None:
-    """Return the number of pairs with which a paired t-test finds a true ``difference`` with probability ``power``.
-
-    The smallest n of at least :data:`FEWEST` for which noncentral t with n - 1 degrees of freedom and noncentrality
-    ``sqrt(n) * difference / std`` lies beyond the quantile ``1 - (1 - level) / (2 * comparisons)`` of Student's t (Owen
-    1965, "The Power of Student's t-test", J. Am. Stat. Assoc. 60(309)); the division is Holm's first step. None above
-    :data:`MOST_PAIRS`, and without a spread.
-    """
-    if not std > 0:
-        return None
-    for pairs in range(FEWEST, MOST_PAIRS + 1):
-        bound = stdtrit(pairs - 1, 1 - (1 - level) / (2 * comparisons))
-        shift = math.sqrt(pairs) * difference / std
-        if 1 - nctdtr(pairs - 1, shift, bound) + nctdtr(pairs - 1, shift, -bound) >= power:
-            return pairs
-    return None
-
-
-def correct_family(differences: Sequence[PairedDifference]) -> list[PairedDifference]:
-    """Return ``differences`` with p-values and intervals corrected for their number.
-
-    The probability that any of them is wrong is then at most ``1 - level``. p-values: :func:`holm_correction`. The
-    interval of the k-th smallest p of n is widened to the level at which Holm tests it, ``1 - (1 - level) / (n - k +
-    1)``; all that are not significant get the level of the first of them. An interval excludes 0 exactly if the
-    difference is significant, and each covers its difference with probability at least ``level``.
-    """
-    tested = sorted((each.p, index) for index, each in enumerate(differences) if not math.isnan(each.p))
-    family, divisor = list(differences), len(tested)
-    for p, (_, index) in zip(holm_correction([p for p, _ in tested]), tested, strict=True):
-        each = differences[index]
-        own_level = 1 - (1 - each.level) / divisor
-        half = _half_interval(each.error, each.pairs, own_level, each.sampled)
-        low, high = each.mean - half, each.mean + half
-        family[index] = replace(each, p=p, low=low, high=high, own_level=own_level, comparisons=len(tested))
-        divisor -= family[index].is_significant
-    return family
-
-
-def holm_correction(values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number, so that the chance of any false one below a level is that level.
-
-    The k-th smallest of n is multiplied by ``n - k + 1``, is at least the corrected one before it, and at most 1. NaN
-    stays NaN and does not count.
-    """
-    tested = sorted((value, index) for index, value in enumerate(values) if not math.isnan(value))
-    corrected, least = [math.nan] * len(values), 0.0
-    for rank, (value, index) in enumerate(tested):
-        corrected[index] = least = max(least, min(1.0, (len(tested) - rank) * value))
-    return corrected
-
-
-def include_samples(gap: PairedDifference, sampled: SampleVariance) -> PairedDifference:
-    """Return ``gap``, not yet corrected for its family, as a claim about new test samples of the same number.
-
-    Half of its interval is sqrt(a^2 + b^2), where a is half of the interval over pairs and b half of the interval over
-    test samples (Zou and Donner 2008, "Construction of confidence limits about effect measures", Statistics in Medicine
-    27(10)); the p-value is 1 minus the level at which the interval ends at 0. A difference that holds for new test
-    samples therefore also holds for these.
-    """
-    half = _half_interval(gap.error, gap.pairs, gap.level, sampled)
-    p = math.nan if math.isnan(half) else gap.p
-    if 0 < p < 1:
-        low, high = 0.0, 38.0  # bounds of the p-value, as normal quantiles
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            reached = _half_interval(gap.error, gap.pairs, 1 - 2 * float(ndtr(-middle)), sampled)
-            low, high = (middle, high) if reached < abs(gap.mean) else (low, middle)
-        p = max(p, 2 * float(ndtr(-low)))
-    return replace(gap, p=p, low=gap.mean - half, high=gap.mean + half, sampled=sampled)
-
-
-def _half_interval(error: float, pairs: int, level: float, sampled: SampleVariance | None = None) -> float:
-    """Return half of Student's interval, with the variation over test samples if given; NaN if an error is NaN."""
-    if math.isnan(error):
-        return math.nan
-    half = float(stdtrit(pairs - 1, (1 + level) / 2)) * error
-    if sampled is None:
-        return half
-    return math.hypot(half, float(stdtrit(sampled.freedom, (1 + level) / 2)) * math.sqrt(sampled.variance))
+    gaps, pairs = values[0] - values[1], values.shape[1]
+    mean, std = mean_and_std(gaps)
+    half = half_interval(std / math.sqrt(max(1, pairs)), pairs, comparisons=comparisons)
+    equal = std <= ROUNDING * np.abs(values).max(initial=0.0) and mean != 0
+    if equal or not decides(pairs, comparisons) or 2 * half > widest:
+        half = math.nan
+    return PairedDifference(pairs=pairs, mean=mean, std=std, low=mean - half, high=mean + half)

@@ -1,8 +1,7 @@
-"""The Python interface: comparisons and their results, method advice, and the leakage study of uploads."""
+"""The Python interface: comparisons and their results, and method advice."""
 
 from .comparison import Comparison as Comparison
 from .runs import compare as compare
 from .runs import load_data as load_data
 from .runs import read_run as read_run
 from .studies import advise as advise
-from .studies import leak as leak

@@ -16,37 +16,35 @@ from ..config.expressions import find_title
 from ..config.spec import DataSpec
 from ..console.printing import Console
 from ..core.plan import forward
-from ..data.far_values import measure_training, warn_far
-from ..data.patches import slide
+from ..data.far_values import measure_training
 from ..evaluation.policy import parse_policies
 from ..experiments.cross_site import cross_validate
 from ..experiments.experiment import Experiment
 from ..experiments.python_settings import note_user_code, simplify
 from ..experiments.restoration import find_method, restore_trial, select_trials
 from ..experiments.trial import Trial
-from ..export.loading import name_predictions
+from ..export.loading import Predictor
 from ..export.programs import require_samplewise
 from ..export.source import export_run
 from ..new_clients.policies import adapt_all
 from ..new_clients.policy_tables import mean_over_seeds, seed_table
 from ..new_clients.site_data import describe_newcomers, load_site
 from ..nn.adapters import merge_adapters
-from ..report.claims import collect_claims, difference_table
+from ..report.cases import tabulate_cases
 from ..report.clinical import bin_calibration, count_confusions, find_positive, measure_classes, tabulate_benefit
+from ..report.differences import compare_methods, list_frames
 from ..report.figures import make_figures
 from ..report.formatting import FEW, TextTable, rename, to_latex
 from ..report.formatting import transpose as turn
 from ..report.html import render_template
 from ..report.page import make_metric_table, write_page
 from ..report.publication import list_parts, print_parts
-from ..report.sites import compare_clients, tabulate_clients
 from ..report.survival import tabulate_survival
 from ..report.tables import accuracy_table, cross_table, tabulate_history
-from ..representations import RepresentationComparison, collect_comparison
+from ..representations import RepresentationComparison, compare_representations
 from ..results.schema import MOMENTS, RunSummary
 from ..results.summary import read_summary
 from ..tasks import find_kind
-from ..tasks.task import BATCH
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.state import State
 from ..utils.warning import warn_of
@@ -160,10 +158,7 @@ class Comparison:
         """
         summary = self.summary
         self.table(metric, model, split, moment)  # raises if there is no such table
-        claims = collect_claims(summary, metric, model)
-        shown = make_metric_table(
-            summary, claims, metric=metric, model=model, split=split, moment=moment, digits=digits
-        )
+        shown = make_metric_table(summary, metric=metric, model=model, split=split, moment=moment, digits=digits)
         caption, label = (shown.caption if caption is None else caption), label or f"tab:{shown.file}"
         known = [*summary.methods, *summary.clients]
         if unknown := sorted(set(names or {}) - set(known)):
@@ -201,33 +196,39 @@ class Comparison:
         summary = self.summary
         return pd.DataFrame(summary.methods[find_method(method, summary)].entries).set_index("name")
 
-    def differences(self, baseline: str | None = None) -> pd.DataFrame:
-        """Return each method's macro metric minus the baseline's (FedAvg, else the first), paired over seeds."""
-        summary = self.summary
-        return difference_table(summary, baseline if baseline is None else find_method(baseline, summary))
-
-    def sites(self, metric: str | None = None, model: Literal["personal", "global"] = "personal") -> pd.DataFrame:
-        """Return which clients profit: the metric of each client minus that of ``single``, and of FedAvg, if they ran.
+    def differences(
+        self, baseline: str | None = None, metric: str | None = None, model: Literal["personal", "global"] = "personal"
+    ) -> pd.DataFrame:
+        """Return each method's metric minus the baseline's, for the mean over clients (``macro``) and at each client.
 
         Args:
+            baseline: method that others are compared with; None: FedAvg (else the first method), and ``single``.
             metric: metric to compare; None: the comparison's.
             model: the model that each client would use, or the server's.
 
         Returns:
-            One row for each reference, method and client. Columns: reference, method, client, seeds (number of pairs),
-            units (number of test groups, or of samples without groups), reference_value, value, difference, low, high,
-            p (interval and p-value on new test samples, corrected for the ``comparisons`` of the reference's family;
-            NaN where there is none), level, comparisons, verdict (``gains``, ``loses`` or ``undecided``), reason (why
-            there is no interval), margin, least (the lower end of the benefit's interval by Bonferroni), excluded
-            (whether a loss above the margin is). Values are fractions in [0, 1].
+            One row for each reference, method and client, with the columns of
+            :func:`~fedshift.report.differences.compare_methods`: the difference, its 95 % interval, and its standard
+            errors over seeds and over test units with their degrees of freedom. Values are fractions in [0, 1].
 
         Raises:
-            UsageError: the metric or model is unknown.
+            UsageError: the baseline, metric or model is unknown.
 
         """
         summary = self.summary
         accuracy_table(summary, metric, model)  # raises if there is no such table
-        return tabulate_clients(compare_clients(summary, metric, model))
+        if baseline is None:
+            return pd.concat(list_frames(summary, metric, model) or {"": pd.DataFrame()}, names=["reference"])
+        reference = find_method(baseline, summary)
+        return pd.concat({reference: compare_methods(summary, reference, metric, model)}, names=["reference"])
+
+    def cases(self, model: Literal["personal", "global"] = "personal") -> pd.DataFrame:
+        """Return the result of each test sample, a row for each method, seed, client and sample, for other programs.
+
+        Columns: method, seed, client, case, patient, truth, prediction, scores and losses, as
+        :func:`~fedshift.report.cases.tabulate_cases` describes. Empty where sites keep the results of single samples.
+        """
+        return tabulate_cases(self.summary, model)
 
     def classes(
         self,
@@ -274,8 +275,7 @@ class Comparison:
         right. ``client``: only its test samples.
         """
         summary = self.summary
-        bins = bin_calibration(summary, find_method(method, summary), find_positive(summary, positive), client=client)
-        return pd.DataFrame() if bins is None else pd.DataFrame(vars(bins))
+        return bin_calibration(summary, find_method(method, summary), find_positive(summary, positive), client=client)
 
     def decision_curve(
         self, method: str, *, positive: str | int | None = None, client: str | None = None
@@ -293,8 +293,9 @@ class Comparison:
         """Return Kaplan-Meier curves of test patients in thirds by predicted risk, with 95 % intervals.
 
         Returns:
-            A row for each third (``low risk``, ``middle risk``, ``high risk``) and time of an event; columns ``share``
-            (of patients without an event), ``low``, ``high`` and ``at_risk``. Empty unless the task is survival.
+            A row for each third (``low risk``, ``middle risk``, ``high risk``) and time of an event, and for the last
+            time; columns ``share`` (of patients without an event), ``low``, ``high`` and ``at_risk``. Empty unless the
+            task is survival.
 
         Raises:
             UsageError: the method is unknown.
@@ -335,8 +336,8 @@ class Comparison:
             seed: seed; None: the first.
 
         Returns:
-            Names of classes or labels, or numbers; for masks a tensor of class numbers, as
-            :meth:`fedshift.export.loading.ExportedModel.predict` returns them.
+            Names of classes or labels, numbers or masks, as :meth:`fedshift.export.loading.Predictor.predict` returns
+            them.
 
         Raises:
             UsageError: there is no such method, client, model or seed, clients are scaled differently and none is
@@ -353,20 +354,14 @@ class Comparison:
             )
         schema = data.schema if client is None else data.describe_client(data.client(client))
         prepare, plan = schema.preparation, trial.plan
-        x, single = prepare.store(samples)
         trained = data if client is None else replace(data, clients=(data.client(client),))
-        warn_far(replace(prepare, measured=measure_training(trained, trial.settings.newcomers)), x, above=1)
+        usual = replace(prepare, measured=measure_training(trained, trial.settings.newcomers))
 
         def score(x: Tensor) -> Tensor:
-            return forward(plan, state, prepare.scale(x, plan.dtype).to(trial.settings.device)).cpu()
+            outputs = forward(plan, state, prepare.scale(x, plan.dtype).to(trial.settings.device)).cpu()
+            return data.task.decode(outputs)
 
-        with torch.no_grad():
-            if prepare.patched:
-                outputs = torch.cat([slide(score, each[None], prepare.shape[1:]) for each in x])
-            else:
-                outputs = torch.cat([score(part) for part in torch.split(x, BATCH)])
-        named = name_predictions(data.task.predict(data.task.decode(outputs)), find_kind(data.task), schema.names)
-        return named[0] if single else named
+        return Predictor(usual, find_kind(data.task), schema.names, score, data.task).predict(samples)
 
     def _restore(self, method: str, client: str | None, seed: int | None) -> tuple[Trial, State]:
         """Return the trial of a method at the reported round, and the entries of a model in it."""
@@ -418,7 +413,7 @@ class Comparison:
             data: clients that took no part, in any form that :func:`compare` accepts; they are converted to the
                 comparison's shape, scale and classes.
             policies: names (``fedshift list policies``), some with arguments, "tent(steps=3)", or "package.module:name"
-                of one's own; None: all that apply, except atp.
+                of one's own; None: all that apply.
             rounds: rounds of local work of policies that train.
             methods: methods to adapt; None: all.
 
@@ -490,7 +485,7 @@ class Comparison:
         methods: str | Sequence[str] | None = None,
         seeds: int | Sequence[int] | None = None,
     ) -> RepresentationComparison:
-        """Compare feature maps and BatchNorm of clients and server, as ``representations.compare_representations``."""
+        """Compare feature maps and BatchNorm of clients and server (:func:`.compare_representations`)."""
         go_on = "compare(..., out=..., resume=True)"
         experiment = select_trials(self.experiment, methods, seeds)
-        return collect_comparison(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)
+        return compare_representations(experiment, self.directory, go_on, samples=samples, clients=clients, layer=layer)

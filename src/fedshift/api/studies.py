@@ -1,4 +1,4 @@
-"""Further studies in Python: advice on a method, and what uploads reveal to an attacker."""
+"""A further study in Python: advice on a method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ..diagnosis.search_report import MethodAdvice, write_search
 from ..experiments.jobs import Jobs
 from ..experiments.python_settings import make_spec, note_user_code, refuse_unknown
 from ..methods import METHODS
-from ..representations.leakage import Leakage, LeakageSettings, measure_leakage
 from ..results.run_directory import RunDirectory
 from ..utils.errors import Ref, UsageError
 from ..utils.files import ScratchDirectory, require_writable
@@ -84,46 +83,3 @@ def advise(
     if scratch:
         finalize(result, ScratchDirectory.close, scratch)
     return result
-
-
-def leak(
-    methods: Any = "fedavg, silobn, fedbn, fixbn, gn, fedwon",
-    data: Any = "digits",
-    model: Any = "small-cnn(dense_norm=False)",
-    *,
-    image_size: int | None = 16,
-    rounds: Sequence[int] = LeakageSettings.rounds,
-    batch_sizes: Sequence[int] = LeakageSettings.batch_sizes,
-    images: int = LeakageSettings.images,
-    steps: int = LeakageSettings.steps,
-    iterations: int = LeakageSettings.iterations,
-    seeds: int | Sequence[int] = 5,
-    lr: float = 0.03,
-    out: str | Path | None = None,
-    **settings: Any,
-) -> Leakage:
-    """Attack clients' uploads as a curious server could, and measure how much of their images it reconstructs.
-
-    The arguments are the flags of ``fedshift leak``, and further settings of :func:`compare`. The directory ``out``
-    keeps the result of each method and seed, so that the same call resumes where it was interrupted.
-
-    Warns:
-        UserWarning: the data have errors.
-
-    Raises:
-        UsageError: a value is not allowed, or data, network and method are incompatible.
-        FedshiftError: training diverges, or files in ``out`` are damaged.
-
-    """
-    refuse_unknown("argument", settings, CompareSpec)
-    with note_user_code():
-        study = LeakageSettings(
-            rounds=tuple(rounds), batch_sizes=tuple(batch_sizes), images=images, steps=steps, iterations=iterations
-        )
-        settings |= {
-            "methods": methods, "data": data, "model": model, "image_size": image_size, "seeds": seeds, "lr": lr,
-        }  # fmt: skip
-        experiment = make_checked(make_spec(study.complete(settings), CompareSpec))
-        found = measure_leakage(experiment, study, None if out is None else Path(out))
-    warn_of(experiment.data.notices)
-    return found

@@ -41,7 +41,6 @@ from .data import Reading, data, diagnose, format_notices, load_for_display
 from .deployment import join, ledger, pki, serve
 from .export import export
 from .features import features
-from .leak import leak
 from .leave_out import rebuild_without, run_without
 from .plan import plan
 from .predict import predict
@@ -110,7 +109,7 @@ app = App(
 )
 for command in (
     data, diagnose, plan, advise, pki, serve, join, ledger, adapt, export, predict, reproduce, theory, sweep,
-    features, leak, cross_site, watch,
+    features, cross_site, watch,
 ):  # fmt: skip
     app.command(command)
 
@@ -166,6 +165,7 @@ def report(
     directory: Path,
     *,
     margin: float | None = None,
+    cases: Annotated[bool, Parameter(negative=())] = False,
     code: RunCode = None,
 ) -> int:
     """Rebuild tables, figures and pages from a run directory, without training.
@@ -174,6 +174,7 @@ def report(
         directory: Directory that run, compare, sweep, advise or reproduce wrote, finished or not.
         margin: Loss of a client that the table of who profits may exclude, as --margin of compare, for a run that was
             begun without one. The report says that it was chosen afterwards.
+        cases: Also write tables/cases.csv, with each test sample's client, patient, truth, prediction and scores.
 
     """
     from ..report.publication import publish_run
@@ -189,14 +190,15 @@ def report(
             f"{directory} holds no run: give a directory that `fedshift run`, `compare`, `sweep`, `advise` or "
             "`reproduce` wrote"
         )
-    if margin is None:
+    if margin is None and not cases:
         rebuild[kind](directory, Console())
         return 0
-    if not 0 < margin < math.inf:
+    if margin is not None and not 0 < margin < math.inf:
         raise UsageError(f"--margin {margin:g}: give a number above 0, such as 0.02 for 2 points")
     if kind != "run":
-        raise UsageError(f"--margin is for a run or comparison, and {directory} holds a {kind}: leave it out")
-    publish_run(directory, Console(), margin)
+        name = "--cases" if margin is None else "--margin"
+        raise UsageError(f"{name} is for a run or comparison, and {directory} holds a {kind}: leave it out")
+    publish_run(directory, Console(), margin, cases=cases)
     return 0
 
 

@@ -151,7 +151,7 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -
 
 
 def _explain_inputs(made: Federation) -> Iterator[Text]:
-    """Yield the layout of samples with several inputs, of which single values are neither compared nor drawn."""
+    """Yield the layout of samples with several inputs, whose single values are not compared or drawn."""
     if made.inputs:
         named = ", ".join(map(str, made.inputs))
         yield Text(f"Inputs: {named}. Their values are not compared or drawn by column.")

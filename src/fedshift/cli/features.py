@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..config.spec import CompareSpec
 from ..console.printing import Console
 from ..console.terminal import make_console, print_line, print_parts, show_loading
 from ..utils.files import require_writable
+from ..utils.threads import limit_threads
 from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds
 
 
@@ -38,20 +40,25 @@ def features(
         out: Directory for tables and pictures; by default features in the run's directory.
 
     """
-    from ..experiments.restoration import load_spec, resolve_device
+    from ..experiments.restoration import load_experiment, load_spec, resolve_device, select_trials
+    from ..report.figures import save_each
     from ..representations import compare_representations
-    from ..representations.figures import save_panels
+    from ..representations.figures import draw_panels
     from ..representations.rendering import render_comparison, write_tables
 
     console, place = make_console(), out or directory / "features"
     require_writable(place)
     device, notices = resolve_device(load_spec(directory, run_data, code=code or ()), device)
     with show_loading(Console()) as progress:
-        found = compare_representations(
-            directory, samples=samples, clients=clients, layer=layer, methods=methods, seeds=seeds, device=device,
-            run_data=run_data, code=code or (), progress=progress,
-        )  # fmt: skip
+        spec, experiment = load_experiment(directory, progress, device, run_data, code or ())
+        go_on = f"fedshift {'compare' if isinstance(spec, CompareSpec) else 'run'} --resume {directory}"
+        with limit_threads(spec.threads):
+            found = compare_representations(
+                select_trials(experiment, methods, seeds), directory, go_on,
+                samples=samples, clients=clients, layer=layer, progress=progress,
+            )  # fmt: skip
     print_parts(console, [*render_comparison(found), *(f"note: {notice}" for notice in notices)])
-    for file in (*write_tables(found, place), *save_panels(found, place)):
+    figures = {panel.name: panel.figure for panel in draw_panels(found)}
+    for file in (*write_tables(found, place), *save_each(figures, place)):
         print_line(console, f"Written: {file}")
     return 0

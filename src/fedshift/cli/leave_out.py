@@ -289,18 +289,11 @@ def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[
 
     ``rules``: rules of model selection, for an additional table.
     """
-    from ..new_clients.policy_tables import (
-        collect_needs,
-        explain_missing,
-        explain_needs,
-        format_differences,
-        mean_over_seeds,
-        policy_differences,
-        policy_table,
-        seed_table,
-        write_table,
-    )
-    from ..report.formatting import difference_unit, format_metric_table, to_terminal
+    import pandas as pd
+
+    from ..new_clients import policy_tables as tables
+    from ..report.formatting import difference_unit, format_metric_table, to_terminal, write_table
+    from ..report.tables import describe_missing
     from ..results.schema import is_of_numbers, metric_unit, name_metric
 
     measured = _read_measured(spec, directory, bool(rules))
@@ -314,24 +307,20 @@ def _publish(spec: CompareSpec, directory: Path, console: Console, rules: tuple[
     partial = f"PARTIAL: {' '.join([*lacking, *diverged])}" if lacking or diverged else ""
     if partial:
         print_line(console, partial)
-    seeds = seed_table(rows, metric)
-    table = mean_over_seeds(seeds)
-    needs, missing = collect_needs(rows), explain_missing(rows, metric)
-    number = len(parse_seeds(spec.seeds))
+    seeds = tables.seed_table(rows, metric)
+    table, number, numbers = tables.mean_over_seeds(seeds), len(parse_seeds(spec.seeds)), is_of_numbers(rows[0])
     over = f"mean (std) over {number} seeds" if number > 1 else "one seed"
-    numbers = is_of_numbers(rows[0])
     measure = f"{name_metric(metric)} in {metric_unit(metric, numbers=numbers)[2]}"
-    caption = f"Test {measure} of the client that was left out, {over}, {spec.select} round"
-    print_line(console, caption)
-    text.print(to_terminal(policy_table(table, metric, needs, missing=missing, even=not diverged)))
-    print_line(console, explain_needs(needs.values()))
+    print_line(console, f"Test {measure} of the client that was left out, {over}, {spec.select} round")
+    text.print(to_terminal(tables.policy_table(rows, metric, even=not diverged)))
+    print_line(console, tables.explain_needs(rows))
     cells = format_metric_table(table, metric, even=not diverged)
-    cells = replace(cells, partial=partial, note=f"{cells.note} {missing}".strip())
-    write_table(directory / "tables", metric, cells, table)
-    gaps = policy_differences(seeds)
+    note = f"{cells.note} {describe_missing(pd.DataFrame(rows), metric)}".strip()
+    write_table(directory / "tables", metric, replace(cells, partial=partial, note=note), table)
+    gaps = tables.policy_differences(seeds, metric)
     if len(gaps) and not diverged:
         pairs = "clients" if len(seeds) > 1 else "seeds"
-        shown = replace(format_differences(gaps, metric, len(seeds)), partial=partial)
+        shown = replace(tables.format_differences(gaps, metric, len(seeds)), partial=partial)
         unit = difference_unit(metric, numbers=numbers).name
         print_line(console, f"Minus {gaps['baseline'].iloc[0]}, in {unit}, paired over {pairs}")
         text.print(to_terminal(shown))
@@ -351,8 +340,7 @@ def _publish_selection(
     import pandas as pd
 
     from ..new_clients.model_selection import format_selection, select_models, tabulate_values
-    from ..new_clients.policy_tables import write_table
-    from ..report.formatting import to_terminal
+    from ..report.formatting import to_terminal, write_table
     from ..report.tables import seed_table
     from ..results.summary import read_summary
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -31,14 +32,17 @@ class FarValues(UserWarning):
     """Samples given to a model are far from its training data."""
 
 
-def warn_far(preparation: Preparation, x: Tensor, above: int) -> None:
+def warn_far(preparation: Preparation, x: Tensor) -> None:
     """Issue a :class:`FarValues` warning if samples ``x``, as :meth:`Preparation.store` returns them, are far.
 
-    ``above``: number of calls between the user's and this one.
+    It names the first line of code on the stack that is neither fedshift's nor torch's.
     """
     if found := preparation.describe_far(x):
         text = f"values are far from the training data's: {join_some(found, '; ')}; {FIX}"
-        warnings.warn(FarValues(text), stacklevel=above + 2)
+        level, frame = 1, inspect.currentframe()
+        while frame and frame.f_globals["__name__"].partition(".")[0] in ("fedshift", "torch"):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(FarValues(text), stacklevel=level)
 
 
 def measure_training(data: Federation, newcomers: Collection[str] = ()) -> UsualValues | None:

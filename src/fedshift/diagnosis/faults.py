@@ -25,7 +25,7 @@ from ..data.agreement import FRACTIONS, SIGNED, check_scales, name_scales
 from ..data.copies import MANY_NUMBERS
 from ..data.federation import Federation
 from ..data.files.volumes import compare_spacings, is_resampled, list_headers
-from ..report.sites import FEWEST_UNITS
+from ..report.differences import FEWEST_UNITS
 from ..tasks import Classification, Regression, Segmentation, Survival
 from ..tasks.segmentation import find_empty_masks
 from ..utils.errors import UsageError
@@ -52,13 +52,13 @@ _DOUBT = " Samples of so few numbers can be equal by chance: check whether they 
 
 
 def judge_reading(data: Federation) -> Iterator[QualityFinding]:
-    """Find files that look like data and were skipped when reading."""
+    """Find files that could be data and were skipped when reading."""
     for fault in data.faults:
         yield make_finding("left-out", f"{fault[:1].upper()}{fault[1:]}.")
 
 
 def judge_grids(data: Federation) -> Iterator[QualityFinding]:
-    """Find clients whose medical images have other voxels than those of others."""
+    """Find clients whose medical images have other voxels."""
     headers = list_headers(data)
     for text in compare_spacings(headers):
         if not is_resampled(data):
@@ -299,7 +299,7 @@ def judge_test_sizes(data: Federation) -> Iterator[QualityFinding]:
 
 
 def judge_verdicts(data: Federation) -> Iterator[QualityFinding]:
-    """Find sites whose test data are too few for methods to be told apart there."""
+    """Find sites with too few test data for a difference between methods."""
     few = {}
     for client in data.clients:
         units = client.test.count_units()

@@ -41,7 +41,7 @@ from ..experiments.jobs import Jobs
 from ..methods import METHODS
 from ..methods.tuned import tuned
 from ..results.run_directory import trial_folder
-from ..results.schema import compute_metric, find_baseline, is_lower_better, is_plain, rows_to_frame
+from ..results.schema import compute_metric, find_baseline, is_lower_better, is_plain, is_share, rows_to_frame
 from ..results.trial_records import read_lag, read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
@@ -149,6 +149,11 @@ class Search:
         """1 if a higher value of the metric is better, else -1."""
         return -1 if is_lower_better(self.metric) else 1
 
+    @property
+    def widest(self) -> float:
+        """Range of the metric."""
+        return 1.0 if is_share(self.metric) else math.inf
+
     def table(self, rung: int) -> pd.DataFrame:
         """Return the values of a rung that was run, clients x candidates.
 
@@ -231,7 +236,7 @@ class Search:
         """
         table = self.table(rung)
         ours, theirs = (self.sign * table[each.name] for each in (candidate, over or self.find_baseline(rung)))
-        return paired_difference(ours.tolist(), theirs.tolist())
+        return paired_difference(ours.tolist(), theirs.tolist(), widest=self.widest)
 
     @cached_property
     def expected(self) -> PairedDifference:
@@ -252,7 +257,7 @@ class Search:
             others = table.drop(index=client).mean()
             ours.append(float(table.loc[client, others.idxmax()]))
             theirs.append(float(table.loc[client, others[base].idxmax()]))
-        return paired_difference(ours, theirs)
+        return paired_difference(ours, theirs, widest=self.widest)
 
 
 def parse_rates(rates: str | Sequence[float], optimizer: Optimizer) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from shlex import quote
 import pandas as pd
 from rich.console import Console
 
-from ..analysis.statistics import FEWEST, PairedDifference
+from ..analysis.statistics import PairedDifference, count_needed_seeds
 from ..report.formatting import MISSING, TextCell, TextTable, Unit, difference_unit, make_table
 from ..report.formatting import write_table as write_report_table
 from ..report.html import render_template
@@ -166,7 +166,7 @@ def _describe_gain(search: Search, gain: PairedDifference, unit: Unit) -> str:
     if math.isnan(gain.low):
         few = (
             f"{clients} clients are too few for an interval"
-            if clients < FEWEST
+            if clients < count_needed_seeds(1)
             else "clients agree too closely for one"
         )
         return f"{mean} ({how}); {few}."

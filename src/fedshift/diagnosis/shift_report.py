@@ -26,7 +26,7 @@ REMEMBERS = frozenset({
 })  # fmt: skip
 """Methods whose clients keep state, and so need to take part again and again."""
 SKEWED = 0.64
-"""Area of label skew (Cohen's d of 0.5) from which a client's BatchNorm statistics reflect its labels."""
+"""Area of label skew (Cohen's d of 0.5) beyond which a client's BatchNorm statistics reflect its labels."""
 AGAINST = {
     "feature shift": ("fedbn", "fedwon", "fedbabu", "apfl", "ditto", "silobn", "partialfed_adaptive", "gn"),
     "label skew": (
@@ -73,7 +73,7 @@ def comparison_command(found: Diagnosis, data: str | None = None) -> str:
 
 
 def interpret(found: Diagnosis) -> Iterator[str]:
-    """Yield what the frame says in sentences, and what to know before a method is chosen."""
+    """Yield the frame in sentences, and cautions about methods."""
     for shift in SHIFTS:
         yield f"{shift.capitalize()}{_describe(found, shift)}."
     yield from _name_extremes(found)
@@ -96,8 +96,8 @@ def _describe(found: Diagnosis, shift: str) -> str:
     row, unit = found.find(shift), "patients" if found.patients else "samples"
     counts = [len(client.train) for client in found.data.clients]
     numbers = f"AUC {row['value']:.2f}, 95 % interval {row['low']:.2f} to {row['high']:.2f}, p {_format_p(row)}"
-    known = "the targets alone" if shift == "label skew" else "features other than the targets"
-    told = f"from {known}, a classifier tells {unit} of {row['strongest']} that it has not seen from others ({numbers})"
+    known = "only the targets" if shift == "label skew" else "features other than the targets"
+    told = f"from {known}, a classifier distinguishes held-out {unit} of {row['strongest']} from others ({numbers})"
     return {
         "shift": f": {told}" if shift != SHIFTS[2] else f": from {min(counts):,} to {max(counts):,} training samples",
         "too small": f" is too small to matter ({numbers})",
@@ -127,9 +127,9 @@ def tabulate_shifts(found: Diagnosis) -> TextTable:
         cells = (cell for row in areas for cell in (_format_area(row), _format_p(row)))
         rows.append((sites, *cells, f"1 : {ratio['value']:.3g}"))
     note = (
-        "Area under the ROC curve (95 % interval) of a site against the others: 0.5 if it cannot be told apart, less "
+        "Area under the ROC curve (95 % interval) of a site against the others: 0.5 if the classifier guesses, less "
         "if targets are spread more evenly than by chance. For all sites, it is the largest one; interval and p are "
-        "corrected for that (p for two shifts, too). Those of pairs are one by one."
+        "corrected for that (p for two shifts, too). Pairs are judged one by one."
     )
     return make_table(header, rows, note=note)
 
@@ -143,7 +143,10 @@ def _format_area(row: Mapping[str, Any]) -> str:
 
 
 def write_page(found: Diagnosis, path: Path, command: str | None = None, remarks: Sequence[str] = ()) -> Path:
-    """Write the page of ``found`` with pictures of the data atomically and return its path; ``remarks`` come first."""
+    """Write the page of ``found`` with pictures of the data atomically and return its path.
+
+    ``command``: argument of ``--data`` in the suggested command, quoted; ``remarks``: sentences to show first.
+    """
     table = ReportTable(file="shifts", caption="Shifts between sites", text=tabulate_shifts(found), section="findings")
     panels = (FigurePanel(name=n, figure=figure, description=n) for n, figure in make_overview(found.data).items())
     html = render_template(

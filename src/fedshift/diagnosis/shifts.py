@@ -1,4 +1,4 @@
-"""Shifts between sites: how well a classifier tells the site of a patient that it has not seen, and the odds of chance.
+"""Shifts between sites: how well a classifier predicts the site of held-out patients, compared with chance.
 
 The classifier two-sample test of Lopez-Paz and Oquab 2017 (arXiv:1610.06545): ridge regression on the targets alone
 (label skew), or on the features without what targets explain, among rows of similar targets (feature shift). Whole
@@ -25,9 +25,9 @@ from .site_features import Floats, Ints, SiteRows, read_rows
 MOST_SITES, MOST_IN_PAIRS, MOST_SAMPLES = 20, 10, 6_000
 """Largest number of sites that are tested, of those whose pairs are, and of samples in total; others are not drawn."""
 LEVEL, MATTERS, STRONG, UNEQUAL = 0.05, 0.55, 0.71, 2.0
-"""Probability of naming a shift where there is none; areas from which one matters, and is strong; ratio of sizes.
+"""Probability of naming a shift where there is none; least area that matters, and of a strong shift; ratio of sizes.
 
-The areas are those of Cohen's (1988) d of 0.2 and 0.8.
+Areas correspond to Cohen's (1988) d of 0.2 and 0.8.
 """
 FOLDS, TOGETHER = 5, 100
 """Number of folds, and of permutations in one matrix product."""
@@ -46,9 +46,9 @@ class Separation(NamedTuple):
 
 
 def tell_apart(x: Floats, site: Ints, stratum: Ints, rng: np.random.Generator, permutations: int) -> Separation | None:
-    """Test whether rows ``x`` ``[N, D]`` tell their ``site``, from 0, among rows of one ``stratum``.
+    """Test whether rows ``x`` ``[N, D]`` predict their ``site``, from 0, among rows of one ``stratum``.
 
-    The p-value is that of the largest area of a site, under permutations; its interval is corrected for the number of
+    The p-value is for the largest area of a site under permutations, and its interval is corrected for the number of
     sites. Returns None if no stratum has rows of two sites to compare.
     """
     fold = np.empty(len(site), dtype=np.int64)
@@ -111,11 +111,11 @@ def _compare_ranks(scores_NPC: Floats, own_NPC: Any, cells: Sequence[Ints]) -> F
 
 
 def bound_area(area: float, variance: float, level: float = LEVEL) -> tuple[float, float]:
-    """Return the interval of an ``area`` whose ``variance`` by chance, around 0.5, is that of the permutations.
+    """Return the interval of an ``area`` whose ``variance`` by chance, around 0.5, the permutations have.
 
     Hanley and McNeil's variance gives the numbers of rows of two sites that vary as much by chance, and with them the
     interval that solves for the area (Newcombe 2006, Statistics in Medicine 25(4), method 5). It covers the choice of
-    patients to learn from, too, which that of given scores does not.
+    training patients, too, unlike an interval for fixed scores.
     """
     from scipy.stats import norm
 
@@ -205,7 +205,7 @@ def diagnose(
 def _test(
     rows: SiteRows, sites: Sequence[str], ratio: float, seed: int, permutations: int, named: Collection[str] | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of the frame for each shift; ``named``: those of all sites, for a pair; None: these are all."""
+    """Yield a row of the frame for each shift; ``named``: shifts that all sites have; None: ``sites`` are all."""
     label = ALL if named is None else " and ".join(sites)
     for shift, x, stratum in (
         ("label skew", rows.targets, np.zeros_like(rows.stratum)), ("feature shift", rows.x, rows.stratum)

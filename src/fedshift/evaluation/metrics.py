@@ -176,9 +176,7 @@ def record_clients(
     grouped = any(samples.group is not None for samples in distinct.values())
 
     def record(samples: Samples, parts: Iterable[tuple[Tensor, Tensor]]) -> Records:
-        each = [data.task.record_all(*part, data.classes) for part in parts]
-        made = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
-        return {**made, "group": samples.units.cpu().int().numpy()} if made and grouped else made
+        return _record(samples, parts, data.task, data.classes, grouped=grouped)
 
     known = {id(samples): record(samples, parts) for samples, parts in zip(distinct.values(), outputs, strict=False)}
     for client in (client for client in data.clients if client.name in held):
@@ -192,6 +190,23 @@ def record_clients(
             (parts,) = _predict(plan, own, [own_samples])
             found[client.name, "personal"] = record(own_samples, parts)
     return found
+
+
+def measure_singly(plan: Plan, state: State, split: Samples, task: Task, classes: int) -> tuple[Row, Records]:
+    """Return the counts of :func:`evaluate` for the model with ``state``, and the records of single samples."""
+    (predicted,) = _predict(plan, state, [split])
+    parts = list(predicted)
+    counts = _add_up([task.measure(*part, classes) for part in parts])
+    return counts, _record(split, parts, task, classes, grouped=split.group is not None)
+
+
+def _record(
+    samples: Samples, parts: Iterable[tuple[Tensor, Tensor]], task: Task, classes: int, *, grouped: bool
+) -> Records:
+    """Return the records of ``samples``, whose outputs and targets are ``parts``."""
+    each = [task.record_all(*part, classes) for part in parts]
+    made = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
+    return {**made, "group": samples.units.cpu().int().numpy()} if made and grouped else made
 
 
 @torch.inference_mode()

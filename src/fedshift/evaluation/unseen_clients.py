@@ -39,7 +39,6 @@ class PolicyContext:
         classes: Its number of classes.
         augment: Augmentation of training images.
         start: Model in place of the average, if no clients are available.
-        learning: Returns the labeled data of clients that trained, on which they may learn how to adapt.
         client: Name of the new client.
         rounds: Rounds of local work of policies that perform the run's.
 
@@ -53,7 +52,6 @@ class PolicyContext:
     classes: int
     augment: Augmentation | None = None
     start: State | None = None
-    learning: Callable[[], Mapping[str, Samples]] = dict
     client: str = ""
     rounds: int = 1
     _known: dict[Any, Any] = field(default_factory=dict)
@@ -82,14 +80,6 @@ class PolicyContext:
 
         return min(map(self.get_model, sorted(self.samples)), key=measure)
 
-    def combine(self, weigh: Callable[[str], float]) -> State:
-        """Return the server's entries, completed by the clients' personal ones, weighted by ``weigh``."""
-        mean, weights = StreamingMean(), {name: weigh(name) for name in sorted(self.samples)}
-        for name, weight in weights.items():
-            if weight or not any(weights.values()):
-                mean.add(self.clients[name].personal, weight or 1.0)
-        return self._complete(mean.result())
-
     def finetune(self, start: State, train: Samples, plan: Plan | None = None) -> State:
         """Return ``start`` after the new client's ``rounds`` of local work on ``train``, of the run or of ``plan``."""
         return finetune(plan or self.plan, start, self.server, self.client, train, self.rounds, self.augment)
@@ -102,7 +92,12 @@ class PolicyContext:
             return state
         if hides_clients(self.plan):  # policies that keep some of these entries do not apply
             return self._complete(self.plan.initial | pick(self.server.shared, self.plan.loaded))
-        return self.combine(lambda name: self.plan.method.weigh(samples=self.samples[name], used=self.samples[name]))
+        weights = {n: self.plan.method.weigh(samples=size, used=size) for n, size in sorted(self.samples.items())}
+        mean = StreamingMean()
+        for name, weight in weights.items():
+            if weight or not any(weights.values()):
+                mean.add(self.clients[name].personal, weight or 1.0)
+        return self._complete(mean.result())
 
     def _complete(self, entries: State) -> State:
         """Return the server's entries completed by ``entries``, those that clients keep."""

@@ -26,6 +26,7 @@ from ..data.pictures import to_pictures
 from ..engines.engine import EngineFactory
 from ..evaluation.communication import summarize_method
 from ..models import ModelFactory
+from ..report.differences import advise_seeds
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import RunDirectory, to_file_name, trial_folder
 from ..results.schema import PICTURED, RANKINGS, MethodSummary
@@ -195,6 +196,8 @@ class Experiment:
             callback.on_run_begin(names, self.seeds, settings.rounds, self.data.names, settings.metric)
             for notice in self.data.notices:
                 session.say(notice)
+            if advice := advise_seeds(names, len(self.seeds), self.reference):
+                callback.on_notice(advice)
             conductor = Conductor(session=session, log=log, rounds=settings.rounds)
             opened.enter_context(keep_freed_memory())
             remote = self.make_engine is not None

@@ -470,16 +470,6 @@ class Trial:
             return make_personal_state(self.plan, state, server, client.name, client.train, augment)
         return self.make_unseen_state(self.settings.unseen, client.name, client.train)
 
-    def _find_learning_data(self) -> dict[str, Samples]:
-        """Return the validation data, or else the training data, of the clients that have trained."""
-        pooled, trained = self.plan.method.pooled, frozenset(self.clients.seen)
-        newcomers = frozenset(self.settings.newcomers)
-        return {
-            client.name: client.validation or client.train
-            for client in self.measured.clients
-            if client.name in trained or (pooled and client.name not in newcomers)
-        }
-
     def make_unseen_state(self, policy: str, name: str, train: Samples, rounds: int = 1) -> State | None:
         """Return the model by ``policy`` of client ``name``, which never trained (``evaluation.policy.make_state``).
 
@@ -494,7 +484,6 @@ class Trial:
                 task=self.data.task,
                 classes=self.data.classes,
                 augment=self.settings.augment,
-                learning=self._find_learning_data,
             )
         return make_state(replace(self._known, client=name, rounds=rounds), policy, train)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,45 +13,49 @@ import torch
 from torch import Tensor
 
 from ..data.far_values import warn_far
+from ..data.files.mask_writing import place_mask
+from ..data.files.volume_decoding import read_volume_header
 from ..data.patches import slide
 from ..data.preparation import Preparation
-from ..tasks import TASKS
+from ..data.resizing import resize_volume
+from ..tasks import TASKS, Task
+from ..tasks.task import BATCH
 from ..utils.errors import FedshiftError, UsageError
+from .steps import list_steps
 
 FORMAT = 1
 DESCRIPTION, PROGRAM = "model.json", "program.pt2"
 
 
-class ExportedModel:
-    """A model in ``directory``, which can be called with samples; returned by :func:`load`.
+class Predictor:
+    """A model that can be called with samples as users have them.
 
     Attributes:
-        directory: The model's directory.
-        classes: Names of the classes, labels or targets, in the order of the outputs.
+        inputs: How samples become stored ones.
         task: Name of the task: ``classification``, ``segmentation``, ``multilabel``, ``regression``, ``survival``, or
             the name of a user task that derives from none of these.
-        inputs: How samples become the program's inputs.
-        facts: Facts about the model, as in ``model.json``.
+        classes: Names of the classes, labels or targets, in the order of the outputs.
 
     """
 
-    def __init__(self, directory: Path, description: Mapping[str, Any], program: Callable[..., Tensor]) -> None:
-        self.directory, self.classes = directory, tuple(description["classes"])
-        self.inputs, self.facts = Preparation.from_json(description["input"]), description["model"]
-        self.task = str(description.get("task", "classification"))
-        self._outputs = str(description.get("outputs", f"{len(self.classes)} classes"))
-        self._program = program
+    def __init__(
+        self,
+        inputs: Preparation,
+        task: str,
+        classes: Sequence[str],
+        score: Callable[[Tensor], Tensor],
+        rule: Task | None = None,
+    ) -> None:
+        """``score`` returns outputs of stored samples, or of windows; ``rule`` predicts: by default ``task``."""
+        self.inputs, self.task, self.classes, self._score_stored = inputs, task, tuple(classes), score
+        known = rule or (TASKS.entries[task]() if task in TASKS.entries else None)
+        self._choose = known.predict if known else lambda scores: scores
 
-    def __repr__(self) -> str:
-        whose = f"client {self.facts['client']}" if self.facts["client"] else "global model"
-        return f"<model {self.directory}: {self.facts['method']}, {whose}, {self._outputs}>"
-
-    @torch.no_grad()
     def __call__(self, samples: Any) -> Tensor:
         """Return the scores of one sample ``[classes]`` or of several ``[N, classes]``; for pixels ``[..., H, W]``.
 
         Scores are before softmax, or before the logistic function for multilabel. In regression, they are the predicted
-        numbers in the unit of the data, float64 if targets were standardized.
+        numbers in the unit of the data, float64 if targets were standardized. Scores of pixels are on the model's grid.
 
         Args:
             samples: An image (file, PIL image or pixel array), a table row (a mapping from columns to values), or an
@@ -67,27 +72,78 @@ class ExportedModel:
         scores, single = self._score(samples)
         return scores[0] if single else scores
 
-    @torch.no_grad()
     def predict(self, samples: Any) -> Any:
         """Return the prediction for one sample, or a list of predictions for several, by the rule of the task.
 
         A prediction is the name of the class; for multilabel, a list of the names of the sample's labels; in
-        regression, a number or a list with a number for each target. For segmentation, the result is a tensor of class
-        numbers, uint8 ``[H, W]`` or ``[N, H, W]``, with the depth before the height for volumes. For a user task, it is
-        the result of calling the model.
+        regression, a number or a list with a number for each target. For a user task, it is the result of calling the
+        model. For segmentation, it is a mask, a tensor of class numbers, uint8, on the sample's own grid: of a file,
+        the array that ``fedshift predict`` writes (a NIfTI file has its own axes, columns first); of an image, ``[H,
+        W]``; of an array of a volume, ``[D, H, W]``. Several masks of one size are stacked.
+
+        Args:
+            samples: As for a call of the model.
+
+        Warns:
+            FarValues: As for a call.
+
+        Raises:
+            UsageError: As for a call.
+
         """
+        several = isinstance(samples, list | tuple) and not isinstance((*samples, 0)[0], list | tuple | int | float)
+        if self.task == "segmentation" and several:
+            masks = [self.predict(each) for each in samples]
+            return torch.stack(masks) if len({mask.shape for mask in masks}) == 1 else masks
+        if self.task == "segmentation" and isinstance(samples, str | Path) and self.inputs.decoding.kind != "signal":
+            return torch.from_numpy(place_mask(self.segment(samples).numpy(), Path(samples)))
         scores, single = self._score(samples)
-        kind = TASKS.entries.get(self.task)
-        named = name_predictions(kind().predict(scores) if kind else scores, self.task, self.classes)
+        if self.task == "segmentation" and self.inputs.is_image:
+            size = tuple(replace(self.inputs, patched=True, resized=()).store(samples)[0].shape[2:])
+            scores = torch.stack([resize_volume(each.float(), size) for each in scores])
+        named = name_predictions(self._choose(scores), self.task, self.classes)
         return named[0] if single else named
 
+    def segment(self, file: str | Path) -> Tensor:
+        """Return the class of each pixel or voxel in ``file``, uint8 ``[D, H, W]`` or ``[H, W]``, on the file's grid.
+
+        Its axes are those of :func:`~fedshift.data.files.volume_decoding.decode_mask`. Scores on another grid are
+        interpolated linearly before the class of the highest is chosen. Raises :class:`UsageError` as a call does.
+        """
+        scores = self(file).float()
+        return self._choose(resize_volume(scores, read_volume_header(Path(file)).shape)[None])[0].to(torch.uint8)
+
+    @torch.no_grad()
     def _score(self, samples: Any) -> tuple[Tensor, bool]:
-        """Return the program's outputs ``[N, ...]``, and whether there was a single sample."""
+        """Return the outputs ``[N, ...]``, and whether there was a single sample."""
         x, single = self.inputs.store(samples)
-        warn_far(self.inputs, x, above=3)
+        warn_far(self.inputs, x)
         if self.inputs.patched:
-            return torch.cat([slide(self._program, each[None], self.inputs.shape[1:]) for each in x]), single
-        return self._program(*self.inputs.divide(x)), single
+            return torch.cat([slide(self._score_stored, each[None], self.inputs.shape[1:]) for each in x]), single
+        return torch.cat([self._score_stored(some) for some in torch.split(x, BATCH)]), single
+
+
+class ExportedModel(Predictor):
+    """A model in ``directory``, which can be called with samples; returned by :func:`load`.
+
+    Attributes:
+        directory: The model's directory.
+        facts: Facts about the model, as in ``model.json``.
+        steps: What is done to a sample, in order and in sentences by a word for each, as on the model card.
+
+    """
+
+    def __init__(self, directory: Path, description: Mapping[str, Any], program: Callable[..., Tensor]) -> None:
+        inputs = Preparation.from_json(description["input"])
+        task, classes = str(description.get("task", "classification")), description["classes"]
+        super().__init__(inputs, task, classes, lambda x: self._program(*inputs.divide(x)))
+        self.directory, self.facts, self._program = directory, description["model"], program
+        self.steps = list_steps(inputs, task)
+        self._outputs = str(description.get("outputs", f"{len(self.classes)} classes"))
+
+    def __repr__(self) -> str:
+        whose = f"client {self.facts['client']}" if self.facts["client"] else "global model"
+        return f"<model {self.directory}: {self.facts['method']}, {whose}, {self._outputs}>"
 
 
 def name_predictions(predictions: Tensor, task: str, classes: Sequence[str]) -> Any:

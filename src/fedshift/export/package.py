@@ -36,8 +36,9 @@ from ..utils.errors import Ref, UsageError
 from ..utils.files import disk_error, require_writable
 from ..utils.state import State
 from .loading import DESCRIPTION, FORMAT, PROGRAM, ExportedModel, name_predictions
-from .model_card import ModelFacts, describe_output, render_card
+from .model_card import ModelFacts, render_card
 from .programs import Program, first_line, require_samplewise, save_onnx, save_program, trace
+from .steps import list_steps
 
 WEIGHTS, ONNX, CARD = "weights.safetensors", "model.onnx", "README.md"
 TRIED = {"classification": "hits", "segmentation": "hits", "multilabel": "exact", "regression": "squared"}
@@ -111,8 +112,7 @@ def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, re
         FedshiftError: Files cannot be written.
 
     """
-    renew = renew and (directory / DESCRIPTION).is_file()
-    if not renew:
+    if not (renew and (directory / DESCRIPTION).is_file()):
         require_new(directory)
     require_samplewise(model.network)
     beside = directory.parent / f".{directory.name}.partial"
@@ -120,16 +120,12 @@ def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, re
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         report = _fill(model, beside, directory, onnx=onnx)
-        if renew:
-            old = beside.with_suffix(".old")
-            shutil.rmtree(old, ignore_errors=True)
+        old = beside.with_suffix(".old")
+        shutil.rmtree(old, ignore_errors=True)
+        if directory.is_dir():
             directory.rename(old)
-            beside.rename(directory)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            if directory.is_dir():
-                directory.rmdir()
-            beside.rename(directory)
+        beside.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise disk_error(directory, error) from error
     finally:
@@ -146,18 +142,16 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     plan, low = model.plan, model.plan.autocast
     computed = low or plan.dtype
     program = Program(network, model.schema.preparation, plan.dtype, plan.image_format, low=low, task=model.schema.task)
-    notices: list[str] = []
+    notices, steps = list[str](), list_steps(model.schema.preparation, model.facts.kind)
     answers: dict[str, Callable[..., Tensor]] = {}
     try:
         traced = trace(program)
-        save_program(traced, folder / PROGRAM)
+        save_program(traced, folder / PROGRAM, steps)
         answers[PROGRAM] = torch.export.load(folder / PROGRAM).module()
-        inputs = model.schema.preparation.names
-        reason = (
-            save_onnx(traced, folder / ONNX, computed=computed, output=model.facts.answer, inputs=inputs)
-            if onnx
-            else ""
-        )
+        inputs, output = model.schema.preparation.names, model.facts.answer
+        reason = ""
+        if onnx:
+            reason = save_onnx(traced, folder / ONNX, computed=computed, output=output, inputs=inputs, steps=steps)
     except Exception as error:  # tracing a user's network may raise any type
         notices.append(
             f"no {PROGRAM}: torch cannot trace the network ({first_line(error)}); weights and card are complete"
@@ -171,7 +165,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     description: dict[str, Any] = {
         "format": FORMAT,
         "input": model.schema.preparation.to_json(),
-        "output": describe_output(model.facts),
+        "steps": steps,
         "task": model.facts.kind,
         "outputs": model.facts.outputs,
         "classes": model.schema.names,

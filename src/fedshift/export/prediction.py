@@ -42,7 +42,6 @@ from ..data.files.volume_decoding import (
     find_stem,
     read_volume_header,
 )
-from ..data.resizing import resize_volume
 from ..tasks.segmentation import IGNORED
 from ..tasks.surfaces import count_surfaces
 from ..tasks.task import count_by_class
@@ -270,11 +269,9 @@ def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths |
     if model.task != "segmentation":
         yield {"file": str(file), "status": WRITTEN, **_name_answer(model, model.predict(file))}
         return
-    header = read_volume_header(file)
-    scores = model(file)
-    predicted = resize_volume(scores.float(), header.shape).argmax(dim=0)
+    header, predicted = read_volume_header(file), model.segment(file)
     truth = truths.read(file, header) if truths else None
-    mask = write_mask(out, find_stem(file.name), predicted.to(torch.uint8).numpy(), file)
+    mask = write_mask(out, find_stem(file.name), predicted.numpy(), file)
     row: Row = {"file": str(file), "status": WRITTEN, "mask": mask.name}
     row |= {f"milliliters {name}": volume for name, volume in _measure_volumes(model, predicted, header)}
     if truths and truth is not None:
@@ -307,6 +304,7 @@ def _compare(
 ) -> Iterator[tuple[str, float | None]]:
     """Yield the Dice and the surface distances of each class except the background, by the name of their column."""
     classes, known = len(model.classes), truth != IGNORED
+    predicted = predicted.long()
     counts: Mapping[str, Any] = count_by_class(predicted[known], truth[known], classes)
     counts = {**counts, **count_surfaces(predicted[None], truth[None], known[None], classes, spacing)}
     unit = "mm" if spacing else "pixels"

@@ -6,9 +6,10 @@ evaluation; ONNX runtimes compute the same network in a different order, so scor
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,8 @@ from ..nn.several_inputs import call_with
 from ..tasks import CLASSIFICATION, Task
 from ..utils.errors import UsageError
 
+STEPS = "steps.json"
+"""Name of the steps of its use in a program."""
 TRACED = 2
 """Number of samples used to trace a program; torch would treat a size of 1 as a constant."""
 
@@ -77,19 +80,19 @@ def trace(program: Program) -> torch.export.ExportedProgram:
         return torch.export.export(program.eval(), parts, dynamic_shapes=(sizes,))
 
 
-def save_program(traced: torch.export.ExportedProgram, path: Path) -> None:
-    """Write a program for ``torch.export.load``."""
+def save_program(traced: torch.export.ExportedProgram, path: Path, steps: Mapping[str, str]) -> None:
+    """Write a program for ``torch.export.load``; ``steps`` of its use become its extra file ``steps.json``."""
     with _quiet():
-        torch.export.save(traced, path)
+        torch.export.save(traced, path, extra_files={STEPS: json.dumps(steps)})
 
 
 def save_onnx(
     traced: torch.export.ExportedProgram, path: Path, *, computed: torch.dtype, output: str = "scores",
-    inputs: Sequence[str] = ("x",),
+    inputs: Sequence[str] = ("x",), steps: Mapping[str, str] | None = None,
 ) -> str:  # fmt: skip
     """Write an ONNX program whose output is named ``output``; ``computed``: number format of its layers.
 
-    ``inputs``: names of its inputs.
+    ``inputs``: names of its inputs; ``steps`` of its use become its metadata ``steps.json``.
 
     Returns "", or the reason if the program cannot be written.
     """
@@ -105,6 +108,7 @@ def save_onnx(
                 traced, input_names=list(inputs), output_names=[output], dynamo=True, verbose=False
             )
             assert converted is not None
+            converted.model.metadata_props[STEPS] = json.dumps(steps or {})
             converted.save(path)
     except Exception as error:  # three packages may raise any type
         return f"torch cannot convert it ({first_line(error)})"

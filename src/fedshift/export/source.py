@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,14 @@ from typing import Any
 from torch import nn
 
 from ..analysis.privacy import find_mechanism
-from ..analysis.statistics import mean_and_std, paired_difference
+from ..analysis.statistics import mean_and_std
 from ..config.expressions import list_catalog
 from ..core.method import Method
 from ..core.plan import Plan
 from ..data.datasets._card import get_card
 from ..data.far_values import measure_training
 from ..data.federation import ClientData, Federation
-from ..data.files.volume_decoding import describe_spacing
 from ..data.nuclei import nuclei
-from ..data.preparation import Preparation
 from ..data.samples import Samples
 from ..data.schema import Schema
 from ..experiments.description import describe_optimizer, describe_weighting, describe_work
@@ -32,14 +30,16 @@ from ..experiments.trial import Trial
 from ..models import ModelFactory, describe_factory
 from ..nn.adapters import Lora, list_constants
 from ..report.tables import seed_table
+from ..results.cases import FILES, Records, read_cases
 from ..results.run_directory import describe_environment, trial_folder
-from ..results.schema import Row, RunSummary, stream_rows
+from ..results.schema import Row, RunSummary, name_metric, stream_rows
 from ..results.summary import read_summary
 from ..results.trial_records import METRICS
 from ..tasks import TASKS, Regression, describe_task, find_kind
 from ..utils.errors import Ref, UsageError
 from ..utils.state import State
-from .model_card import ModelFacts, SeedSpread
+from .intervals import add_intervals
+from .model_card import ModelFacts, format_value
 from .package import ExportReport, TrainedModel, require_new, write_package
 
 
@@ -119,7 +119,8 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
         data_in_words=f"{data.name} ({len(data.clients)} clients)",
         licenses=find_licenses(experiment.config.get("data"), data.name),
         measured=tuple(_find_rows(trial, directory, client, here)),
-        spread=tuple(_spread_over_seeds(summary, plan.method.label, client)),
+        records=_read_records(trial, directory),
+        spread=_spread_over_seeds(summary, plan.method.label, client),
         versions=list_versions(summary.environment),
         notices=summary.notices,
     )
@@ -136,17 +137,20 @@ def make_model(
     *,
     tests: Mapping[str, Samples],
     data_in_words: str,
+    measured: Sequence[Row],
+    records: Mapping[tuple[str, str, str], Records],
     **facts: Any,
 ) -> TrainedModel:
     """Return ``network`` with ``state`` as the model of ``owner``, with facts from plan, data and settings.
 
-    ``facts``: the remaining fields of :class:`~fedshift.export.model_card.ModelFacts`.
+    ``records``: results of single samples by split, client and model, as far as they are here; ``facts``: the remaining
+    fields of :class:`~fedshift.export.model_card.ModelFacts`.
     """
     schema, method = data.describe_client(owner), plan.method
     if schema.preparation.usual is None and tests and not find_mechanism((method.gradient, method.aggregate)):
         trained = replace(data, clients=(owner,)) if facts["client"] else data
-        measured = measure_training(trained, settings.newcomers if len(trained.clients) > 1 else ())
-        schema = replace(schema, preparation=replace(schema.preparation, measured=measured))
+        usual = measure_training(trained, settings.newcomers if len(trained.clients) > 1 else ())
+        schema = replace(schema, preparation=replace(schema.preparation, measured=usual))
     all_facts = ModelFacts(
         **describe_answers(data),
         method=method.label,
@@ -155,7 +159,8 @@ def make_model(
         network=describe_network(plan, factory),
         data=f"{data_in_words}. {data.note}".rstrip(". "),
         clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
-        settings=describe_settings(plan, settings, schema.preparation) | describe_targets(schema),
+        settings=describe_settings(plan, settings, schema),
+        measured=tuple(add_intervals(measured, data.task.measured, records)),
         **facts,
     )
     return TrainedModel(network=network, state=state, plan=plan, schema=schema, facts=all_facts, tests=tests)
@@ -167,14 +172,6 @@ def describe_answers(data: Federation) -> dict[str, Any]:
     kind, name = find_kind(task), describe_task(task)["name"]
     inherited = type(task).predict is getattr(TASKS.entries.get(kind), "predict", None)  # else the task defines them
     return {"task": task.name, "kind": kind if inherited else name, "outputs": data.outputs, "metrics": task.measured}
-
-
-def describe_targets(schema: Schema) -> dict[str, str]:
-    """Return a settings entry for the scaling of target numbers, which the program inverts."""
-    scales = schema.task.scales if isinstance(schema.task, Regression) else ()
-    pairs = zip(schema.names, scales, strict=bool(scales))
-    scaled = ", ".join(f"({name} - {mean:g}) / {deviation:g}" for name, (mean, deviation) in pairs)
-    return {"targets": f"learned as {scaled}; the program returns them in the unit of the data"} if scaled else {}
 
 
 def find_sources(method: Method) -> Iterator[str]:
@@ -198,11 +195,14 @@ def describe_network(plan: Plan, model: ModelFactory) -> str:
     return f"Network {describe_factory(model)}{changed}, {parameters:,} parameters"
 
 
-def describe_settings(plan: Plan, settings: Settings, preparation: Preparation) -> dict[str, str]:
+def describe_settings(plan: Plan, settings: Settings, schema: Schema) -> dict[str, str]:
     """Return the resolved training settings by name."""
-    share = settings.participation
-    spacing = preparation.decoding.spacing
-    return ({"voxels": describe_spacing(spacing)} if spacing else {}) | {
+    share, prepare = settings.participation, schema.preparation
+    scales = schema.task.scales if isinstance(schema.task, Regression) else ()
+    pairs = zip(schema.names, scales, strict=bool(scales))
+    scaled = ", ".join(f"({name} - {mean:g}) / {deviation:g}" for name, (mean, deviation) in pairs)
+    targets = {"targets": f"learned as {scaled}; the program returns them in the unit of the data"} if scaled else {}
+    return {
         "local work per round": describe_work(plan.work),
         "weight of a client": describe_weighting(plan.method),
         "optimizer": describe_optimizer(plan.optimizer),
@@ -211,8 +211,8 @@ def describe_settings(plan: Plan, settings: Settings, preparation: Preparation) 
         "initial weights": settings.weights.source if settings.weights else "random, by the seed",
         "clients per round": "all" if str(share) in ("None", "1.0") else str(share),
         "precision": plan.precision,
-        "scaling": str(preparation.scaling) if preparation.scales else "none",
-    }
+        "scaling": str(prepare.scaling) if prepare.scales else "none",
+    } | targets
 
 
 def list_versions(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -263,18 +263,28 @@ def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) ->
             yield row
 
 
-def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> Iterator[SeedSpread]:
-    """Yield the task's main metric over the seeds: of the client or, for the global model, the clients' mean."""
+def _read_records(trial: Trial, directory: Path) -> dict[tuple[str, str, str], Records]:
+    """Return the records of single samples in the trial's round, by split, client and model."""
+    folder = trial_folder(directory, trial.plan.method.label, trial.seed)
+    found = {split: read_cases(folder, split) for split in FILES}
+    known = {split: cases.records for split, cases in found.items() if cases and cases.round == trial.server.round}
+    return {(split, *key): records for split, by_model in known.items() for key, records in by_model.items()}
+
+
+def _spread_over_seeds(summary: RunSummary, method: str, client: str | None) -> str:
+    """Return a sentence on the task's main metric over the seeds: of the client, else the clients' mean; or ""."""
+    metric = summary.metrics[0]
     if len(summary.seeds) < 2 or summary.rows.empty:
-        return
-    table = seed_table(summary, summary.metrics[0], "personal" if client else "global")
-    if method not in table.columns.get_level_values(0):
-        return
-    row = client or "macro"
-    values = table.loc[[row], method].stack().astype(float).tolist()
-    if len(values) > 1:
-        (mean, std), interval = mean_and_std(values), paired_difference(values, [0.0] * len(values))
-        yield SeedSpread(
-            client=client or "mean of the clients", seeds=len(values), mean=mean, std=std, low=interval.low,
-            high=interval.high,
-        )  # fmt: skip
+        return ""
+    table = seed_table(summary, metric, "personal" if client else "global")
+    known = method in table.columns.get_level_values(0)
+    values = table.loc[[client or "macro"], method].stack().astype(float).tolist() if known else []
+    if len(values) < 2:
+        return ""
+    mean, std = mean_and_std(values)
+    what = "" if metric == "accuracy" else f"{name_metric(metric)} "
+    spread = format_value(std, metric).replace(" %", " points")
+    return (
+        f"Over the run's {len(values)} seeds, {client or 'mean of the clients'}: {what}{format_value(mean, metric)} on "
+        f"average, standard deviation {spread}."
+    )

@@ -29,7 +29,7 @@ from ..experiments.trial import Trial
 from ..models import ModelFactory
 from ..utils.errors import UsageError
 from ..utils.warning import warn_of
-from .policies import Adaptation, adapt_trial
+from .policies import Adaptation, adapt_trial, require_models
 from .policy_tables import mean_over_seeds, seed_table
 
 NAME = "own network"
@@ -79,14 +79,13 @@ def make_trial(model: ModelFactory, data: Federation, settings: Settings) -> Tri
     return trial
 
 
-def adapt_own(trial: Trial, wanted: Sequence[str], *, rounds: int = 1, save: Path | None = None) -> Adaptation:
-    """Make, measure and (in ``save``) write the models of the policies ``wanted`` for every client of the trial."""
-    made, training = Adaptation(), {client.name: client.train for client in trial.measured.clients}
-    count = adapt_trial(made, trial, training, wanted, data=trial.measured, rounds=rounds, save=save)
-    made.inapplicable.extend(explain_inapplicable([trial.plan], wanted, trial.data.task))
-    if not count:
-        raise UsageError(f"no policy gives a model: {'; '.join([*made.inapplicable, *made.notices])}")
-    return made
+def adapt_own(trial: Trial, wanted: Sequence[str], *, rounds: int = 1) -> Adaptation:
+    """Make and measure the models of the policies ``wanted`` for every client of the trial."""
+    adapted, training = Adaptation(), {client.name: client.train for client in trial.measured.clients}
+    adapt_trial(adapted, trial, training, wanted, data=trial.measured, rounds=rounds)
+    adapted.inapplicable.extend(explain_inapplicable([trial.plan], wanted, trial.data.task))
+    require_models(adapted)
+    return adapted
 
 
 def adapt_network(
@@ -106,7 +105,7 @@ def adapt_network(
     Args:
         network: The network with its weights, which is copied; it outputs one score per class.
         data: Clients, scaled as the network expects, for example ``read_folder(path).normalize(IMAGENET)``.
-        policies: reestimate, mixed, tent, sar, finetune, finetune_bn; None: those that apply. The unchanged network is
+        policies: reestimate, mixed, tent, finetune, finetune_bn; None: those that apply. The unchanged network is
             always measured.
         class_names: The network's classes in the order of its scores, if the data have other names or fewer classes.
         rounds: Rounds of local work of policies that train.

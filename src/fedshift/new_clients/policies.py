@@ -7,28 +7,30 @@ FedBN compares its policies in appendix G (arXiv:2102.07623), FedWon one global 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-from safetensors.torch import save as to_safetensors
+import numpy as np
+from torch import device
 
+from ..analysis.influence import Floats, find_influence
 from ..core.plan import Plan
 from ..data.federation import ClientData, Federation
 from ..data.files.read_options import Progress
 from ..data.samples import Samples
 from ..engines.engine import Diverged
-from ..evaluation.metrics import evaluate
+from ..evaluation.metrics import measure_singly
 from ..evaluation.policy import POLICIES, Policy, check_policy, explain_inapplicable
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import count_rounds_done, iterate_trials, restore_trial
 from ..experiments.trial import Trial
-from ..results.run_directory import to_file_name, trial_folder
+from ..export.package import ExportReport, write_package
+from ..export.source import find_licenses, list_versions, make_model
+from ..results.run_directory import describe_environment, trial_folder
 from ..results.schema import Row
 from ..results.trial_records import read_stop
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, Ref, UsageError
-from ..utils.files import write_atomically
 from ..utils.state import State
 
 UNCHANGED = "global model"
@@ -36,7 +38,6 @@ UNCHANGED = "global model"
 NEEDS = {
     "inputs": "the new client's training inputs, without labels",
     "labels": "its training inputs with labels",
-    "clients": "rounds of work of the run's clients on their labeled data, which a simulation has",
     "entries": "the entries that the run's clients keep local: a simulation sees them, a deployment only by agreement",
 }
 """Needs of the policies, described."""
@@ -64,7 +65,7 @@ def applicable_policies(plan: Plan, wanted: Iterable[str], task: Task) -> tuple[
 
     For a method with one global model, the unchanged model is always included.
     """
-    possible = (name for name in wanted if not POLICIES.parse(name).excuse(plan, task))
+    possible = (name for name in wanted if name != UNCHANGED and not POLICIES.parse(name).excuse(plan, task))
     return (*(() if plan.personalizes else (UNCHANGED,)), *possible)
 
 
@@ -75,11 +76,10 @@ def find_policy(policy: str) -> Policy:
 
 def describe_needs(plan: Plan, policy: str) -> tuple[str, ...]:
     """Return the needs of ``policy`` beyond the server's entries: keys of :data:`NEEDS`."""
-    made = find_policy(policy)
+    asked = find_policy(policy)
     # entries that are averaged over the clients
-    lacking = [entry for entry in plan.entries if entry.name not in plan.sent and not made.replaces(entry)]
-    needs = {"clients": made.learns, "entries": lacking or made.compares}
-    return (*filter(None, (made.data,)), *(need for need, needed in needs.items() if needed))
+    averaged = any(entry.name not in plan.sent and not asked.replaces(entry) for entry in plan.entries)
+    return (*filter(None, (asked.data,)), *(["entries"] if averaged or asked.compares else []))
 
 
 def make_models(
@@ -98,7 +98,7 @@ def make_models(
     training diverges or a client has too few samples for a policy. The trial is not changed. Without ``notices``,
     raises :class:`UsageError` if a client has too few samples to fine-tune on.
     """
-    plan, task = trial.plan, trial.data.task
+    plan, task, notes = trial.plan, trial.data.task, list[str]() if notices is None else notices
     policies = {name: find_policy(name) for name in applicable_policies(plan, wanted, task)}
     if trial.server.round == 0:
         raise FedshiftError(f"{plan.method.label}, seed {trial.seed}, has done no round: continue the run first")
@@ -107,20 +107,18 @@ def make_models(
             check_policy(plan, policy, training, task)
     for name, split in training.items():
         unlabeled = split if inputs is None else inputs
-        data = {policy: unlabeled if made.data == "inputs" else split for policy, made in policies.items()}
+        data = {policy: unlabeled if asked.data == "inputs" else split for policy, asked in policies.items()}
         few = [policy for policy in data if policies[policy].estimates and len(data[policy]) < plan.smallest_batch]
         if few and notices is not None:
-            _add_once(
-                notices, f"client {name!r}: one sample has no variance to normalize by, so without {', '.join(few)}"
-            )
+            note = f"client {name!r}: one sample has no variance to normalize by, so without {', '.join(few)}"
+            notes += [note] if note not in notes else []
             data = {policy: data[policy] for policy in data if policy not in few}
         for policy in data:
             try:
                 state = trial.make_unseen_state(policies[policy].text, name, data[policy], rounds)
             except Diverged as error:
-                if notices is not None:
-                    where = f"{plan.method.label}, seed {trial.seed}"
-                    _add_once(notices, f"{where}: {error}. Adapted there by {policy}, it has no model.")
+                where = f"{plan.method.label}, seed {trial.seed}"
+                notes.append(f"{where}: {error}. Adapted there by {policy}, it has no model.")
                 continue
             assert state is not None  # a round was done
             yield AdaptedModel(
@@ -129,40 +127,69 @@ def make_models(
             )  # fmt: skip
 
 
-def _add_once(notices: list[str], text: str) -> None:
-    if text not in notices:
-        notices.append(text)
+def remake_model(
+    trial: Trial, title: str, client: str, train: Samples, *, rounds: int, inputs: Samples | None
+) -> AdaptedModel:
+    """Return the model of :func:`make_models` whose title is ``title``; raise :class:`UsageError` if there is none."""
+    policy, notices = title.removeprefix(f"{trial.plan.method.label}: "), list[str]()
+    for model in make_models(trial, {client: train}, [policy], rounds=rounds, inputs=inputs, notices=notices):
+        if model.policy == policy:
+            return model
+    reasons = explain_inapplicable([trial.plan], [policy], trial.data.task) if policy != UNCHANGED else []
+    told = "; ".join([*reasons, *notices]) or "each client has a model of its own"
+    raise UsageError(f"{title} gives client {client!r} no model ({told}): choose another policy ({{}})", Ref("policy"))
 
 
 def evaluate_model(trial: Trial, model: AdaptedModel, client: ClientData) -> Row:
     """Measure ``model`` on the test data of ``client``, as counts (see ``results.schema``)."""
-    counted = evaluate(trial.plan, model.state, client.test, trial.data.task, trial.data.classes)
-    return {
+    return _measure(trial, model, client)[0]
+
+
+def _measure(trial: Trial, model: AdaptedModel, client: ClientData) -> tuple[Row, Floats | None]:
+    """Return :func:`evaluate_model`, and the influence ``[G]`` of each test unit on the metric, if it is defined."""
+    counts, records = measure_singly(trial.plan, model.state, client.test, trial.data.task, trial.data.classes)
+    row = {
         "title": model.title, "method": model.method, "policy": model.policy, "needs": ", ".join(model.needs),
-        "seed": model.seed, "client": model.client, **counted,
+        "seed": model.seed, "client": model.client, **counts,
     }  # fmt: skip
+    return row, find_influence(records, trial.settings.metric) if records else None
 
 
-def require_no_labels(wanted: Collection[str]) -> None:
-    """Raise :class:`UsageError` if a policy needs labels, because there are none."""
-    for name in wanted:
-        if POLICIES.parse(name).data == "labels":
-            raise UsageError(
-                f"policy {name!r} needs labels, and {{}} has none: give {{}}, or leave it out",
-                Ref("unlabeled"),
-                Ref("data"),
-            )
+def export_model(
+    trial: Trial, model: AdaptedModel, data: Federation, out: Path, row: Row | None, evidence: str = ""
+) -> ExportReport:
+    """Write ``model`` of ``trial`` to the new directory ``out`` as ``fedshift export`` writes one, for its client.
+
+    ``data``: federation with the client's data, of the run's schema. ``row``: of :func:`evaluate_model`; None: the
+    client has no test data. ``evidence``: sentences for the card on the choice of the policy.
+    """
+    (client,) = alone = data.select_clients([model.client]).to(device("cpu")).clients
+    measured = () if row is None else ({**row, "split": "test", "model": "personal", "moment": "loaded"},)
+    single = measure_singly(trial.plan, model.state, client.test, data.task, data.classes)[1] if measured else None
+    records = {("test", client.name, "personal"): single} if single else {}
+    origin = f"The client has not trained in the run: the policy `{model.policy}` provided its model. {evidence}"
+    package = make_model(
+        trial.make_network(), model.state, trial.plan, replace(data, clients=alone), client, trial.settings,
+        trial.model, tests={} if row is None else {client.name: client.test}, client=client.name, seed=trial.seed,
+        round=trial.server.round, choice=f"of {trial.settings.rounds}", origin=origin.strip(), measured=measured,
+        records=records,
+        data_in_words=f"{trial.data.name} ({len(trial.data.clients)} clients), then {client.name}",
+        licenses=find_licenses(trial.data.name, trial.data.name), versions=list_versions(describe_environment()),
+    )  # fmt: skip
+    return write_package(package, out)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
     """Results of the policies: ``rows`` of measurements, and sentences.
 
+    ``influences``: of test units on the metric, ``[G]``, by method and policy, seed, and client, where they are known.
     ``notices``: about skipped models; ``inapplicable``: about policies that do not apply to some methods;
     ``failures``: about skipped trials. ``reached``: the last round of each other trial.
     """
 
     rows: list[Row] = field(default_factory=list)
+    influences: dict[tuple[str, int, str], np.ndarray] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     inapplicable: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -175,26 +202,19 @@ def adapt_all(
     training: Mapping[str, Samples],
     wanted: Collection[str],
     *,
-    data: Federation | None = None,
+    data: Federation,
     rounds: int = 1,
     inputs: Samples | None = None,
-    save: Path | None = None,
     progress: Progress | None = None,
 ) -> Adaptation:
     """Make and measure the models of :func:`make_models` for each trial that ``experiment`` left in ``directory``.
 
-    ``training``, ``wanted``, ``rounds`` and ``inputs`` as there. ``data``: federation with the test data; ``save``:
-    directory for the models of the first seed. A trial with damaged or missing files does not stop the others.
-    Raises :class:`UsageError` if two clients' models would be one file, no policy gives any model, or the run was made
-    with other settings.
+    ``training``, ``wanted``, ``rounds`` and ``inputs`` as there. ``data``: federation with the test data. A trial with
+    damaged or missing files does not stop the others. Raises :class:`UsageError` if no policy gives any model, or the
+    run was made with other settings.
     """
-    files = [to_file_name(name) for name in training]
-    for name, file in zip(training, files, strict=True):
-        if save and files.count(file) > 1:
-            raise UsageError(f"client {name!r} and another would share the file {file}.safetensors: rename one")
-    made = Adaptation()
+    adapted = Adaptation()
     plans: dict[str, Plan] = {}
-    count = 0
     trials, asked = [*iterate_trials(experiment)], experiment.settings.rounds
     for number, (method, seed) in enumerate(trials):
         if progress:
@@ -203,59 +223,33 @@ def adapt_all(
             done = count_rounds_done(directory, method, seed)
             trial = restore_trial(experiment, directory, method, seed)
             plans[method] = trial.plan
-            folder = save if seed == experiment.seeds[0] else None
-            count += adapt_trial(made, trial, training, wanted, data=data, rounds=rounds, inputs=inputs, save=folder)
+            adapt_trial(adapted, trial, training, wanted, data=data, rounds=rounds, inputs=inputs)
             stopped = bool(read_stop(trial_folder(directory, method, seed), done))
-            made.reached[method, seed] = asked if stopped else done
+            adapted.reached[method, seed] = asked if stopped else done
             if done < asked and not stopped:
-                made.notices.append(f"{method}, seed {seed}: {done} of {asked} rounds are done")
+                adapted.notices.append(f"{method}, seed {seed}: {done} of {asked} rounds are done")
         except UsageError:
             raise
         except FedshiftError as error:
-            made.failures.append(f"{method}, seed {seed}, is left out: {error}")
-    made.inapplicable.extend(explain_inapplicable(plans.values(), wanted, experiment.data.task))
-    if not (count or made.failures):
-        raise UsageError(f"no policy gives a model: {'; '.join([*made.inapplicable, *made.notices])}")
-    return made
+            adapted.failures.append(f"{method}, seed {seed}, is left out: {error}")
+    adapted.inapplicable.extend(explain_inapplicable(plans.values(), wanted, experiment.data.task))
+    require_models(adapted)
+    return adapted
 
 
 def adapt_trial(
-    made: Adaptation,
-    trial: Trial,
-    training: Mapping[str, Samples],
-    wanted: Collection[str],
-    *,
-    data: Federation | None = None,
-    rounds: int = 1,
-    inputs: Samples | None = None,
-    save: Path | None = None,
-) -> int:
-    """Make the models of :func:`make_models`, measure those of ``data``, write them to ``save``; return their number.
-
-    Rows and notices go into ``made``.
-    """
-    count = 0
-    for model in make_models(trial, training, wanted, rounds=rounds, inputs=inputs, notices=made.notices):
-        count += 1
-        if save:
-            write_model(save, model)
-        if data:
-            made.rows.append(evaluate_model(trial, model, data.client(model.client)))
-    return count
+    adapted: Adaptation, trial: Trial, training: Mapping[str, Samples], wanted: Collection[str], *, data: Federation,
+    rounds: int = 1, inputs: Samples | None = None,
+) -> None:  # fmt: skip
+    """Make the models of :func:`make_models` and measure them on ``data``; rows and notices go into ``adapted``."""
+    for model in make_models(trial, training, wanted, rounds=rounds, inputs=inputs, notices=adapted.notices):
+        row, influence_G = _measure(trial, model, data.client(model.client))
+        adapted.rows.append(row)
+        if influence_G is not None:
+            adapted.influences[model.title, model.seed, model.client] = influence_G
 
 
-def write_model(folder: Path, model: AdaptedModel) -> Path:
-    """Write the state of ``model`` as ``<method>/<policy>/<client>.safetensors`` in ``folder``; return the path.
-
-    Tensors have torch's names in the network after the method's surgery; the header identifies the model.
-    """
-    owned = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in model.state.items()
-    }
-    header = {"method": model.method, "policy": model.policy, "client": model.client, "seed": str(model.seed)}
-    file = (
-        folder / to_file_name(model.method) / to_file_name(model.policy) / f"{to_file_name(model.client)}.safetensors"
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, to_safetensors(owned, metadata=header))
-    return file
+def require_models(adapted: Adaptation) -> None:
+    """Raise :class:`UsageError` if no policy gave a model, unless trials failed."""
+    if not (adapted.rows or adapted.failures):
+        raise UsageError(f"no policy gives a model: {'; '.join([*adapted.inapplicable, *adapted.notices])}")

@@ -38,6 +38,7 @@ from ..data.stores import RecentArrays
 from ..diagnosis.quality import check_data
 from ..experiments.experiment import Experiment
 from ..nn.several_inputs import Inputs
+from ..report.differences import FEWEST_UNITS
 from ..utils.errors import UsageError
 
 
@@ -221,3 +222,24 @@ def _sample_keys(client: ClientData) -> Iterator[bytes]:
         for piece in split.pieces():
             for sample in split.copy_rows(piece).cpu().contiguous().numpy():
                 yield blake2b(sample, digest_size=16).digest()
+
+
+def describe_splits(data: Federation) -> Iterator[str]:
+    """Yield the numbers of samples, and of patients where they are known, in each client's splits."""
+    for client in data.clients:
+        counts = [
+            count_samples(split, "training" if name == "train" else name) for name, split in client.splits.items()
+        ]
+        few = f": no policy can be recommended below {FEWEST_UNITS}" if count_units(client.test) < FEWEST_UNITS else ""
+        yield f"{client.name}: {', '.join(counts)}{few}"
+
+
+def count_samples(split: Samples, name: str) -> str:
+    """Return the number of samples of the split ``name``, and of patients where they are known, in words."""
+    units = "" if split.group is None else f" of {count_units(split):,} patient{'s' * (count_units(split) != 1)}"
+    return f"{len(split):,} {name} sample{'s' * (len(split) != 1)}{units}"
+
+
+def count_units(split: Samples) -> int:
+    """Return the number of groups (patients) where they are known, else of samples."""
+    return len(split) if split.group is None else len(torch.unique(split.group))

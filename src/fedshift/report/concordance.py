@@ -7,15 +7,14 @@ test set and the method has one model for all, it is the loss of the server's mo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from itertools import product
 
 import pandas as pd
 
 from ..analysis.similarity import CONCORDANT, compute_discordance
-from ..analysis.statistics import FEWEST, PairedDifference, mean_and_std
+from ..analysis.statistics import decides, half_interval, mean_and_std
 from ..results.schema import RunSummary
-from .formatting import MISSING, TextTable, explain_spread, format_mean, format_p_value, make_table
+from .formatting import MISSING, TextTable, explain_spread, format_mean, make_table
 from .progress import find_reached_rounds, is_comparable
 from .tables import metric_history
 
@@ -27,20 +26,21 @@ def concordance_table(summary: RunSummary) -> pd.DataFrame:
     """Return the discordance of every federated method to every pooled one: index (method, centralized).
 
     Columns: delta mean and delta std (over seeds, in squared nats), rounds (evaluated by both, for the seed with the
-    fewest), seeds (that both have). Each loss is the mean over the clients that both measured in that round. The table
-    is empty if either kind of method is absent; delta is NaN if no round was evaluated by both.
+    fewest), seeds (that both have), low and high (95 % intervals over seeds that hold together for all rows, NaN with
+    too few seeds). Each loss is the mean over the clients that both measured in that round. The table is empty if
+    either kind of method is absent; delta is NaN if no round was evaluated by both.
     """
-    rows = {}
-    for pair, seeds in _collect_losses(summary).items():
-        delta = mean_and_std(compute_discordance(*losses) for losses in seeds)
-        rows[pair] = [*delta, min((len(federated) for federated, _ in seeds), default=0), len(seeds)]
+    rows, losses = {}, _collect_losses(summary)
+    for pair, seeds in losses.items():
+        mean, std = mean_and_std(compute_discordance(*both) for both in seeds)
+        half = math.nan
+        if decides(len(seeds), len(losses)):
+            half = half_interval(std / math.sqrt(len(seeds)), len(seeds), comparisons=len(losses))
+        rounds = min((len(federated) for federated, _ in seeds), default=0)
+        rows[pair] = [mean, std, rounds, len(seeds), max(0.0, mean - half) if half == half else half, mean + half]
     index = pd.MultiIndex.from_tuples(list(rows), names=["method", "centralized"])
-    return pd.DataFrame(list(rows.values()), index=index, columns=["delta mean", "delta std", "rounds", "seeds"])
-
-
-def compute_discordances(summary: RunSummary) -> dict[tuple[str, str], list[float]]:
-    """Return the discordance of every federated method to every pooled one for each seed that both have."""
-    return {pair: [compute_discordance(*both) for both in seeds] for pair, seeds in _collect_losses(summary).items()}
+    columns = ["delta mean", "delta std", "rounds", "seeds", "low", "high"]
+    return pd.DataFrame(list(rows.values()), index=index, columns=columns)
 
 
 def pair_losses(federated: pd.Series, centralized: pd.Series) -> list[Losses]:
@@ -54,17 +54,14 @@ def pair_losses(federated: pd.Series, centralized: pd.Series) -> list[Losses]:
     return [(rounds["federated"].tolist(), rounds["centralized"].tolist()) for _, rounds in seeds]
 
 
-def format_concordance_table(table: pd.DataFrame, tests: Mapping[tuple[str, str], PairedDifference]) -> TextTable:
-    """Return a concordance table as text: ``1.4e-05 (2.0e-06)``, and how it compares with the paper's threshold.
-
-    ``tests``: each discordance minus the threshold, from :class:`~fedshift.report.claims.Claims`.
-    """
+def format_concordance_table(table: pd.DataFrame) -> TextTable:
+    """Return a concordance table as text: ``1.4e-05 (2.0e-06)``, and on which side of the threshold its interval is."""
     rows = [
-        (*pair, format_mean(mean, std, ".1e"), rounds, seeds, _verdict(mean, tests[pair]))
-        for pair, mean, std, rounds, seeds in table.itertuples(name=None)
+        (*pair, format_mean(mean, std, ".1e"), rounds, seeds, _judge(low, high))
+        for pair, mean, std, rounds, seeds, low, high in table.itertuples(name=None)
     ]
-    header = ("method", "pooled", "discordance", "rounds", "seeds", "verdict")
-    return make_table(header, rows, note=explain_spread(max(table["seeds"], default=0)))
+    note = f"{explain_spread(max(table['seeds'], default=0))} Verdicts are of 95 % intervals that hold together."
+    return make_table(("method", "pooled", "discordance", "rounds", "seeds", "verdict"), rows, note=note)
 
 
 def describe_concordance(summary: RunSummary, table: pd.DataFrame) -> str:
@@ -76,13 +73,10 @@ def describe_concordance(summary: RunSummary, table: pd.DataFrame) -> str:
     )
 
 
-def _verdict(mean: float, test: PairedDifference) -> str:
-    if math.isnan(mean):
+def _judge(low: float, high: float) -> str:
+    if math.isnan(low):
         return MISSING
-    if test.pairs < FEWEST:
-        return "too few seeds"
-    verdict = "concordant" if mean < CONCORDANT else "not concordant"
-    return f"{verdict if test.is_significant else 'not significantly different'} (p {format_p_value(test.p)})"
+    return "concordant" if high < CONCORDANT else "not concordant" if low >= CONCORDANT else "inconclusive"
 
 
 def _collect_losses(summary: RunSummary) -> dict[tuple[str, str], list[Losses]]:

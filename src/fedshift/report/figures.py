@@ -25,8 +25,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ..analysis.statistics import mean_and_std
 from ..results.run_directory import to_file_name
 from ..results.schema import PICTURED, RunSummary, is_share, name_file
-from .claims import difference_table
 from .clinical import bin_calibration, find_positive, name_classes, tabulate_benefit
+from .differences import MEAN, compare_methods, list_references
 from .formatting import difference_unit, format_bytes, format_mean, format_signed
 from .progress import describe_partial
 from .style import (
@@ -223,26 +223,23 @@ def _draw_curves(
 
 
 def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
-    """Draw the macro difference of each method to the baseline with its interval, given three seeds or more."""
-    table = difference_table(summary).dropna(subset=["low", "high"])
+    """Draw the macro difference of each method to the baseline with its interval, where there are intervals."""
+    baseline = list_references(summary.methods, summary.compare_with)[0]
+    rows = compare_methods(summary, baseline).dropna(subset=["low", "high"])
+    table = rows[rows.index.get_level_values("client") == MEAN].droplevel("client")
     if table.empty:
         return
-    baseline, level = table["baseline"].iloc[0], f"{100 * table['level'].iloc[0]:g}%"
     unit = difference_unit(summary.metric, numbers=summary.of_numbers).name
     label = fill(f"macro {summary.metric_name} above {shorten(baseline, 30)} ({unit})", 44, break_on_hyphens=False)
     figure, axes = make_panel("Difference to the baseline", label, "", 1.0 + 0.24 * len(table))
     styles = make_styles(summary.methods)
     for row, (method, gap) in enumerate(table.iterrows()):
         style = styles[str(method)]
-        for kind, width in (("test_", 0.6), ("", 1.6)):
-            low, high = (summary.scale * gap[f"{kind}{end}"] for end in ("low", "high"))
-            axes.hlines(row, low, high, color=style.color, linewidth=width)
+        axes.hlines(row, *(summary.scale * gap[end] for end in ("low", "high")), color=style.color, linewidth=1.6)
         axes.plot(summary.scale * gap["difference"], row, **style.line | {"markersize": 6.5})
     axes.axvline(0, color=INK, linewidth=0.8)
     label_rows(axes, table.index.tolist(), 20, 0.4)
-    thin = ", thin line: on new samples" if table["test_low"].notna().any() else ""
-    caption = f"Macro {summary.metric_name} above {baseline} in {unit}: mean over paired seeds, line: {level} interval "
-    caption += f"on these test samples{thin}."
+    caption = f"Macro {summary.metric_name} above {baseline} in {unit}: mean over paired seeds, line: 95 % interval."
     ends = "; ".join(
         f"{method} {format_signed(summary.scale * value)}" for method, value in table["difference"].items()
     )
@@ -383,11 +380,10 @@ def _draw_calibration(summary: RunSummary) -> Iterator[FigurePanel]:
     points: list[tuple[float, float, str]] = []
     for method, style in make_styles(summary.methods).items():
         bins = bin_calibration(summary, method, positive)
-        if bins is None:
+        if bins.empty:
             continue
-        held = bins.count > 0
-        binned = list(zip(bins.score[held].tolist(), bins.share[held].tolist(), bins.count[held].tolist(), strict=True))
-        axes.plot(bins.score[held], bins.share[held], **style.line | {"markersize": 4})
+        binned = list(bins[["score", "share", "count"]].dropna().itertuples(index=False, name=None))
+        axes.plot(bins["score"].dropna(), bins["share"].dropna(), **style.line | {"markersize": 4})
         handles[method] = make_legend_entry(style)
         points += [(x, y, f"{method}: {y:.2f} of {n:,} where the score is {x:.2f}") for x, y, n in binned]
     if not handles:
@@ -474,16 +470,13 @@ def _draw_survival(summary: RunSummary) -> Iterator[FigurePanel]:
         points: list[tuple[float, float, str]] = []
         for name, curve in curves.items():
             style = make_style(0, _RISKS[name])
-            time = np.concatenate([[0.0], curve.time, [curve.end]])
-            share, low, high = (
-                np.concatenate([[1.0], part, part[-1:] if len(part) else [1.0]])
-                for part in (curve.share, curve.low, curve.high)
-            )
+            time = [0.0, *curve.index]
+            share, low, high = ([1.0, *curve[name]] for name in ("share", "low", "high"))
             line = style.line | {"marker": ""}
             axes.step(time, share, where="post", **line)
             axes.fill_between(time, low, high, step="post", color=style.color, alpha=0.14, linewidth=0)
             handles[name] = Line2D([], [], **line)
-            marked = zip(curve.time.tolist(), curve.share.tolist(), curve.at_risk.tolist(), strict=True)
+            marked = curve[["share", "at_risk"]].itertuples(name=None)
             points += [(at, value, f"{name}, {at:g}: {100 * value:.1f} % of {n:,} at risk") for at, value, n in marked]
         axes.set(xlim=(0, None), ylim=(0, 1.02))
         note = "test patients in thirds by predicted risk; bands: 95 % intervals"

@@ -39,7 +39,7 @@ SIGNIFICANT = (
     "corrected for all comparisons, Holm)."
 )
 BOOKTABS = r"% \usepackage{booktabs}"
-PADDING = 3
+PADDING = 2
 """Spaces and lines around a column of a terminal table."""
 NARROW = 60
 """Characters in a line of the note below a narrower terminal table."""
@@ -135,7 +135,6 @@ def format_metric_table(
     metric: str = "accuracy",
     *,
     one_by_one: bool = True,
-    leader: str = "",
     digits: int | None = None,
     even: bool = True,
 ) -> TextTable:
@@ -145,7 +144,6 @@ def format_metric_table(
         table: Table of :func:`~fedshift.report.tables.accuracy_table`.
         metric: Metric of its values.
         one_by_one: Begin with the clients; otherwise with the aggregates, and the header states their number.
-        leader: Method that is better than every other on new test samples too, if any.
         digits: Number of decimals; None: the metric's.
         even: Methods have reached the same rounds; otherwise none is the best.
 
@@ -165,9 +163,8 @@ def format_metric_table(
             TextCell(
                 text=format_mean(value, scale * std, f".{digits}f"),
                 best=value == best,
-                significant=even and number == macro and method == leader,
             )
-            for method, value, std in zip(methods, values, stds[number], strict=True)
+            for value, std in zip(values, stds[number], strict=True)
         )
         rows.append((str(name), *cells))
     note = explain_spread(max(counts.max(initial=0), 0))
@@ -199,42 +196,6 @@ def format_cross_table(table: pd.DataFrame, metric: str = "accuracy") -> TextTab
     note = explain_spread(max(counts_OC.max(initial=0), 0))
     note += f" {BOLD}" if any(best is not None for best in best_C) else ""
     return make_table(("model of", *clients), rows, note=note)
-
-
-def format_difference_table(
-    table: pd.DataFrame, metric: str = "accuracy", variation: str = VARIED_BY_SEED
-) -> TextTable:
-    """Return a difference table as text, in percentage points (loss: nats).
-
-    ``variation`` describes the differences between its pairs. The interval that includes test samples has a column if
-    it is known.
-    """
-    unit = difference_unit(metric)
-    level = f"{100 * table['level'].iloc[0]:g}% interval" if len(table) else "interval"
-    kinds = ["", "test_"] if table["test_low"].notna().any() else [""]
-    kinds_of_samples = set(table["test_samples"])
-    paired, corrected = "paired" in kinds_of_samples, " (corrected likewise)" if table["comparisons"].max() > 1 else ""
-    rows = []
-    for method, row in table.iterrows():
-        interval, *with_test = (unit.format_interval(row[f"{kind}low"], row[f"{kind}high"]) for kind in kinds)
-        difference = unit.format_signed(row["difference"])
-        rows.append((method, difference, interval, format_p_value(row["p"]), row["seeds"], *with_test))
-    count = int(table["comparisons"].max()) if len(table) else 0
-    number = f", corrected for {count} comparisons (Holm)," if count > 1 else ""
-    note = f"Interval and p{number} cover {variation}."
-    if any(row[2] == LEVEL for row in rows):
-        note += f" {LEVEL.capitalize()}: no pair differs."
-    if len(kinds) > 1:
-        note += f" The last column adds the variation that another test set of this size would cause{corrected}"
-        note += ", from both methods' results on each test sample." if paired else "."
-        if "unpaired" in kinds_of_samples:
-            note += (
-                f" {'In some rows' if paired else 'There'} the methods' errors count as independent, because "
-                "results of single samples are not here (sites keep them, and a trial records them when it ends): the "
-                "interval is too wide rather than too narrow where methods misclassify the same samples."
-            )
-    header = ("method", "difference", level, "p", "seeds", *["on new samples"][: len(kinds) - 1])
-    return make_table(header, rows, note=note)
 
 
 def transpose(table: TextTable) -> TextTable:
@@ -280,7 +241,7 @@ def _measure_columns(table: TextTable) -> list[int]:
 
 
 def _measure_width(table: TextTable) -> int:
-    return sum(_measure_columns(table)) + PADDING
+    return sum(_measure_columns(table)) + 1
 
 
 def _split_columns(table: TextTable, width: int) -> list[TextTable]:
@@ -372,7 +333,7 @@ def to_terminal(table: TextTable) -> RenderableType:
 
     inside, first = _measure_width(table) >= NARROW, next(iter(_measure_columns(table)), 0)
     note = Text(table.note) if table.note and inside else None
-    grid = Table(box=box.SIMPLE_HEAD, caption=note, caption_justify="left", caption_style="")
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=note, caption_justify="left", caption_style="")
     for number, name in enumerate(table.header):
         whole = number == 0 and first <= NAME
         grid.add_column(Text(name), justify="right" if number else "left", overflow="fold", no_wrap=whole)

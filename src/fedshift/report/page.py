@@ -28,30 +28,16 @@ from ..results.schema import (
 )  # fmt: skip
 from ..utils.files import write_atomically
 from ..utils.words import join_some
-from .claims import (
-    Claims,
-    collect_claims,
-    describe_baseline,
-    describe_leaders,
-    describe_needed_seeds,
-    describe_ranking,
-    find_leader,
-    rank_methods,
-    tabulate_claims,
-    tabulate_pairs,
-)
-from .clinical import list_clinical_tables
+from .clinical import list_clinical_tables, list_kept
 from .concordance import concordance_table, describe_concordance, format_concordance_table
-from .counted import list_counted_tables, list_kept
+from .differences import list_frames, tabulate_clients, tabulate_means
 from .figures import make_panels
 from .formatting import (
     MISSING,
     TextTable,
-    difference_unit,
     flatten_settings,
     format_bytes,
     format_cross_table,
-    format_difference_table,
     format_metric_table,
     make_table,
 )
@@ -59,8 +45,7 @@ from .html import encode_strip, render_template
 from .lag import describe_lag
 from .origin import describe_run, find_changed
 from .progress import describe_falling, describe_partial, find_reached_rounds, is_even
-from .report import FILES, PAGE, TERMINAL, Report, ReportTable
-from .sites import describe_clients, list_client_tables
+from .report import FILES, PAGE, Report, ReportTable
 from .style import make_styles
 from .tables import (
     AFTER_WORK,
@@ -94,7 +79,6 @@ _EXCHANGE = ("kept local", "sent only", "loaded only", "shared")
 
 def make_metric_table(
     summary: RunSummary,
-    claims: Claims | None = None,
     *,
     metric: str | None = None,
     model: str = "personal",
@@ -103,20 +87,15 @@ def make_metric_table(
     number: int | None = None,
     digits: int | None = None,
 ) -> ReportTable:
-    """Return the table of :func:`accuracy_table`.
-
-    ``claims``: claims about the same metric and model, which make the best method's cell significant. ``digits``:
-    number of decimals; None: the metric's.
-    """
+    """Return the table of :func:`accuracy_table`; ``digits``: number of decimals; None: the metric's."""
     metric = metric or summary.metric
     shown = metric, model, split, moment, number
     frame = accuracy_table(summary, *shown)
     unit, when = metric_unit(metric, numbers=summary.of_numbers)[2], (f" {AFTER_WORK}" if moment == "trained" else "")
     caption = f"{split.capitalize()} {name_metric(metric)} of the {model} model in {unit}{when}"
     caption += f", {describe_seeds(summary)}, {describe_round(summary)}"
-    leader = find_leader(claims, metric) if claims and (split, moment) == ("test", "loaded") else ""
     one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
-    text = format_metric_table(frame, metric, one_by_one=one_by_one, leader=leader, even=even, digits=digits)
+    text = format_metric_table(frame, metric, one_by_one=one_by_one, even=even, digits=digits)
     notes = [text.note, describe_missing(select_reported_rows(summary, model, split, moment), metric, number)]
     if shown == ("accuracy", "personal", "test", "loaded", None):
         notes.append(describe_majority(summary))
@@ -129,35 +108,33 @@ def make_metric_table(
     return ReportTable(caption=caption, frame=frame, text=text, file=file)
 
 
-def list_tables(summary: RunSummary, claims: Claims) -> Iterator[ReportTable]:
+def list_tables(summary: RunSummary) -> Iterator[ReportTable]:
     """Yield the tables of results that ``summary`` has data for, which every form of the report shows."""
-    metric, unit = summary.metric, difference_unit(summary.metric, numbers=summary.of_numbers)
-    yield replace(make_metric_table(summary, claims), section="headline")
+    yield replace(make_metric_table(summary), section="headline")
     if measures_trained(summary):
-        yield replace(make_metric_table(summary, claims, moment="trained"), section="after work")
-    caption = f"Macro {summary.metric_name} {{}} in {unit.name}, paired over seeds"
-    if (pairs := tabulate_pairs(summary, claims)) is not None:
-        yield _detail("claims", "claims", caption.format("of one method minus another's"), pairs, kind="claims")
-    if len(frame := tabulate_claims(claims)):
-        text, places = format_difference_table(frame, metric), (TERMINAL, FILES)  # the page has all pairs
-        caption = caption.format(f"minus {claims.baseline}'s")
-        yield ReportTable(file="differences", caption=caption, frame=frame, text=text, places=places)
-    yield from list_client_tables(summary)
+        yield replace(make_metric_table(summary, moment="trained"), section="after work")
+    for reference, frame in list_frames(summary).items():
+        caption, file = f"{_capitalize(summary.metric_name)} minus {reference}'s, paired", to_file_name(reference)
+        text = tabulate_means(summary, frame, reference)
+        yield ReportTable(file=f"minus-{file}", caption=caption, text=text, section="differences")
+        if 1 < len(summary.clients) <= ONE_BY_ONE:
+            text, places = tabulate_clients(summary, frame, reference), (PAGE, FILES)
+            file, caption = f"minus-{file}-clients", f"{caption}, at each client"
+            yield ReportTable(file=file, caption=caption, text=text, section="differences", places=places)
     if (target := summary.target_metric) is not None:
         frame = target_table(summary, target)
         text = format_target_table(frame, ended=not describe_partial(summary))
         yield ReportTable(file="target", caption=describe_target(summary, target), frame=frame, text=text)
     if len(frame := concordance_table(summary)):
-        text = format_concordance_table(frame, claims.concordance)
-        file, caption = "concordance", describe_concordance(summary, frame)
-        yield ReportTable(file=file, caption=caption, frame=frame, text=text, section=file)
+        text, caption = format_concordance_table(frame), describe_concordance(summary, frame)
+        yield ReportTable(file="concordance", caption=caption, frame=frame, text=text, section="concordance")
 
 
 def list_details(summary: RunSummary) -> Iterator[ReportTable]:
     """Yield the tables that the terminal does not show."""
     yield from collect_crossed(summary)
     yield from _other_metrics(summary)
-    yield from (list_counted_tables if summary.served else list_clinical_tables)(summary)
+    yield from list_clinical_tables(summary)
     caption = "Samples of clients" if len(summary.clients) > ONE_BY_ONE else "Samples of each client"
     yield _detail("clients", "sizes", caption, _client_table(summary))
     caption = "Bytes down and up: one client in one round; all clients: both ways in one round; whole run: both ways, "
@@ -194,18 +171,17 @@ def make_report(summary: RunSummary, *, values: object = "table()", whole: bool 
     ``values``: place of each client's values, which tables of many clients omit; ``whole``: also what the terminal does
     not show, which takes most of the time.
     """
-    claims = collect_claims(summary)
     return Report(
-        tables=(*list_tables(summary, claims), *(list_details(summary) if whole else ())),
+        tables=(*list_tables(summary), *(list_details(summary) if whole else ())),
         panels=tuple(make_panels(summary)) if whole else (),
         partial=describe_partial(summary),
         notices=(*summary.notices, *list_shortfalls(summary), *list_kept(summary)),
-        sentences=tuple(_list_sentences(summary, claims, values)),
-        frames=_list_frames(summary, claims),
+        sentences=tuple(_list_sentences(summary, values)),
+        frames=_list_frames(summary),
     )
 
 
-def _list_sentences(summary: RunSummary, claims: Claims, values: object) -> Iterator[str]:
+def _list_sentences(summary: RunSummary, values: object) -> Iterator[str]:
     """Yield the sentences below the terminal's tables."""
     if len(summary.clients) > ONE_BY_ONE:
         yield f"Each client is in {values}."
@@ -213,20 +189,17 @@ def _list_sentences(summary: RunSummary, claims: Claims, values: object) -> Iter
         means = accuracy_table(summary, split="validation").iloc[len(summary.clients)].unstack()["mean"]
         parts = ", ".join(f"{method} {summary.scale * means[method]:.2f}" for method in summary.methods)
         yield f"Validation, macro: {parts}. Choose by these."
-    yield from describe_baseline(summary, claims)
-    yield from describe_ranking(summary, claims)
-    yield from describe_needed_seeds(summary, claims)
-    yield from describe_clients(summary)
     yield from list_shortfalls(summary)
     yield from list_kept(summary)
 
 
-def _list_frames(summary: RunSummary, claims: Claims) -> dict[str, pd.DataFrame]:
+def _list_frames(summary: RunSummary) -> dict[str, pd.DataFrame]:
     """Return the data that have a CSV file and no table."""
     frames = {f"history-{name_file(summary.metric)}": tabulate_history(summary).set_index("method")}
     if (summary.rows["split"] == "validation").any():
         frames["validation"] = accuracy_table(summary, split="validation")
-    return frames if claims.others else frames | {"differences": tabulate_claims(claims)}
+    differences = list_frames(summary)
+    return frames | ({"differences": pd.concat(differences, names=["reference"])} if differences else {})
 
 
 def collect_crossed(summary: RunSummary) -> list[ReportTable]:
@@ -263,7 +236,7 @@ def write_page(summary: RunSummary, path: Path, report: Report | None = None) ->
 def render_page(summary: RunSummary, report: Report | None = None) -> str:
     """Return the page's HTML; ``report``: the report of ``summary``, if there is one already."""
     report = report or make_report(summary)
-    claims, headline = collect_claims(summary), report.list_tables(PAGE, "headline")[0].text
+    headline = report.list_tables(PAGE, "headline")[0].text
     leaders = _find_leaders(headline, summary.methods) if is_even(find_reached_rounds(summary)) else {}
     images = list(summary.samples.items())[:PICTURED]
     return render_template(
@@ -271,10 +244,7 @@ def render_page(summary: RunSummary, report: Report | None = None) -> str:
         summary=summary,
         report=report,
         leaders=[f"{method} with {text}" for method, text in leaders.items()],
-        comparison=describe_leaders(claims, leaders, [m for m in rank_methods(summary) if m not in leaders]),
         lower=is_lower_better(summary.metric),
-        compare_with=claims.compare_with,
-        profits=describe_clients(summary),
         styles=make_styles(summary.methods),
         one_by_one=ONE_BY_ONE,
         pictured=PICTURED,

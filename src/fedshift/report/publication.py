@@ -11,8 +11,10 @@ from rich.console import Console
 from ..results.schema import RunSummary, name_file
 from ..results.summary import holds_run, read_summary
 from ..utils.errors import FedshiftError, Ref, UsageError
+from ..utils.files import write_atomically
+from .cases import tabulate_cases
 from .figures import save_figures
-from .formatting import TextTable, fit_width, to_terminal
+from .formatting import TextTable, fit_width, to_csv, to_terminal
 from .page import make_report, write_page
 
 
@@ -56,10 +58,11 @@ def publish_summary(summary: RunSummary, directory: Path, console: Console) -> N
     print_lines(console, f"Page: {write_page(summary, directory / 'report.html', report)}")
 
 
-def publish_run(directory: Path, console: Console, margin: float | None = None) -> None:
+def publish_run(directory: Path, console: Console, margin: float | None = None, *, cases: bool = False) -> None:
     """Publish the results so far of the run in ``directory``, if it has begun.
 
     ``margin``: loss of a client that tables may exclude; None: the run's. Raises :class:`UsageError` if it has another.
+    ``cases``: also write the results of single test samples.
     """
     if not holds_run(directory):
         return
@@ -71,6 +74,17 @@ def publish_run(directory: Path, console: Console, margin: float | None = None) 
             Ref(margin=margin),
         )
     publish_summary(summary if margin is None else replace(summary, margin=margin), directory, console)
+    if cases:
+        frame, path = tabulate_cases(summary), directory / "tables" / "cases.csv"
+        if frame.empty:
+            raise UsageError(
+                f"{{}}: {directory} has no results of single test samples: sites keep them, and a trial has them when "
+                "it has ended",
+                Ref(cases=True),
+            )
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, to_csv(frame.set_index("method")).encode())
+        print_lines(console, f"Cases: {path}")
 
 
 def publish_safely(directory: Path, console: Console) -> FedshiftError | OSError | None:

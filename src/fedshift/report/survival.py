@@ -7,22 +7,19 @@ depend on times and events. The better a model ranks patients, the more the curv
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
-from ..analysis.clinical import SurvivalCurve, estimate_survival
+from ..analysis.clinical import estimate_survival
+from ..analysis.influence import FEWEST_OF_CLASS
 from ..results.run_directory import to_file_name
 from ..results.schema import RunSummary
 from ..utils.words import join_some
+from .differences import FEWEST_UNITS
 from .formatting import MISSING, make_table
 from .progress import remembered
 from .report import ReportTable, detail_table
-from .sites import FEWEST_OF_CLASS, FEWEST_UNITS
 from .tables import find_reported_rounds
 
 THIRDS = ("low risk", "middle risk", "high risk")
@@ -39,67 +36,42 @@ NOTE = (
 def divide_patients(summary: RunSummary, method: str, model: str = "personal") -> pd.DataFrame:
     """Return time, event, client and third (0: lowest risk) of each test patient; empty without records of all seeds.
 
-    Clients that share test patients count once. A client needs a patient for each third to count.
+    Clients that share test patients count once. A client needs a patient for each third to count. A patient whose risk
+    is not a number under any seed is in no third.
     """
-    reported = find_reported_rounds(summary)
+    reported, parts = find_reported_rounds(summary), []
     cases = [summary.read_cases(method, seed) for seed in summary.seeds if (method, seed) in reported.index]
-    parts = []
     for client in map(str, summary.clients):
-        held = [each.records.get((client, model)) for each in cases if each is not None]
-        known = [each for each in held if each is not None and "risk" in each]
-        if not known or len(known) < len(cases) or summary.same_test.get(client, client) != client:
+        records = [case.records.get((client, model), {}) for case in cases if case is not None]
+        if len(records) < len(cases) or not cases or summary.same_test.get(client, client) != client:
             continue
-        if any(not np.array_equal(each[name], known[0][name]) for each in known for name in ("time", "event")):
+        if not all(
+            "risk" in r and all(np.array_equal(r[n], records[0][n]) for n in ("time", "event")) for r in records
+        ):
             continue
-        rank_N = np.mean([_rank(each["risk"]) for each in known], axis=0)
-        parts.append(
-            pd.DataFrame(
-                {
-                    "client": client,
-                    "time": known[0]["time"].astype(float),
-                    "event": known[0]["event"].astype(bool),
-                    "third": _divide(rank_N),
-                }
-            )
-        )
-    parts = [part for part in parts if len(part) >= len(THIRDS)]
+        rank_N = pd.DataFrame([r["risk"] for r in records]).rank(axis="columns").mean().rank()
+        third_N = (len(THIRDS) * (rank_N - 0.5) // rank_N.count()).fillna(-1).astype(int)
+        columns = {"time": records[0]["time"].astype(float), "event": records[0]["event"].astype(bool)}
+        if len(rank_N) >= len(THIRDS):
+            parts.append(pd.DataFrame({"client": client, **columns, "third": third_N}))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["client", "time", "event", "third"])
 
 
-def _rank(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the rank of each value, from 1; equal ones share the mean of their ranks."""
-    from scipy.stats import rankdata  # takes longer to import than a small run
-
-    return np.asarray(rankdata(values_N))
-
-
-def _divide(rank_N: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the third of each patient; equal ranks are in the same one."""
-    share_N = (_rank(rank_N) - 0.5) / max(len(rank_N), 1)
-    return np.floor(len(THIRDS) * share_N).astype(np.int64)
-
-
-def estimate_thirds(summary: RunSummary, method: str, model: str = "personal") -> Mapping[str, SurvivalCurve]:
+def estimate_thirds(summary: RunSummary, method: str, model: str = "personal") -> dict[str, pd.DataFrame]:
     """Return the survival curve of each third of the test patients that has any; empty without records."""
     patients = divide_patients(summary, method, model)
+    thirds = {name: patients[patients["third"] == number] for number, name in enumerate(THIRDS)}
     return {
-        name: estimate_survival(part["time"].to_numpy(float), part["event"].to_numpy(bool))
-        for number, name in enumerate(THIRDS)
-        if len(part := patients[patients["third"] == number])
+        name: estimate_survival(third["time"].to_numpy(float), third["event"].to_numpy(bool))
+        for name, third in thirds.items()
+        if len(third)
     }
 
 
 def tabulate_survival(summary: RunSummary, method: str, model: str = "personal") -> pd.DataFrame:
-    """Return the curves of :func:`estimate_thirds`, a row for each third and time of an event.
-
-    Columns: share without an event, its 95 % interval ``low`` to ``high``, and the number of patients ``at_risk``.
-    """
+    """Return the curves of :func:`estimate_thirds` in one frame, whose first index is the third."""
     curves = estimate_thirds(summary, method, model)
-    columns = ["share", "low", "high", "at_risk"]
-    frames = {name: pd.DataFrame(vars(curve)).set_index("time")[columns] for name, curve in curves.items()}
-    if not frames:
-        return pd.DataFrame(columns=columns)
-    return pd.concat(frames, names=["third", "time"])
+    return pd.concat(curves, names=["third"]) if curves else pd.DataFrame(columns=["share", "low", "high", "at_risk"])
 
 
 def list_survival_tables(summary: RunSummary) -> list[ReportTable]:
@@ -113,27 +85,28 @@ def list_survival_tables(summary: RunSummary) -> list[ReportTable]:
         times = [at for at in MaxNLocator(TIMES).tick_values(0, end) if 0 < at <= end]
         rows = []
         for name, curve in estimate_thirds(summary, method).items():
-            part = patients[patients["third"] == THIRDS.index(name)]
-            sure = len(part) >= FEWEST_UNITS and int(part["event"].sum()) >= FEWEST_OF_CLASS
-            cells = [_write_share(curve, at, int((part["time"] >= at).sum()), sure=sure) for at in times]
-            rows.append((name, f"{len(part):,}", f"{int(part['event'].sum()):,}", *cells))
+            third = patients[patients["third"] == THIRDS.index(name)]
+            sure = len(third) >= FEWEST_UNITS and int(third["event"].sum()) >= FEWEST_OF_CLASS
+            cells = [_write_share(curve, at, int((third["time"] >= at).sum()), sure=sure) for at in times]
+            rows.append((name, f"{len(third):,}", f"{int(third['event'].sum()):,}", *cells))
         header = ("test patients", "number", "events", *(f"at {at:g}" for at in times))
         caption = f"{method}: percent of test patients without an event, by predicted risk, and [number still observed]"
-        held = set(patients["client"])
-        lost = [name for name in map(str, summary.clients) if summary.same_test.get(name, name) not in held]
-        note = f"{NOTE} Without {join_some(lost)}: no records, or fewer than {len(THIRDS)} patients." if lost else NOTE
+        note, held = NOTE, set(patients["client"])
+        if lost := [name for name in map(str, summary.clients) if summary.same_test.get(name, name) not in held]:
+            note += f" Without {join_some(lost)}: no records, or fewer than {len(THIRDS)} patients."
+        if unranked := int((patients["third"] < 0).sum()):
+            note += f" Without {unranked} patients whose predicted risk is not a number."
         text, file = make_table(header, rows, note=note), f"survival-{to_file_name(method)}"
         tables.append(detail_table(file, caption, tabulate_survival(summary, method), text))
     return tables
 
 
-def _write_share(curve: SurvivalCurve, at: float, at_risk: int, *, sure: bool) -> str:
+def _write_share(curve: pd.DataFrame, at: float, at_risk: int, *, sure: bool) -> str:
     """Return the share without an event at a time, its interval if ``sure``, and the number of patients at risk."""
     if not at_risk:
         return MISSING
-    place = int(np.searchsorted(curve.time, at, side="right")) - 1
-    if place < 0:
+    if not (curve.index <= at).any():
         return f"100.0 [{at_risk:,}]"
-    low, high = float(curve.low[place]), float(curve.high[place])
-    between = f" ({100 * low:.1f} to {100 * high:.1f})" if sure and not math.isnan(low) else ""
-    return f"{100 * float(curve.share[place]):.1f}{between} [{at_risk:,}]"
+    share, low, high = 100 * curve.loc[curve.index <= at, ["share", "low", "high"]].iloc[-1]
+    between = f" ({low:.1f} to {high:.1f})" if sure and low >= 0 else ""
+    return f"{share:.1f}{between} [{at_risk:,}]"

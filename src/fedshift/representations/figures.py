@@ -6,7 +6,6 @@ Both show the first seed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from ..analysis.similarity import Reals
-from ..report.figures import FigurePanel, save_each
+from ..report.figures import FigurePanel
 from ..report.style import BLUE, INK, figure_settings, shorten
 from ..results.run_directory import to_file_name
 from .comparison import RepresentationComparison
@@ -25,44 +24,41 @@ _CELL = 1.15  # inches
 _GAP = 2  # pixels between maps
 
 
-def save_panels(found: RepresentationComparison, directory: Path) -> list[Path]:
-    """Write every picture as SVG, PDF, and PNG at 200 dpi; return the paths."""
-    return [path for panel in draw_panels(found) for path in save_each({panel.name: panel.figure}, directory)]
-
-
 def draw_panels(found: RepresentationComparison) -> Iterator[FigurePanel]:
     """Draw a picture of maps for each client, if samples are images, and of statistics for each BatchNorm layer."""
-    for number, (client, image) in enumerate(found.images.items(), start=1):
-        if any(drawn.maps.get(client) for drawn in found.drawn.values()):
-            with figure_settings():
+    with figure_settings():
+        for number, (client, image) in enumerate(found.images.items(), start=1):
+            if any(drawn.maps.get(client) for drawn in found.drawn.values()):
                 yield _draw_maps(found, client, f"maps-{number:02d}-{to_file_name(client)[:40]}".rstrip("-"), image)
-    for layer in dict.fromkeys(layer for drawn in found.drawn.values() for layer in drawn.server):
-        with figure_settings():
+        for layer in dict.fromkeys(layer for drawn in found.drawn.values() for layer in drawn.statistics):
             yield _draw_statistics(found, layer)
 
 
 def _draw_maps(found: RepresentationComparison, client: str, name: str, image: NDArray[np.generic]) -> FigurePanel:
     rows = {method: drawn.maps[client] for method, drawn in found.drawn.items() if drawn.maps.get(client)}
     layers = list(dict.fromkeys(layer for maps in rows.values() for layer in maps))
-    figure = Figure(figsize=(1.0 + _CELL * (1 + len(layers)), 0.45 + _CELL * len(rows)), layout="constrained")
-    figure.suptitle(shorten(f"Feature maps for {client}", 60), x=0.02, ha="left", fontsize=9, fontweight="bold")
-    grid = figure.subplots(len(rows), 1 + len(layers), squeeze=False)
-    for axes in grid.flat:
-        axes.set_axis_off()
+    size = (1.0 + _CELL * (1 + len(layers)), 0.45 + _CELL * len(rows))
+    figure, grid = _make_grid(f"Feature maps for {shorten(client, 42)}", size, len(rows), 1 + len(layers))
     for axes, title in zip(grid[0], ("test image", *layers), strict=True):
         axes.set_title(shorten(title, 18), fontsize=8, fontweight="normal", loc="center")
     for line, (method, maps) in zip(grid, rows.items(), strict=True):
         line[0].text(-0.1, 0.5, shorten(method, 16), transform=line[0].transAxes, ha="right", va="center")
         line[0].imshow(_to_picture(image), cmap="gray", vmin=0, vmax=1, interpolation="none")
-        for axes, layer in zip(line[1:], layers, strict=True):
+        for axes, layer in zip(line, ("", *layers), strict=True):
+            axes.set_axis_off()
             if layer in maps:
                 axes.imshow(tile_maps(maps[layer]), cmap="cividis", interpolation="none")
-    return FigurePanel(
-        name=name,
-        figure=figure,
-        description=f"The first feature maps of {', '.join(layers)} for a test image of {client}, by its model under "
-        f"{', '.join(rows)}. Each map is scaled from its least to its greatest value.",
+    description = (
+        f"The first feature maps of {', '.join(layers)} for a test image of {client}, by its model under "
+        f"{', '.join(rows)}. Each map is scaled from its least to its greatest value."
     )
+    return FigurePanel(name=name, figure=figure, description=description)
+
+
+def _make_grid(title: str, size: tuple[float, float], rows: int, columns: int) -> tuple[Figure, NDArray[np.object_]]:
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, x=0.02, ha="left", fontsize=9, fontweight="bold")
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _to_picture(image: NDArray[np.generic]) -> NDArray[np.float64]:
@@ -77,11 +73,11 @@ def _to_picture(image: NDArray[np.generic]) -> NDArray[np.float64]:
 def tile_maps(maps: Reals) -> NDArray[np.float64]:
     """Tile the first maps of ``[C, H, W]`` in :data:`SIDE` rows and columns, each scaled to 0..1, with NaN between."""
     count, high, wide = min(len(maps), SIDE**2), *maps.shape[1:]
-    made = np.full((SIDE * (high + _GAP) - _GAP, SIDE * (wide + _GAP) - _GAP), np.nan)
+    tiles = np.full((SIDE * (high + _GAP) - _GAP, SIDE * (wide + _GAP) - _GAP), np.nan)
     for number in range(count):
         top, left = (high + _GAP) * (number // SIDE), (wide + _GAP) * (number % SIDE)
-        made[top : top + high, left : left + wide] = _rescale(maps[number])
-    return made
+        tiles[top : top + high, left : left + wide] = _rescale(maps[number])
+    return tiles
 
 
 def _rescale(values: NDArray[np.generic]) -> NDArray[np.float64]:
@@ -93,30 +89,26 @@ def _rescale(values: NDArray[np.generic]) -> NDArray[np.float64]:
 
 
 def _draw_statistics(found: RepresentationComparison, layer: str) -> FigurePanel:
-    rows = {method: drawn for method, drawn in found.drawn.items() if layer in drawn.server}
-    one, other = found.clients[0], next(iter(found.clients[1:]), None)
-    against = [*([other] if other else []), "server"]
-    figure = Figure(figsize=(0.9 + 3.2 * len(against), 0.7 + 1.6 * len(rows)), layout="constrained")
-    figure.suptitle(f"Running statistics of {shorten(layer, 30)}", x=0.02, ha="left", fontsize=9, fontweight="bold")
-    grid = figure.subplots(len(rows), 2 * len(against), squeeze=False)
+    """Draw a row of panels for each method: the first client's statistics against the second's and the server's."""
+    rows = {method: drawn for method, drawn in found.drawn.items() if layer in drawn.statistics}
+    first, *second = found.clients[:2]
+    against = [*second, "server"]
+    size = (0.9 + 3.2 * len(against), 0.7 + 1.6 * len(rows))
+    figure, grid = _make_grid(f"Running statistics of {shorten(layer, 30)}", size, len(rows), 2 * len(against))
     for line, (method, drawn) in zip(grid, rows.items(), strict=True):
-        first, facing = drawn.clients[layer][one], [drawn.server[layer]]
-        if other:
-            facing.insert(0, drawn.clients[layer][other])
-        panels = iter(line)
-        for kind in ("mean", "variance"):
-            for name, second in zip(against, facing, strict=True):
-                axes = next(panels)
-                _draw_dots(axes, getattr(first, kind), getattr(second, kind))
-                axes.set_title(f"{kind}, {shorten(name, 12)}", fontsize=8, fontweight="normal")
+        server, clients = drawn.statistics[layer]
+        others = [*(clients[name] for name in second), server]
+        panels = [
+            (kind, name, other) for kind in ("mean", "variance") for name, other in zip(against, others, strict=True)
+        ]
+        for axes, (kind, name, other) in zip(line, panels, strict=True):
+            _draw_dots(axes, getattr(clients[first], kind), getattr(other, kind))
+            axes.set_title(f"{kind}, {shorten(name, 12)}", fontsize=8, fontweight="normal")
         line[0].set_ylabel(shorten(method, 16), fontweight="bold")
-    figure.supxlabel(f"across: {shorten(one, 20)}; upwards: the other; a dot: a channel; line: equal", fontsize=8)
-    return FigurePanel(
-        name=f"batchnorm-{to_file_name(layer)}",
-        figure=figure,
-        description=f"Running means and variances of {layer} by channel under {', '.join(rows)}: {one} against "
-        f"{' and '.join(against)}.",
-    )
+    figure.supxlabel(f"across: {shorten(first, 20)}; upwards: the other; a dot: a channel; line: equal", fontsize=8)
+    compared = f"{first} against {' and '.join(against)}"
+    description = f"Running means and variances of {layer} by channel under {', '.join(rows)}: {compared}."
+    return FigurePanel(name=f"batchnorm-{to_file_name(layer)}", figure=figure, description=description)
 
 
 def _draw_dots(axes: Axes, x: Reals, y: Reals) -> None:

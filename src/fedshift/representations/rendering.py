@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -12,8 +11,6 @@ from rich.console import RenderableType
 from ..analysis.statistics import mean_and_std
 from ..report.formatting import TextTable, explain_spread, format_mean, make_table, to_terminal, write_table
 from .comparison import DISTANCES, RepresentationComparison
-
-PAIRS = ("client-client", "server-client")
 
 
 def render_comparison(found: RepresentationComparison) -> Iterator[RenderableType]:
@@ -35,67 +32,50 @@ def render_comparison(found: RepresentationComparison) -> Iterator[RenderableTyp
 def list_notes(found: RepresentationComparison) -> Iterator[str]:
     """Yield a sentence about each gap."""
     pooled = [method for method, drawn in found.drawn.items() if not drawn.maps]
-    plain = [method for method, drawn in found.drawn.items() if drawn.maps and not drawn.server]
     if pooled:
         yield f"All data are pooled, so there are no clients' models: {', '.join(pooled)}."
-    broken = [
-        f"{method} with seed {seed}"
-        for method, several in found.similarity.items()
-        for seed, own in zip(found.seeds, several, strict=True)
-        if method not in pooled and math.isnan(own.server_client)
-    ]
-    if broken:
-        yield f"Feature maps are not finite, so similarities are left out: {', '.join(broken)}."
+    rows = found.similarity
+    broken = rows[rows["server_client"].isna() & ~rows["method"].isin(pooled)]
+    if len(broken):
+        trials = ", ".join(f"{row.method} with seed {row.seed}" for row in broken.itertuples())
+        yield f"Feature maps are not finite, so similarities are left out: {trials}."
+    plain = [method for method, drawn in found.drawn.items() if drawn.maps and not drawn.statistics]
     if plain:
         yield f"No BatchNorm layer with running statistics: {', '.join(plain)}."
 
 
 def write_tables(found: RepresentationComparison, directory: Path) -> list[Path]:
     """Write both tables as Markdown, LaTeX and CSV (a line per seed) to ``directory``; return the paths."""
-    paths = write_table(directory, "similarity", similarity_table(found), similarity_frame(found))
+    frame = found.similarity.set_index(["method", "seed"])
+    paths = write_table(directory, "similarity", similarity_table(found), frame)
     if len(found.distances):
         frame = found.distances.set_index(["method", "seed", "layer"])
         paths += write_table(directory, "batchnorm", distance_table(found), frame)
     return paths
 
 
-def similarity_frame(found: RepresentationComparison) -> pd.DataFrame:
-    """Return a row for each method and seed: ``layer``, ``client_client`` and ``server_client``."""
-    rows = [
-        (method, seed, found.layers[method], own.client_client, own.server_client)
-        for method, several in found.similarity.items()
-        for seed, own in zip(found.seeds, several, strict=True)
-    ]
-    columns = ["method", "seed", "layer", "client_client", "server_client"]
-    return pd.DataFrame(rows, columns=columns).set_index(["method", "seed"])
-
-
 def similarity_table(found: RepresentationComparison) -> TextTable:
     """Return a row for each method."""
-    rows = [
-        (method, *(_format_cell(getattr(own, pair.replace("-", "_")) for own in several) for pair in PAIRS))
-        for method, several in found.similarity.items()
-    ]
-    return _make_table((f"maps of {_list_layers(found)}", *PAIRS), rows, found)
+    header = (f"maps of {_list_layers(found)}", "client-client", "server-client")
+    return _summarize(found, found.similarity, ["method"], ["client_client", "server_client"], header)
 
 
 def distance_table(found: RepresentationComparison) -> TextTable:
     """Return a row for each method and BatchNorm layer."""
-    groups = found.distances.groupby(["method", "layer"], sort=False)
-    rows = [
-        (" ".join(map(str, names)), *(_format_cell(rows[column]) for column in DISTANCES)) for names, rows in groups
-    ]
     columns = (f"{whose}: {what}" for whose in ("clients", "server") for what in ("means", "variances"))
-    return _make_table(("running statistics of", *columns), rows, found)
+    return _summarize(found, found.distances, ["method", "layer"], DISTANCES, ("running statistics of", *columns))
+
+
+def _summarize(
+    found: RepresentationComparison, frame: pd.DataFrame, keys: list[str], columns: Sequence[str], header: Sequence[str]
+) -> TextTable:
+    """Return mean (std) over seeds of ``columns``, with a row for each group of ``keys``."""
+    rows = [
+        (" ".join(map(str, names)), *(format_mean(*mean_and_std(group[column]), ".3f") for column in columns))
+        for names, group in frame.groupby(keys, sort=False)
+    ]
+    return make_table(header, rows, note=explain_spread(len(found.seeds)))
 
 
 def _list_layers(found: RepresentationComparison) -> str:
-    return ", ".join(dict.fromkeys(found.layers.values()))
-
-
-def _format_cell(values: Iterable[float]) -> str:
-    return format_mean(*mean_and_std(values), ".3f")
-
-
-def _make_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]], found: RepresentationComparison) -> TextTable:
-    return make_table(header, rows, note=explain_spread(len(found.seeds)))
+    return ", ".join(dict.fromkeys(found.similarity["layer"]))

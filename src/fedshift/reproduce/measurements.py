@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,22 +17,17 @@ from ..experiments.restoration import restore_trial, select_trials
 from ..experiments.run_queue import read_outcome
 from ..new_clients.policies import evaluate_model, make_models
 from ..new_clients.site_data import load_site
-from ..report.claims import grid_variance
 from ..report.concordance import pair_losses
-from ..report.tables import metric_history, seed_table, select_reported_rows
+from ..report.tables import metric_history, seed_table
 from ..report.target_metric import find_best
-from ..representations import RepresentationComparison, collect_comparison
+from ..representations import RepresentationComparison, compare_representations
 from ..results.schema import RunSummary, compute_metric, rows_to_frame
 from ..results.summary import read_summary
 from ..utils.threads import limit_threads
 from .planning import ADAPTED, DISCORDANCE, FINAL, CellPlan
 from .published_tables import Table
-from .recipes import run_name
-
-
-def run_folder(spec: RunSpec, directory: Path) -> Path:
-    """Return the folder in ``directory`` for the run of ``spec``."""
-    return directory / "runs" / run_name(spec)
+from .recipes import base_name, load_recipes
+from .results import run_folder
 
 
 def load_features(spec: RunSpec, directory: Path) -> RepresentationComparison | None:
@@ -44,52 +39,48 @@ def load_features(spec: RunSpec, directory: Path) -> RepresentationComparison | 
     if read_outcome(folder, {}):
         return None
     with limit_threads(spec.threads):
-        return collect_comparison(select_trials(make_experiment(spec)), folder, "give the same command again")
+        return compare_representations(select_trials(make_experiment(spec)), folder, "give the same command again")
 
 
-class FinishedRuns:
+def measure_cells(
+    table: Table, cells: Sequence[CellPlan], directory: Path
+) -> tuple[dict[tuple[int, int], tuple[float, ...]], list[str]]:
+    """Return each cell's values for all seeds, by row and column, and notes on data smaller than published.
+
+    Missing values are NaN; cells without any are omitted.
+    """
+    runs = _FinishedRuns(directory)
+    values = {(cell.row, cell.column): tuple(runs.measure(table, cell)) for cell in cells}
+    published, sizes = load_recipes().get("published", {}), dict[str, int]()
+    for cell in cells:
+        count = sum(splits["train"] for splits in runs.read(cell.spec).clients.values())
+        sizes[cell.spec.data] = max(count, sizes.get(cell.spec.data, 0))
+    fewer = [
+        f"{size:,} training samples of {base_name(data)}'s {whole:,}"
+        for data, size in sizes.items()
+        if size < (whole := published.get(data, published.get(base_name(data), 0)))
+    ]
+    return {cell: seeds for cell, seeds in values.items() if not all(map(math.isnan, seeds))}, fewer
+
+
+class _FinishedRuns:
     """Finished runs in ``directory``, each read once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.read: Callable[[Path], RunSummary] = cache(read_summary)
-        self._features = cache(load_features)
+        self._summaries, self._features = cache(read_summary), cache(load_features)
         self._newcomers: dict[tuple[object, ...], ClientData] = {}
 
-    def measure_cells(self, table: Table, cells: Sequence[CellPlan]) -> dict[tuple[int, int], tuple[float, ...]]:
-        """Return each cell's values for all seeds, by row and column; missing values are NaN, empty cells omitted."""
-        values = {(cell.row, cell.column): tuple(self._values(table, cell)) for cell in cells}
-        return {key: seeds for key, seeds in values.items() if not all(map(math.isnan, seeds))}
+    def read(self, spec: RunSpec) -> RunSummary:
+        """Return the results of the run of ``spec``."""
+        return self._summaries(run_folder(spec, self._directory))
 
-    def measure_grids(self, table: Table, cells: Sequence[CellPlan]) -> dict[tuple[int, int], float]:
-        """Return the variance due to the grid of counts by row and column, for cells with measures based on counts."""
-        counted = (cell for cell in cells if cell.measure in (FINAL, "best"))
-        return {(cell.row, cell.column): self._grid(table, cell) for cell in counted}
-
-    def _grid(self, table: Table, cell: CellPlan) -> float:
-        summary = self.read(run_folder(cell.spec, self._directory))
-        metric, client = (table.metric, cell.client) if cell.measure == FINAL else (summary.metric, None)
-        rows = select_reported_rows(summary)
-        rows = rows[rows["client"].isin(_clients(summary, client))] if client else rows
-        variances = rows.assign(grid=grid_variance(rows, metric)).groupby("seed")["grid"]
-        mean = (variances.sum() / variances.count() ** 2).mean()
-        return 0.0 if math.isnan(mean) else float(mean) * (100.0**2 if table.unit == "percent" else 1.0)
-
-    def count_training_samples(self, cells: Sequence[CellPlan]) -> Mapping[str, int]:
-        """Return the total number of training samples in the largest run on each data set."""
-        sizes: dict[str, int] = {}
-        for cell in cells:
-            summary = self.read(run_folder(cell.spec, self._directory))
-            count = sum(parts["train"] for parts in summary.clients.values())
-            sizes[cell.spec.data] = max(count, sizes.get(cell.spec.data, 0))
-        return sizes
-
-    def _values(self, table: Table, cell: CellPlan) -> list[float]:
-        factor = 100.0 if table.unit == "percent" else 1.0
-        folder = run_folder(cell.spec, self._directory)
-        summary = self.read(folder)
+    def measure(self, table: Table, cell: CellPlan) -> list[float]:
+        """Return the number of ``cell`` for each seed."""
+        summary = self.read(cell.spec)
         if not (summary.rows["moment"] == "loaded").any():  # the run diverged before it was measured
             return []
+        factor = 100.0 if table.unit == "percent" else 1.0
         if cell.measure == FINAL:
             return [factor * value for value in _final_metric(summary, table.metric, cell.client, cell.moment)]
         if cell.measure == "best":
@@ -97,29 +88,26 @@ class FinishedRuns:
         if cell.measure == "rounds":
             return find_best(summary)["round"].tolist()
         if cell.measure == DISCORDANCE and cell.twin:
-            twin = self.read(run_folder(cell.twin, self._directory))
-            return [compute_discordance(*losses) for losses in pair_losses(_macro_loss(summary), _macro_loss(twin))]
-        if cell.measure == ADAPTED and cell.newcomer:
-            return [factor * value for value in self._adapted_metric(cell, cell.newcomer, table.metric)]
+            pairs = pair_losses(_macro_loss(summary), _macro_loss(self.read(cell.twin)))
+            return [compute_discordance(*losses) for losses in pairs]
+        if cell.measure == ADAPTED:
+            return [factor * value for value in self._adapted_metric(cell, table.metric)]
         comparison = self._features(cell.spec, self._directory)
-        (seeds,) = comparison.similarity.values() if comparison else ([],)
-        return [float(getattr(similarity, cell.measure)) for similarity in seeds]
+        return comparison.similarity[cell.measure].tolist() if comparison else []
 
-    def _adapted_metric(self, cell: CellPlan, data: str, metric: str) -> list[float]:
-        """Return the metric on a client of ``data`` that never trained, by seed.
+    def _adapted_metric(self, cell: CellPlan, metric: str) -> list[float]:
+        """Return the metric on a client of the newcomer's data, which never trained, by seed.
 
         For a method with personal BatchNorm, statistics are estimated on the newcomer's inputs (appendix G).
         """
-        folder = run_folder(cell.spec, self._directory)
-        spec, experiment = cell.spec, select_trials(make_experiment(cell.spec))
-        (method,), name = experiment.methods, str(cell.client)
-        key = name, data, experiment.data.sample_shape
+        experiment, name = select_trials(make_experiment(cell.spec)), str(cell.client)
+        key = name, cell.newcomer, experiment.data.sample_shape
         if key not in self._newcomers:
-            self._newcomers[key] = load_site(data, spec, experiment.data.schema, name).client(name)
-        newcomer = self._newcomers[key]
-        rows = []
+            self._newcomers[key] = load_site(cell.newcomer, cell.spec, experiment.data.schema, name).client(name)
+        newcomer, rows = self._newcomers[key], []
         for seed in experiment.seeds:
-            trial = restore_trial(experiment, folder, method.label, seed)
+            folder = run_folder(cell.spec, self._directory)
+            trial = restore_trial(experiment, folder, experiment.methods[0].label, seed)
             policies = ("reestimate",) if trial.plan.personalizes else ()
             (model,) = make_models(trial, {name: newcomer.train}, policies)
             rows.append(evaluate_model(trial, model, newcomer))
@@ -127,20 +115,12 @@ class FinishedRuns:
 
 
 def _final_metric(summary: RunSummary, metric: str, client: str | None, moment: str) -> list[float]:
-    """Return the metric of ``client`` in the reported round at ``moment``, by seed.
-
-    It is the mean over the clients of the data set with that name, or (None) over all clients.
-    """
+    """Return the mean metric of all clients (None), or of those that hold the data named ``client``, by seed."""
     values = seed_table(summary, metric, moment=moment)
     if client is None:
         return values.T["macro"].tolist()
-    rows = _clients(summary, client)
+    rows = [name for name in summary.clients if name == client or name.startswith(f"{client}-")]
     return values.loc[rows].mean().tolist() if rows else []
-
-
-def _clients(summary: RunSummary, client: str) -> list[str]:
-    """Return the clients named ``client``, or with parts of the data set of that name."""
-    return [name for name in summary.clients if name == client or name.startswith(f"{client}-")]
 
 
 def _macro_loss(summary: RunSummary) -> pd.Series:

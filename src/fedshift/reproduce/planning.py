@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.spec import RunSpec
-from ..utils.errors import UsageError
-from .published_tables import Block, Table, load_tables
+from .published_tables import PICTURES, Block, Table
 from .recipes import (
     ReproductionOptions,
     StandIn,
@@ -44,7 +43,7 @@ class CellPlan:
     measure: str = FINAL
     moment: str = LOADED
     twin: RunSpec | None = None
-    newcomer: str | None = None
+    newcomer: str = ""
 
     @property
     def specs(self) -> tuple[RunSpec, ...]:
@@ -67,17 +66,14 @@ class PanelPlan:
 class TablePlan:
     """Runs for the ``cells`` of a block or the ``panels`` of a figure, ``missing`` data, and ``notes`` on stand-ins.
 
-    ``stood``: notes by the name of the replaced data; each lists the excluded clients with the reason. ``shown``: the
-    replacement for each of the paper's clients. ``asked``: the runs as in the paper.
+    ``shown``: the replacement for each of the paper's clients.
     """
 
     cells: tuple[CellPlan, ...] = ()
     panels: tuple[PanelPlan, ...] = ()
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    stood: Mapping[str, str] = field(default_factory=dict)
-    shown: Mapping[str, str]
-    asked: tuple[RunSpec, ...] = ()
+    shown: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def specs(self) -> tuple[RunSpec, ...]:
@@ -87,89 +83,62 @@ class TablePlan:
         return tuple(dict.fromkeys(itertools.chain(of_cells, of_panels)))
 
 
-def list_runnable() -> tuple[str, ...]:
-    """Return the keys of the tables and figures that have a recipe."""
-    return tuple(key for key, table in load_tables().items() if find_recipe(table) is not None)
+def make_plans(table: Table, options: ReproductionOptions) -> list[tuple[Block, TablePlan]]:
+    """Return a plan for each block of a table, and for the panels in its recipe, if any (:data:`.PICTURES`)."""
+    recipe, plans = find_recipe(table), []
+    for block in (*table.blocks, *([PICTURES] if recipe.get("panels") else [])):
+        locator = _DataLocator(options)
+        panels = tuple(_plan_panels(table, recipe, locator, options)) if block is PICTURES else ()
+        cells = tuple(_plan_cells(recipe, block, locator, options))
+        plans.append((block, TablePlan(cells=cells, panels=panels, **locator.facts)))
+    return plans
 
 
-def plan_block(table: Table, block: Block, options: ReproductionOptions) -> TablePlan:
-    """Return the runs of ``block`` according to ``table``'s recipe. Raises :class:`UsageError` if there is none."""
-    recipe, locator = _find_recipe(table), _DataLocator(options)
-    cells, twins = [], _find_twins(recipe, block)
-    for row, (keys, numbers) in enumerate(block.rows):
-        coordinates = {**block.keys, **keys}
+def _plan_cells(
+    recipe: Mapping[str, Any], block: Block, locator: _DataLocator, options: ReproductionOptions
+) -> Iterator[CellPlan]:
+    twins = {(keys.get("data"), keys.get("model")): keys for keys in block.keyed if keys["method"] == "centralized"}
+    for row, (keys, (_, numbers)) in enumerate(zip(block.keyed, block.rows, strict=True)):
         for column, (name, printed) in enumerate(zip(block.columns, numbers, strict=True)):
             if printed is None:
                 continue
-            keyed = {**coordinates, block.by: name} if block.by not in ("metric", "pair", "client") else coordinates
+            keyed = {**keys, block.by: name} if block.by not in ("metric", "pair", "client") else keys
             measure = recipe.get("measures", {}).get(name, FINAL)
             if measure == ADAPTED and not locator.is_available(recipe["adapted"]):
                 continue
             asked = make_spec(recipe, keyed, options)
             spec, substitute = locator.locate(asked, sized=block.by == "samples")
-            client = name if block.by == "client" else coordinates.get("client", "average")
+            client = name if block.by == "client" else keys.get("client", "average")
             client = None if client == "average" else str(client)
+            if spec and substitute and client and measure != ADAPTED:
+                client = locator.substitute(asked, client, substitute)
+                spec = spec if client in str(spec.domains).split(",") else None
             if spec is None:
                 continue
-            if substitute and client and measure != ADAPTED:
-                if client not in substitute.columns:
-                    locator.exclude(asked.data, client)
-                client = substitute.columns.get(client)
-                if client not in str(spec.domains).split(","):
-                    continue
-            moment = LOADED if client and client == spec.newcomers else recipe.get("moment", LOADED)
             twin = None
             if measure == DISCORDANCE:
-                twin, _ = locator.locate(make_spec(recipe, twins[coordinates["data"], coordinates["model"]], options))
-            cells.append(
-                CellPlan(
-                    row=row, column=column, spec=spec, client=client, measure=measure, moment=moment,
-                    twin=twin, newcomer=recipe["adapted"] if measure == ADAPTED else None,
-                )
+                twin, _ = locator.locate(make_spec(recipe, twins[keys["data"], keys["model"]], options))
+            yield CellPlan(
+                row=row, column=column, spec=spec, client=client, measure=measure, twin=twin,
+                moment=LOADED if client and client == spec.newcomers else recipe.get("moment", LOADED),
+                newcomer=recipe["adapted"] if measure == ADAPTED else "",
             )  # fmt: skip
-    return TablePlan(cells=tuple(cells), **locator.facts)
 
 
-def plan_panels(table: Table, options: ReproductionOptions) -> TablePlan:
-    """Return the runs of the panels in ``table``'s recipe, if any. Raises the same errors as :func:`plan_block`."""
-    recipe, locator = _find_recipe(table), _DataLocator(options)
-    panels = []
+def _plan_panels(
+    table: Table, recipe: Mapping[str, Any], locator: _DataLocator, options: ReproductionOptions
+) -> Iterator[PanelPlan]:
     for panel in recipe.get("panels", ()):
         points: list[tuple[Mapping[str, Any], RunSpec]] = []
         over = panel.get("over", {})
+        default = {"evaluations": 30} if panel["x"] == "round" else {}
         for values in itertools.product(*over.values()) if over else ():
             keys = dict(zip(over, values, strict=True))
-            default = {"evaluations": 30} if panel["x"] == "round" else {}
             spec, _ = locator.locate(make_spec({**default, **recipe}, keys, options), sized="samples" in keys)
-            if spec is not None:
-                points.append((keys, spec))
+            points += [(keys, spec)] if spec else []
         if points or not over:
             name = "-".join(filter(None, (table.name, panel.get("name"))))
-            panels.append(PanelPlan(name=name, x=panel["x"], y=panel["y"], by=panel.get("by"), points=tuple(points)))
-    return TablePlan(panels=tuple(panels), **locator.facts)
-
-
-def select_blocks(table: Table, version: str | None = None) -> list[Block]:
-    """Return the blocks of one version of the table, by default the last.
-
-    Raises :class:`UsageError` if the table does not have that version.
-    """
-    versions = list(dict.fromkeys(block.version for block in table.blocks))
-    if version is not None and version not in versions:
-        known = ", ".join(filter(None, versions)) or "one version only"
-        raise UsageError(f"version={version!r}: {table.key} has {known}")
-    wanted = version if version is not None else next(reversed(versions), "")
-    return [block for block in table.blocks if block.version == wanted]
-
-
-def make_plans(
-    table: Table, options: ReproductionOptions, version: str | None = None
-) -> Iterator[tuple[Block | None, TablePlan]]:
-    """Yield a plan for each block of a table, and a plan for its panels (block None)."""
-    for block in select_blocks(table, version):
-        yield block, plan_block(table, block, options)
-    if _find_recipe(table).get("panels"):
-        yield None, plan_panels(table, options)
+            yield PanelPlan(name=name, x=panel["x"], y=panel["y"], by=panel.get("by"), points=tuple(points))
 
 
 class _DataLocator:
@@ -178,32 +147,32 @@ class _DataLocator:
     def __init__(self, options: ReproductionOptions) -> None:
         self._options = options
         self._missing: dict[str, None] = {}
-        self._stood: dict[str, _Substitution] = {}
+        self._substitutions: dict[str, _Substitution] = {}
         self._lighter_notes: dict[str, None] = {}
-        self._asked: dict[RunSpec, None] = {}
 
     def locate(self, spec: RunSpec, *, sized: bool = False) -> tuple[RunSpec | None, StandIn | None]:
         """Return ``spec`` with available data (None if there are none), and the substitute for its own data, if any.
 
         ``sized``: the run compares numbers of samples, so that fewer are not acceptable.
         """
-        self._asked[spec] = None
         if is_present(spec.data, self._options.root):
             return self._lighten(select_published_samples(spec)), None
-        substitute = find_stand_in(spec.data, self._options.root)
+        substitute, samples = find_stand_in(spec.data, self._options.root), spec.samples or 0
         if substitute is None:
             self._missing[base_name(spec.data)] = None
             return None, None
-        substitution = self._stood.setdefault(base_name(spec.data), _Substitution(stand=substitute))
-        if sized and (spec.samples or 0) > (substitute.most or math.inf):
-            substitution.too_few.add(spec.samples or 0)
+        substitution = self._substitutions.setdefault(base_name(spec.data), _Substitution(stand=substitute))
+        if sized and samples > (substitute.most or math.inf):
+            substitution.too_few.add(samples)
             return None, None
-        substitution.samples.add(spec.samples or 0)
+        substitution.samples.add(samples)
         return self._lighten(move_to_stand_in(spec, substitute)), substitute
 
-    def exclude(self, data: str, client: str) -> None:
-        """Record that there is no replacement for ``client`` of ``data``."""
-        self._stood[base_name(data)].excluded[client] = None
+    def substitute(self, spec: RunSpec, client: str, stand: StandIn) -> str | None:
+        """Return the replacement for ``client`` of the data in ``spec``; note if there is none."""
+        if client not in stand.columns:
+            self._substitutions[base_name(spec.data)].excluded[client] = None
+        return stand.columns.get(client)
 
     def is_available(self, data: str) -> bool:
         """Return whether ``data``, which have no substitute, are present."""
@@ -221,11 +190,11 @@ class _DataLocator:
     @property
     def facts(self) -> dict[str, Any]:
         """Fields of :class:`TablePlan` other than its runs."""
-        notes = {data: substitution.note for data, substitution in self._stood.items()}
-        clients = (substitution.clients.items() for substitution in self._stood.values())
+        notes = dict.fromkeys(substitution.note for substitution in self._substitutions.values())
+        clients = (substitution.clients.items() for substitution in self._substitutions.values())
         return {
-            "missing": tuple(self._missing), "notes": (*dict.fromkeys(notes.values()), *self._lighter_notes),
-            "stood": notes, "shown": dict(itertools.chain.from_iterable(clients)), "asked": tuple(self._asked),
+            "missing": tuple(self._missing), "notes": (*notes, *self._lighter_notes),
+            "shown": dict(itertools.chain.from_iterable(clients)),
         }  # fmt: skip
 
 
@@ -252,32 +221,17 @@ class _Substitution:
     def note(self) -> str:
         """Sentence about the substitute data and excluded clients."""
         stand, used = self.stand, self.clients
-        parts = [stand.note.format(clients=", ".join(used.values()))]
+        clauses = [stand.note.format(clients=", ".join(used.values()))]
         for column, name in sorted(stand.columns.items()):
             if asked := [samples for samples in self.samples if column not in stand.columns_with(samples)]:
                 have = f"{name} has {stand.least[column]:,} training samples of the {_range(asked)} asked for"
-                parts.append(f"{column} is left out{' of some runs' if column in used else ''}: {have}")
-        parts += [f"{client} is left out: it has no substitute" for client in self.excluded]
+                clauses.append(f"{column} is left out{' of some runs' if column in used else ''}: {have}")
+        clauses += [f"{client} is left out: it has no substitute" for client in self.excluded]
         if self.too_few:
-            parts.append(f"{_range(self.too_few)} samples a client are left out: there are {stand.most:,} at most")
-        return "; ".join(parts)
+            clauses.append(f"{_range(self.too_few)} samples a client are left out: there are {stand.most:,} at most")
+        return "; ".join(clauses)
 
 
 def _range(numbers: Collection[int]) -> str:
     """Return the smallest and largest of ``numbers`` as text, or the only one."""
     return " to ".join(f"{number:,}" for number in dict.fromkeys((min(numbers), max(numbers))))
-
-
-def _find_recipe(table: Table) -> Mapping[str, Any]:
-    recipe = find_recipe(table)
-    if recipe is None:
-        raise UsageError(f"{table.key} has no recipe: {', '.join(list_runnable())} have one")
-    return recipe
-
-
-def _find_twins(recipe: Mapping[str, Any], block: Block) -> Mapping[tuple[object, object], Mapping[str, Any]]:
-    """Return the row of centralized training for each data set and model, if the block has a discordance."""
-    rows: Iterable[Mapping[str, Any]] = ({**block.keys, **keys} for keys, _ in block.rows)
-    if DISCORDANCE not in recipe.get("measures", {}):
-        return {}
-    return {(row["data"], row["model"]): row for row in rows if row["method"] == "centralized"}

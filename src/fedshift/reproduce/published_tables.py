@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..utils.errors import unknown_name
 
@@ -25,22 +25,20 @@ PAPERS = {
 }
 
 
-@dataclass(frozen=True)
-class PublishedValue:
+class PublishedValue(NamedTuple):
     """A printed number: mean, standard deviation (if any), and ``unit``, the value of a 1 in its last digit."""
 
     mean: float
     std: float = math.nan
     unit: float = 0.0
 
-    @staticmethod
-    def of(text: str) -> PublishedValue | None:
-        """Return the value of ``"62.87 (1.49)"`` or ``"62.87"``; None for ``""``."""
-        if not text:
-            return None
-        mean, _, std = text.partition(" (")
-        unit = 10.0 ** -len(mean.partition(".")[2])
-        return PublishedValue(float(mean), float(std.removesuffix(")")) if std else math.nan, unit)
+
+def parse_value(text: str) -> PublishedValue | None:
+    """Return the value of ``"62.87 (1.49)"`` or ``"62.87"``; None for ``""``."""
+    if not text:
+        return None
+    mean, _, std = text.removesuffix(")").partition(" (")
+    return PublishedValue(float(mean), float(std or "nan"), 10.0 ** -len(mean.partition(".")[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +49,19 @@ class Block:
     """
 
     version: str
-    page: int
     by: str
     columns: tuple[str, ...]
     keys: Mapping[str, Any]
     rows: tuple[tuple[Mapping[str, Any], tuple[PublishedValue | None, ...]], ...]
+
+    @property
+    def keyed(self) -> list[Mapping[str, Any]]:
+        """All keys of each row."""
+        return [{**self.keys, **keys} for keys, _ in self.rows]
+
+
+PICTURES = Block(version="", by="", columns=(), keys={}, rows=())
+"""In place of a block: the pictures of a figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +71,14 @@ class Table:
     paper: str
     name: str
     title: str
-    where: str
-    metric: str
-    unit: str
-    seeds: int
-    note: str
-    drawn: str
-    claims: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    where: str = ""
+    metric: str = "accuracy"
+    unit: str = ""
+    seeds: int = 0
+    note: str = ""
+    drawn: str = ""
+    claims: tuple[str, ...] = ()
+    blocks: tuple[Block, ...] = ()
 
     @property
     def key(self) -> str:
@@ -83,8 +89,8 @@ class Table:
 @cache
 def load_tables() -> Mapping[str, Table]:
     """Return all tables by key, grouped by paper, in the order of their numbers."""
-    paths = ((paper, path) for paper in PAPERS for path in sorted((VALUES / paper).glob("*.toml"), key=_sort_key))
-    return {table.key: table for table in (_read_table(paper, path) for paper, path in paths)}
+    paths = [path for paper in PAPERS for path in sorted((VALUES / paper).glob("*.toml"), key=_sort_key)]
+    return {table.key: table for table in map(_read_table, paths)}
 
 
 def find_table(key: str) -> Table:
@@ -96,29 +102,28 @@ def find_table(key: str) -> Table:
 
 
 def _sort_key(path: Path) -> tuple[bool, int]:
-    name = path.stem
-    return name.startswith("figure"), int("0" + "".join(filter(str.isdecimal, name)))
+    return path.stem.startswith("figure"), int("0" + "".join(filter(str.isdecimal, path.stem)))
 
 
-def _read_table(paper: str, path: Path) -> Table:
+def _read_table(path: Path) -> Table:
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     shared = {key: content[key] for key in ("data", "model") if content.get(key)}
-    blocks = tuple(_read_block(shared, values) for values in content.get("values", ()))
+    known = {each.name for each in fields(Table)}
+    facts: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items() if key in known}
+    facts |= {key: " ".join(value.split()) for key, value in facts.items() if isinstance(value, str)}
     return Table(
-        paper=paper, name=path.stem, title=content["title"], where=content.get("where", ""),
-        metric=content.get("metric", "accuracy"), unit=content.get("unit", ""), seeds=content.get("seeds", 0),
-        note=" ".join(content.get("note", "").split()), drawn=" ".join(content.get("drawn", "").split()),
-        claims=tuple(content.get("claims", ())), blocks=blocks,
+        paper=path.parent.name, name=path.stem, blocks=tuple(_read_block(shared, v) for v in content.get("values", ())),
+        **facts,
     )  # fmt: skip
 
 
 def _read_block(shared: Mapping[str, Any], values: Mapping[str, Any]) -> Block:
-    fields = {"version", "page", "columns", "by", "rows"}
+    keys = {key: value for key, value in values.items() if key not in ("version", "page", "columns", "by", "rows")}
     rows = []
     for row in values["rows"]:
-        keys = {key: value for key, value in row.items() if key not in ("cells", "paper_name")}
-        rows.append((keys, tuple(map(PublishedValue.of, row["cells"]))))
+        cells = tuple(map(parse_value, row["cells"]))
+        rows.append(({key: value for key, value in row.items() if key not in ("cells", "paper_name")}, cells))
     return Block(
-        version=values["version"], page=values["page"], by=values["by"], columns=tuple(values["columns"]),
-        keys={**shared, **{key: value for key, value in values.items() if key not in fields}}, rows=tuple(rows),
+        version=values["version"], by=values["by"], columns=tuple(values["columns"]), keys={**shared, **keys},
+        rows=tuple(rows),
     )  # fmt: skip

@@ -88,10 +88,10 @@ def load_recipes() -> Mapping[str, Any]:
     return tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8"))
 
 
-def find_recipe(table: Table) -> Mapping[str, Any] | None:
-    """Return the recipe of ``table``, merged with its paper's, or None if there is none."""
-    of_paper = load_recipes().get(table.paper, {})
-    return _merge(of_paper["all"], of_paper[table.name]) if table.name in of_paper else None
+def find_recipe(table: Table) -> Mapping[str, Any]:
+    """Return the recipe of ``table``, merged with its paper's."""
+    of_paper = load_recipes()[table.paper]
+    return _merge(of_paper["all"], of_paper[table.name])
 
 
 @cache

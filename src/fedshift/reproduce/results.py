@@ -1,169 +1,112 @@
-"""Results of reproduced tables, stored in the directory of the runs: numbers, verdict and options of each block.
-
-Only one program at a time may use the directory. ``results/<paper>/<table>-<block>.json`` is written without numbers
-when a block is started, unless it has a result already, so that the results of an interrupted table can be shown.
-"""
+"""Results of reproduced tables, stored beside the runs as ``results/<paper>/<table>-<block>.json``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from ..config.spec import RunSpec
 from ..experiments.run_queue import read_outcome
-from ..results.run_directory import LOCK, OWNER, acquire_lock
+from ..results.run_directory import LOCK, OWNER
 from ..utils.checked_json import read_checked, write_checked
-from ..utils.errors import Ref, UsageError
-from .measurements import FinishedRuns, run_folder
-from .planning import TablePlan
-from .published_tables import Block, Table
-from .recipes import ReproductionOptions, base_name, load_recipes
-from .verdict import ReproducedBlock
+from ..utils.errors import UsageError
+from .published_tables import PICTURES, Block, Table
+from .recipes import ReproductionOptions, run_name
 
 KNOWN = frozenset(("index.html", "results", "runs", LOCK, OWNER))
-"""Names of the entries in such a directory."""
+"""Names of the entries in the directory of runs and results."""
 REMOVE = "remove it and give the same command again, which keeps the runs"
 """Remedy for a stored result that cannot be used."""
 
 
-@contextmanager
-def lock_directory(directory: Path) -> Iterator[None]:
-    """Create ``directory`` if needed, and lock it against other programs inside the block.
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What finished runs gave for a ``block`` of a ``table``, or (:data:`.PICTURES`) for its pictures.
 
-    Raises :class:`UsageError` if it cannot be written, and :class:`FedshiftError` if another program has locked it.
+    ``values``: by row and column, one for each seed, NaN if missing; ``pictures``: descriptions by name of the file in
+    the paper's folder. ``notes`` describe substitutes for the paper's data and network (which are then not its ``own``)
+    and omitted clients; ``missing`` lists data without a substitute. ``shown`` maps replaced clients to their
+    substitutes. ``unfinished``: how many runs have finished, if not all have.
     """
-    try:
-        lock = acquire_lock(directory)
-    except OSError as error:
-        raise UsageError(f"{{}}: {error.strerror}; give a directory that can be written", Ref(out=directory)) from error
-    try:
-        yield
-    finally:
-        lock.release()
+
+    table: Table
+    block: Block
+    options: ReproductionOptions
+    values: Mapping[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
+    pictures: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    shown: Mapping[str, str] = field(default_factory=dict)
+    own: bool = True
+    unfinished: str = ""
+
+    @property
+    def is_faithful(self) -> bool:
+        """Return whether network, data and rounds are the paper's, so that numbers and not only methods compare."""
+        return self.own and not self.notes and self.options.scale == 1
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences about substitutes, or about smaller data of the paper's, and about missing data."""
+        sentences = [f"{'Data' if self.own else 'Stand-in'}: {note}." for note in self.notes]
+        return [*sentences, *(f"Left out: {data}, which is missing and has no substitute." for data in self.missing)]
 
 
-def to_record(options: ReproductionOptions) -> dict[str, Any]:
-    """Return ``options`` in the form stored with a result."""
-    return {**asdict(options), "root": str(options.root)}
+def run_folder(spec: RunSpec, directory: Path) -> Path:
+    """Return the folder in ``directory`` for the run of ``spec``."""
+    return directory / "runs" / run_name(spec)
 
 
-def pending_runs(specs: Sequence[RunSpec], directory: Path) -> list[RunSpec]:
+def pending_runs(specs: Iterable[RunSpec], directory: Path) -> list[RunSpec]:
     """Return the runs in ``specs`` that have not finished in ``directory``."""
     return [spec for spec in specs if read_outcome(run_folder(spec, directory), {}) is None]
 
 
-def completed_part(plan: TablePlan, directory: Path) -> TablePlan:
-    """Return ``plan`` without the cells and points whose runs have not finished in ``directory``."""
-    pending = set(pending_runs(plan.specs, directory))
-    panels = [
-        replace(panel, points=tuple(point for point in panel.points if point[1] not in pending))
-        for panel in plan.panels
-    ]
-    return replace(
-        plan,
-        cells=tuple(cell for cell in plan.cells if pending.isdisjoint(cell.specs)),
-        panels=tuple(new for new, old in zip(panels, plan.panels, strict=True) if new.points or not old.points),
-    )
-
-
-def record_start(table: Table, block: Block, options: ReproductionOptions, plan: TablePlan, directory: Path) -> None:
-    """Store the options for running ``block``, unless it has a result."""
-    if not read_record(table, block, directory):
-        empty = ReproducedBlock(
-            table=table, block=block, scale=options.scale, seeds=options.seeds, values={}, shown=plan.shown,
-            missing=plan.missing, part=_describe_part(plan, directory),
-        )  # fmt: skip
-        _write_record(empty, options, directory)
-
-
-def compare_block(
-    table: Table, block: Block, options: ReproductionOptions, plan: TablePlan, directory: Path
-) -> ReproducedBlock:
-    """Return ``block`` with values from the finished runs of ``plan`` in ``directory``, and store it there."""
-    runs, cells = FinishedRuns(directory), completed_part(plan, directory).cells
-    known = load_recipes().get("published", {})
-    notes = list(plan.notes)
-    for data, size in runs.count_training_samples(cells).items():
-        if size < (published := known.get(data, known.get(base_name(data), 0))):
-            notes.append(f"{size:,} training samples of {base_name(data)}'s {published:,}")
-    reproduced = ReproducedBlock(
-        table=table, block=block, scale=options.scale, seeds=options.seeds, values=runs.measure_cells(table, cells),
-        notes=tuple(notes), shown=plan.shown, own=not plan.notes, missing=plan.missing,
-        part=_describe_part(plan, directory), grid=runs.measure_grids(table, cells),
-    )  # fmt: skip
-    _write_record(reproduced, options, directory)
-    return reproduced
-
-
-def read_record(table: Table, block: Block, directory: Path) -> Mapping[str, Any]:
-    """Return the stored record of ``block``; empty if it was not started in ``directory``.
-
-    Raises :class:`FedshiftError` if it is damaged or has other rows or columns than the table.
-    """
-    path = _record_path(table, block, directory)
-    record = read_checked(path, REMOVE) if path.exists() else {}
-    for cell in record.get("cells", ()):
-        if cell["row"] >= len(block.rows) or cell["column"] >= len(block.columns):
-            raise UsageError(
-                f"{path} has a number in row {cell['row'] + 1}, column {cell['column'] + 1} of a table of "
-                f"{len(block.rows)} x {len(block.columns)}: another version of fedshift wrote it; {REMOVE}"
-            )
-    return record
-
-
-def read_results(table: Table, directory: Path) -> list[ReproducedBlock]:
-    """Return the blocks of ``table`` that :func:`compare_block` stored with at least one number."""
-    blocks = []
-    for block in table.blocks:
-        record = read_record(table, block, directory)
-        if record and (record["cells"] or not record["part"]):
-            cells = {(cell["row"], cell["column"]): cell for cell in record["cells"]}
-            fields: dict[str, Any] = {name: record[name] for name in ("scale", "seeds", "shown", "own", "part")}
-            fields |= {name: tuple(record[name]) for name in ("notes", "missing")}
-            values = {
-                key: tuple(math.nan if value is None else value for value in cell["values"])
-                for key, cell in cells.items()
-            }
-            grid = {key: cell["grid"] for key, cell in cells.items()}
-            blocks.append(ReproducedBlock(table=table, block=block, values=values, grid=grid, **fields))
-    return blocks
-
-
-def read_verdicts(table: Table, directory: Path) -> list[str]:
-    """Return the verdicts for the table's blocks that have results in ``directory``."""
-    return [
-        f"{f'{result.block.version}: ' if result.block.version else ''}{result.verdict} (scale {result.scale:.2g})"
-        for result in read_results(table, directory)
-    ]
-
-
-def _describe_part(plan: TablePlan, directory: Path) -> str:
-    """Return in words how many runs of ``plan`` have finished in ``directory``; empty if all have."""
-    pending = len(pending_runs(plan.specs, directory))
-    return f"{len(plan.specs) - pending} of {len(plan.specs)} runs" if pending else ""
-
-
-def _write_record(block: ReproducedBlock, options: ReproductionOptions, directory: Path) -> None:
-    record = {
-        "verdict": block.verdict, "scale": block.scale, "seeds": block.seeds, "notes": list(block.notes),
-        "missing": list(block.missing), "shown": dict(block.shown), "own": block.own, "part": block.part,
-        "way": to_record(options),
-        "cells": [
-            {
-                "row": row, "column": column, "values": [None if math.isnan(value) else value for value in values],
-                "grid": block.grid.get((row, column), 0.0),
-            }
-            for (row, column), values in sorted(block.values.items())
-        ],
-    }  # fmt: skip
-    path = _record_path(block.table, block.block, directory)
+def write_result(result: Result, directory: Path) -> None:
+    """Store ``result`` in ``directory``."""
+    path = _result_path(result.table, result.block, directory)
     path.parent.mkdir(parents=True, exist_ok=True)
+    record = {each.name: getattr(result, each.name) for each in fields(result) if each.name not in ("table", "block")}
+    record["options"] = {**asdict(result.options), "root": str(result.options.root)}
+    record["values"] = [
+        [*cell, [None if math.isnan(value) else value for value in seeds]] for cell, seeds in result.values.items()
+    ]
     write_checked(path, record)
 
 
-def _record_path(table: Table, block: Block, directory: Path) -> Path:
-    return directory / "results" / table.paper / f"{table.name}-{table.blocks.index(block)}.json"
+def read_result(table: Table, block: Block, directory: Path) -> Result | None:
+    """Return the stored result of ``block``, or None.
+
+    Raises :class:`FedshiftError` if it is damaged or has other rows or columns than the table.
+    """
+    path = _result_path(table, block, directory)
+    if not path.exists():
+        return None
+    record = read_checked(path, REMOVE)
+    values = {
+        (row, column): tuple(math.nan if value is None else value for value in seeds)
+        for row, column, seeds in record["values"]
+    }
+    rows, columns = len(block.rows), len(block.columns)
+    for row, column in values:
+        if row >= rows or column >= columns:
+            raise UsageError(
+                f"{path} has a number in row {row + 1}, column {column + 1} of a table of {rows} x {columns}: "
+                f"another version of fedshift wrote it; {REMOVE}"
+            )
+    options = ReproductionOptions(**{**record["options"], "root": Path(record["options"]["root"])})
+    lists = {name: tuple(record[name]) for name in ("notes", "missing")}
+    return Result(table=table, block=block, **{**record, **lists, "options": options, "values": values})
+
+
+def read_results(table: Table, directory: Path) -> list[Result]:
+    """Return the results of ``table`` in ``directory`` that have numbers or pictures, or lack nothing."""
+    stored = (read_result(table, block, directory) for block in (*table.blocks, PICTURES))
+    return [result for result in stored if result and (result.values or result.pictures or not result.unfinished)]
+
+
+def _result_path(table: Table, block: Block, directory: Path) -> Path:
+    name = "pictures" if block is PICTURES else table.blocks.index(block)
+    return directory / "results" / table.paper / f"{table.name}-{name}.json"

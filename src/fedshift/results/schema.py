@@ -226,7 +226,7 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     if counted.any():
         known = rows[counted]
         counts = {name: np.array(known[name].tolist(), float) for name in names}
-        values[counted] = _measure(metric, counts, known["samples"].to_numpy(float)[:, None])
+        values[counted] = measure_counts(metric, counts, known["samples"].to_numpy(float)[:, None])
     return pd.Series(values, index=rows.index)
 
 
@@ -255,10 +255,12 @@ def adds_up(rows: pd.DataFrame, metric: str) -> bool:
     return metric != "auc" and not alone
 
 
-def _measure(metric: str, counts: Mapping[str, np.ndarray], samples_N1: np.ndarray) -> np.ndarray:
+def measure_counts(metric: str, counts: Mapping[str, np.ndarray], samples_N1: np.ndarray) -> np.ndarray:
     """Return ``metric`` of N rows from their ``counts`` by class, label or target, each ``[N, K]``."""
     if metric == "accuracy":
         return np.asarray(counts["hits"].sum(axis=1) / counts["support"].sum(axis=1))
+    if metric == "c_index":
+        return np.asarray((counts["concordant"] / counts["comparable"])[:, 0])
     if metric == "balanced_accuracy":
         return _mean_ratios(counts["hits"], counts["support"])
     if metric == "ece":
@@ -387,7 +389,7 @@ class RunSummary:
     records of single test samples of a method and seed, ``read_validation`` the records of validation samples, None
     where there are none; ``read_pictures`` reads pictures of the worst test images of a method's first seed after a
     round; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds of scores are
-    chosen (:func:`fedshift.analysis.clinical.parse_operating_point`); ``compare_with``: the method with which alone
+    chosen (:func:`fedshift.analysis.clinical.choose_threshold`); ``compare_with``: the method with which alone
     others are compared, as chosen before the run, by label; empty: all pairs of methods are; ``margin``: loss of a
     client that tables may exclude, in the unit of the metric; None: none was chosen; ``served``: whether the samples
     are at sites, which keep the results of single ones.

@@ -82,7 +82,7 @@ class ImageFacts:
 
     ``bits`` is 0 unless gray integers were scaled. ``sizes`` gives the height and width of each file if images are
     padded at their ends, by the lowest value in each channel (masks: by 0), instead of resized. ``broken`` gives the
-    reason why a file cannot be used; ``frames`` gives the number of frames of files with several; ``stretch`` says how
+    reason why a file cannot be used; ``frames`` gives the number of frames of files with several; ``stretch``: how
     proportions changed.
     """
 

@@ -38,17 +38,27 @@ def write_mask(directory: Path, stem: str, classes: NDArray[np.uint8], image: Pa
         image: The image, a file or a folder of slices, which can be read.
 
     """
-    if image.is_dir():
-        made = _to_series(classes, read_series(image))
-    elif image.name.lower().endswith(NIFTI):
-        made = _to_nifti(classes, image)
-    elif classes.ndim == 3:
-        made = _stack(classes, read_volume_header(image).spacing)
-    else:
+    made = _make_nifti(classes, image)
+    if made is None:
         Image.fromarray(classes).save(directory / f"{stem}.png")
         return directory / f"{stem}.png"
     made.to_filename(directory / f"{stem}.nii.gz")
     return directory / f"{stem}.nii.gz"
+
+
+def place_mask(classes: NDArray[np.uint8], image: Path) -> NDArray[np.uint8]:
+    """Return the array of the file that :func:`write_mask` writes: on the axes of ``image``, as a viewer reads it."""
+    made = _make_nifti(classes, image)
+    return classes if made is None else np.array(made.dataobj, np.uint8)
+
+
+def _make_nifti(classes: NDArray[np.uint8], image: Path) -> Any:
+    """Return the mask of ``image`` as a NIfTI image; None: it is a picture."""
+    if image.is_dir():
+        return _to_series(classes, read_series(image))
+    if image.name.lower().endswith(NIFTI):
+        return _to_nifti(classes, image)
+    return _stack(classes, read_volume_header(image).spacing) if classes.ndim == 3 else None
 
 
 def _to_nifti(classes: NDArray[np.uint8], image: Path) -> Any:

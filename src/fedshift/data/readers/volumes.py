@@ -225,7 +225,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
                 (found.channels, *own.max(axis=0).tolist()),
                 part.where,
                 recent,
-                extents=own if reading.patch else None,
+                extents=own if reading.patch and reading.image_size is None else None,
                 kept=list_entries(part.client),
                 window=window,
                 spacing=found.spacing,

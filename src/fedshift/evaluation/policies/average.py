@@ -5,8 +5,7 @@ FedWon (Zhuang and Lyu 2024, arXiv:2306.05879) measures FedBN so in table 12.
 
 from ...data.samples import Samples
 from ...utils.state import State
-from ..policy import policy
-from ..policy_requirements import require_personal_models
+from ..policy import policy, require_personal_models
 from ..unseen_clients import PolicyContext
 
 

@@ -9,8 +9,7 @@ from ...core.selection import batch_norm, everything
 from ...data.samples import Samples
 from ...utils.state import State, pick
 from ..batch_norm import list_batch_norm_parameters, reestimate_statistics
-from ..policy import policy
-from ..policy_requirements import require_batch_norm, require_torch_statistics
+from ..policy import policy, require_batch_norm, require_torch_statistics
 from ..unseen_clients import PolicyContext
 
 

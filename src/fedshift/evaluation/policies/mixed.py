@@ -2,7 +2,7 @@
 
 Schneider et al. 2020, arXiv:2006.16971; formula from their public code, ``BayesianBatchNorm`` of bethgelab/robustness,
 whose ``prior`` is alpha. You et al. 2021 call a fixed alpha alpha-BN (arXiv:2110.04065; only the abstract was
-available). ATP's public code (baowenxuan/ATP) uses a ``prior`` of 16 for this baseline.
+available). The public code of ATP (Bao et al. 2023, arXiv:2310.18816) uses a ``prior`` of 16 for this baseline.
 """
 
 from typing import Annotated
@@ -17,8 +17,7 @@ from ...data.samples import Samples
 from ...utils.state import State
 from ..batch_norm import Moments, iterate_inputs, list_batch_norms, name_statistics, observe_inputs
 from ..metrics import BATCH
-from ..policy import policy
-from ..policy_requirements import require_statistics, require_torch_statistics
+from ..policy import policy, require_statistics, require_torch_statistics
 from ..unseen_clients import PolicyContext
 
 

@@ -3,8 +3,7 @@
 from ...data.samples import Samples
 from ...utils.state import State
 from ..metrics import evaluate
-from ..policy import policy
-from ..policy_requirements import require_personal_models
+from ..policy import policy, require_personal_models
 from ..unseen_clients import PolicyContext
 
 

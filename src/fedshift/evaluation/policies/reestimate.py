@@ -7,8 +7,7 @@ from ...core.selection import norm_statistics
 from ...data.samples import Samples
 from ...utils.state import State
 from ..batch_norm import reestimate_statistics
-from ..policy import policy
-from ..policy_requirements import require_statistics, require_torch_statistics
+from ..policy import policy, require_statistics, require_torch_statistics
 from ..unseen_clients import PolicyContext
 
 

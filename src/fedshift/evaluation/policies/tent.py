@@ -17,8 +17,7 @@ from ...data.samples import Samples
 from ...engines.engine import Diverged
 from ...utils.state import State, clone
 from ..batch_norm import iterate_inputs, list_norm_parameters, observe_inputs, reestimate_statistics
-from ..policy import Count, Rate, policy
-from ..policy_requirements import require_entropy, require_normalization, require_torch_statistics
+from ..policy import Count, Rate, policy, require_entropy, require_normalization, require_torch_statistics
 from ..unseen_clients import PolicyContext
 
 
@@ -28,60 +27,23 @@ class EntropyMinimizer:
     ``entropy``: entropy of each prediction of a batch's outputs (``Task.entropy``).
     """
 
-    name = "tent"
-
     def __init__(self, plan: Plan, state: State, entropy: Callable[[Tensor], Tensor], *, lr: float) -> None:
-        self._plan, self._entropy, self._scratch = plan, entropy, clone(state)
-        self._initial, self._lr = state, lr
-        self._begin()
-
-    def _begin(self) -> None:
-        self._learned = {name: self._initial[name].clone().requires_grad_() for name in self._list_learned()}
-        self._optimizer = self._make_optimizer()
-
-    def _list_learned(self) -> list[str]:
-        return sorted(list_norm_parameters(self._plan))
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self._learned.values(), lr=self._lr)
+        self._plan, self._entropy, self._initial, self._scratch = plan, entropy, state, clone(state)
+        self._learned = {name: state[name].clone().requires_grad_() for name in sorted(list_norm_parameters(plan))}
+        self._optimizer = torch.optim.Adam(self._learned.values(), lr=lr)
 
     @property
     def state(self) -> State:
         """The model so far; the tensors are copies."""
         return {**self._initial, **{name: tensor.detach().clone() for name, tensor in self._learned.items()}}
 
-    def minimize(self, data: Samples, *, steps: int = 1, batch_size: int) -> State:
-        """Return the model after one pass over ``data``, with BatchNorm statistics of all samples.
-
-        With too few samples to train the model, it is returned unchanged. Raises ``Diverged`` if the entropy is not
-        finite.
-        """
-        if len(data) < self._plan.smallest_batch:
-            return self.state
-        for x in iterate_inputs(self._plan, data, batch_size, self.name):
-            for _ in range(steps):
-                self.step(x)
-        return reestimate_statistics(self._plan, self.state, data)
-
     def step(self, x: Tensor) -> None:
         """Take one step on a batch ``x [B, ...]``; raise ``Diverged`` if the entropy is not finite."""
-        self._update(self._differentiate(self._entropy(self._compute_outputs(x))))
-
-    def _compute_outputs(self, x: Tensor) -> Tensor:
         with observe_inputs(self._plan, {}, training=True), torch.enable_grad():
-            return compute_outputs(self._plan, {**self._scratch, **self._learned}, x)
-
-    def _differentiate(self, entropies: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradient of the mean of ``entropies`` for each learned entry."""
-        mean = entropies.mean()
+            mean = self._entropy(compute_outputs(self._plan, {**self._scratch, **self._learned}, x)).mean()
         grads = torch.autograd.grad(mean, tuple(self._learned.values()), materialize_grads=True)
         if not all(bool(tensor.isfinite().all()) for tensor in (mean, *grads)):
-            raise Diverged(
-                f"{self.name} diverged: the entropy of predictions or its gradient is not finite; try a smaller lr"
-            )
-        return grads
-
-    def _update(self, grads: tuple[Tensor, ...]) -> None:
+            raise Diverged("tent diverged: the entropy of predictions or its gradient is not finite; try a smaller lr")
         for tensor, grad in zip(self._learned.values(), grads, strict=True):
             tensor.grad = grad
         self._optimizer.step()
@@ -92,6 +54,14 @@ class EntropyMinimizer:
     requires=(require_normalization, require_entropy, require_torch_statistics),
 )  # fmt: skip
 def tent(context: PolicyContext, train: Samples, *, steps: Count = 1, lr: Rate = 1e-3, batch_size: Count = 64) -> State:
-    """Train normalization of the average by the entropy of predictions of the new client's inputs."""
+    """Train normalization of the average by the entropy of predictions of the new client's inputs.
+
+    With too few samples to train the model, the average is returned. Raises ``Diverged`` if the entropy is not finite.
+    """
     minimizer = EntropyMinimizer(context.plan, context.average, context.task.entropy, lr=lr)
-    return minimizer.minimize(train, steps=steps, batch_size=batch_size)
+    if len(train) < context.plan.smallest_batch:
+        return minimizer.state
+    for x in iterate_inputs(context.plan, train, batch_size, "tent"):
+        for _ in range(steps):
+            minimizer.step(x)
+    return reestimate_statistics(context.plan, minimizer.state, train)

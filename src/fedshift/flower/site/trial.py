@@ -21,7 +21,7 @@ from ...core.work import Bounds
 from ...data.federation import Federation
 from ...engines.frozen import FITTING, Inputs
 from ...engines.sequential import Sequential
-from ...evaluation.metrics import evaluate_clients, evaluate_trained
+from ...evaluation.metrics import evaluate_clients, evaluate_trained, record_clients
 from ...evaluation.policy import POLICIES, SKIP, make_lone_state
 from ...evaluation.statistics_lag import evaluate_reestimated
 from ...evaluation.unseen_clients import make_personal_state
@@ -67,7 +67,8 @@ class SiteTrial:
 
     ``plan``: the method on the site's network. ``data``: the site's data, a federation of one client. ``model``: makes
     the network. ``settings``: the experiment's. ``review``: summary for policy and operator. ``kept``: the client's
-    states. ``latest``: the model that the client used last, its round, and its measurements, unless it is exported.
+    states. ``latest``: the model that the client used last, unless it is exported, with the server's state of its round
+    and its measurements.
     """
 
     plan: Plan
@@ -76,7 +77,7 @@ class SiteTrial:
     settings: Settings
     review: TrialReview
     kept: SiteState
-    latest: tuple[State, int, Sequence[Row]] | None = field(default=None, init=False)
+    latest: tuple[State, ServerState, Sequence[Row]] | None = field(default=None, init=False)
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -147,7 +148,7 @@ class SiteTrial:
             rows = evaluate_clients(self.inputs.plan, server, data, splits, lambda _: own) if splits else []
             if own is not None:
                 self.kept.export_model(own, server.round)
-                self.latest = own, server.round, rows
+                self.latest = own, server, rows
         return Exchange(kind="evaluated", facts={"name": self.kept.name, "round": server.round, "rows": rows})
 
     def describe_results(self, answer: Exchange) -> Iterator[str]:
@@ -165,16 +166,18 @@ class SiteTrial:
         latest, self.latest = self.latest, None
         if folder is None or latest is None:
             return
-        (state, round, rows), data, settings, client = latest, self.data, self.settings, self.data.clients[0]
+        (state, server, rows), data, settings, client = latest, self.data, self.settings, self.data.clients[0]
         try:
+            known = record_clients(self.inputs.plan, server, self.inputs.measured, lambda _: state) if rows else {}
             network = make_network(self.model, data.sample_shape, data.classes, settings.precision)
             model = make_model(
                 apply_surgery(self.plan.method, network), state, self.plan, data, client, settings, self.model,
-                tests={client.name: client.test}, client=client.name, seed=self.plan.seed, round=round,
+                tests={client.name: client.test}, client=client.name, seed=self.plan.seed, round=server.round,
                 choice=f"of {settings.rounds}", data_in_words=f"{client.name}, at this site",
                 origin=f"{self.review.sites} sites took part, whose samples stayed there.",
                 licenses=find_licenses(None, client.name), versions=list_versions(describe_environment()),
-                measured=tuple(row for row in rows if row["model"] == "personal"),
+                measured=[row for row in rows if row["model"] == "personal"],
+                records={("test", *key): records for key, records in known.items() if records},
             )  # fmt: skip
             report = write_package(model, folder / self.kept.folder.name, renew=True)
         except FedshiftError as error:
