@@ -140,7 +140,7 @@ class Samples:
 
     def count_units(self) -> int:
         """Return the number of groups, such as patients, or of distinct samples where there are none."""
-        return int(self.units.unique().numel())
+        return len(np.unique(self.units.numpy()))
 
     @property
     def whole_shape(self) -> tuple[int, ...]:

@@ -99,6 +99,8 @@ def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:
     Samples of one value should have one class. With ``ordered`` values, each class should also be an interval; else a
     value that occurs once says nothing.
     """
+    from sklearn.metrics import roc_auc_score
+
     _, group = np.unique(values, return_inverse=True)
     classes, label = np.unique(y, return_inverse=True)
     pairs, counts = np.unique(group * len(classes) + label, return_counts=True)
@@ -109,23 +111,12 @@ def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:
         return _Tally(wrong=wrong + float((sizes == 1).sum()), others=others)
     usual = (pairs % len(classes))[np.lexsort((-counts, pairs // len(classes)))][first]
     wrong += max(0, int(np.count_nonzero(np.diff(usual))) - len(classes) + 1) / 2
-    return _Tally(wrong=wrong, others=others, area=_measure_area(values, label == 1) if len(classes) == 2 else 0.5)
-
-
-def _rank(values: Floats) -> Floats:
-    """Return the ranks of values, of equal ones their mean."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[place]
-    return ranks
-
-
-def _measure_area(values: Floats, positive: NDArray[np.bool_]) -> float:
-    """Return the area under the ROC curve of ``values`` for the positive samples."""
-    count = int(positive.sum())
-    return float((_rank(values)[positive].sum() - count * (count + 1) / 2) / (count * (len(values) - count)))
+    return _Tally(wrong=wrong, others=others, area=float(roc_auc_score(label, values)) if len(classes) == 2 else 0.5)
 
 
 def _correlate(values: Floats, y: Floats) -> float:
     """Return the magnitude of the rank correlation; 0 with few different values."""
+    from scipy.stats import spearmanr
+
     varied = len(np.unique(values)) >= LEAST and len(np.unique(y)) >= LEAST
-    return abs(float(np.corrcoef(_rank(values), _rank(y))[0, 1])) if varied else 0.0
+    return abs(float(spearmanr(values, y).statistic)) if varied else 0.0

@@ -72,10 +72,9 @@ def describe(data: Federation) -> Table:
 def count_cases(clients: Sequence[ClientData], split: str) -> str:
     """Return the samples in a split of all ``clients``, as ``120 (14)`` with patients; shared splits count once."""
     own = {id(held): held for client in clients if (held := client.splits.get(split)) is not None}
-    groups = [held.group for held in own.values() if held.group is not None]
-    shared = torch.cat(groups).unique() if groups else torch.empty(0)
-    alone = sum(int((group.unique() < 0).sum()) for group in groups)
-    patients = f" ({int((shared >= 0).sum()) + alone:,})" if groups else ""
+    groups = [np.unique(held.group.numpy()) for held in own.values() if held.group is not None]
+    shared = {number for group in groups for number in group[group >= 0].tolist()}
+    patients = f" ({len(shared) + sum(int((group < 0).sum()) for group in groups):,})" if groups else ""
     return f"{sum(map(len, own.values())):,}{patients}" if own else "-"
 
 

@@ -150,9 +150,8 @@ def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | N
     if choice == "ignore":
         return _add_notices(data, data.faults)
     errors = find_errors(data)
-    judged = (*judge_numbers(data), *judge_leaks(data), *judge_verdicts(data))
-    kinds = ("far", "target-units", "leak", "no-verdict")
-    told = tuple(f"{each.text} {each.fix}" for each in judged if each.kind in kinds)
+    judged = (*judge_numbers(data), *judge_leaks(data))
+    told = tuple(f"{each.text} {each.fix}" for each in judged if each.kind in ("far", "target-units", "leak"))
     if not errors:
         return _add_notices(data, told)
     message = f"{len(errors)} error{'s' * (len(errors) > 1)} in the data: {' '.join(errors)}"
