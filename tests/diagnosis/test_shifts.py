@@ -94,17 +94,17 @@ def test_the_p_value_is_that_of_chance_where_labels_differ_and_features_do_not()
         random = np.random.default_rng(key)
         y = random.integers(0, 3, 90)
         site = np.minimum(np.repeat([0, 1, 2], 30) + (y == 0) * (random.random(90) < 0.6), 2)
-        p.append(tell_apart(3 * np.eye(3, 5)[y] + random.normal(size=(90, 5)), site, y, random, 99).p)
+        p.append(tell_apart(3 * np.eye(3, 5)[y] + random.normal(size=(90, 5)), site, y, random, 99)[1]["p"])
     assert 4 <= sum(value <= 0.2 for value in p) <= 22  # 12 expected
     assert sum(value <= 0.05 for value in p) <= 8  # 3 expected
 
 
 def test_the_area_of_one_normal_that_is_shifted_is_that_of_theory():
     random, site = np.random.default_rng(2), np.repeat([0, 1], 1500)
-    found = tell_apart(random.normal(size=(3000, 1)) + site[:, None], site, np.zeros(3000, int), random, 99)
-    assert found.area == pytest.approx(norm.cdf(1 / np.sqrt(2)), abs=0.02)
-    assert found.low < found.area < found.high < found.low + 0.06
-    assert found.p == 0.01
+    found = tell_apart(random.normal(size=(3000, 1)) + site[:, None], site, np.zeros(3000, int), random, 99)[1]
+    assert found["value"] == pytest.approx(norm.cdf(1 / np.sqrt(2)), abs=0.02)
+    assert found["low"] < found["value"] < found["high"] < found["low"] + 0.06
+    assert found["p"] == 0.01
 
 
 def test_areas_are_means_of_scikit_learns_over_strata_and_folds():
@@ -136,9 +136,9 @@ def test_intervals_cover_the_expected_area_of_another_draw_of_patients(size, shi
         random, site = np.random.default_rng(key), np.repeat([0, 1], size)
         x = random.normal(size=(2 * size, 15))
         x[site == 0, 0] += shift
-        found.append(tell_apart(x, site, np.zeros(2 * size, int), random, 99))
-    mean = np.mean([each.area for each in found])
-    assert sum(each.low <= mean <= each.high for each in found) >= 54
+        found.append(tell_apart(x, site, np.zeros(2 * size, int), random, 99)[1])
+    mean = np.mean([each["value"] for each in found])
+    assert sum(each["low"] <= mean <= each["high"] for each in found) >= 54
 
 
 def test_other_labels_for_the_same_look_are_a_feature_shift_that_says_so():

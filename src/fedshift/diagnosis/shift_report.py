@@ -50,16 +50,11 @@ def choose_methods(found: Diagnosis) -> dict[str, str]:
     chosen = dict[str, str]()
     for shift in sorted(found.named, key=lambda shift: (shift == SHIFTS[2], -found.find(shift)["value"])):
         methods = [method for method in AGAINST[shift] if method not in unfit]
-        if is_skewed(found) and shift == "feature shift":
+        if shift == "feature shift" and "label skew" in found.named and found.find("label skew")["value"] >= SKEWED:
             methods.sort(key=lambda method: method not in ("fedwon", "gn"))
         for method in methods[: max(2, -(-8 // len(found.named)))]:
             chosen.setdefault(method, f"against {shift}")
     return {"fedavg": "the baseline for all others", **dict(list(chosen.items())[:8])}
-
-
-def is_skewed(found: Diagnosis) -> bool:
-    """Return whether labels differ enough for BatchNorm's statistics to reflect them."""
-    return "label skew" in found.named and bool(found.find("label skew")["value"] >= SKEWED)
 
 
 def comparison_command(found: Diagnosis, data: str | None = None) -> str:
@@ -85,7 +80,7 @@ def interpret(found: Diagnosis) -> Iterator[str]:
         yield "Samples count as independent: if several are of one patient or series, name these (--groups)."
     if "feature shift" in found.named:
         yield "Other labels for the same look are a feature shift within each class, too: look at the labels first."
-    if is_skewed(found):
+    if "label skew" in found.named and found.find("label skew")["value"] >= SKEWED:
         yield (
             "Beware of FedBN where labels or targets are skewed: a client's BatchNorm statistics then reflect its "
             "labels as much as its images, and its model suits no other client."
@@ -95,7 +90,9 @@ def interpret(found: Diagnosis) -> Iterator[str]:
 def _describe(found: Diagnosis, shift: str) -> str:
     row, unit = found.find(shift), "patients" if found.patients else "samples"
     counts = [len(client.train) for client in found.data.clients]
-    numbers = f"AUC {row['value']:.2f}, 95 % interval {row['low']:.2f} to {row['high']:.2f}, p {_format_p(row)}"
+    numbers = (
+        f"AUC {row['value']:.2f}, 95 % interval {row['low']:.2f} to {row['high']:.2f}, p {format_p_value(row['p'])}"
+    )
     known = "only the targets" if shift == "label skew" else "features other than the targets"
     told = f"from {known}, a classifier distinguishes held-out {unit} of {row['strongest']} from others ({numbers})"
     return {
@@ -124,7 +121,7 @@ def tabulate_shifts(found: Diagnosis) -> TextTable:
     rows = []
     for sites in found.frame["sites"].unique():
         *areas, ratio = (found.find(shift, sites) for shift in SHIFTS)
-        cells = (cell for row in areas for cell in (_format_area(row), _format_p(row)))
+        cells = (cell for row in areas for cell in (_format_area(row), format_p_value(row["p"])))
         rows.append((sites, *cells, f"1 : {ratio['value']:.3g}"))
     note = (
         "Area under the ROC curve (95 % interval) of a site against the others: 0.5 if the classifier guesses, less "
@@ -132,10 +129,6 @@ def tabulate_shifts(found: Diagnosis) -> TextTable:
         "corrected for that (p for two shifts, too). Pairs are judged one by one."
     )
     return make_table(header, rows, note=note)
-
-
-def _format_p(row: Mapping[str, Any]) -> str:
-    return format_p_value(float(row["p"]))
 
 
 def _format_area(row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,27 +35,21 @@ SHIFTS, ALL = ("label skew", "feature shift", "quantity skew"), "all"
 """Kinds of shift; value of ``sites`` in the rows for all sites."""
 
 
-class Separation(NamedTuple):
-    """Area under the ROC curve of the site ``strongest`` against the others, with its interval and p-value."""
-
-    strongest: int
-    area: float
-    low: float
-    high: float
-    p: float
-
-
-def tell_apart(x: Floats, site: Ints, stratum: Ints, rng: np.random.Generator, permutations: int) -> Separation | None:
+def tell_apart(
+    x: Floats, site: Ints, stratum: Ints, rng: np.random.Generator, permutations: int
+) -> tuple[int, dict[str, float]]:
     """Test whether rows ``x`` ``[N, D]`` predict their ``site``, from 0, among rows of one ``stratum``.
 
-    The p-value is for the largest area of a site under permutations, and its interval is corrected for the number of
-    sites. Returns None if no stratum has rows of two sites to compare.
+    Returns:
+        The site with the largest area under the ROC curve against the others, and this ``value``, its interval ``low``
+        to ``high``, corrected for the number of sites, and ``p`` under permutations; NaN if no stratum has two sites.
+
     """
     fold = np.empty(len(site), dtype=np.int64)
     fold[np.lexsort((rng.random(len(site)), stratum))] = np.arange(len(site)) % FOLDS
     cells = group_rows(FOLDS * stratum + fold)
     strata = group_rows(stratum)
-    x = np.concatenate([x[rows] - x[rows].mean(axis=0) for rows in strata])[np.argsort(np.concatenate(strata))]
+    x = x - pd.DataFrame(x).groupby(stratum).transform("mean").to_numpy()
     areas = []
     for start in range(0, 1 + permutations, TOGETHER):
         drawn = np.repeat(site[:, None], min(TOGETHER, 1 + permutations - start), axis=1)
@@ -65,12 +59,12 @@ def tell_apart(x: Floats, site: Ints, stratum: Ints, rng: np.random.Generator, p
         areas.append(_compare_ranks(_score(x, own, strata, fold), own, cells))
     area_PC = np.concatenate(areas)
     if np.isnan(area_PC[0]).all():
-        return None
+        return 0, dict.fromkeys(("value", "low", "high", "p"), np.nan)
     strongest, largest = int(np.nanargmax(area_PC[0])), np.nanmax(area_PC[1:], axis=1, initial=0)
     area = float(area_PC[0, strongest])
     low, high = bound_area(area, float(np.nanvar(area_PC[1:, strongest])), LEVEL / area_PC.shape[1])
     p = (1 + np.count_nonzero(largest >= area - 1e-9)) / (1 + permutations)  # Phipson and Smyth 2010: never 0
-    return Separation(strongest, area, low, high, float(p))
+    return strongest, {"value": area, "low": low, "high": high, "p": float(p)}
 
 
 def group_rows(keys: Ints) -> list[Ints]:
@@ -211,16 +205,15 @@ def _test(
         ("label skew", rows.targets, np.zeros_like(rows.stratum)), ("feature shift", rows.x, rows.stratum)
     ):  # fmt: skip
         rng = stream(seed, "diagnose/permutations", shift, label)
-        found = tell_apart(x, rows.site, stratum, rng, permutations) or Separation(0, *[np.nan] * 4)
-        p = float(np.minimum(1, 2 * found.p)) if named is None else found.p
-        if np.isnan(p):
+        strongest, found = tell_apart(x, rows.site, stratum, rng, permutations)
+        if named is None:
+            found["p"] = float(np.minimum(1, 2 * found["p"]))
+        if np.isnan(found["p"]):
             verdict = "not testable"
-        elif p <= LEVEL and (named is None or shift in named):
-            verdict = "shift" if found.area >= MATTERS else "too small"
+        elif found["p"] <= LEVEL and (named is None or shift in named):
+            verdict = "shift" if found["value"] >= MATTERS else "too small"
         else:
-            verdict = "none" if found.high < STRONG else "cannot tell"
-        interval = {"value": found.area, "low": found.low, "high": found.high, "p": p}
-        yield {"sites": label, "shift": shift, **interval, "strongest": sites[found.strongest], "verdict": verdict}
-    interval = {"value": ratio, "low": np.nan, "high": np.nan, "p": np.nan}
+            verdict = "none" if found["high"] < STRONG else "cannot tell"
+        yield {"sites": label, "shift": shift, **found, "strongest": sites[strongest], "verdict": verdict}
     verdict = "shift" if ratio >= UNEQUAL else "none"
-    yield {"sites": label, "shift": SHIFTS[2], **interval, "strongest": "", "verdict": verdict}
+    yield {"sites": label, "shift": SHIFTS[2], "value": ratio, "strongest": "", "verdict": verdict}
