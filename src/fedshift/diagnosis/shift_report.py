@@ -100,7 +100,9 @@ def _describe(found: Diagnosis, shift: str) -> str:
         "too small": f" is too small to matter ({numbers})",
         "none": " is small" if shift == SHIFTS[2] else f" is not found, and a strong one is excluded ({numbers})",
         "cannot tell": f": {found.units:,} {unit}: cannot tell ({numbers})",
-        "not testable": f" cannot be tested: no two sites have {unit} with similar targets, or they do not differ",
+        "not testable": f" cannot be tested: no two sites have {unit} with similar targets that differ otherwise"
+        if shift == "feature shift"
+        else " cannot be tested: all targets are equal",
     }[row["verdict"]]
 
 

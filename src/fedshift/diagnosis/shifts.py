@@ -42,7 +42,8 @@ def tell_apart(
 
     Returns:
         The site with the largest area under the ROC curve against the others, and this ``value``, its interval ``low``
-        to ``high``, corrected for the number of sites, and ``p`` under permutations; NaN if no stratum has two sites.
+        to ``high``, corrected for the number of sites, and ``p`` under permutations; NaN if no stratum has two sites,
+        or no rows differ.
 
     """
     fold = np.empty(len(site), dtype=np.int64)
@@ -58,7 +59,7 @@ def tell_apart(
         own = drawn[:, :, None] == np.arange(1 if site.max() == 1 else site.max() + 1)
         areas.append(_compare_ranks(_score(x, own, strata, fold), own, cells))
     area_PC = np.concatenate(areas)
-    if np.isnan(area_PC[0]).all():
+    if np.isnan(area_PC[0]).all() or not x.any():
         return 0, dict.fromkeys(("value", "low", "high", "p"), np.nan)
     strongest, largest = int(np.nanargmax(area_PC[0])), np.nanmax(area_PC[1:], axis=1, initial=0)
     area = float(area_PC[0, strongest])

@@ -65,7 +65,7 @@ def read_rows(data: Federation, members: Sequence[ClientData], seed: int, most: 
     targets, x = np.split(scale(rows.to_numpy()), [y.shape[1]], axis=1)
     if x.shape[1] > 2 * MOST_COLUMNS:
         x = PCA(min(MOST_COLUMNS, *x.shape), random_state=state).fit_transform(x)
-    strata = min(MOST_STRATA, max(1, len(x) // ROWS_IN_STRATUM), len(np.unique(targets, axis=0)))
+    strata = min(MOST_STRATA, max(1, len(x) // ROWS_IN_STRATUM), len(np.unique(targets.round(6), axis=0)))
     shares = samples["y"].groupby(level=(0, 1)).mean().to_numpy()
     clusters = KMeans(strata, n_init=4, random_state=state)
     stratum = shares.argmax(axis=1) if kind == "classification" else clusters.fit_predict(targets)
@@ -77,7 +77,11 @@ def _read_samples(data: Federation, client: ClientData, seed: int, most: int) ->
     split = client.train
     order = stream(seed, "diagnose/samples", client.name).permutation(len(split))
     drawn = torch.from_numpy(np.sort(order[:most]))
-    x = torch.cat([_measure(split.read(drawn[piece])) for piece in split.pieces(len(drawn))]).double().nan_to_num()
+    x = (
+        torch.cat([_measure(split.read(drawn[piece])) for piece in split.pieces(len(drawn))])
+        .double()
+        .nan_to_num(0, 0, 0)
+    )
     patient = split.units[drawn].numpy()
     if split.group is None and np.prod(split.whole_shape) >= MANY_NUMBERS:  # copies are equal in all features
         patient = np.unique(x.numpy().round(6), axis=0, return_inverse=True)[1].reshape(-1)
