@@ -36,6 +36,7 @@ from fedshift.flower.site.policy import UPLOADS, SitePolicy
 from fedshift.methods import METHODS
 from fedshift.nn import deferred, linear
 from fedshift.report import tables as report_tables
+from fedshift.report.differences import FEWEST_UNITS
 from fedshift.results import trial_records
 from fedshift.results.schema import PICTURED
 from fedshift.tasks.classification import FEW_CLASSES
@@ -306,6 +307,7 @@ def list_stated_numbers():
         ("docs/medical-images.md", f"its {low}th and {high}th percentiles become -1 and 1"),
         ("docs/medical-images.md", f"over {dicom.CLOSE:.0%} (and {dicom.ROUNDING:g} mm)".replace("%", " %")),
         ("docs/medical-images.md", f"more than {dicom.MOST_BYTES / 1e9:.1f} GB"),
+        ("docs/data.md", f"fewer than {FEWEST_UNITS} test samples"),
         ("docs/data.md", f"p is at most {shifts.LEVEL:g}, corrected for both shifts (Bonferroni)"),
         ("docs/data.md", f"and the AUC at least {shifts.MATTERS:g};"),
         ("docs/data.md", f"excludes a strong one ({shifts.STRONG:g})"),

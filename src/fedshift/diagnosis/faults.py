@@ -286,25 +286,15 @@ def judge_numbering(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterato
 
 
 def judge_test_sizes(data: Federation) -> Iterator[QualityFinding]:
-    """Find test sets that are too small for a reliable accuracy."""
-    small = {}
-    for client in data.clients:
-        units = client.test.count_units()
-        if 0 < units < FEW:
-            patients = " patients" * (client.test.group is not None)
-            half = 100 * _Z / (2 * math.sqrt(units + _Z**2))
-            small[client.name] = f"{client.name} {units}{patients} (50 % ± {half:.0f})"
-    what = f"Fewer than {FEW} test samples or patients, with the 95 % interval of an accuracy of 50 %"
-    yield from list_places("small-test", what, small)
-
-
-def judge_verdicts(data: Federation) -> Iterator[QualityFinding]:
-    """Find sites with too few test data for a difference between methods."""
-    few = {}
-    for client in data.clients:
-        units = client.test.count_units()
-        if 0 < units < FEWEST_UNITS:
-            few[client.name] = f"{client.name} {units} {'test samples' if client.test.group is None else 'patients'}"
+    """Find sites whose test data are too few for a reliable accuracy, or to decide between methods."""
+    sizes = {client.name: client.test.count_units() for client in data.clients if len(client.test)}
+    known = {client.name: " patients" * (client.test.group is not None) for client in data.clients}
+    half = {name: 100 * _Z / (2 * math.sqrt(units + _Z**2)) for name, units in sizes.items() if units < FEW}
+    small = {name: f"{name} {sizes[name]}{known[name]} (50 % ± {points:.0f})" for name, points in half.items()}
+    if isinstance(data.task, Classification):
+        what = f"Fewer than {FEW} test samples or patients, with the 95 % interval of an accuracy of 50 %"
+        yield from list_places("small-test", what, small)
+    few = {name: f"{name} {n}{known[name] or ' samples'}" for name, n in sizes.items() if n < FEWEST_UNITS}
     what = f"No verdict is possible at sites with fewer than {FEWEST_UNITS} test samples, or patients where known"
     yield from list_places("no-verdict", what, few)
 

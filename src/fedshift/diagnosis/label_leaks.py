@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from ..data.federation import Federation
@@ -99,8 +100,6 @@ def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:
     Samples of one value should have one class. With ``ordered`` values, each class should also be an interval; else a
     value that occurs once says nothing.
     """
-    from sklearn.metrics import roc_auc_score
-
     _, group = np.unique(values, return_inverse=True)
     classes, label = np.unique(y, return_inverse=True)
     pairs, counts = np.unique(group * len(classes) + label, return_counts=True)
@@ -111,12 +110,14 @@ def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:
         return _Tally(wrong=wrong + float((sizes == 1).sum()), others=others)
     usual = (pairs % len(classes))[np.lexsort((-counts, pairs // len(classes)))][first]
     wrong += max(0, int(np.count_nonzero(np.diff(usual))) - len(classes) + 1) / 2
-    return _Tally(wrong=wrong, others=others, area=float(roc_auc_score(label, values)) if len(classes) == 2 else 0.5)
+    area, count = 0.5, int(label.sum())
+    if len(classes) == 2:
+        ranks = float(pd.Series(values).rank()[label == 1].sum())
+        area = (ranks - count * (count + 1) / 2) / (count * (len(label) - count))
+    return _Tally(wrong=wrong, others=others, area=area)
 
 
 def _correlate(values: Floats, y: Floats) -> float:
     """Return the magnitude of the rank correlation; 0 with few different values."""
-    from scipy.stats import spearmanr
-
     varied = len(np.unique(values)) >= LEAST and len(np.unique(y)) >= LEAST
-    return abs(float(spearmanr(values, y).statistic)) if varied else 0.0
+    return abs(float(np.corrcoef(pd.Series(values).rank(), pd.Series(y).rank())[0, 1])) if varied else 0.0

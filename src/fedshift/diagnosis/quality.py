@@ -26,7 +26,6 @@ from .faults import (
     judge_targets,
     judge_test_sizes,
     judge_values,
-    judge_verdicts,
 )
 from .findings import SEVERITIES, QualityFinding, Severity
 from .label_leaks import judge_leaks
@@ -100,8 +99,7 @@ def examine(data: Federation) -> Quality:
         *judge_leaks(data),
         *(judge_numbering(data, surveys) if classified else ()),
         *(judge_classes(data, surveys) if classified else judge_targets(data, surveys)),
-        *(judge_test_sizes(data) if classified else ()),
-        *judge_verdicts(data),
+        *judge_test_sizes(data),
     ]
     return Quality(
         name=data.name,
