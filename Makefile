@@ -13,8 +13,11 @@ TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FAST_FILES) $(BIN)/python -
 # The page is tested in headless Chromium where it is installed.
 BROWSER := $(if $(and $(shell command -v chromium),$(shell command -v chromedriver)),,and not browser)
 
-.PHONY: setup demo demo-segmentation test coverage slow-test lint hooks picture guide benchmark mutations peers zoo structure docs \
-	clean
+# Tests that import extras; others skip what they lack.
+EXTRAS := $(addprefix --ignore=tests/,flower core/test_mixes.py methods/test_rules_of_others.py report/test_page_browser.py export/test_steps.py test_documents.py)
+
+.PHONY: setup demo demo-segmentation claims lowest test coverage slow-test lint hooks picture guide benchmark mutations peers zoo structure \
+	docs clean
 
 setup: $(READY)
 
@@ -30,6 +33,19 @@ demo: setup
 demo-segmentation: setup
 	run=runs/segmentation-$$(date +%Y%m%d-%H%M%S); \
 	$(BIN)/fedshift compare --config examples/segmentation.toml --out $$run && $(BIN)/python examples/worst_cases.py $$run
+
+# What the README claims, on processors with AVX-512, with AVX2 and with neither: five minutes on two cores.
+claims: setup
+	rm -rf runs/processors
+	$(BIN)/python benchmarks/processors.py
+
+# The demo and the fast tests without extras, with the lowest versions that pyproject.toml allows; torch as in constraints.txt.
+lowest: setup
+	test -x .venv-lowest/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-lowest
+	$(BIN)/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable . "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/uv pip install --quiet --python .venv-lowest $$(grep -E '^(pytest|pytest-xdist|hypothesis)==' constraints.txt)
+	.venv-lowest/bin/fedshift compare --config examples/demo.toml
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n auto -o filterwarnings= -m "not slow" $(EXTRAS)
 
 test: setup
 	$(TEST) -m "not slow $(BROWSER)"
@@ -55,6 +71,7 @@ hooks: setup
 picture: setup
 	rm -rf runs/picture
 	$(BIN)/fedshift compare --config examples/demo.toml --out runs/picture
+	$(BIN)/fedshift report runs/picture --figures
 	cp $(addprefix runs/picture/figures/,samples.png accuracy-macro.svg accuracy-bars.svg) docs/images/
 	$(BIN)/fedshift data show digits --split "dirichlet(clients=8, alpha=0.3)" --out runs/picture/data
 	cp runs/picture/data/classes.svg docs/images/
@@ -107,4 +124,4 @@ docs:
 	.venv-docs/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-docs .venv-zoo site dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-docs .venv-lowest .venv-zoo site dist build .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

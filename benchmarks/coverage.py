@@ -6,6 +6,10 @@
   of seeds and spread of trainings. Limits: 0.94 to 0.98.
 - **clients**: the same of a single client, by metric and number of patients: shares, also of several samples for each
   patient, mean scores, Dice and areas under ROC curves. Limit: 0.93.
+- **shares**: 95 % intervals of a sensitivity or a model card's share, from patients with 20 images each or 1 to 60, by
+  number of patients, share and intraclass correlation. Limit: 0.93.
+- **cards**: intervals of a model's accuracy and Dice on its card, by number of patients with 20 images each, whose
+  results are correlated. Limit: 0.93.
 - **false**: studies of two equal methods with a verdict on their mean over five clients. Limit: 0.05, and two errors.
 - **found**: studies in which a true loss of 20 points at one of ten clients is found, five seeds. Limit: 0.60.
 
@@ -26,7 +30,9 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
+from fedshift.analysis.clinical import share_interval
 from fedshift.analysis.influence import Records, find_influence
+from fedshift.export.intervals import find_interval as card_interval
 from fedshift.report.differences import measure_difference
 
 Floats = NDArray[np.float64]
@@ -143,6 +149,37 @@ def count_found(samples: int, spread: float, studies: int) -> float:
     return float(np.mean(found))
 
 
+def count_shares(patients: int, share: float, correlation: float, studies: int, *, equal: bool) -> float:
+    """Return the share of studies whose interval of a share contains it; patients' shares have a beta distribution."""
+    random, scale = np.random.default_rng([patients, round(100 * share)]), 1 / correlation - 1
+    inside = []
+    for _ in range(studies):
+        sizes = np.full(patients, 20) if equal else random.geometric(1 / 20, patients)
+        share_N = np.repeat(random.beta(share * scale, (1 - share) * scale, patients), sizes)
+        low, high = share_interval(random.random(len(share_N)) < share_N, np.repeat(np.arange(patients), sizes))
+        inside.append(low <= share <= high)
+    return float(np.mean(inside))
+
+
+def count_cards(metric: str, patients: int, level: float, correlation: float, studies: int) -> float:
+    """Return the share of studies in which a model card's interval contains the mean of its images, ``level``."""
+    random = np.random.default_rng([patients, round(1000 * level), round(1000 * correlation)])
+    group, found, zeros = np.repeat(np.arange(patients), 20), [], np.zeros(20 * patients, int)
+    for _ in range(studies):
+        share = random.beta(level * (1 / correlation - 1), (1 - level) * (1 / correlation - 1), patients)[group]
+        right = random.random(len(group)) < share
+        size, hit = (
+            np.stack([zeros, zeros + 1000], axis=1),
+            np.stack([zeros, np.round(1000 * share).astype(int)], axis=1),
+        )
+        records = {"hits": hit, "support": size, "predicted": size}
+        records = {"truth": zeros, "right": right} if metric == "accuracy" else records
+        value = right.mean() if metric == "accuracy" else hit[:, 1].mean() / 1000
+        low, high = card_interval({**records, "group": group}, metric, float(value)) or (math.nan, math.nan)
+        found.append(low <= level <= high)
+    return float(np.mean(found))
+
+
 def list_results(studies: int) -> Iterator[tuple[str, float, float, float]]:
     """Yield the name of each kind of studies, the share that was counted, and its limits."""
     for seeds, samples, spread in product((5, 7, 10), (20, 100, 500), (0.05, 0.2, 0.5)):
@@ -151,6 +188,13 @@ def list_results(studies: int) -> Iterator[tuple[str, float, float, float]]:
     for name, patients, spread in product(METRICS, (10, 20, 50), (0.05, 0.5)):
         share = count(name, 1, patients, spread, 5, studies)
         yield f"clients, {name}, {patients} patients, spread {spread}", share, 0.93, 1.0
+    for patients, share, correlation, equal in product((10, 20, 50), (0.8, 0.95), (0.01, 0.4, 0.8), (True, False)):
+        inside = count_shares(patients, share, correlation, studies, equal=equal)
+        sizes = "equal" if equal else "unequal"
+        yield f"shares, {patients} patients, {share}, correlation {correlation}, {sizes}", inside, 0.93, 1.0
+    for metric, patients, level, correlation in product(("accuracy", "dice"), (10, 20), (0.7, 0.9), (0.05, 0.2, 0.5)):
+        share = count_cards(metric, patients, level, correlation, studies)
+        yield f"cards, {metric} {level}, {patients} patients, correlation {correlation}", share, 0.93, 1.0
     most = 0.05 + 2 * math.sqrt(0.05 * 0.95 / studies)
     for name in METRICS:
         yield f"false, {name}", 1 - count(name, CLIENTS, 50, 0.2, 5, studies, gap=False), 0.0, most
@@ -164,7 +208,7 @@ def main() -> None:
     parser.add_argument("--studies", type=int, default=1000, help="simulated studies of each kind")
     wrong = []
     for name, share, least, most in list_results(parser.parse_args().studies):
-        print(f"{name:55} {share:.3f}  ({least:.2f} to {most:.2f})", flush=True)
+        print(f"{name:58} {share:.3f}  ({least:.2f} to {most:.2f})", flush=True)
         wrong += [name] if not least <= round(share, 2) <= round(most, 2) else []
     if wrong:
         sys.exit(f"beyond the limits: {'; '.join(wrong)}")

@@ -186,10 +186,10 @@ def read_values(trial: Trial, rows: Sequence[Row], split: str) -> dict[str, floa
 
 
 def measure_trained(trial: Trial) -> dict[str, dict[str, float]]:
-    """Return test metrics of the clients' models, and with statistics estimated anew where these may lag."""
-    lag = trial.measure_lag()
-    found = {PLAIN: read_values(trial, trial.evaluate(), "test")}
-    return found | ({ANEW: read_values(trial, lag["rows"], "test")} if lag else {})
+    """Return test metrics of the clients' models, and with statistics estimated anew."""
+    plain = trial.evaluate()
+    rows = trial.measure_lag(plain, trial.reestimate())["rows"]
+    return {PLAIN: read_values(trial, plain, "test"), ANEW: read_values(trial, rows, "test")}
 
 
 def measure_unseen(trial: Trial, site: str) -> dict[str, dict[str, float]]:

@@ -155,23 +155,29 @@ def format_row(name: str, columns: list[tuple[float, ...]]) -> str:
 
 
 def main() -> None:
-    """Print a row for each method and for the guess, and save the first seed's images, originals above, if asked."""
+    """Print a row for each method and for the guess, and save the images, a row for each method, if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default="fedavg, silobn, fedbn, fixbn, gn, fedwon")
     parser.add_argument("--picture")
     for name, value in (("rounds", 10), ("images", 2), ("seeds", 5), ("iterations", 150)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    args, strips = parser.parse_args(), []
+    args, strips = parser.parse_args(), {}
     torch.set_num_threads(1)
     print(f"{'':20}{'PSNR':>14}{'correlation':>16}{'found':>8}")
     for method in METHODS.parse_all(args.methods):
         scores, images = zip(*(attack(method.label, args, seed) for seed in range(args.seeds)), strict=True)
         columns = [*zip(*scores, strict=True)]
         print(format_row(method.label, columns[:3]))
-        strips.append(images[0])
+        originals, strips[method.label] = torch.cat(images, dim=2).chunk(2, dim=1)
     print(format_row("mean image", columns[3:]))
     if args.picture:
-        plt.imsave(args.picture, torch.cat(strips, dim=1).permute(1, 2, 0).numpy())
+        rows = {"original": originals, **strips}
+        figure, axes = plt.subplots(len(rows), figsize=(8, 0.75 * len(rows)), layout="constrained")
+        for axis, (name, row) in zip(axes, rows.items(), strict=True):
+            axis.imshow(row.permute(1, 2, 0).numpy())
+            axis.set_ylabel(name, rotation=0, ha="right", va="center")
+            axis.set(xticks=[], yticks=[])
+        figure.savefig(args.picture, dpi=100)
 
 
 if __name__ == "__main__":

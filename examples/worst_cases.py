@@ -44,6 +44,8 @@ def read_case(samples: Samples, number: int) -> tuple[torch.Tensor, np.ndarray]:
 def predict(run: str, methods: list[str]) -> list[tuple[float, str, np.ndarray, np.ndarray, dict[str, np.ndarray]]]:
     """Return Dice, name, image ``[C, ...]``, true mask and predicted masks of each test image, lowest Dice first."""
     result, found = fedshift.read_run(run), []
+    if not result.experiment.settings.pictures:
+        sys.exit(f"{run} is to hold no pictures (--no-pictures), and this would draw some into it")
     for client in result.experiment.data.clients:
         models = {method: result.model(method, client=client.name) for method in methods or result.summary.methods}
         for number in range(len(client.test)):

@@ -9,6 +9,7 @@ import tomllib
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_the_program_is_installed_and_runs_as_a_module():
 # A run
 
 
-def test_a_run_prints_tables_and_leaves_a_report(cli, vector_only, tiny_folder, tmp_path):
+def test_a_run_prints_tables_and_leaves_a_report(cli, tiny_folder, tmp_path):
     outcome = cli("compare", "--data", tiny_folder, "--methods", "fedavg,fedbn", "--rounds", 2, "--out", "results")
     assert (outcome.code, outcome.err) == (0, "")
     first, *_ = outcome.out.splitlines()
@@ -61,8 +62,44 @@ def test_a_run_prints_tables_and_leaves_a_report(cli, vector_only, tiny_folder, 
     for said in ("fedavg seed 0 round 1/2: loss ", "fedbn seed 0 round 2/2: loss ", "macro", "worst client", "Page: "):
         assert said in outcome.out
     assert outcome.out.count("note: client 'cid': the last batch would hold one sample, over which") == 1
-    for name in ("report.html", "tables/accuracy.csv", "tables/accuracy.tex", "figures/accuracy-macro.svg", CHECKPOINT):
+    for name in ("report.html", "tables/accuracy.csv", "tables/accuracy.tex", CHECKPOINT):
         assert (tmp_path / "results" / name).stat().st_size > 0
+
+
+def find_images(folder):
+    """Names of the files with pixels of samples: an array, inside a page or figure, or a drawing of them."""
+    for path in folder.rglob("*"):
+        if path.suffix == ".npz":
+            with np.load(path) as packed:
+                held = any(array.ndim > 2 and array.dtype == np.uint8 for array in packed.values())
+        else:
+            held = path.is_file() and b"data:image" in path.read_bytes()
+        if held or re.match(r"(samples|maps-).*(png|pdf)", path.name):
+            yield str(path.relative_to(folder))
+
+
+@pytest.mark.slow
+def test_without_pictures_a_run_holds_no_pixel_of_a_sample_and_pages_say_whose_they_show(
+    cli, tiny_folder, tmp_path, monkeypatch, vector_only
+):
+    monkeypatch.setattr("fedshift.report.page.make_panels", lambda _: [])
+    line = "This page holds pictures of test samples of ann, bob, cid."
+    asked = ("--data", tiny_folder, "--methods", "fedavg,fedbn", "--rounds", 1)
+    assert cli("compare", *asked, "--no-pictures", "--out", "results/bare").code == 0
+    assert cli("features", "results/bare").code == 0
+    assert [*find_images(tmp_path / "results/bare")] == []
+    assert cli("compare", *asked, "--out", "results/full").code == 0
+    worst = (f"trials/{method}-seed0/worst-cases.npz" for method in ("fedavg", "fedbn"))
+    shown = {*worst, "samples.npz", "report.html"}
+    assert {*find_images(tmp_path / "results/full")} == shown
+    assert line in (tmp_path / "results/full/report.html").read_text()
+    assert cli("report", "results/full", "--no-pictures").code == 0
+    assert {*find_images(tmp_path / "results/full")} == shown - {"report.html"}
+    assert cli("report", "results/full", "--figures").code == 0
+    drawn = {f"figures/samples.{kind}" for kind in ("svg", "png", "pdf")}
+    assert {*find_images(tmp_path / "results/full")} == shown | drawn
+    assert cli("compare", "--resume", "results/full", "--no-pictures").code == 0
+    assert [*find_images(tmp_path / "results/full")] == []
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_a_split_is_drawn_and_saved(cli, tmp_path, monkeypatch, vector_only):
     assert "client-5" in done.out
     assert "a network is given pixels in [0, 1] minus 0.5 over 0.5 (FedBN, arXiv:2102.07623" in done.out
     assert (tmp_path / "pictures/split.csv").read_text().startswith("client,split,domain,source,row\n")
-    monkeypatch.setattr("fedshift.diagnosis.overview.draw_overview", lambda *_: [])
+    monkeypatch.setattr("fedshift.diagnosis.overview.draw_overview", lambda *_, **__: [])
     kept = ("--split", f"saved(path='{tmp_path}/pictures/split.csv')", "--image-size", 8)
     again = cli("data", "show", "digits", *kept, "--out", tmp_path / "pictures")
     assert again.out.splitlines()[:8] == done.out.splitlines()[:8]
@@ -128,10 +128,13 @@ def test_a_diagnosis_is_printed_and_has_a_page_of_its_table_pictures_and_command
     assert page.count("<svg ") == 2
     assert "<script" not in page
     assert not re.search(r'(?:src|href)="(?!#|data:)', page)
-    kept = page.encode()
+    assert "This page holds pictures of training samples of pen, photo, print, faded, worn." in page
     assert cli(*asked, "--json", tmp_path / "found.json").code == 0
     assert (tmp_path / "found.json").read_text() == found
-    assert (tmp_path / "new" / "page" / "diagnosis.html").read_bytes() == kept
+    assert (tmp_path / "new" / "page" / "diagnosis.html").read_bytes() == page.encode()
+    assert cli(*asked, "--no-pictures").code == 0
+    bare = (tmp_path / "new" / "page" / "diagnosis.html").read_text()
+    assert [text in bare for text in ("data:image", "holds pictures", "<svg ")] == [False, False, True]
 
 
 def test_a_page_of_a_diagnosis_is_not_begun_where_a_file_is(cli, tmp_path):

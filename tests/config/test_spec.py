@@ -32,7 +32,7 @@ OTHER = {
     "newcomers": "cleo", "unseen": "average",
     "engine": "other", "workers": 3, "precision": "bfloat16", "device": "cuda:1", "threads": 3,
     "checkpoint_every": 4, "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "target_metric": 0.9,
-    "patience": 3, "min_delta": 0.01,
+    "patience": 3, "min_delta": 0.01, "statistics": "running",
     "operating_point": "sensitivity>=0.9",
     "log": "tensorboard,wandb",
 }  # fmt: skip
@@ -173,7 +173,7 @@ BAD = {
     "rounds": 0, "participation": 1.5, "engine": "fast",
     "workers": 0, "precision": "float8", "device": "tpu", "unseen": "none", "evaluate_every": 0, "metric": "f2",
     "metrics": "f2", "checkpoint_every": "often",
-    "select": "bets", "target_metric": 0, "patience": 0, "min_delta": -0.1,
+    "select": "bets", "target_metric": 0, "patience": 0, "min_delta": -0.1, "statistics": "batch",
     "model": "small-cn", "weights": "none.pt", "weights_skip_classifier": True, "adapter": "lore",
     "loss": "focl", "epochs": 0, "batches": 0, "steps": 0, "lr": -1, "log": "paper", "augment": "flp()",
     "batch_size": -1, "optimizer": "adam", "schedule": "cosin", "newcomers": "zoe", "seeds": "3..a", "threads": 0,

@@ -1,5 +1,10 @@
-"""BatchNorm statistics that lag: the part of the initial values, and models measured with statistics estimated anew."""
+"""BatchNorm statistics that lag: models measured with re-estimated ones, and which are reported."""
 
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -7,12 +12,13 @@ from torch import nn
 import fedshift
 from fedshift.config.expressions import read_catalog
 from fedshift.evaluation.batch_norm import list_batch_norms
-from fedshift.evaluation.statistics_lag import remaining_part
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods import METHODS
+from fedshift.results.schema import choose_statistics
+from fedshift.utils.errors import FedshiftError, UsageError
 
-HOW = {"rounds": 2, "batch_size": 8, "lr": 0.05, "seeds": 1}
+HOW = {"rounds": 2, "batch_size": 8, "lr": 0.05, "precision": "float64"}
 
 
 def conv(shape, classes):
@@ -29,71 +35,93 @@ def cumulative(network, samples):
             layer.reset_running_stats()
             layer.momentum = None
     with torch.no_grad():
-        network.train()(samples.inputs(slice(None)))
+        network.train()(samples.inputs(slice(None), torch.float64))
     return network.eval()
 
 
 def accuracy(network, samples):
     with torch.no_grad():
-        return float((network(samples.inputs(slice(None))).argmax(1) == samples.y).double().mean())
-
-
-def test_initial_values_fade_as_torchs_own_layer_forgets_them(tiny):
-    plan = Trial(fedshift.fedbn(), conv, tiny, Settings(rounds=1), 0).plan
-    layer = nn.BatchNorm2d(4).double()
-    for updates in range(40):
-        assert abs(float(layer.running_var[0]) - remaining_part(plan, updates)) <= 1e-15
-        layer(torch.zeros(2, 4, 3, 3, dtype=torch.float64))  # batches of variance 0: what is left is the initial 1
-    for each in list_batch_norms(plan).values():
-        each.momentum = None
-    assert (remaining_part(plan, 0), remaining_part(plan, 1)) == (1, 0)
+        return float((network(samples.inputs(slice(None), torch.float64)).argmax(1) == samples.y).double().mean())
 
 
 @pytest.mark.slow
-def test_models_are_measured_again_as_torch_estimates_and_averages_their_statistics(tiny, tmp_path):
-    result = fedshift.compare("fedavg,fedbn,silobn,gn", data=tiny, model=conv, out=tmp_path / "run", **HOW)
-    plain, again = result.table(), result.table(moment="reestimated")
+def test_models_records_and_exports_have_the_statistics_that_torch_estimates_and_averages(tiny, tmp_path):
+    methods = "fedavg,fedper,fedbn,silobn,gn"
+    result = fedshift.compare(methods, data=tiny, model=conv, out=tmp_path, statistics="reestimated", **HOW)
+    shown, plain = (result.table(moment=moment).xs("mean", axis=1, level="statistic") for moment in (None, "loaded"))
     clients = {client.name: client for client in result.experiment.data.clients}
-    for name, client in clients.items():
-        for method in ("fedbn", "silobn"):
-            own = accuracy(cumulative(result.model(method, client=name), client.train), client.test)
-            assert again.loc[name, (method, "mean")] == pytest.approx(own, abs=1e-12)
-    state, total = result.model("fedavg").state_dict(), sum(len(client.train) for client in clients.values())
-    each = {name: cumulative(result.model("fedavg"), client.train).state_dict() for name, client in clients.items()}
-    for entry in (name for name in state if "running" in name):
-        state[entry] = sum(each[name][entry] * len(clients[name].train) for name in clients) / total
-    shared = result.model("fedavg")
-    shared.load_state_dict(state)
-    for name, client in clients.items():
-        assert again.loc[name, ("fedavg", "mean")] == pytest.approx(accuracy(shared, client.test), abs=1e-12)
-    assert again["gn"]["mean"].isna().all()
-    lag = result.summary.lag
-    assert set(lag["updates"]) == {4, 8}  # fedavg counts the mean of 8, 4 and 8 steps, fedbn the fewest
-    assert dict(zip(lag["method"], lag["remaining"].round(12), strict=True))["fedbn"] == round(0.9**4, 12)
-    said = " ".join(str(result).split())
-    gains = 100 * (again.loc["macro"] - plain.loc["macro"]).unstack()["mean"]
-    assert (
-        f"running statistics, which still hold up to {100 * 0.9**4:.2g} percent of their initial values, do not" in said
-    )
-    for method in ("fedavg", "fedbn", "silobn"):
-        value = 100 * again.loc["macro", (method, "mean")]
-        assert (f"{method} {value:.2f} ({gains[method]:+.2f})".replace("-", "\N{MINUS SIGN}") in said) == (
-            abs(gains[method]) >= 1
-        )
-    assert "BatchNorm lags: running statistics" in result.report().read_text()
-    assert not (tmp_path / "run" / "trials" / "gn-seed0" / "statistics.json").exists()
+    for method in methods.split(","):
+        models = {name: result.model(method, client=name) for name in clients}
+        kept = {name: models[name].state_dict() for name in clients}
+        each = {name: cumulative(result.model(method, client=name), clients[name].train) for name in clients}
+        for name, client in clients.items():
+            state = dict(each[name].state_dict())
+            for entry in [entry for entry in state if "running" in entry and method in ("fedavg", "fedper")]:
+                weights = [len(other.train) for other in clients.values()]
+                parts = [each[other].state_dict()[entry].numpy() for other in clients]
+                state[entry] = torch.from_numpy(np.average(parts, axis=0, weights=weights))
+            for entry in (entry for entry in state if "running" in entry):
+                torch.testing.assert_close(kept[name][entry], state[entry], rtol=1e-9, atol=1e-12)
+            assert shown.loc[name, method] == pytest.approx(accuracy(models[name].eval(), client.test), abs=1e-12)
+            records = result.summary.read_cases(method, 0).records[name, "personal"]
+            assert shown.loc[name, method] == pytest.approx(records["right"].mean(), abs=1e-12)
+    assert shown["gn"].equals(plain["gn"])
+    assert not shown.equals(plain)
 
 
-def test_statistics_that_had_time_are_not_measured_again_nor_frozen_ones_nor_hybrid_ones(tiny):
-    for text, epochs, measured in (
-        ("fedavg", 1, True), ("fedbn", 1, True), ("fedbn", 40, False), ("fixbn(switch=1)", 1, False),
-        ("hbn", 1, False), ("fedwon", 1, False), ("fixbn(switch=3)", 1, True),
-    ):  # fmt: skip
-        (method,) = METHODS.parse_all(text)
-        trial = Trial(method, conv, tiny, Settings(rounds=4, work=fedshift.Work(batch_size=8, epochs=epochs)), 0)
-        trial.advance()
-        trial.advance()
-        assert (trial.measure_lag() is not None) == measured, (text, epochs)
+def test_statistics_are_chosen_without_test_data_recorded_and_found_again(tiny, tmp_path):
+    def train(folder, data=tiny, **given):
+        return fedshift.compare("fedavg,fedbn", data=data, model=conv, out=tmp_path / folder, **HOW, **given)
+
+    auto, plain = train("auto"), train("plain", statistics="running")
+    flipped = [replace(each, test=each.test.relabel(torch.tensor([2, 0, 1]))) for each in tiny.clients]
+    other = train("other", replace(tiny, clients=tuple(flipped)))
+    assert auto.summary.statistics == other.summary.statistics == "reestimated"
+    assert auto.summary.moves.equals(other.summary.moves)
+    assert set(auto.summary.moves["split"]) == {"training"}
+    assert json.loads((tmp_path / "auto" / "study.json").read_text())["trained"]["statistics"] == "reestimated"
+    assert str(auto).startswith("BatchNorm's running statistics lag: re-estimated on training data, they take ")
+    assert "values are with re-estimated statistics (the running alternative: page and tables/accuracy-" in str(auto)
+    assert auto.records.equals(plain.records)
+    assert plain.table().equals(auto.table(moment="loaded"))
+    assert plain.table(moment="reestimated").equals(auto.table())
+    folder = tmp_path / "auto" / "trials" / "fedbn-seed0"
+    files = {name: (folder / name).read_bytes() for name in ("statistics.json", "cases.npz")}
+    for name in files:
+        (folder / name).unlink()
+    with pytest.raises(FedshiftError, match=r"statistics.json is missing: restore it from a copy, or have it measured"):
+        auto.table()
+    train("auto", resume=True)
+    assert files == {name: (folder / name).read_bytes() for name in files}
+    with pytest.raises(UsageError, match="was begun with 'auto', and statistics must not be chosen once results are"):
+        train("auto", resume=True, statistics="running")
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "heard"),
+    [("accuracy", 0.5, 0.51, True), ("accuracy", 0.5, 0.4901, False), ("loss", 2.0, 1.98, True),
+     ("loss", 2.0, 2.019, False), ("accuracy", 0.0, 0.0, False)],
+)  # fmt: skip
+def test_one_client_decides_for_all_methods_and_not_the_mean(metric, before, after, heard):
+    rows = [("fedavg", 0, "a", "validation", before, after), ("fedavg", 0, "b", "validation", after, before)]
+    moves = pd.DataFrame(rows, columns=["method", "seed", "client", "split", "running", "reestimated"])
+    assert choose_statistics("auto", moves, (), metric) == ("reestimated" if heard else "running")
+    assert choose_statistics("running", moves, (), metric) == "running"
+    assert choose_statistics("reestimated", moves, ("fedbn",), metric) == "running"
+
+
+@pytest.mark.parametrize(
+    ("text", "measured"),
+    [("fedavg", True), ("single", True), ("fixbn(switch=1)", False), ("hbn", False), ("gn", False),
+     ("fixbn(switch=3)", True), ("centralized", True)],
+)  # fmt: skip
+def test_frozen_and_hybrid_statistics_do_not_lag(text, measured, tiny):
+    (method,) = METHODS.parse_all(text)
+    trial = Trial(method, conv, tiny, Settings(rounds=4, work=fedshift.Work(batch_size=8, epochs=1)), 0)
+    trial.advance()
+    trial.advance()
+    renewed = trial.reestimate()
+    assert (renewed is not None) == bool(trial.measure_lag((), renewed)["moves"]) == measured
 
 
 @pytest.mark.slow
@@ -104,10 +132,7 @@ def test_every_method_can_be_measured_again_and_trains_as_before(name, tiny):
     one, other = (Trial(method, conv, tiny, settings, 0) for _ in "ab")
     for trial in (one, other):
         trial.advance()
-    lag = one.measure_lag()
-    assert (lag is None) == (not list_batch_norms(one.plan))
-    for row in lag["rows"] if lag else ():
-        assert row["moment"] == "reestimated"
-    if lag:
-        assert {row["client"] for row in lag["rows"] if row["model"] == "personal"} == set(tiny.names)
+    rows = one.measure_lag((), renewed := one.reestimate())["rows"]
+    assert (renewed is not None) == bool(list_batch_norms(one.plan))
+    assert {row["client"] for row in rows if row["model"] == "personal"} == set(tiny.names if renewed else ())
     assert one.advance().rows == other.advance().rows

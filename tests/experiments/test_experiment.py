@@ -45,17 +45,16 @@ def test_a_study_records_the_most_frequent_training_class_of_each_client(make, t
     assert read_summary(tmp_path / "run").majority == usual
 
 
-@pytest.mark.parametrize("select", ["last", "best"])
-def test_records_of_single_samples_are_of_the_reported_round(make, tmp_path, select):
+@pytest.mark.parametrize(("select", "statistics"), [("last", "running"), ("best", "reestimated")])
+def test_records_of_single_samples_are_of_the_reported_round(make, tmp_path, select, statistics):
     """Each client's hits are those of its row, for the model that it uses and for the server's."""
-    make(methods="fedavg, fedbn", rounds=3, evaluate_every=1, select=select, validation=0.3, lr=0.3, seeds=1).run(
-        tmp_path / "run"
-    )
+    how = {"select": select, "statistics": statistics, "validation": 0.3}
+    make(methods="fedavg, fedbn", rounds=3, evaluate_every=1, lr=0.3, seeds=1, **how).run(tmp_path / "run")
     summary = read_summary(tmp_path / "run")
     for (method, seed), number in find_reported_rounds(summary).items():
         cases = summary.read_cases(method, seed)
-        rows = summary.rows[(summary.rows["method"] == method) & (summary.rows["seed"] == seed)]
-        tested = rows[(rows["round"] == number) & (rows["split"] == "test") & (rows["moment"] == "loaded")]
+        rows = summary.lag if statistics == "reestimated" else summary.rows[summary.rows["moment"] == "loaded"]
+        tested = rows[(rows["method"] == method) & (rows["round"] == number) & (rows["split"] == "test")]
         assert cases.round == number
         assert set(cases.records) == set(zip(tested["client"], tested["model"], strict=True))
         for row in tested.itertuples():

@@ -1,6 +1,5 @@
 """Exported models give the run's own figures, by torch alone, by ONNX's runtime and by ``fedshift.load``."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from fedshift.export.loading import ExportedModel
 from fedshift.export.programs import save_onnx
 from fedshift.export.source import export_run, find_licenses
 from fedshift.results.schema import read_rows
+from fedshift.results.trial_records import read_lag
 from fedshift.tasks import TASKS
 from fedshift.utils.errors import FedshiftError, UsageError
 from tests.conftest import ARRAYS
@@ -55,7 +55,8 @@ def bobs(experiment, kept):
 
 def recorded(run, method, client, model="personal", seed=0):
     """The counts of right answers by class that the run recorded after its last round."""
-    rows = read_rows(run / "trials" / f"{method}-seed{seed}" / "metrics.jsonl")
+    folder = run / "trials" / f"{method}-seed{seed}"
+    rows = read_lag(folder)["rows"] or read_rows(folder / "metrics.jsonl")
     key = (rows[-1]["round"], client, "test", model)
     return next(row["hits"] for row in rows if (row["round"], row["client"], row["split"], row["model"]) == key)
 
@@ -76,12 +77,11 @@ sys.modules["fedshift"] = None  # an import of it fails
 directory, images = sys.argv[1:]
 x = torch.from_numpy(numpy.load(images))
 program = torch.export.load(directory + "/program.pt2").module()
-found = [program(x.permute(0, 3, 1, 2)).tolist()]
+found = program(x.permute(0, 3, 1, 2)).tolist()
 assert not [name for name in sys.modules if name.startswith("fedshift.")]
 del sys.modules["fedshift"]
 import fedshift
-model = fedshift.load(directory)
-print(json.dumps([*found, model(x.numpy()).tolist(), [model(image).tolist() for image in x.numpy()]]))
+print(json.dumps([found, fedshift.load(directory)(x.numpy()).tolist()]))
 """
 
 
@@ -90,10 +90,9 @@ def test_a_fresh_process_gives_the_logged_accuracy_by_torch_alone_and_by_load(bo
     np.save(tmp_path / "x.npy", pixels("bob"))
     words = [sys.executable, "-c", ALONE, bobs, tmp_path / "x.npy"]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
-    plain, loaded, one_by_one = json.loads(done.stdout)
+    plain, loaded = json.loads(done.stdout)
     assert right(plain, "bob") == recorded(kept, "fedbn", "bob")
     assert plain == loaded
-    assert right(one_by_one, "bob") == recorded(kept, "fedbn", "bob")
 
 
 @pytest.mark.sampled(1)
@@ -162,26 +161,24 @@ def double(shape, classes):
 
 @pytest.mark.slow
 def test_rows_of_a_table_are_filled_and_scaled_inside_by_the_clients_own(cli, tmp_path, undrawn):
-    """Raw rows, by Python's own reader: numbers, a category, gaps, and a column that one client never measured."""
-    random = np.random.default_rng(0)
+    """Numbers, a category, gaps, and a column that one client never measured."""
+    random, tables = np.random.default_rng(0), {}
+    (tmp_path / "sites").mkdir()
     for place, name in enumerate(("north", "south")):
         age = random.normal(50 + 20 * place, 9, 40).round(2)
         frame = pd.DataFrame({"age": age, "kind": random.choice(["a", "b", "?"], 40, p=[0.5, 0.3, 0.2])})
         frame["dose"] = np.where((np.arange(40) % 5 > 0) & (place == 0), random.normal(size=40).round(3), np.nan)
-        frame["label"], frame["split"] = (age > 50 + 20 * place).astype(int), ["train"] * 28 + ["test"] * 12
-        (tmp_path / "sites").mkdir(exist_ok=True)
-        frame.to_csv(tmp_path / "sites" / f"{name}.csv", index=False)
+        tables[name] = frame.assign(label=(age > 50 + 20 * place).astype(int), split=["train"] * 28 + ["test"] * 12)
+        tables[name].to_csv(tmp_path / "sites" / f"{name}.csv", index=False)
     words = ("--data", "sites", "--target", "label", "--rounds", 3, "--lr", 0.2, "--engine", "sequential")
     assert cli("compare", *words, "--out", "run").code == 0
     for name, method in (("north", "fedbn"), ("south", "fedavg")):
-        outcome = cli("export", "run", "--client", name, "--method", method, "--out", name, "--no-onnx")
-        assert outcome.code == 0, outcome.err
-        model = fedshift.load(name)
-        with (tmp_path / "sites" / f"{name}.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["split"] == "test"]
-        hits = [int(row["label"]) for row in rows if model.predict(row) == row["label"]]
+        assert cli("export", "run", "--client", name, "--method", method, "--out", name, "--no-onnx").code == 0
+        model, rows = fedshift.load(name), tables[name].query("split == 'test'").astype(str)
+        found = [model.predict(row) for row in rows.to_dict("records")]
+        hits = [int(label) for label, answer in zip(rows.label, found, strict=True) if answer == label]
         assert np.bincount(hits, minlength=2).tolist() == recorded(tmp_path / "run", method, name)
-        assert model.predict(pd.DataFrame(rows)) == [model.predict(row) for row in rows]
+        assert model.predict(rows) == found
     for row, said in (
         ({"age": 3, "kind": "a"}, "a row has no 'dose': give every column, None where missing"),
         ({"age": 3, "kind": "c", "dose": 1}, "column 'kind' holds one of a, b, not 'c'"),
@@ -274,23 +271,22 @@ class Unsteady(nn.Module):
 
 
 def test_a_damaged_or_missing_model_is_refused(bobs, tmp_path):
-    with pytest.raises(UsageError, match="contains no model: give a directory that `fedshift export` wrote"):
-        fedshift.load(tmp_path)
     folder = copytree(bobs, tmp_path / "model")
     program, description = folder / "program.pt2", folder / "model.json"
-    whole = program.read_bytes()
-    program.write_bytes(whole[:-1] + b"x")
-    with pytest.raises(FedshiftError, match=r"program.pt2 is not the file that was exported"):
-        fedshift.load(folder)
-    program.unlink()
-    with pytest.raises(FedshiftError, match=r"program.pt2 cannot be read \(No such file"):
-        fedshift.load(folder)
-    description.write_text(description.read_text().replace('"format": 1', '"format": 0'))
-    with pytest.raises(UsageError, match="was written by another version"):
-        fedshift.load(folder)
-    description.write_text("{")
-    with pytest.raises(FedshiftError, match=r"model.json is damaged"):
-        fedshift.load(folder)
+    text = description.read_text()
+    for change, said in (
+        (
+            lambda: program.write_bytes(program.read_bytes()[:-1] + b"x"),
+            "program.pt2 is not the file that was exported",
+        ),
+        (program.unlink, r"program.pt2 cannot be read \(No such file"),
+        (lambda: description.write_text(text.replace('"format": 1', '"format": 0')), "was written by another version"),
+        (lambda: description.write_text("{"), "model.json is damaged"),
+        (description.unlink, "contains no model: give a directory that `fedshift export` wrote"),
+    ):
+        change()
+        with pytest.raises(FedshiftError, match=said):
+            fedshift.load(folder)
 
 
 def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
@@ -301,7 +297,7 @@ def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
     for said in (
         "# fedbn, client bob",
         "Network small-cnn, ",
-        "is the model that client `bob` uses after round 1 (the last of 1), seed 0",
+        "uses after round 1 (the last of 1, with re-estimated BatchNorm statistics), seed 0",
         f"| bob | test | 12 | {100 * hits / 12:.2f} % ({100 * low:.1f} to {100 * high:.1f} %) |",
         f"Over the run's 2 seeds, bob: {100 * np.mean(accuracies):.2f} % on average, standard deviation "
         f"{100 * np.std(accuracies, ddof=1):.2f} points.",
@@ -317,84 +313,40 @@ def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
     described = json.loads((bobs / "model.json").read_text())
     assert described["input"]["pixels"]["mean"] == [0.485, 0.456, 0.406]
     assert described["classes"] == ["0", "1", "2"]
-
-
-@pytest.mark.slow
-def test_python_exports_too_and_licenses_are_those_of_the_data(tiny, tmp_path):
-    result = fedshift.compare([fedshift.fedavg()], data=tiny, rounds=1, engine="sequential")
-    assert result.export(tmp_path / "model", onnx=False) == tmp_path / "model"
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
-        "README.md", "model.json", "program.pt2", "weights.safetensors",
-    ]  # fmt: skip
-    assert fedshift.load(tmp_path / "model")(pixels("ann")).shape == (12, 3)
     assert "CC BY 2.0" in find_licenses("digits", "digits")
     assert "SynthDigits CC BY 4.0" in find_licenses("digits_five(samples=10)", "digits-five")
     assert "CC0 1.0" in find_licenses("nuclei", "nuclei")
 
 
-def columns(count, key):
-    """Rows [count, 5], two labels and two numbers in thousands that depend on them."""
-    random = np.random.default_rng(key)
-    x = random.normal(size=(count, 5)).astype(np.float32)
-    return x, (x[:, :2] > 0.3).astype(float), 1000 + 50 * x[:, :2].astype(float)
+def test_a_card_without_results_of_single_samples_says_so_in_place_of_intervals(experiment, kept, tmp_path):
+    copytree(kept, tmp_path / "run")
+    (tmp_path / "run" / "trials" / "fedbn-seed0" / "cases.npz").unlink()
+    export_run(experiment, tmp_path / "run", tmp_path / "model", method="fedbn", client="bob", onnx=False)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "Without intervals: the results of single samples are not stored here." in card
+    assert " to " not in card[card.index("| bob | test") :].partition("\n")[0]
 
 
-def last_row(result):
-    """Return what the run recorded of south's model on test data after the last round, under the first seed."""
-    rows = result.records[(result.records["round"] == 3) & (result.records["seed"] == 0)]
-    (row,) = rows[(rows["client"] == "south") & (rows["split"] == "test")].to_dict("records")
-    return row
-
-
-@pytest.fixture
-def predicting(tmp_path):
-    """Export the model of a client of a federation with a task, and return it with its test data and the results."""
-
-    def make(task, kind, **options):
-        arrays = {name: (columns(24, key), columns(10, key + 1)) for key, name in ((0, "north"), (5, "south"))}
-        parts = {name: (a[0], a[kind], b[0], b[kind]) for name, (a, b) in arrays.items()}
-        data = fedshift.federation(parts, task=task)
-        result = fedshift.compare(
-            [fedshift.fedbn()], data=data, model="abide-mlp", rounds=3, lr=0.05, seeds=2, engine="sequential", **options
-        )
-        folder = result.export(tmp_path / "model", client="south", onnx=False)
-        return fedshift.load(folder), arrays["south"][1], result
-
-    return make
-
-
-def test_a_model_of_numbers_gives_them_in_the_unit_of_the_data(predicting):
-    model, (x, _, y), result = predicting("regression", 2)
-    rmse = np.sqrt(((model(x).numpy() - y) ** 2).mean(axis=0)).mean()
-    row = last_row(result)
-    assert rmse == pytest.approx(np.sqrt(np.array(row["squared"]) / 10).mean(), rel=1e-6)
+def test_a_model_of_numbers_gives_them_in_the_unit_of_the_data(tmp_path):
+    random, parts = np.random.default_rng(0), {}
+    for name in ("north", "south"):
+        x, z = random.normal(size=(24, 5)).astype(np.float32), random.normal(size=(10, 5)).astype(np.float32)
+        parts[name] = x, 1000 + 50 * x[:, :2].astype(float), z, 1000 + 50 * z[:, :2].astype(float)
+    data = fedshift.federation(parts, task="regression")
+    result = fedshift.compare([fedshift.fedbn()], data=data, model="abide-mlp", rounds=3, lr=0.05, engine="sequential")
+    model, (*_, x, y) = fedshift.load(result.export(tmp_path / "model", client="south", onnx=False)), parts["south"]
     assert np.allclose(model.predict(x[0]), y[0], atol=300)
     assert np.allclose([model.predict(each) for each in x], model.predict(x))
     assert repr(model).endswith("client south, 2 targets>")
     card = (model.directory / "README.md").read_text()
+    rmse = np.sqrt(((model(x).numpy() - y) ** 2).mean(axis=0)).mean()
     assert f"| south | test | 10 | {rmse:.3f} (" in card
-    assert "Its task is regression: it predicts 2 targets (0, 1)" in card
-    assert "Output: numbers [N, targets] in the unit of the data" in card
-    assert "as the run recorded." in card
+    for said in (
+        "Its task is regression: it predicts 2 targets (0, 1)", "Output: numbers [N, targets] in the unit of the data",
+        "as the run recorded.", "- targets: learned as (0 - ",
+    ):  # fmt: skip
+        assert said in card
     assert "%" not in card.partition("## How")[0]
-    assert "- targets: learned as (0 - " in card
-
-
-@pytest.mark.slow
-def test_a_model_of_several_labels_names_those_that_a_sample_has(predicting):
-    model, (x, y, _), result = predicting("multilabel", 1)
-    row = last_row(result)
-    chosen = model(x).numpy() > 0
-    assert [((chosen[:, k]) & (y[:, k] == 1)).sum() for k in range(2)] == row["hits"]
-    exact = int((chosen == y).all(axis=1).sum())
-    assert exact == row["exact"]
-    assert model.predict(x) == [[str(k) for k in range(2) if has[k]] for has in chosen]
-    assert model.predict(x[0]) == model.predict(x)[0]
-    card = (model.directory / "README.md").read_text()
-    assert (
-        f"program.pt2 was tested on all 10 test samples: {exact} with every label right, as the run recorded." in card
-    )
-    assert "predicts which of 2 labels a sample has (0, 1)" in card
 
 
 def made_of(outputs, task, classes, shape):
@@ -440,6 +392,9 @@ def test_predictions_are_those_that_metrics_count_for_one_sample_and_for_several
         right = (chosen == y).sum()
     counts = task.count(torch.from_numpy(scores), torch.from_numpy(y), 3)
     assert np.sum(counts[counted]) == pytest.approx(right, rel=1e-6)
+    scores[2].flat[1] = np.nan
+    if name in ("classification", "multilabel"):  # an output that is not a number
+        assert [each is None for each in model.predict(x)] == [number == 2 for number in range(7)]
 
 
 def test_a_model_that_predicts_wrongly_fails_its_own_check(experiment, kept, tmp_path, monkeypatch):

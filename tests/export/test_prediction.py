@@ -161,8 +161,7 @@ def test_pictures_of_any_size_have_masks_of_theirs_with_distances_in_pixels(tmp_
     (tmp_path / "masks").mkdir()
     Image.fromarray(pixels).save(tmp_path / "eye.png")
     Image.fromarray(pixels // 255).save(tmp_path / "masks" / "eye.tif")
-    found = predict_files(pictures(16, 24), [tmp_path / "eye.png"], tmp_path / "out", masks=tmp_path / "masks")
-    (row,) = found.rows
+    (row,) = predict_files(pictures(16, 24), [tmp_path / "eye.png"], tmp_path / "out", masks=tmp_path / "masks").rows
     assert np.array_equal(decode_mask(tmp_path / "out" / row["mask"]), pixels // 255)
     assert (row["dice bright"], row["hd95 pixels bright"], row["assd pixels bright"]) == (1, 0, 0)
     assert not {name for name in row if "milliliters" in name or "mm" in name}
@@ -199,46 +198,31 @@ def test_tables_are_predicted_in_the_forms_in_which_they_are_read_for_training(t
     frame.to_csv(tmp_path / "a.csv", index=False, sep=";", decimal=",")
     frame.to_csv(tmp_path / "b.tsv", index=False, sep="\t")
     frame.to_parquet(tmp_path / "c.parquet")
-    files = {
-        "d.csv": "sex,smokes,age\n", "e.csv": "sex,smokes\nf,0\n", "f.csv": "sex,smokes,age\nf,0,1e60\n",
-        "g.csv": "sex,smokes,age\nf,0,old\n",
+    faults = {
+        "sex,smokes,age\n": "has names of columns but no row", "sex,smokes\nf,0\n": "has no column 'age'",
+        "sex,smokes,age\nf,0,1e60\n": "row 1: an infinite value in column 'age'", "sex,smokes,age\nf,0,old\n": "'old'",
+        "sex,smokes,age\nx,0,3\n": "column 'sex' holds 'x', but its categories in ",
     }  # fmt: skip
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    found = predict_files(rows, [tmp_path], tmp_path / "out")
-    table = pd.read_csv(found.table)
+    for number, text in enumerate(faults):
+        (tmp_path / f"d{number}.csv").write_text(text)
+    table = pd.read_csv(predict_files(rows, [tmp_path], tmp_path / "out").table)
     assert table[["row", "dose", "days"]].to_numpy()[:6].tolist() == [[0, 60, 0], [1, 82, 1]] * 3
     assert rows.predict(frame.astype(str)) == [[60, 0], [82, 1]]
-    for said, part in zip(
-        table.status[6:],
-        ("has names of columns but no row", "has no column 'age'", "row 1: an infinite value in column 'age'", "'old'"),
-        strict=True,
-    ):
-        assert part in said
+    assert all(said in status for said, status in zip(faults.values(), table.status[6:], strict=True))
 
 
-def test_rows_of_tables_and_images_with_a_class_have_their_predictions_in_the_table(tmp_path):
-    columns = Column(name="age"), Column(name="sex", categories=("f", "m"))
-    rows = make_model(
-        Preparation(shape=(3,), dtype="float32", columns=columns), "regression", ("dose", "days"),
-        lambda x: torch.stack((2 * x[:, 0], x[:, 2]), dim=1),
-    )  # fmt: skip
-    (tmp_path / "a.csv").write_text("sex,age\nf,30\nm,40.5\n")
-    (tmp_path / "b.csv").write_text("sex,age\nx,30\n")
-    table = pd.read_csv(predict_files(rows, [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "rows").table)
-    assert table[["row", "dose", "days"]].to_numpy()[:2].tolist() == [[0, 60, 0], [1, 81, 1]]
-    assert "column 'sex' holds 'x', but its categories in " in table.status[2]
-
-    for name, value in {"dark": 0, "light": 255}.items():
+def test_images_with_a_class_have_it_in_the_table_and_outputs_that_are_no_numbers_have_none(tmp_path):
+    for name, value in {"dark": 0, "light": 255, "none": 9}.items():
         Image.fromarray(np.full((4, 4), value, np.uint8)).save(tmp_path / f"{name}.png")
     one = pictures(4, 4, task="classification")
-    one._program = lambda x: torch.stack((127.5 - x.float().mean((1, 2, 3)), x.float().mean((1, 2, 3)) - 127.5), dim=1)
-    table = pd.read_csv(predict_files(one, [tmp_path / "dark.png", tmp_path / "light.png"], tmp_path / "classes").table)
-    assert table.prediction.to_list() == ["none", "bright"]
+    mean = lambda x: torch.where(x.float().mean((1, 2, 3)) == 9, torch.nan, x.float().mean((1, 2, 3)))  # noqa: E731
+    one._program = lambda x: torch.stack((127.5 - mean(x), mean(x) - 127.5), dim=1)
     (tmp_path / "odd.webp").write_bytes(b"RIFF")
     found = predict_files(one, [tmp_path], tmp_path / "folder")
-    assert [Path(row["file"]).name for row in found.rows] == ["dark.png", "light.png", "odd.webp"]
-    assert "odd.webp is not an image in format PNG," in found.failed[0]
+    assert [Path(row["file"]).name for row in found.rows] == ["dark.png", "light.png", "none.png", "odd.webp"]
+    assert pd.read_csv(found.table).prediction.to_list()[:2] == ["none", "bright"]
+    assert "none.png has outputs of the model that are not numbers (NaN)" in found.failed[0]
+    assert "odd.webp is not an image in format PNG," in found.failed[1]
 
 
 def test_a_table_in_another_unit_has_a_warning_on_each_row_and_python_warns(tmp_path):
@@ -284,23 +268,24 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_written(tmp_path
 def test_the_command_predicts_what_the_run_counted(cli, tmp_path):
     affine = np.diag([-0.5, 2.0, 3.0, 1.0])
     for number in range(10):
-        values, bright = draw_volume((8, 8, 8), number)
-        for part in ("images", "masks"):
+        for part, made in zip(("images", "masks"), draw_volume((8, 8, 8), number), strict=True):
             (tmp_path / "scans" / "a").mkdir(parents=True, exist_ok=True)
-            save(tmp_path / "scans" / "a" / part / f"{number}.nii.gz", values if part == "images" else bright, affine)
+            save(tmp_path / "scans" / "a" / part / f"{number}.nii.gz", made, affine)
     result = fedshift.compare(
         data="scans", methods="fedavg", model="unet-small(width=2)", rounds=2, batch_size=2, lr=0.1, out="run"
     )
-    test = result.experiment.data.client("a").test
+    client = result.experiment.data.client("a")
     result.export("model", client="a", onnx=False)
-    files = [tmp_path / "scans" / result.experiment.data.client("a").files[row] for row in test.rows.tolist()]
+    files = [tmp_path / "scans" / client.files[row] for row in client.test.rows.tolist()]
     done = cli("predict", "model", *files, "--out", "out", "--masks", tmp_path / "scans" / "a" / "masks")
-    assert done.code == 0, done
+    assert done.code == 0, done.err
     records = read_cases(Path("run/trials/fedavg-seed0")).records["a", "personal"]
     table = pd.read_csv("out/cases.csv")
     hits, both = records["hits"][:, 1], records["support"][:, 1] + records["predicted"][:, 1]
     assert table["dice 1"].to_list() == (2 * hits / both).tolist()
     assert np.allclose(table["milliliters 1"], records["predicted"][:, 1] * 0.003)
+    for file, name in zip(files, table["mask"], strict=True):
+        assert np.array_equal(nibabel.load(Path("out", name)).dataobj, result.predict("fedavg", "a", file))
     (tmp_path / "scans" / "a" / "images" / "bad.nii").write_bytes(b"")
     done = cli("predict", "model", tmp_path / "scans" / "a" / "images", "--out", "all")
     assert done.code == 1

@@ -14,7 +14,7 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.engines import frozen
 from fedshift.engines.sequential import Sequential
-from fedshift.evaluation.statistics_lag import holds_shared_statistics
+from fedshift.evaluation.statistics_lag import list_loaded, may_lag
 from fedshift.flower.coordinator.descriptions import ClientRegistry
 from fedshift.flower.coordinator.rounds import go_back
 from fedshift.flower.messages import VERSION, Exchange, RefusedMessage
@@ -22,6 +22,7 @@ from fedshift.flower.site.record import Record
 from fedshift.flower.site.state import SiteState
 from fedshift.methods import METHODS
 from fedshift.methods.fedavg import fedavg
+from fedshift.report.lag import describe_lag
 from fedshift.report.origin import describe_run
 from fedshift.results.run_directory import MACHINES, to_file_name
 from fedshift.results.schema import read_rows
@@ -69,8 +70,12 @@ def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(meth
     ]
     (rows, same), (again, there) = ([read_rows(place / METRICS) for place in places], map(read_lag, places))
     assert rows == same
-    shared = holds_shared_statistics(trial.plan, trial.server, trial.model_state(trial.data.names[0]))
-    assert again == ([] if shared else [row for row in there if row["model"] == "personal"])
+    names = [name for name in trial.plan.initial if "running" in name] if may_lag(trial.plan, trial.server) else []
+    shared = bool(list_loaded(names, trial.server, trial.model_state(trial.data.names[0])))
+    assert again["rows"] == [row for row in there["rows"] if not (names and (shared or row["model"] == "global"))]
+    assert again["complete"] != shared
+    said = "could not be measured with re-estimated statistics (estimates would have to leave the sites)"
+    assert (said in describe_lag(read_summary(tmp_path / "served"))) == shared
     assert [*tmp_path.rglob("cases.npz")] == [*(tmp_path / "reference").rglob("cases.npz")]  # not of sites' samples
     assert sum((row["split"], row["moment"]) == ("test", "trained") for row in rows) == len(grid.sites)
     _, update = client_final(trial.plan, client_init(trial.plan, init_client(trial.plan), trial.server))

@@ -180,7 +180,7 @@ ERRORS = {
 
 PLACES = {
     "describe": "site.load_local", "review": "site.load_local", "train": "trial.check_upload",
-    "evaluate": "trial.evaluate_reestimated", "tell": "site.Site.export_latest",
+    "evaluate": "trial.reestimate_models", "tell": "site.Site.export_latest",
 }  # fmt: skip
 """By the kind of a question, a step of its work in which something goes wrong."""
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from scipy.special import expit, logit
 from sklearn import metrics as sk
 
@@ -13,12 +14,17 @@ from fedshift.report.clinical import (
     choose_thresholds,
     count_confusions,
     list_clinical_tables,
+    list_kept,
     measure_classes,
+    measure_counts,
     tabulate_benefit,
 )
 from fedshift.report.figures import make_figures
 from fedshift.results.cases import Cases
+from fedshift.results.schema import rows_to_frame
+from fedshift.tasks.classification import CLASSIFICATION
 from fedshift.utils.errors import UsageError
+from tests.report.conftest import evaluation
 
 SIZES = {"a": 60, "b": 40}
 
@@ -205,6 +211,43 @@ def test_subgroups_are_measured_over_all_clients_or_refused(make_recorded):
         measure_classes(study, "fedavg", subgroups=labels | {"b": [1, 2]})
     with pytest.raises(UsageError, match="class 'class 7'"):
         measure_classes(study, "fedavg", positive="class 7")
+
+
+def test_saturated_scores_have_the_area_of_the_main_table(make_recorded):
+    def spoil(record):
+        record |= CLASSIFICATION.record(outputs, truth, 2)
+
+    truth = torch.from_numpy(draw_records(0, 2)["a", "personal"]["truth"])
+    outputs = 200 * torch.randn(60, 2, generator=torch.Generator().manual_seed(0)) + 99 * torch.eye(2)[truth]
+    area = CLASSIFICATION.count(outputs, truth, 2)["auc"]
+    study = replace(make_recorded(spoil=spoil), seeds=(0,))
+    assert measure_classes(study, "fedavg").loc["a", "class 1"]["AUC", "value"] == pytest.approx(area)
+    assert sk.roc_auc_score(truth, outputs.softmax(dim=1)[:, 1]) != pytest.approx(area, abs=1e-3)
+
+
+@pytest.mark.parametrize(("classes", "task"), [(2, "classification"), (3, "classification"), (3, "multilabel")])
+def test_counts_of_sites_have_the_shares_of_their_samples(make_recorded, classes, task):
+    local = replace(make_recorded(classes), seeds=(0,))
+    rows = []
+    for client in SIZES:
+        truth, chosen = (np.eye(classes)[join(local, name, client)[0]] for name in ("truth", "chosen"))
+        sums = {"hits": truth * chosen, "support": truth, "predicted": chosen}
+        row = evaluation("fedavg", 0, 1, client, "test", "personal", 0, (1, 1))
+        rows.append(row | {"samples": len(truth)} | {name: each.sum(axis=0).tolist() for name, each in sums.items()})
+    served = replace(local, served=True, task=task, rows=rows_to_frame(rows), read_cases=lambda *_: None)
+    tables = {table.file: table.frame for table in list_clinical_tables(served)}
+    if classes == 2:
+        assert [*tables] == ["confusion-fedavg"]
+        np.testing.assert_allclose(tables["confusion-fedavg"], count_confusions(local, "fedavg"))
+    else:
+        assert [*tables] == ["classes-fedavg", "recall-fedavg"]
+        counted = tables["classes-fedavg"].drop(columns=[("threshold", "")])
+        measured = measure_classes(local, "fedavg").loc[ALL]
+        np.testing.assert_allclose(counted, measured[counted.columns])
+    lacking = {2: "decisions", 3: "confusion" if task == "classification" else "AUC and Brier score"}[classes]
+    assert f"would give: {lacking}" in list_kept(served)[0]
+    several = replace(served, seeds=(0, 1), rows=rows_to_frame([{**row, "seed": s} for row in rows for s in range(2)]))
+    assert measure_counts(several, "fedavg").xs("low", axis=1, level="statistic").isna().all(axis=None)
 
 
 def test_studies_without_records_have_no_such_tables(study):

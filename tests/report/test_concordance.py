@@ -109,13 +109,13 @@ def test_it_is_printed_written_shown_and_drawn(pooling, tmp_path, monkeypatch, b
     study = pooling("centralized")
     said, tables = published(study, tmp_path, monkeypatch)
     assert "that both evaluated; concordant below 0.01" in said
-    assert tables["concordance.csv"].splitlines()[1] == "fedsmb,centralized,0.00390625,0.00331456,2,2,,"
+    assert tables["concordance.csv"].splitlines()[1] == "fedsmb,centralized,0.00390625,0.00331456303681194,2,2,,"
     assert "| fedsmb | centralized | 3.9e-03 (3.3e-03) |" in tables["concordance.md"]
-    assert "fedsmb & centralized & 3.9e-03 (3.3e-03) &" in tables["concordance.tex"]
+    assert r"fedsmb & centralized & $3.9 \cdot 10^{-3} \pm 3.3 \cdot 10^{-3}$ &" in tables["concordance.tex"]
     page = (tmp_path / "report.html").read_text()
     assert '<figcaption id="table-concordance">Concordance with centralized training' in page
     assert "Test loss (macro): test loss (nats) over rounds" in page
-    assert "fedsmb 0.38 after round 2" in {panel.name: panel.description for panel in make_panels(study)}["test-loss"]
+    assert "fedsmb 0.375 after round 2" in {panel.name: panel.description for panel in make_panels(study)}["test-loss"]
 
 
 def test_nothing_of_it_is_shown_without_a_pooled_method(pooling, tmp_path, monkeypatch, blank):

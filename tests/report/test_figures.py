@@ -71,7 +71,7 @@ def test_residuals_are_mean_errors_of_tenths_of_the_samples(study):
 def test_errors_are_drawn_as_they_are_on_an_axis_that_fits(study):
     panels = {panel.name: panel for panel in make_panels(in_errors(study))}
     assert not [name for name in panels if "accuracy" in name]
-    assert "fedavg 14.90 after round 2" in panels["rmse-macro"].description
+    assert "fedavg 14.900 after round 2" in panels["rmse-macro"].description
     assert panels["rmse-macro"].figure.axes[0].get_ylabel() == "test RMSE (units of the target)"
     assert panels["rmse-bars"].figure.axes[0].get_xlim()[1] < 40
     assert panels["training-loss"].figure.axes[0].get_ylabel() == "training loss"

@@ -8,11 +8,14 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from fedshift.report import accuracy_table, compare_methods
+from fedshift.report import accuracy_table
 from fedshift.report.formatting import (
+    difference_unit,
+    escape_latex,
     fit_width,
     flatten_settings,
     format_bytes,
+    format_mean,
     format_metric_table,
     format_p_value,
     format_signed,
@@ -98,14 +101,13 @@ def test_a_client_that_no_method_has_changes_nothing_of_the_others(make_study):
 
 
 def test_every_form_of_a_table_says_what_its_spread_covers(study):
-    console = Console(width=200)
-    for table in (format_metric_table(accuracy_table(study)),):
-        assert "initialization and order of samples, not the test samples and not the split" in table.note
-        assert table.note in to_markdown(table)
-        assert "initialization and order of samples, not the test samples and not the split" in to_latex(table)
-        with console.capture() as capture:
-            console.print(to_terminal(table))
-        assert table.note in " ".join(capture.get().split())
+    console, table = Console(width=200), format_metric_table(accuracy_table(study))
+    assert "initialization and order of samples, not the test samples and not the split" in table.note
+    assert table.note in to_markdown(table)
+    assert "initialization and order of samples, not the test samples and not the split" in to_latex(table)
+    with console.capture() as capture:
+        console.print(to_terminal(table))
+    assert table.note in " ".join(capture.get().split())
 
 
 def test_one_seed_shows_no_spread(make_study):
@@ -128,41 +130,88 @@ def test_markdown_and_latex_escape_names(make_study):
     table = format_metric_table(accuracy_table(study))
     assert r"| x\|y\_\* |" in to_markdown(table)
     assert r"50\% \& \#1 \textbackslash{} \{z\} \$ \textasciitilde{} \textasciicircum{} &" in to_latex(table)
+    assert escape_latex("R$^2$, \u03b1=0.1 ≥ ±2µ, Δx₁² < 5°") == (
+        r"R\$\textasciicircum{}2\$, $\alpha$=0.1 $\geq$ $\pm$2$\mu$, $\Delta$x$_{1}$$^{2}$ $<$ 5$^\circ$"
+    )
+    assert escape_latex("Mu\u0308nchen, Łódź 北") == "München, Łódź U+5317"
 
 
 def test_latex_is_balanced(edge_case):
-    for table in (format_metric_table(accuracy_table(edge_case)),):
-        source = to_latex(table)
-        bare = re.sub(r"\\[{}&$%#_]", "", source)
-        assert bare.count("{") == bare.count("}")
-        assert bare.count("$") % 2 == 0
-        body = [line for line in bare.splitlines() if line.endswith(r"\\")]
-        assert {line.count("&") for line in body} == {len(table.header) - 1}
-        assert [source.count(rf"\{rule}") for rule in ("toprule", "bottomrule", "begin", "end")] == [1, 1, 1, 1]
+    table = format_metric_table(accuracy_table(edge_case))
+    source = to_latex(table)
+    bare = re.sub(r"\\[{}&$%#_]", "", source)
+    assert bare.count("{") == bare.count("}")
+    assert bare.count("$") % 2 == 0
+    body = [line for line in bare.splitlines() if line.endswith(r"\\")]
+    assert {line.count("&") for line in body} == {len(table.header) - 1}
+    assert [source.count(rf"\{rule}") for rule in ("toprule", "bottomrule", "begin", "end")] == [1, 1, 1, 1]
 
 
-def test_latex_has_a_caption_and_a_label(make_study):
-    better = {
-        "fedavg": [{"a": 50 + seed, "b": 150} for seed in range(5)],
-        "fedbn": [{"a": 70 + seed, "b": 192} for seed in range(5)],
-    }
-    for runs in (better, {method: seeds[:1] for method, seeds in better.items()}):
-        study = make_study(runs)
-        table = make_report(study, whole=False).tables[0]
-        source = to_latex(table.text, table.caption, "tab:accuracy")
-        assert r"\caption{Test accuracy of the personal model in percent" in source
-        assert r"\label{tab:accuracy}" in source
-        assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 1
-    frame = accuracy_table(make_study(better))
-    assert r"a & $52.00 \pm 1.58$ & $72.00 \pm 1.58$ \\" in to_latex(format_metric_table(frame))
-    assert r"a & $52 \pm 2$ &" in to_latex(format_metric_table(frame, digits=0))
+def test_bold_and_deviations_mean_the_same_in_every_form_and_advice_is_not_in_latex(study):
+    table = make_report(study, whole=False).tables[0].text
+    table = replace(table, note=f"{table.note} Train for more rounds.", advice="Train for more rounds.")
+    with (console := Console(width=200, force_terminal=True)).capture() as capture:
+        console.print(to_terminal(table))
+    marked = best(table)
+    for name in ("a", "macro"):
+        (text,) = marked[name]
+        mean, std = text.rstrip(")").split(" (")
+        assert rf"{name} & $" in (source := to_latex(table, "R$^2$", "tab:x"))
+        assert rf"$\mathbf{{{mean}}} \pm {std}$" in source
+        assert f"**{text}**" in to_markdown(table)
+        assert f"\x1b[1m{text}" in capture.get()
+    assert [form.count("Train for more") for form in (source, to_markdown(table), capture.get())] == [0, 1, 1]
+    assert [form.count("Bold marks the best mean as printed") for form in (source, to_markdown(table))] == [1, 1]
+    assert r"\caption{R\$\textasciicircum{}2\$.}" in source
+    assert r"\label{tab:x}" in source
+    assert source.count(r"\begin{table}") == source.count(r"\end{table}") == 1
+    assert r"a & $52 \pm 2$ &" in to_latex(format_metric_table(accuracy_table(study), digits=0))
+
+
+def test_negative_and_tiny_numbers_have_one_form(study):
+    frame = accuracy_table(study)
+    frame.loc["a", :] = [-0.86, 0.0213, 3, 9.74e-05, 1.2e-06, 3]
+    frame.loc["b", :] = [-1.25e-11, 2e-13, 3, -0.0, math.nan, 1]
+    table = format_metric_table(frame, "r2")
+    assert texts(table)[0][1:] == [f"{MINUS}0.860000 (0.021300)", "0.000097 (0.000001)"]
+    assert texts(table)[1][1:] == [f"{MINUS}1.25e-11 (2.00e-13)", "0.00e+00"]
+    source = to_latex(table)
+    assert r"$-0.860000 \pm 0.021300$" in source
+    assert r"$-1.25 \cdot 10^{-11} \pm 2.00 \cdot 10^{-13}$" in source
+    assert "(" not in "".join(line for line in source.splitlines() if line.startswith(("a ", "b ")))
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "text"),
+    [
+        (9.74e-05, 1.23e-06, "0.0000974 (0.0000012)"), (-0.0003, 0.02, "0.000 (0.020)"), (0.8634, math.nan, "0.863"),
+        (12345.6, 123.4, "12346 (123)"), (12.3456, 0.0123, "12.346 (0.012)"), (1.5, 1e-8, "1.50000 (0.00000)"),
+        (1.5, 2e-16, "1.500 (0.000)"),
+        (0.0, 0.0, "0.000 (0.000)"), (math.nan, 1.0, "-"), (math.inf, math.nan, "-"), (-2.5, math.nan, f"{MINUS}2.500"),
+        (12345.678, math.nan, "12345.7"), (9.7e-5, math.nan, "0.0000970"),
+    ],
+)  # fmt: skip
+def test_digits_follow_the_deviation(mean, std, text):
+    assert format_mean(mean, std) == text
+
+
+def test_differences_have_the_digits_of_their_interval():
+    errors, shares = difference_unit("rmse"), difference_unit("accuracy")
+    assert errors.format_difference(-1.2e-5, -3.1e-5, 7e-6) == f"{MINUS}0.000012 ({MINUS}0.000031 to +0.000007)"
+    assert errors.format_difference(0.05, math.nan, math.nan) == "+0.0500"
+    assert errors.format_interval(2.0, 12.0) == "+2.0 to +12.0"
+    assert shares.format_difference(0.0123, 0.0, 0.0246) == "+1.23 (0.00 to +2.46)"
+    assert shares.format_difference(0.0, 0.0, 0.0) == "0.00 (level)"
+    assert [shares.format_interval(math.nan, math.nan), shares.format(0.5, 0.01)] == ["-", "50.00 (1.00)"]
 
 
 def test_csv_keeps_numbers(study):
-    lines = to_csv(accuracy_table(study)).splitlines()
+    frame = accuracy_table(study)
+    lines = to_csv(frame).splitlines()
     assert lines[0] == "client,fedavg mean,fedavg std,fedavg seeds,fedbn mean,fedbn std,fedbn seeds"
     assert lines[1] == "a,0.52,0.02,3,0.63,0.03,3"
-    assert to_csv(compare_methods(study)).splitlines()[1].startswith("fedbn,mean over clients,0.")
+    frame.loc["a", ("fedavg", "std")] = 1 / 3
+    assert to_csv(frame).splitlines()[1].split(",")[2] == "0.333333333333333"
 
 
 def test_terminal_never_reads_names_as_markup(make_study):
@@ -178,13 +227,8 @@ def test_small_texts():
     assert [format_signed(1.234), format_signed(-1.234), format_signed(math.nan)] == ["+1.23", f"{MINUS}1.23", "-"]
     assert [format_signed(0.004), format_signed(-0.004), format_signed(0, 3)] == ["0.00", "0.00", "0.000"]
     assert [format_p_value(0.04999), format_p_value(0.0001), format_p_value(math.nan)] == ["0.050", "<0.001", "-"]
-    assert [format_bytes(0), format_bytes(999), format_bytes(12_345), format_bytes(2.5e13), format_bytes(math.nan)] == [
-        "0 B",
-        "999 B",
-        "12.3 kB",
-        "25 TB",
-        "-",
-    ]
+    sizes = [0, 999, 999.6, 12_345, 999_800, 2.5e13, 1.5e15, math.nan]
+    assert [*map(format_bytes, sizes)] == ["0 B", "999 B", "1 kB", "12.3 kB", "1 MB", "25 TB", "1,500 TB", "-"]
 
 
 @pytest.mark.parametrize(

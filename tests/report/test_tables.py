@@ -151,9 +151,10 @@ def test_best_round_does_not_prefer_rounds_that_define_the_metric_for_more_clien
     held = {"fedbn": [{"a": [100, 0], "b": [200, 160]}]}  # in round 1 client a's is undefined, and rightly so
     study = make_study({"fedbn": [{"a": 60, "b": 240}]}, select="best", validation=held)
     first = (study.rows["round"] == 1) & (study.rows["client"] == "a") & (study.rows["split"] == "validation")
-    study.rows["predicted"] = study.rows["support"]
+    study.rows["case_dice"] = [[0.0, counts[1]] if counts else None for counts in study.rows["hits"]]
+    study.rows["cases"] = study.rows["support"]
     for place in study.rows.index[first]:
-        study.rows.at[place, "support"] = study.rows.at[place, "predicted"] = [100, 0]
+        study.rows.at[place, "case_dice"] = study.rows.at[place, "cases"] = [100, 0]
     masks = replace(study, task="segmentation", metric="dice", metrics=("dice", "loss"))
     assert find_reported_rounds(masks).tolist() == [1]
 

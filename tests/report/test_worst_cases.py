@@ -96,5 +96,5 @@ def test_of_classes_the_errors_of_the_highest_loss_are_shown(tmp_path, undrawn):
     for caption, (_, client, row) in zip(captions, sorted(expected), strict=True):
         known = records[client, "personal"]
         chosen, truth = int(known["chosen"][row]), int(known["truth"][row])
-        sure = 100 * float(known["score"][row, chosen])
+        sure = 100 / (1 + np.exp(-known["odds"][row, chosen]))
         assert caption == f"{client} {row}: predicted class {chosen} ({sure:.0f} %), true class {truth}"

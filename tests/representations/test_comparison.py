@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from fedshift import compare, digits
+from fedshift import compare, digits, read_run
 from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.restoration import load_experiment, restore_trial
 from fedshift.methods.fedavg import fedavg
-from fedshift.representations import Similarity, compare_representations
 from fedshift.representations.comparison import select_inputs, train_models
 from fedshift.representations.figures import draw_panels, tile_maps
 from fedshift.representations.rendering import distance_table, list_notes, render_comparison, similarity_table
@@ -43,7 +42,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(run):
-    return compare_representations(run, samples=6)
+    return read_run(run).features(samples=6)
 
 
 def trials_of(directory):
@@ -63,7 +62,7 @@ def test_similarities_are_those_of_networks_run_one_by_one(run, found):
     for trial in trials_of(run):
         if (method := trial.plan.method.name) == "centralized":
             continue
-        held = train_models(trial, found.clients)
+        server, local = train_models(trial, found.clients)
 
         def maps(state, client, trial=trial):
             network = trial.make_network().eval()
@@ -76,51 +75,42 @@ def test_similarities_are_those_of_networks_run_one_by_one(run, found):
             return F.cosine_similarity(maps(one, client), maps(other, client), dim=2).mean().item()
 
         pairs = [
-            (alike(held.local[a], held.local[b], a) + alike(held.local[a], held.local[b], b)) / 2
-            for a, b in itertools.combinations(held.local, 2)
+            (alike(local[a], local[b], a) + alike(local[a], local[b], b)) / 2
+            for a, b in itertools.combinations(local, 2)
         ]
-        server = [alike(held.server, held.local[name], name) for name in held.local]
-        ours = found.similarity[method][trial.seed]
-        assert ours.client_client == pytest.approx(np.mean(pairs), abs=1e-6)
-        assert ours.server_client == pytest.approx(np.mean(server), abs=1e-6)
-        assert 0 < ours.client_client < 0.9999
+        ours = found.similarity.set_index(["method", "seed"]).loc[method, trial.seed]
+        assert ours["client_client"] == pytest.approx(np.mean(pairs), abs=1e-6)
+        assert ours["server_client"] == pytest.approx(
+            np.mean([alike(server, local[name], name) for name in local]), abs=1e-6
+        )
+        assert 0 < ours["client_client"] < 0.9999
 
 
 @pytest.mark.slow
 def test_models_that_did_not_move_are_alike(tmp_path):
     run = trained(tmp_path / "run", methods="nonorm,fedwon", lr=0.0, rounds=1)
-    for several in compare_representations(run, samples=5).similarity.values():
-        assert several == [Similarity(client_client=pytest.approx(1), server_client=pytest.approx(1))]
-
-
-@pytest.mark.slow
-def test_similarities_for_the_papers_are_those_of_the_study_and_repeat_themselves(run, found):
-    again = compare_representations(run, samples=6).similarity
-    assert list(again) == ["fedavg", "fedbn", "fedwon", "centralized"]
-    assert {name: len(several) for name, several in again.items()} == dict.fromkeys(again, 2)
-    assert {n: s for n, s in again.items() if n != "centralized"} == {
-        n: s for n, s in found.similarity.items() if n != "centralized"
-    }
-    assert compare_representations(run, samples=3).similarity != again
+    similarity = read_run(run).features(samples=5).similarity[["client_client", "server_client"]]
+    assert similarity.to_numpy() == pytest.approx(np.ones((2, 2)))
 
 
 @pytest.mark.slow
 def test_some_methods_and_seeds_are_those_of_the_whole(run, found):
-    some = compare_representations(run, samples=6, methods=["fedwon", "fedbn"], seeds=[1])
-    assert (some.seeds, list(some.similarity)) == ((1,), ["fedbn", "fedwon"])
-    assert all(several == found.similarity[name][1:] for name, several in some.similarity.items())
-    both = found.distances.query("method == 'fedbn' and seed == 1").reset_index(drop=True)
-    pd.testing.assert_frame_equal(some.distances, both)
+    some = read_run(run).features(samples=6, methods=["fedwon", "fedbn"], seeds=[1])
+    for ours, whole in ((some.similarity, found.similarity), (some.distances, found.distances)):
+        both = whole.query("method in ('fedbn', 'fedwon') and seed == 1").reset_index(drop=True)
+        pd.testing.assert_frame_equal(ours, both)
+    assert (some.seeds, found.similarity["method"].tolist()[::2]) == (
+        (1,), ["fedavg", "fedbn", "fedwon", "centralized"]
+    )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_one_client_has_no_pair_and_pooled_data_no_clients(run, found):
-    alone = compare_representations(run, samples=4, clients=["photo"])
-    assert math.isnan(alone.similarity["fedbn"][0].client_client)
-    assert alone.similarity["fedbn"][0].server_client < 1
+    alone = read_run(run).features(samples=4, clients=["photo"])
+    assert alone.similarity["client_client"].isna().all()
+    assert alone.similarity["server_client"][0] < 1
     assert len([*draw_panels(alone)]) == 1 + 3
     assert alone.distances["mean_client_client"].isna().all()
-    assert math.isnan(found.similarity["centralized"][0].server_client)
     said = [*list_notes(found)]
     assert said[0] == "All data are pooled, so there are no clients' models: centralized."
     assert said[1] == "No BatchNorm layer with running statistics: fedwon."
@@ -128,9 +118,9 @@ def test_one_client_has_no_pair_and_pooled_data_no_clients(run, found):
 
 
 def test_a_seed_whose_maps_are_not_finite_is_left_out_and_named(found):
-    one = found.similarity["fedavg"][0]
-    lost = replace(found, similarity={"fedavg": [one, Similarity(client_client=math.nan, server_client=math.nan)]})
-    assert similarity_table(lost).rows[0][1].text == f"{one.client_client:.3f}"
+    rows = found.similarity[found.similarity["method"] == "fedavg"].reset_index(drop=True)
+    lost = replace(found, similarity=rows.assign(**{name: [rows[name][0], math.nan] for name in rows.columns[3:]}))
+    assert similarity_table(lost).rows[0][1].text == f"{rows['client_client'][0]:.3f}"
     assert "Feature maps are not finite, so similarities are left out: fedavg with seed 1." in [*list_notes(lost)]
 
 
@@ -149,23 +139,23 @@ def test_the_reported_round_is_the_one_that_is_looked_at(tmp_path):
 
 def test_distances_of_statistics_are_by_formula(run, found):
     trial = next(trial for trial in trials_of(run) if trial.plan.method.name == "fedbn" and trial.seed == 1)
-    held = train_models(trial, found.clients)
+    server, local = train_models(trial, found.clients)
     row = found.distances.set_index(["method", "seed", "layer"]).loc[("fedbn", 1, "bn2")]
 
     def apart(one, other):
         (m, v), (n, w) = ([s[f"bn2.running_{k}"].double().numpy() for k in ("mean", "var")] for s in (one, other))
         return np.abs(m - n) @ ((v + w) / 2 + 1e-5) ** -0.5 / len(m), np.abs(np.log((v + 1e-5) / (w + 1e-5))).mean()
 
-    pairs = np.mean([apart(a, b) for a, b in itertools.combinations(held.local.values(), 2)], axis=0)
-    server = np.mean([apart(held.server, own) for own in held.local.values()], axis=0)
-    np.testing.assert_allclose(row.to_numpy(float), [*pairs, *server], rtol=1e-6)
+    pairs = np.mean([apart(a, b) for a, b in itertools.combinations(local.values(), 2)], axis=0)
+    with_server = np.mean([apart(server, own) for own in local.values()], axis=0)
+    np.testing.assert_allclose(row.to_numpy(float), [*pairs, *with_server], rtol=1e-6)
     assert (found.distances.iloc[:, 3:] > 0).all(axis=None)
     assert set(found.distances["method"]) == {"fedavg", "fedbn"}
     assert len(found.distances) == 2 * 2 * 3
 
 
 def test_tables_have_mean_and_spread_over_seeds(found):
-    values = [each.server_client for each in found.similarity["fedavg"]]
+    values = found.similarity.query("method == 'fedavg'")["server_client"]
     cell = similarity_table(found).rows[0][2].text
     assert cell == f"{np.mean(values):.3f} ({np.std(values, ddof=1):.3f})"
     rows = found.distances[(found.distances["method"] == "fedbn") & (found.distances["layer"] == "bn1")]
@@ -178,8 +168,8 @@ def test_tables_have_mean_and_spread_over_seeds(found):
 @pytest.mark.slow
 def test_a_network_without_batchnorm_has_a_table_less(tmp_path):
     run = trained(tmp_path / "run", RunSpec, method="nonorm", rounds=1)
-    found = compare_representations(run, samples=4, layer="conv1")
-    assert found.layers == {"nonorm": "conv1"}
+    found = read_run(run).features(samples=4, layer="conv1")
+    assert found.similarity["layer"].tolist() == ["conv1"]
     assert len([*render_comparison(found)]) == 3
     assert [panel.name for panel in draw_panels(found)] == ["maps-01-pen", "maps-02-photo", "maps-03-faded"]
     assert [*found.drawn["nonorm"].maps["pen"]] == ["conv1"]
@@ -218,8 +208,9 @@ def test_pictures_show_rows_of_methods_and_one_dot_a_channel(found):
     assert faded.max() - faded.min() < 255
     dots = made["batchnorm-bn2"].figure.axes[1].collections[0].get_offsets()
     drawn = found.drawn["fedavg"]
-    np.testing.assert_allclose(dots[:, 0], drawn.clients["bn2"]["pen"].mean)
-    np.testing.assert_allclose(dots[:, 1], drawn.server["bn2"].mean)
+    server, clients = drawn.statistics["bn2"]
+    np.testing.assert_allclose(dots[:, 0], clients["pen"].mean)
+    np.testing.assert_allclose(dots[:, 1], server.mean)
 
 
 @pytest.mark.slow
@@ -243,19 +234,9 @@ def test_the_command_writes_tables_and_pictures_and_leaves_the_run_as_it_is(run,
         with Image.open(file) as image:
             assert min(image.size) > 300
     kept = pd.read_csv(tmp_path / "seen" / "similarity.csv")
-    ours = compare_representations(run, samples=6, clients="pen,faded").similarity["fedwon"][1]
-    row = kept[(kept["method"] == "fedwon") & (kept["seed"] == 1)].iloc[0]
-    assert (row["layer"], row["client_client"]) == ("conv2", pytest.approx(ours.client_client, rel=1e-5))
-
-
-@pytest.mark.slow
-def test_by_default_results_stand_beside_the_run_in_a_folder_of_their_own(tmp_path, cli):
-    run = trained(tmp_path / "run", RunSpec, method="gn", rounds=1, domains="pen")
-    before = bytes_of(run)
-    assert cli("features", run, "--samples", 3).code == 0
-    after = bytes_of(run)
-    assert {file: after[file] for file in before} == before
-    assert {file.parent for file in after.keys() - before.keys()} == {run / "features"}
+    ours = read_run(run).features(samples=6, clients="pen,faded", methods="fedbn,fedwon").similarity
+    assert kept["client_client"].tolist() == pytest.approx(ours["client_client"].tolist(), rel=1e-5)
+    assert set(kept["layer"]) == {"conv2"}
 
 
 # Refusals
@@ -270,7 +251,7 @@ class Stopping(Callback):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_looked_at_is_said(run, tmp_path):
+def test_what_cannot_be_looked_at_is_said(run, tmp_path, cli):
     for asked, said in (
         ({"layer": "conv9"}, r"unknown convolution 'conv9': did you mean .*allowed are conv1, conv2"),
         ({"layer": "bn1"}, r"unknown convolution 'bn1'.*allowed are conv1, conv2"),
@@ -285,43 +266,40 @@ def test_what_cannot_be_looked_at_is_said(run, tmp_path):
         ({"methods": []}, r"unknown method '': allowed are centralized"),
         ({"seeds": [2]}, r"no seed 2 here: there are 0, 1"),
         ({"seeds": []}, r"seeds=\[\]: the run has 2; give a number from 1 to that"),
-        ({"device": "cuda:99"}, r"device 'cuda:99' cannot be used here"),
     ):
         with pytest.raises(UsageError, match=said):
-            compare_representations(run, **asked)
-    with pytest.raises(UsageError, match=r"holds no run: give a directory that `fedshift run` or `compare` wrote"):
-        compare_representations(tmp_path)
+            read_run(run).features(**asked)
+    assert "holds no run: give a directory that `fedshift run`" in cli("features", tmp_path).err
 
 
 def test_a_network_without_convolutions_is_refused(tmp_path):
     run = trained(tmp_path / "run", RunSpec, method="fedavg", rounds=1, model="fnn2")
     with pytest.raises(UsageError, match=r"network of fedavg has no convolution, and so no feature maps: choose"):
-        compare_representations(run)
+        read_run(run).features()
 
 
 @pytest.mark.slow
 def test_newcomers_are_left_out_and_refused_by_name(tmp_path):
     run = trained(tmp_path / "run", RunSpec, method="fedbn", rounds=1, newcomers="photo")
-    found = compare_representations(run, samples=3)
+    found = read_run(run).features(samples=3)
     assert (found.clients, found.of) == (("pen", "faded"), 2)
     with pytest.raises(UsageError, match=r"client 'photo' is a newcomer, which never trains: choose from pen, faded"):
-        compare_representations(run, clients="p*")
+        read_run(run).features(clients="p*")
 
 
-def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path):
+def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path, cli):
     run, stop = tmp_path / "run", Event()
     make_experiment(RunSpec(**THREE, method="fedbn")).run(run, callback=Stopping(stop), stop=stop)
-    said = r"fedbn with seed 0 has done 1 of 2 rounds; leave it out .*, or continue it: fedshift run --resume .*run$"
-    with pytest.raises(UsageError, match=said):
-        compare_representations(run)
+    said = "fedbn with seed 0 has done 1 of 2 rounds; leave it out (methods, seeds), or continue it: "
+    assert f"{said}fedshift run --resume {run}" in cli("features", run).err
     (run / "trials" / "fedbn-seed0" / "checkpoint.safetensors").unlink()
     with pytest.raises(FedshiftError, match=r"no checkpoint at .*: the run ended earlier"):
-        compare_representations(run)
+        read_run(run).features()
 
 
 @pytest.mark.slow
 def test_a_run_of_a_device_that_is_not_here_is_looked_at_on_the_processor_and_that_is_said(tmp_path, cli, monkeypatch):
-    monkeypatch.setattr("fedshift.representations.figures.save_panels", lambda *_: [])
+    monkeypatch.setattr("fedshift.report.figures.save_each", lambda *_: [])
     run = trained(tmp_path / "run", RunSpec, method="fedbn", rounds=1, domains="pen,photo")
     plain = cli("features", run, "--samples", 3).out
     change_settings(run, device="cuda:99")
@@ -333,18 +311,17 @@ def test_a_run_of_a_device_that_is_not_here_is_looked_at_on_the_processor_and_th
 
 
 @pytest.mark.slow
-def test_a_run_made_from_python_is_looked_at_there_alone(tmp_path):
+def test_a_run_made_from_python_is_looked_at_there_alone(tmp_path, cli):
     result = compare(
         [fedavg()], data=digits().select_clients(["pen"]).limit_samples(16), rounds=1, out=tmp_path / "run"
     )
-    with pytest.raises(UsageError, match=r"data was given from Python, .* go on there with the same data"):
-        compare_representations(tmp_path / "run")
-    assert list(result.features(samples=2).similarity) == ["fedavg"]
+    assert result.features(samples=2).similarity["method"].tolist() == ["fedavg"]
+    assert "data was given from Python" in cli("features", tmp_path / "run").err
 
 
 @pytest.mark.slow
 def test_of_many_clients_the_first_are_looked_at_and_that_is_said(run, monkeypatch):
     monkeypatch.setattr("fedshift.representations.comparison.PICTURED", 2)
-    found = compare_representations(run, samples=2)
+    found = read_run(run).features(samples=2)
     assert (found.clients, found.of) == (("pen", "photo"), 3)
     assert "2 of 3 clients" in str(next(iter(render_comparison(found))))

@@ -24,7 +24,6 @@ from fedshift.models.digits import small_cnn
 from fedshift.nn.scaled_std_conv import ScaledStdConv2d
 from fedshift.representations.comparison import (
     choose_rows,
-    find_layer,
     list_convolutions,
     record_maps,
     select_inputs,
@@ -85,7 +84,7 @@ def test_a_standardized_convolution_is_one_and_batchnorm_comes_after_the_maps(ti
             expected = network[: [name for name, _ in network.named_children()].index("conv2") + 1](x)
         seen = record_maps(trial.plan, state, x, ("conv2",))
         np.testing.assert_allclose(seen["conv2"], expected.numpy(), atol=1e-6)
-        assert find_layer(trial.plan, x, None) == "conv2"
+        assert list_convolutions(trial.plan, x)[-1] == "conv2"
 
 
 def test_many_images_are_looked_at_in_parts_and_no_hook_stays(tiny, monkeypatch):
@@ -112,32 +111,32 @@ def test_images_are_drawn_without_repetition_the_same_in_every_trial(tiny):
 
 def test_local_models_are_what_the_next_round_averages(tiny):
     trial = trial_of(fedavg(), tiny, rounds=2)
-    held = train_models(trial, tiny.names)
+    server, local = train_models(trial, tiny.names)
     sizes = [len(client.train) for client in tiny.clients]
     trial.advance()
     for name, after in trial.server.shared.items():
         if after.is_floating_point():
-            mean = sum(size * held.local[who][name].double() for size, who in zip(sizes, tiny.names, strict=True))
+            mean = sum(size * local[who][name].double() for size, who in zip(sizes, tiny.names, strict=True))
             torch.testing.assert_close(after.double(), mean / sum(sizes), atol=1e-6, rtol=0)
-    assert not torch.equal(held.server["conv1.weight"], trial.server.shared["conv1.weight"])
+    assert not torch.equal(server["conv1.weight"], trial.server.shared["conv1.weight"])
 
 
 @pytest.mark.parametrize("method", [fedbn(), ditto(), single()], ids=lambda method: method.name)
 def test_a_personal_method_keeps_its_local_model_but_for_what_is_loaded_anew(method, tiny):
     trial = trial_of(method, tiny, rounds=2)
-    held = train_models(trial, tiny.names)
+    _, local = train_models(trial, tiny.names)
     trial.advance()
     for name in tiny.names:
         after = trial.model_state(name)
         own = trial.plan.loaded if method.name == "fedbn" else frozenset()
         for entry in after.keys() - own:
-            assert torch.equal(after[entry], held.local[name][entry]), entry
-    assert len({held.local[name]["bn1.running_mean"].sum().item() for name in tiny.names}) == 3
+            assert torch.equal(after[entry], local[name][entry]), entry
+    assert len({local[name]["bn1.running_mean"].sum().item() for name in tiny.names}) == 3
 
 
 def test_the_server_of_fedbn_gets_the_clients_entries_averaged_by_samples(tiny):
     trial = trial_of(fedbn(), tiny, rounds=2)
-    server, sizes = train_models(trial, tiny.names[:1]).server, [len(client.train) for client in tiny.clients]
+    (server, _), sizes = train_models(trial, tiny.names[:1]), [len(client.train) for client in tiny.clients]
     for entry in ("bn1.running_mean", "bn2.weight"):
         own = [trial.clients[name].personal[entry].double() for name in tiny.names]
         mean = sum(size * tensor for size, tensor in zip(sizes, own, strict=True)) / sum(sizes)
@@ -148,9 +147,9 @@ def test_the_server_of_fedbn_gets_the_clients_entries_averaged_by_samples(tiny):
 def test_the_further_round_learns_as_the_last_did_where_a_schedule_ends_at_zero(tiny):
     trial = trial_of(nonorm(), tiny, rounds=2, optimizer=SGD(lr=0.1, schedule=Cosine(rounds=2)))
     assert trial.plan.optimizer.lr_in_round(2) == 0
-    held = train_models(trial, tiny.names[:2])
-    one, other = (held.local[name]["conv2.weight"] for name in tiny.names[:2])
-    assert not torch.equal(one, held.server["conv2.weight"])
+    server, local = train_models(trial, tiny.names[:2])
+    one, other = (local[name]["conv2.weight"] for name in tiny.names[:2])
+    assert not torch.equal(one, server["conv2.weight"])
     assert not torch.equal(one, other)
 
 

@@ -134,7 +134,7 @@ def test_records_of_single_samples_are_read_as_written_and_shared_ones_once(tmp_
     one = {"right": np.arange(9) % 2 == 0, "chosen": np.eye(9, 3, dtype=bool), "loss": np.arange(9, dtype=np.float32)}
     two = {name: each[:2] for name, each in one.items()}
     records = {("a", "personal"): one, ("a", "global"): one, ("b", "personal"): two}
-    write_cases(tmp_path, 7, records)
+    write_cases(tmp_path, 7, {"running": records, "reestimated": {("a", "personal"): two}})
     whole = (tmp_path / FILES["test"]).read_bytes()
     found = read_cases(tmp_path)
     assert found.round == 7
@@ -143,7 +143,9 @@ def test_records_of_single_samples_are_read_as_written_and_shared_ones_once(tmp_
         for name, array in expected.items():
             assert found.records[key][name].dtype == array.dtype
             np.testing.assert_array_equal(found.records[key][name], array)
-    write_cases(tmp_path, 7, records)
+    (again,) = read_cases(tmp_path, statistics="reestimated").records.values()
+    np.testing.assert_array_equal(again["loss"], two["loss"])
+    write_cases(tmp_path, 7, {"running": records, "reestimated": {("a", "personal"): two}})
     assert (tmp_path / FILES["test"]).read_bytes() == whole
     (tmp_path / FILES["test"]).write_bytes(whole[:-40])
     with pytest.raises(FedshiftError, match=r"cases.npz is damaged .*: remove it, and have it measured again"):

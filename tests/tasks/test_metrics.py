@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
+from fedshift.analysis.clinical import AREA, estimate
 from fedshift.data.samples import Samples
 from fedshift.report.tables import MISSING_PARTS, describe_missing
-from fedshift.results.schema import COUNTS, METRICS, compute_metric, find_missing, rows_to_frame
-from fedshift.tasks import CLASSIFICATION, Multilabel, Regression, Segmentation
+from fedshift.results.cases import find_probabilities, measure_cases
+from fedshift.results.schema import COUNTS, METRICS, add_rows, compute_metric, find_missing, rows_to_frame
+from fedshift.tasks import CLASSIFICATION, Multilabel, Regression, Segmentation, Survival
 from fedshift.tasks.segmentation import LEFT_OUT
 from fedshift.utils.errors import UsageError
 
@@ -40,10 +42,6 @@ def measure(task, predictions, y):
     return {metric: float(compute_metric(frame, metric).iloc[0]) for metric in METRICS}
 
 
-def with_background_left_out(values):
-    return np.mean(values[1:])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_classes_are_measured_as_by_scikit_learn(seed):
     predictions, y = draw(CLASSIFICATION, 50, 4, seed)
@@ -56,15 +54,46 @@ def test_classes_are_measured_as_by_scikit_learn(seed):
     assert found["loss"] == pytest.approx(sk.log_loss(y, scores), rel=1e-5)
 
 
+@pytest.mark.parametrize("classes", [2, 3])
+def test_areas_rank_scores_that_a_softmax_makes_equal(classes):
+    """One area in counts and in the table of decisions, of scores on a grid so that log-odds by hand tie as ours do."""
+    y = torch.arange(80) % classes
+    scores = 50 * torch.randint(-4, 5, (80, classes), generator=torch.Generator().manual_seed(0)).float()
+    scores[:, 0] += 400 * torch.rand(80, generator=torch.Generator().manual_seed(1)).round(decimals=2)
+    exact = scores.numpy().astype(np.longdouble)
+    odds = [exact[:, k] - np.logaddexp.reduce(np.delete(exact, k, 1), axis=1) for k in range(classes)]
+    areas = [sk.roc_auc_score(y == k, each.astype(float).round(9)) for k, each in enumerate(odds)]
+    assert measure(CLASSIFICATION, scores, y)["auc"] == pytest.approx(np.mean(areas), abs=1e-12)
+    assert abs(sk.roc_auc_score(y == 0, scores.double().softmax(1)[:, 0]) - areas[0]) > 0.01
+    records = CLASSIFICATION.record(scores, y, classes)
+    of_decisions = [estimate(AREA, records["odds"][None, :, k], (y == k).numpy()).value for k in range(classes)]
+    assert of_decisions == pytest.approx(areas, abs=1e-12)
+    np.testing.assert_allclose(find_probabilities(records), scores.double().softmax(1), atol=1e-15)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_masks_are_measured_as_by_scikit_learn_over_the_pixels_that_are_not_ignored(seed):
     predictions, y = draw(SEGMENTATION, 6, 3, seed)
+    y[:2][y[:2] == 2] = 1  # two images without class 2, which the first has not in its prediction either
+    predictions[0, 2] = -9
     known = y != LEFT_OUT
     assert not known.all()
     chosen, pixels = predictions.argmax(1)[known], y[known]
     found = measure(SEGMENTATION, predictions, y)
-    assert found["dice"] == pytest.approx(with_background_left_out(sk.f1_score(pixels, chosen, average=None)))
-    assert found["iou"] == pytest.approx(with_background_left_out(sk.jaccard_score(pixels, chosen, average=None)))
+    assert found["pooled_dice"] == pytest.approx(np.mean(sk.f1_score(pixels, chosen, average=None)[1:]))
+    assert found["pooled_iou"] == pytest.approx(np.mean(sk.jaccard_score(pixels, chosen, average=None)[1:]))
+    images = [(m[k].numpy(), p.argmax(0)[k].numpy()) for m, p, k in zip(y, predictions, known, strict=True)]
+    sums = [[((t == k).sum() + (p == k).sum(), ((t == k) & (p == k)).sum()) for t, p in images] for k in (1, 2)]
+    dice = [[2 * hits / both for both, hits in each if both] for each in sums]
+    assert [len(each) for each in dice] == [6, 5]
+    assert found["dice"] == pytest.approx(np.mean([np.mean(each) for each in dice]), abs=1e-15)
+    iou = [np.mean([hits / (both - hits) for both, hits in each if both]) for each in sums]
+    assert found["iou"] == pytest.approx(np.mean(iou), abs=1e-15)
+    counts = SEGMENTATION.count(predictions, y, 3)
+    assert (counts["cases"], counts["present"]) == ([0, 6, 5], [0, 6, 4])
+    of_cases = measure_cases(SEGMENTATION.record(predictions, y, 3), "dice")
+    assert of_cases[0] == pytest.approx(dice[0][0])
+    assert of_cases[1:] == pytest.approx(np.mean([dice[0][1:], dice[1]], axis=0))
     assert found["accuracy"] == pytest.approx(sk.accuracy_score(pixels, chosen))
     assert found["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(pixels, chosen))
     of_images = [
@@ -143,6 +172,20 @@ def test_the_area_under_the_curve_is_over_the_labels_with_both_values():
     assert MULTILABEL.count(predictions, y, 4)["auc"] is None
 
 
+@pytest.mark.parametrize("offset", [1e6, -1e9])
+def test_targets_far_from_zero_have_the_r2_of_scikit_learn_alone_and_pooled(offset):
+    task, noise = Regression(scales=((offset, 1.0),)), torch.randn(2, 40, 1, generator=torch.Generator().manual_seed(2))
+    predictions, y = noise[0], noise[0] + 0.4 * noise[1]
+    y[:10] += 7  # another site's level
+    expected = sk.r2_score(y.double(), predictions.double())
+    assert measure(task, predictions, y)["r2"] == pytest.approx(expected, rel=1e-6)
+    parts = [task.count(*part, 1) for part in zip(predictions.split([10, 30]), y.split([10, 30]), strict=True)]
+    pooled = compute_metric(rows_to_frame([add_rows(parts)]), "r2").item()
+    assert pooled == pytest.approx(expected, rel=1e-6)
+    own = compute_metric(rows_to_frame(parts[:1]), "r2").item()
+    assert own == pytest.approx(sk.r2_score(y[:10].double(), predictions[:10].double()), rel=1e-6)
+
+
 @pytest.mark.parametrize("level", [0.1, 1e6])
 def test_a_constant_target_has_no_part_in_r2(level):
     predictions, y = draw(REGRESSION, 40, 3, 0)
@@ -153,6 +196,7 @@ def test_a_constant_target_has_no_part_in_r2(level):
     assert find_missing(row, "r2") == (1,)
     y[:] = level
     assert math.isnan(measure(REGRESSION, predictions, y)["r2"])
+    assert find_missing(add_rows([REGRESSION.count(predictions, y, 3)] * 2), "r2") == (0, 1, 2)
 
 
 CASES = [
@@ -173,6 +217,8 @@ def test_what_a_metric_leaves_out_neither_makes_the_rest_undefined_nor_counts(ta
         y[y == 2], predictions[:, 2] = 1, -9.0
     row = task.count(predictions, y, 4)
     whole = measure(task, predictions, y)[metric]
+    if metric.startswith("pooled"):
+        return  # of all images together, as the test of masks has it
     if metric not in MISSING_PARTS:
         assert find_missing(row, metric) == ()
         assert math.isfinite(whole)
@@ -196,11 +242,11 @@ def test_what_a_metric_leaves_out_neither_makes_the_rest_undefined_nor_counts(ta
 def test_counts_of_parts_add_up_to_those_of_the_whole(task, seed, sizes):
     predictions, y = draw(task, sum(sizes), 3, seed)
     whole = task.count(predictions, y, 3)
-    parts = [task.count(*part, 3) for part in zip(predictions.split(sizes), y.split(sizes), strict=True)]
-    for name in whole.keys() & set(COUNTS):
-        summed = np.sum([part[name] for part in parts], axis=0)
-        np.testing.assert_allclose(summed, whole[name], rtol=1e-5, atol=1e-5)
-    assert whole.keys() - set(COUNTS) <= {"auc"}
+    summed = add_rows([task.count(*part, 3) for part in zip(predictions.split(sizes), y.split(sizes), strict=True)])
+    for metric in set(task.metrics) - {"auc"}:
+        values = [compute_metric(rows_to_frame([row]), metric).item() for row in (summed, whole)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5, nan_ok=True), metric
+    assert whole.keys() - set(COUNTS) <= {"auc", "reference"}
 
 
 @pytest.mark.parametrize("task", [*TASKS, Regression(scales=((3.0, 2.0),) * 3)], ids=str)
@@ -214,7 +260,7 @@ def test_records_of_single_samples_are_the_counts_of_each_alone(task):
         assert each["loss"] == pytest.approx(row["loss_sum"], rel=1e-5)
         if isinstance(task, Regression):
             assert np.square(each["error"]) == pytest.approx(row["squared"])
-            assert each["target"] == pytest.approx(row["total"])
+            assert each["target"] == pytest.approx(row["reference"])
         elif task == MULTILABEL:
             assert each["given"].tolist() == [bool(n) for n in row["support"]]
             assert each["chosen"].tolist() == [bool(n) for n in row["predicted"]]
@@ -223,6 +269,37 @@ def test_records_of_single_samples_are_the_counts_of_each_alone(task):
             assert each["right"] == sum(row["hits"])
         else:
             assert all(each[name].tolist() == row[name] for name in ("hits", "support", "predicted"))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("task", [*TASKS, Survival()], ids=str)
+def test_an_output_that_is_no_number_is_right_of_none_and_counted(task, value):
+    predictions, y = draw(task, 12, 3, 0) if task in TASKS else (torch.randn(12, 1), torch.ones(12, 2).double())
+    y[:4] = 0  # what the first index of a row of NaN would mean
+    if task == Survival():
+        y[:, 0], y[:, 1] = torch.arange(12.0) + 1, 1
+    outputs = predictions.shape[1]
+    whole, sound = task.count(predictions, y, outputs), task.count(predictions[4:], y[4:], outputs)
+    predictions[:4] = value
+    row, records = (call(predictions, y, outputs) for call in (task.count, task.record))
+    assert (whole["invalid"], row["invalid"]) == (0, 4)
+    assert task.is_possible(row)
+    assert task.is_possible(row | {"invalid": 0}) == (row["loss_sum"] == math.inf)
+    assert math.isnan(compute_metric(rows_to_frame([row]), "loss").item())
+    if task == REGRESSION:
+        assert all(math.isnan(compute_metric(rows_to_frame([row]), metric).item()) for metric in ("rmse", "mae", "r2"))
+    elif task == Survival():
+        assert row["concordant"] == sound["concordant"]
+        assert row["comparable"] == whole["comparable"]
+    else:
+        assert row["hits"] == sound["hits"]
+        assert row["support"] == whole["support"]
+        assert row.get("exact") == sound.get("exact")
+    if task == CLASSIFICATION:
+        assert records["chosen"][:4].tolist() == [-1] * 4
+        assert not records["right"][:4].any()
+    if task == MULTILABEL:
+        assert (records["chosen"] != records["given"])[:4].all()
 
 
 IMAGE = (1, 2, 2)

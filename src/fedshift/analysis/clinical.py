@@ -49,7 +49,6 @@ STEPS, LAST_STEP = 100, 1e-6
 """Largest number of Newton's steps, and the size of one after which there is no other."""
 WORST_CONDITION = 1e10
 """Smallest condition number of a Hessian that means that the likelihood has no maximum."""
-QUANTILE = float(ndtri(0.975))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +124,24 @@ def estimate_share(hit_RN: Bools, of_RN: Bools, group_N: Ints | None = None, lev
     variance, freedom = _vary(influence_N, share_R, weight_N, group_N)
     if math.isnan(variance):
         return Estimate(value=value)
-    independent = min(samples, value * (1 - value) / variance) if variance else samples
     rare_N = (hit_RN if value < 0.5 else of_RN & ~hit_RN).mean(axis=0)
-    patients, rare = _count_equal(_add_up(weight_N, group_N)), _count_equal(_add_up(rare_N, group_N))
+    patients, rare = count_equal(_add_up(weight_N, group_N)), count_equal(_add_up(rare_N, group_N))
+    return Estimate(value=value, **limit_share(value, variance, freedom, patients, rare, level, most=samples))
+
+
+def limit_share(
+    value: float, variance: float, freedom: float, patients: float, rare: float, level: float = 0.95,
+    most: float = math.inf,
+) -> dict[str, float]:  # fmt: skip
+    """Return the interval, ``low`` and ``high``, of a value between 0 and 1 whose variance over patients is estimated.
+
+    It is Wilson's for as many independent samples as have this variance, at most ``most``; but where few patients,
+    ``rare`` of all ``patients``, have what is rarer (errors, if the value is above one half), the samples of a patient
+    count as alike, as far as :data:`PRIOR` has it.
+    """
+    independent = min(most, value * (1 - value) / variance) if variance else min(most, patients)
     independent *= min(1.0, patients / independent) ** (PRIOR / (PRIOR + rare**2))
-    return Estimate(value=value, **_find_wilson(value, independent, freedom, level))
+    return _find_wilson(value, independent, freedom, level)
 
 
 def _vary(influence_N: Floats, value_R: Floats, weight_N: Floats, group_N: Ints | None) -> tuple[float, float]:
@@ -142,7 +154,7 @@ def _vary(influence_N: Floats, value_R: Floats, weight_N: Floats, group_N: Ints 
     units, seeds = len(weight_G), len(value_R)
     if units < 2:
         return math.nan, math.nan
-    sampled, sampled_freedom = vary((units - 1) * influence_G / (1 - weight_G)), max(1.0, _count_equal(weight_G) - 1)
+    sampled, sampled_freedom = vary((units - 1) * influence_G / (1 - weight_G)), max(1.0, count_equal(weight_G) - 1)
     trained = float(value_R.var(ddof=1)) / seeds if seeds > 1 else 0.0
     total = sampled + trained
     if not total:
@@ -157,7 +169,7 @@ def _add_up(x_N: Floats, group_N: Ints | None) -> Floats:
     return np.asarray(np.bincount(np.unique(group_N, return_inverse=True)[1], weights=x_N), np.float64)
 
 
-def _count_equal(size_G: Floats) -> float:
+def count_equal(size_G: Floats) -> float:
     """Return the number of groups of equal sizes whose mean varies like that of groups of these sizes (Kish)."""
     return float(size_G.sum() ** 2 / np.square(size_G).sum()) if size_G.any() else 0.0
 
@@ -326,7 +338,7 @@ def estimate_survival(time_N: Floats, event_N: Bools) -> pd.DataFrame:
     with np.errstate(divide="ignore", invalid="ignore"):
         variance_T = np.cumsum(events_T / (at_risk_T * (at_risk_T - events_T)))
         log_T = np.log(share_T)
-        spread_T = QUANTILE * np.sqrt(variance_T) / log_T
+        spread_T = ndtri(0.975) * np.sqrt(variance_T) / log_T
         low_T, high_T = (np.exp(log_T * np.exp(sign * spread_T)) for sign in (-1, 1))
     columns = {"share": share_T, "low": low_T, "high": high_T, "at_risk": at_risk_T}
     return pd.DataFrame(columns, index=pd.Index(time_T, name="time"))

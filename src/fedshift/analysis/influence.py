@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from ..results.cases import compare_masks
 from ..results.schema import METRIC_COUNTS, TOP_K, measure_counts
 
 Floats = NDArray[np.float64]
@@ -38,12 +39,10 @@ def find_influence(records: Records, metric: str) -> Floats | None:
         value_NK = np.asarray(value_N, np.float64).reshape(samples, -1)
         return np.stack([np.bincount(unit_N, column, minlength=units) for column in value_NK.T], axis=1)
 
-    if _lacks_samples(records, metric):
+    if units < 2 or _lacks_samples(records, metric):
         return np.full(units, math.nan)
-    if metric == "exact_match" and "given" in records:
-        records = {**records, metric: (records["given"] == records["chosen"]).all(axis=1)}
-    if metric in records:  # a mean over samples
-        total_G, size_G = add(records[metric])[:, 0], add(np.ones(samples))[:, 0]
+    if (value_N := _find_values(records, metric)) is not None:  # the metric is their mean
+        total_G, size_G = add(value_N)[:, 0], add(np.ones(samples))[:, 0]
         return np.asarray((units - 1) * (total_G.sum() / samples - (total_G.sum() - total_G) / (samples - size_G)))
     if metric == "auc" and "area" in records:  # the deviation that each sample causes is recorded
         return np.asarray(units * add(records["area"])[:, 0])
@@ -67,12 +66,22 @@ def _lacks_samples(records: Records, metric: str) -> bool:
     return min(np.unique(records["truth"], return_counts=True)[1], default=0) < FEWEST_OF_CLASS
 
 
+def _find_values(records: Records, metric: str) -> NDArray[np.generic] | None:
+    """Return the value of each sample of which ``metric`` is the mean, if it is one."""
+    if metric == "exact_match" and "given" in records:
+        return np.asarray((records["given"] == records["chosen"]).all(axis=1))
+    return records.get("right" if metric == "accuracy" else metric)
+
+
 def _count_each(records: Records) -> dict[str, NDArray[np.generic]]:
     """Return the counts of each sample, ``[N, K]``, as in :mod:`fedshift.results.schema`."""
-    if "support" in records or "comparable" in records:  # masks, survival
+    if "support" in records:  # masks
+        return {**records, **compare_masks(records)}
+    if "comparable" in records:  # survival
         return dict(records)
     if "error" in records:
         error, target = (np.asarray(records[name], np.float64) for name in ("error", "target"))
+        target = target - target.mean(axis=0)
         return {"squared": error**2, "absolute": np.abs(error), "total": target, "square": target**2}
     if "given" in records:  # several labels
         given, chosen = (np.asarray(records[name], bool) for name in ("given", "chosen"))
@@ -80,7 +89,7 @@ def _count_each(records: Records) -> dict[str, NDArray[np.generic]]:
     if "right" not in records:
         return {}
     truth, chosen = records["truth"], records.get("chosen", records["truth"])
-    classes = np.unique([truth, chosen])
+    classes = np.setdiff1d([truth, chosen], [-1])  # none is chosen where the output is not a number
     support = truth[:, None] == classes
     hits, predicted = support & records["right"][:, None].astype(bool), chosen[:, None] == classes
     return {"hits": hits, "support": support, "predicted": predicted}

@@ -106,7 +106,7 @@ class Comparison:
         metric: str | None = None,
         model: Literal["personal", "global"] = "personal",
         split: Literal["test", "validation"] = "test",
-        moment: Literal["loaded", "trained", "reestimated"] = "loaded",
+        moment: Literal["loaded", "trained", "reestimated"] | None = None,
         number: int | None = None,
     ) -> pd.DataFrame:
         """Return the metric of each client and the aggregates (rows) by method (columns), at the reported round.
@@ -115,8 +115,8 @@ class Comparison:
             metric: metric to report; None: the comparison's.
             model: the model that each client would use, or the server's.
             split: samples to measure; choose learning rates and methods on ``validation``, if some were held out.
-            moment: ``trained`` is available with ``moments="loaded,trained"``, ``reestimated``, with BatchNorm
-                statistics estimated anew, where they may lag.
+            moment: ``trained`` is available with ``moments="loaded,trained"``; ``loaded`` has running BatchNorm
+                statistics, ``reestimated`` re-estimated ones; None: the reported ones of these two.
             number: a single mask class to measure, from 1; None: the mean over classes.
 
         Returns:
@@ -133,7 +133,7 @@ class Comparison:
         metric: str | None = None,
         model: Literal["personal", "global"] = "personal",
         split: Literal["test", "validation"] = "test",
-        moment: Literal["loaded", "trained"] = "loaded",
+        moment: Literal["loaded", "trained", "reestimated"] | None = None,
         *,
         caption: str | None = None,
         label: str | None = None,
@@ -147,7 +147,7 @@ class Comparison:
             metric: metric to report; None: the comparison's.
             model: the model that each client would use, or the server's.
             split: samples to measure.
-            moment: just after aggregation, or just after local work.
+            moment: as in :meth:`table`.
             caption: caption of the table; None: a generated one that describes it; empty: the bare ``tabular``.
             label: label of the table; None: a generated one such as ``tab:accuracy``.
             digits: decimals; None: 2, and 3 for the loss.

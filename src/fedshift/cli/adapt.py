@@ -61,10 +61,10 @@ class OwnNetwork:
 
 @dataclass(frozen=True, kw_only=True)
 class NewClients:
-    """New clients with models of a run, or of the user's network.
+    """New clients, with what makes their models: a run, or a network from a file of weights.
 
-    ``data``: their samples; ``inputs``: unlabeled samples that take the place of their training inputs; ``methods``:
-    labels; ``restore``: returns the trial of a method with the first seed; ``rounds``: of local work.
+    ``data``: their samples; ``inputs``: unlabeled samples that replace training inputs; ``methods``: labels;
+    ``restore``: returns the trial of a method with the first seed; ``rounds``: of local work; ``notices``: of the run.
     """
 
     data: Federation
@@ -74,6 +74,7 @@ class NewClients:
     seeds: int = 1
     restore: Callable[[str], Trial]
     rounds: int
+    notices: tuple[str, ...] = ()
 
     @property
     def training(self) -> Mapping[str, Samples]:
@@ -141,6 +142,7 @@ def adapt(
     from ..new_clients.policies import Adaptation, adapt_all
     from ..new_clients.site_data import client_name, describe_newcomers, load_site
     from ..new_clients.site_data import load_unlabeled as unlabeled_in
+    from ..results.summary import read_summary
 
     spec, experiment, notices = load_run(run, console, methods, seeds, device, run_data, code)
     place, schema, inputs = torch_device(experiment.settings.device), experiment.data.schema, None
@@ -156,7 +158,7 @@ def adapt(
     joining = describe_newcomers(new, experiment)
     site = NewClients(
         data=new, inputs=inputs, methods=[each.label for each in experiment.methods], settings=experiment.settings,
-        seeds=len(experiment.seeds), rounds=rounds,
+        seeds=len(experiment.seeds), rounds=rounds, notices=read_summary(run).notices if save else (),
         restore=lambda method: restore_trial(experiment, run, method, experiment.seeds[0]),
     )  # fmt: skip
     title = _introduce(console, site, (notice for notice in joining if not is_information(notice)), save, asked)
@@ -177,7 +179,7 @@ def _check(
 ) -> None:  # fmt: skip
     """Raise :class:`UsageError` if arguments of :func:`adapt` do not go together, before anything is read.
 
-    ``misplaced``: a network of the user's has arguments of a run.
+    ``misplaced``: a file of weights is given with arguments of a run.
     """
     from ..export.package import require_new
     from ..new_clients.policies import find_policy
@@ -319,14 +321,16 @@ def _finish(
 
     for note in notes:
         print_line(console, f"note: {note}")
-    for client, (title, evidence) in chosen.items() if save else ():
-        assert save is not None  # as the loop says
+    places = {client: save / to_file_name(client) for client in chosen} if save else {}
+    for client, place in places.items():
+        title, evidence = chosen[client]
         trial = site.restore(title.rpartition(": ")[0])
         model = remake_model(trial, title, client, site.training[client], rounds=site.rounds, inputs=site.inputs)
-        place = title, trial.seed, client
-        row = next((row for row in adapted.rows if (row["title"], row["seed"], row["client"]) == place), None)
         with show_loading(console):
-            report = export_model(trial, model, site.data, save / to_file_name(client), row, evidence)
+            report = export_model(
+                trial, model, site.data, place, evidence=evidence, measured=bool(adapted.rows),
+                notices=site.notices,
+            )  # fmt: skip
         print_line(console, f"{report.directory}: {title}, seed {trial.seed}: {', '.join(report.files)}")
         for line in (*report.checks, *(f"note: {notice}" for notice in report.notices)):
             print_line(console, line)

@@ -165,15 +165,19 @@ def report(
     directory: Path,
     *,
     margin: float | None = None,
+    figures: Annotated[bool, Parameter(negative=())] = False,
+    pictures: bool = True,
     cases: Annotated[bool, Parameter(negative=())] = False,
     code: RunCode = None,
 ) -> int:
-    """Rebuild tables, figures and pages from a run directory, without training.
+    """Rebuild tables and pages from a run directory, without training.
 
     Args:
         directory: Directory that run, compare, sweep, advise or reproduce wrote, finished or not.
         margin: Loss of a client that the table of who profits may exclude, as --margin of compare, for a run that was
             begun without one. The report says that it was chosen afterwards.
+        figures: Write each figure of a run or comparison as SVG, PNG and PDF into figures.
+        pictures: Show the images of test samples that the run kept; --no-pictures leaves them out.
         cases: Also write tables/cases.csv, with each test sample's client, patient, truth, prediction and scores.
 
     """
@@ -181,8 +185,7 @@ def report(
 
     distrust(code or (), directory)
     rebuild = {
-        "run": publish_run, "sweep": rebuild_sweep, "advise": rebuild_advice, "leave-out": rebuild_without,
-        "reproduce": rebuild_papers,
+        "sweep": rebuild_sweep, "advise": rebuild_advice, "leave-out": rebuild_without, "reproduce": rebuild_papers,
     }  # fmt: skip
     kind = find_kind(directory)
     if kind is None:
@@ -190,15 +193,17 @@ def report(
             f"{directory} holds no run: give a directory that `fedshift run`, `compare`, `sweep`, `advise` or "
             "`reproduce` wrote"
         )
-    if margin is None and not cases:
-        rebuild[kind](directory, Console())
-        return 0
     if margin is not None and not 0 < margin < math.inf:
         raise UsageError(f"--margin {margin:g}: give a number above 0, such as 0.02 for 2 points")
-    if kind != "run":
-        name = "--cases" if margin is None else "--margin"
-        raise UsageError(f"{name} is for a run or comparison, and {directory} holds a {kind}: leave it out")
-    publish_run(directory, Console(), margin, cases=cases)
+    if kind == "run":
+        publish_run(directory, Console(), margin, cases=cases, figures=figures, pictures=pictures)
+        return 0
+    if margin is not None or cases or figures or not pictures:
+        raise UsageError(
+            f"--margin, --cases, --figures and --no-pictures are for a run or comparison, and {directory} holds a "
+            f"{kind}: leave them out"
+        )
+    rebuild[kind](directory, Console())
     return 0
 
 

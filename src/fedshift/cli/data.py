@@ -124,11 +124,12 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
 
 
 @data.command
-def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -> int:
+def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None, pictures: bool = True) -> int:
     """Draw each client's data: a sheet of samples, and the distribution of classes.
 
     Args:
         out: Directory for the pictures, and for split.csv with --split; by default shown/NAME.
+        pictures: Draw the sheet of samples.
 
     """
     from ..data.sources import load_source, prepare_clients, write_assignment
@@ -142,7 +143,7 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None) -
         made = prepare_clients(source, replace(spec, allow_single_class=True))
         directory = out or Path("shown") / to_file_name(made.name)
         _refuse_file(directory)
-        files = draw_overview(made, directory)
+        files = draw_overview(made, directory, pictures=pictures)
         if spec.split:
             files.append(directory / "split.csv")
             write_atomically(files[-1], write_assignment(source, spec).encode())
@@ -187,6 +188,7 @@ def diagnose(
     seed: int = 0,
     json: Json = None,
     out: Path | None = None,
+    pictures: bool = True,
 ) -> int:
     """Report how clients differ (label skew, feature shift, quantity skew), how surely, and methods against it.
 
@@ -195,6 +197,7 @@ def diagnose(
         limit: Maximum number of samples of each client to examine.
         seed: Seed of subsamples, folds and permutations.
         out: Directory for a page with the table and pictures (diagnosis.html), and for the findings (found.json).
+        pictures: Show training samples of each client on the page.
 
     """
     from ..data.federation import encode_targets
@@ -227,7 +230,7 @@ def diagnose(
     if out:
         out.mkdir(parents=True, exist_ok=True)
         _write_json(console, found.as_dict(), out / "found.json")
-        print_line(console, f"Page: {write_page(found, out / PAGE, flags, remarks)}")
+        print_line(console, f"Page: {write_page(found, out / PAGE, flags, remarks, pictures=pictures)}")
     return 0
 
 

@@ -184,6 +184,11 @@ class TrialSpec:
     select: Annotated[Literal["last", "best"], Parameter(group=MEASURING)] = "last"
     """Round that tables report: the last, or the best on validation data; never the best on test data."""
 
+    statistics: Annotated[Literal["auto", "running", "reestimated"], Parameter(group=MEASURING)] = "auto"
+    """BatchNorm statistics of the reported models: running, as training leaves them; reestimated on training data; or
+    auto: re-estimated if that changes any client by a point or more (errors: by 1 %) on validation data, or without
+    these on training data. One choice for all methods, without test data; the report has both."""
+
     patience: Annotated[Positive | None, Parameter(group=MEASURING)] = None
     """Evaluations without improvement of the metric on validation data after which a trial (one method with one seed)
     ends, while others continue; by default all run to the last round. Combine it with select=best, and with
@@ -200,6 +205,10 @@ class TrialSpec:
     """Rule for the threshold of reports on two classes, which each client's validation data set: youden (largest
     sum of sensitivity and specificity), sensitivity>=0.95 or specificity>=0.9 (then the largest of the other). Without
     validation data the score is 0.5."""
+
+    pictures: Annotated[bool, Parameter(group=MEASURING)] = True
+    """Keep images of some test samples, and show them on the page. With --no-pictures, no pixel of a sample is written
+    into the run directory, and the page can be passed on where images of patients must not be."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))

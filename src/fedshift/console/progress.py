@@ -86,6 +86,12 @@ class _Progress(Callback):
         defined = metric_unit(self.metric)[0] * compute_metric(tested.set_index("client"), self.metric).dropna()
         return {str(client): float(value) for client, value in defined.items()}
 
+    def _write(self, value: float) -> str:
+        """Return a value of the metric, as it is printed; a share with its unit."""
+        from ..report.formatting import difference_unit, format_mean  # with it Matplotlib, which takes long to import
+
+        return format_mean(value, number=difference_unit(self.metric).spec) + " %" * is_share(self.metric)
+
     @override
     def on_engine(self, method: str, choice: EngineChoice) -> None:
         usual = next(iter(self.engines), None)
@@ -126,12 +132,16 @@ class PlainLines(_Progress):
         many = len(reached) > SHOWN
         worst = max if is_lower_better(self.metric) else min
         named = [worst(reached, key=reached.__getitem__)] if many else list(reached)
-        each = " ".join(f"{client} {reached[client]:.1f}" for client in named)
+        shown = {
+            client: f"{reached[client]:.1f}" if is_share(self.metric) else self._write(reached[client])
+            for client in named
+        }
+        each = " ".join(f"{client} {text}" for client, text in shown.items())
         elapsed = time.monotonic() - self.began
         left = elapsed / self.run * self.left
-        unit = " %" if is_share(self.metric) else ""
+        mean = self._write(_mean(reached))
         said = "" if self.split == "test" else f"{self.split} "
-        figure = f"{said}{name_metric(self.metric)} {_mean(reached):.2f}{unit} ({'worst: ' if many else ''}{each})"
+        figure = f"{said}{name_metric(self.metric)} {mean} ({'worst: ' if many else ''}{each})"
         self.console.print(
             f"{now.method} seed {now.seed} round {done.round}/{self.rounds}: "
             f"loss {_mean(now.loss):.4f}, {figure}, "
@@ -227,12 +237,15 @@ class LiveDisplay(_Progress):
         for title in ("client", "training loss", f"{self.split} {name_metric(self.metric)}"):
             table.add_column(title, justify="left" if title == "client" else "right")
         for name in names[:SHOWN]:
-            table.add_row(name, *_format_progress(shown.loss.get(name), shown.figure.get(name)))
+            table.add_row(name, *self._format_progress(shown.loss.get(name), shown.figure.get(name)))
         if len(names) > SHOWN:
             table.add_row(f"and {len(names) - SHOWN:,} more", "", "")
             means = (_mean(figures) if figures else None for figures in (shown.loss, shown.figure))
-            table.add_row("mean of all", *_format_progress(*means))
+            table.add_row("mean of all", *self._format_progress(*means))
         return Group(self.bar, *[self._tabulate_methods()] * bool(self.macros), table)
+
+    def _format_progress(self, loss: float | None, figure: float | None) -> tuple[str, str]:
+        return "" if loss is None else f"{loss:.4f}", "" if figure is None else self._write(figure)
 
     def _tabulate_methods(self) -> Table:
         """Return each method's macro metric so far: the mean over its finished seeds, and an unfinished one."""
@@ -242,14 +255,10 @@ class LiveDisplay(_Progress):
         for method, runs in self.macros.items():
             found = list(runs.values())
             finished = [macro for number, macro in found if number == self.rounds]
-            others = [f"{macro:.2f} % in round {number}" for number, macro in found if number < self.rounds]
-            mean = f"{sum(finished) / len(finished):.2f} %" if finished else ""
+            others = [f"{self._write(macro)} in round {number}" for number, macro in found if number < self.rounds]
+            mean = self._write(sum(finished) / len(finished)) if finished else ""
             table.add_row(Text(method), f"{len(finished)} of {self.seeds}", mean, *others[-1:])
         return table
-
-
-def _format_progress(loss: float | None, figure: float | None) -> tuple[str, str]:
-    return "" if loss is None else f"{loss:.4f}", "" if figure is None else f"{figure:.2f} %"
 
 
 def _mean(figures: Mapping[str, float]) -> float:

@@ -55,8 +55,9 @@ _DEJAVU = tuple(
     for style in ("", "-Bold", f"-{slant}", f"-Bold{slant}")
 )
 _STIX = ("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta")
-_COMPUTER_MODERN = ("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10")
+_COMPUTER_MODERN = ("cmb10", "cmr10", "cmss10", "cmtt10")
 FONTS = {"train": _DEJAVU + _STIX, "test": _COMPUTER_MODERN}
+"""Fonts of the printed digits, which every matplotlib from 3.8 on includes, with the same bytes."""
 
 
 @cache

@@ -306,7 +306,8 @@ class Preparation:
             return f"several inputs: {', '.join(told)}"
         sizes = ", ".join(map(str, ("N", *self.shape)))
         if self.patched:
-            return f"{self.dtype} [N, {self.shape[0]}, ...] of any size, seen in windows of {self.shape[1:]}"
+            size = f"resized to {self.resized}" if self.resized else "of any size"
+            return f"{self.dtype} [N, {self.shape[0]}, ...] {size}, seen in windows of {self.shape[1:]}"
         if self.is_image:
             kind = "pixels from 0 to 255" if self.dtype == "uint8" else "pixels as the run read them"
             return f"{self.dtype} [{sizes}], images of {self.shape[0]} channels, height, width; {kind}"
@@ -335,7 +336,7 @@ class Preparation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the preparation as JSON values."""
-        facts: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype, "description": str(self)}
+        facts: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
         facts["decoding"] = asdict(self.decoding)
         if self.scales:
             kind = "features" if isinstance(self.scaling, FeatureScaling) else "pixels"

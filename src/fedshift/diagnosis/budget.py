@@ -127,7 +127,7 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
         begun, seconds = time.monotonic(), cost.round
         with suppress(Diverged):
             done = trial.advance()
-            trial.measure_lag()
+            trial.measure_lag((), trial.reestimate())
             seconds = done.seconds
         return Cost(round=seconds, evaluation=prepared + time.monotonic() - begun - seconds), work
 

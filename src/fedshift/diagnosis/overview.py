@@ -150,23 +150,23 @@ def _render_finding(finding: QualityFinding) -> RenderableType:
     return grid
 
 
-def draw_overview(data: Federation, directory: Path) -> list[Path]:
-    """Write the figures of :func:`make_overview` into ``directory``, as SVG and PNG, and return their paths."""
-    return save_each(make_overview(data), directory)
+def draw_overview(data: Federation, directory: Path, *, pictures: bool = True) -> list[Path]:
+    """Write the figures of :func:`make_overview` into ``directory``, as SVG, PNG and PDF, and return their paths."""
+    return save_each(make_overview(data, pictures=pictures), directory)
 
 
-def make_overview(data: Federation) -> dict[str, Figure]:
+def make_overview(data: Federation, *, pictures: bool = True) -> dict[str, Figure]:
     """Return figures of the training data by name.
 
-    ``samples`` (for images): a sheet with some images of each client and the outlines of their masks. ``features`` (for
-    vectors of one input): the features in which clients differ most. ``classes``: the number of each client's samples,
-    or pixels, of each class.
+    ``samples`` (for images, if ``pictures``): a sheet with some images of each client and the outlines of their masks.
+    ``features`` (for vectors of one input): the features in which clients differ most. ``classes``: the number of each
+    client's samples, or pixels, of each class.
     """
     classes = list(data.class_names) or [str(number) for number in range(data.classes)]
     counts = pd.DataFrame(_count_classes(data), index=list(data.names), columns=classes)
     figures: dict[str, Figure] = {}
     dimensions = len(data.clients[0].train.shape)
-    if dimensions in (3, 4):
+    if pictures and dimensions in (3, 4):
         figures["samples"] = _draw_sheet(data, classes)
     if dimensions == 1 and not data.inputs:
         trained = [part for part in survey_splits(data) if part.split == "train"]

@@ -508,7 +508,8 @@ def read_values(experiment: Experiment, path: Path, rounds: int, asked: int) -> 
                 if (row["round"], row["split"], row["model"], row["moment"])
                 == (rounds, "validation", "personal", "loaded")
             )
-            again = [row for row in read_lag(folder) if row["round"] == rounds and rounds < asked]
+            lag = read_lag(folder) if rounds < asked else None
+            again = [row for row in lag["rows"] if row["round"] == rounds] if lag else []
             fresh = rows_to_frame(r for r in again if (r["split"], r["model"]) == ("validation", "personal"))
             kept = fresh if len(fresh) else kept
             if len(kept):

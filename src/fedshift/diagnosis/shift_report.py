@@ -10,11 +10,11 @@ from typing import Any
 
 from ..report.figures import FigurePanel
 from ..report.formatting import MISSING, TextTable, format_p_value, make_table
-from ..report.html import render_template
+from ..report.html import describe_pictures, render_template
 from ..report.report import Report, ReportTable
 from ..tasks import find_kind
 from ..utils.files import write_atomically
-from .overview import make_overview
+from .overview import SHOWN, make_overview
 from .shifts import ALL, MOST_IN_PAIRS, MOST_SITES, SHIFTS, Diagnosis
 
 PAGE = "diagnosis.html"
@@ -137,18 +137,23 @@ def _format_area(row: Mapping[str, Any]) -> str:
     return MISSING if math.isnan(row["value"]) else f"{row['value']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
 
 
-def write_page(found: Diagnosis, path: Path, command: str | None = None, remarks: Sequence[str] = ()) -> Path:
-    """Write the page of ``found`` with pictures of the data atomically and return its path.
+def write_page(
+    found: Diagnosis, path: Path, command: str | None = None, remarks: Sequence[str] = (), *, pictures: bool = True
+) -> Path:
+    """Write the page of ``found`` with figures of the data atomically and return its path.
 
-    ``command``: argument of ``--data`` in the suggested command, quoted; ``remarks``: sentences to show first.
+    ``command``: argument of ``--data`` in the suggested command, quoted; ``remarks``: sentences to show first;
+    ``pictures``: whether to show images of samples.
     """
     table = ReportTable(file="shifts", caption="Shifts between sites", text=tabulate_shifts(found), section="findings")
-    panels = (FigurePanel(name=n, figure=figure, description=n) for n, figure in make_overview(found.data).items())
+    figures = make_overview(found.data, pictures=pictures)
+    panels = (FigurePanel(name=n, figure=figure, description=f"Training data: {n}") for n, figure in figures.items())
     html = render_template(
         "diagnosis.html.j2",
         name=found.data.name, clients=len(found.data.clients), named=found.named, readings=list(interpret(found)),
         report=Report(tables=(table,), panels=tuple(panels), notices=tuple(remarks)),
         command=comparison_command(found, command),
+        shown=describe_pictures("training", found.data.names[:SHOWN] if "samples" in figures else ()),
     )  # fmt: skip
     write_atomically(path, html.encode())
     return path

@@ -23,7 +23,7 @@ from ..data.patches import slide
 from ..data.pictures import to_pictures
 from ..data.samples import Samples
 from ..results.cases import Picture, Records, rank_results
-from ..results.schema import Row, sum_counts
+from ..results.schema import Row, add_rows
 from ..tasks.task import BATCH as BATCH
 from ..tasks.task import Task
 from ..utils.state import State
@@ -54,8 +54,8 @@ def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task:
 
 
 def _add_up(counts: Sequence[Row]) -> Row:
-    """Return the sum of the counts of a split's parts."""
-    return counts[0] if len(counts) == 1 else {name: sum_counts([each[name] for each in counts]) for name in counts[0]}
+    """Return the counts of a split from those of its parts."""
+    return counts[0] if len(counts) == 1 else add_rows(counts)
 
 
 def _predict(plan: Plan, state: State, splits: Sequence[Samples]) -> Iterator[Iterable[tuple[Tensor, Tensor]]]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ..core.kernel import global_state, personal_state
+from ..core.kernel import personal_state
 from ..data.files.read_options import Progress
 from ..engines.engine import Diverged
 from ..evaluation.metrics import evaluate_together
@@ -77,7 +77,7 @@ def _iterate_models(trial: Trial, moment: Moment) -> Iterator[tuple[str | None, 
             own = trial.personal_state(client)
             if own is not None:
                 yield client.name, own
-    shared = global_state(trial.plan, trial.server)
+    shared = trial.model_state()
     if shared is not None:
         yield None, shared
 

@@ -311,6 +311,7 @@ class Experiment:
         try:
             facts = read_facts(path)
             then, margin = facts.get("compare_with", ""), facts.get("margin")
+            statistics = facts.get("statistics", self.settings.statistics)
         except FedshiftError:  # none is recorded
             return
         if then != self.reference:
@@ -320,6 +321,12 @@ class Experiment:
                 "results are known: leave the setting unchanged, or begin a new run",
                 Ref(compare_with=self.reference or "none"),
             )
+        if statistics != self.settings.statistics:
+            raise UsageError(
+                f"{{}}: this run was begun with {statistics!r}, and statistics must not be chosen once results are "
+                "known: leave the setting unchanged, or begin a new run",
+                Ref(statistics=self.settings.statistics),
+            )
         if margin != self.margin:
             raise UsageError(
                 f"{{}}: this run was begun with {'no margin' if margin is None else f'the margin {margin:g}'}, and a "
@@ -328,7 +335,9 @@ class Experiment:
             )
 
     def _sample_images(self) -> dict[str, np.ndarray]:
-        """Return some test images of each client in the report's figure, uint8 ``[n, H, W, C]``."""
+        """Return some test images of each client in the report's figure, uint8 ``[n, H, W, C]``, if wanted."""
+        if self.make_engine or not self.settings.pictures:
+            return {}
         pictured = [client for client in self.data.clients[:PICTURED] if len(client.test.shape) in (3, 4)]
         shown = {client.name: SAMPLES if len(client.test.shape) == 3 else VOLUMES for client in pictured}
         return {
@@ -358,6 +367,7 @@ class Experiment:
             "metric": self.settings.metric,
             "target_metric": self.settings.target_metric,
             "operating_point": self.settings.operating_point,
+            "statistics": self.settings.statistics,
             "compare_with": self.reference,
             "margin": self.margin,
             "class_names": self.data.class_names,
@@ -371,7 +381,7 @@ class Experiment:
             "config": dict(self.config),
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }
-        write_summary(directory, facts, {} if self.make_engine else self._sample_images(), sessions)
+        write_summary(directory, facts, self._sample_images(), sessions)
 
 
 def _explain_clash(one: Method, other: Method) -> str:

@@ -18,7 +18,7 @@ from ..methods import METHODS
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import trial_folder, was_served
 from ..results.schema import MethodSummary, RunSummary
-from ..results.summary import holds_run, read_facts
+from ..results.summary import holds_run, read_chosen_statistics, read_facts
 from ..results.trial_records import BEST, CHECKPOINT, load_facts
 from ..utils.errors import Ref, UsageError, unknown_name
 from .experiment import Experiment
@@ -229,8 +229,9 @@ def count_rounds_done(directory: Path, name: str, seed: int) -> int:
 def restore_trial(experiment: Experiment, directory: Path, name: str, seed: int) -> Trial:
     """Return the trial of a method in ``directory`` after its last round, or the best with ``select="best"``.
 
-    ``name``: the method's label or name. Raises :class:`UsageError` for an unknown method or
-    different settings, and :class:`FedshiftError` if the run has not reached that round or its files are damaged.
+    Its models have the BatchNorm statistics of the reported values. ``name``: the method's label or name. Raises
+    :class:`UsageError` for an unknown method or different settings, and :class:`FedshiftError` if the run has not
+    reached that round or its files are damaged.
     """
     experiment = experiment.keep_labels(directory)
     label = find_method(name, experiment)
@@ -239,6 +240,7 @@ def restore_trial(experiment: Experiment, directory: Path, name: str, seed: int)
     folder = trial_folder(directory, label, seed)
     kept = BEST if experiment.settings.select == "best" else CHECKPOINT
     trial.restore(*load_checkpoint(folder / kept), folder)
+    trial.statistics = read_chosen_statistics(directory)
     return trial
 
 

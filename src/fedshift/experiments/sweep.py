@@ -163,6 +163,9 @@ def _rename(study: RunSummary, old: Mapping[str, str]) -> RunSummary:
     return replace(
         study,
         rows=study.rows.assign(method=study.rows["method"].map(new)),
+        lag=study.lag.assign(method=study.lag["method"].map(new)),
+        moves=study.moves.assign(method=study.moves["method"].map(new)),
+        unmeasured=tuple(new[method] for method in study.unmeasured if method in new),
         traffic=study.traffic.assign(method=study.traffic["method"].map(new)),
         methods={new[label]: facts for label, facts in study.methods.items()},
         read_cases=lambda method, seed: study.read_cases(old[method], seed),

@@ -39,14 +39,14 @@ from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..engines.frozen import FITTING, Inputs
 from ..engines.spread import Pool
 from ..evaluation.communication import downlink_bytes, uplink_bytes
-from ..evaluation.metrics import evaluate_clients, evaluate_trained, measured_splits
+from ..evaluation.metrics import evaluate, evaluate_clients, evaluate_trained, measured_splits
 from ..evaluation.policy import check_policy, make_state
-from ..evaluation.statistics_lag import count_updates, evaluate_reestimated, may_lag, remaining_part
+from ..evaluation.statistics_lag import draw_seen, find_moves, may_lag, reestimate_models
 from ..evaluation.unseen_clients import PolicyContext, make_personal_state
 from ..models import ModelFactory
 from ..nn.linear import list_products, set_products
 from ..results.checkpoint import refuse_other, save_checkpoint
-from ..results.schema import Row, compute_metric, rows_to_frame
+from ..results.schema import REESTIMATED, RUNNING, Row, compute_metric, rows_to_frame
 from ..results.trial_records import load_facts
 from ..tasks import describe_task
 from ..utils.errors import FedshiftError, UsageError
@@ -60,6 +60,8 @@ from .private_training import refuse_uncovered
 from .settings import Settings, check_sizes, make_plan, start_network
 
 SERVER_PARTS = ("shared", "memory", "optimizer", "kept", "mixes")
+Models = tuple[ServerState, Callable[[ClientData], State | None]]
+"""The server, and a function that returns the model that a client would use, None if it has none."""
 BEGUN = "as the run was begun"
 """Reason given for the engine of a trial that continues."""
 
@@ -90,6 +92,7 @@ class RoundResult:
 class Trial:
     """One method with one seed on one federation; see the module's docstring.
 
+    ``statistics``: BatchNorm statistics of the models that :meth:`personal_state` and :meth:`model_state` return.
     ``client_memory``: maximum bytes of clients' states in memory; the others are only in files (``client_store``).
     ``make_engine``: makes the engine in place of the one in the settings. ``executor``: where the pool engine
     trains; None: in its own processes.
@@ -162,6 +165,8 @@ class Trial:
             self.train, lambda: init_client(self.plan), device, client_memory, self.plan.rule_names
         )
         self._known: PolicyContext | None = None
+        self.statistics = RUNNING
+        self._renewed: tuple[ServerState, Models | None] | None = None
         self._prelude: dict[str, int] = {}
         self._prelude_seconds = 0.0
 
@@ -406,26 +411,64 @@ class Trial:
     def _without_newcomers(self, rows: list[Row]) -> list[Row]:
         return [row for row in rows if row["split"] == "test" or row["client"] not in self.settings.newcomers]
 
-    def measure_lag(self) -> dict[str, Any] | None:
-        """Return measurements with re-estimated BatchNorm statistics; None if the running ones cannot lag.
+    def reestimate(self) -> Models | None:
+        """Return the models with re-estimated BatchNorm statistics (:mod:`fedshift.evaluation.statistics_lag`).
 
-        The result has ``round``, ``updates``, ``remaining`` and ``rows`` (:mod:`fedshift.evaluation.statistics_lag`).
+        None: the running ones cannot lag.
         """
-        plan, server = self.plan, self.server
-        updates = count_updates(plan, server, self.clients.count_steps().values())
-        if not may_lag(plan, server, updates):
+        if not may_lag(self.plan, self.server):
             return None
-        rows = self.engine.evaluate_reestimated(server)
-        if rows is None:
-            clients, measured = self.measured.clients, (self.data.task, self.data.classes)
-            own = self._trained_state
-            rows = evaluate_reestimated(plan, server, clients, self.train, self.splits, measured, own)
-        part = remaining_part(plan, updates)
-        rows = self._without_newcomers(rows)
-        return {"round": server.round, "updates": updates, "remaining": part, "rows": rows}
 
-    def _trained_state(self, client: ClientData) -> State | None:
-        return self.personal_state(client) if self.clients.has_trained(client.name) else None
+        def find(name: str) -> State | None:
+            return self._running_state(self.measured.client(name)) if self.clients.has_trained(name) else None
+
+        names = self._draw_participants(self.server.round) if self.server.mixes else ()
+        found = reestimate_models(self.plan, self.server, self.train, find, names)
+
+        def personal(client: ClientData) -> State | None:
+            state, owner = self._running_state(client), client.name if self.plan.personalizes else None
+            return None if state is None else {**state, **found.get(owner, {})}
+
+        return replace(self.server, shared=self.server.shared | found.get(None, {})), personal
+
+    def measure_lag(self, evaluated: Sequence[Row], renewed: Models | None = None) -> dict[str, Any]:
+        """Return measurements of the models with re-estimated BatchNorm statistics (``rows``), after ``round``.
+
+        Also: ``moves``, the metric with both statistics on validation or, without them, training data
+        (:attr:`fedshift.results.schema.RunSummary.moves`), and ``complete``, whether all models are measured.
+
+        Args:
+            evaluated: the usual measurements of the round, which hold where statistics cannot lag.
+            renewed: the result of :meth:`reestimate`; None: statistics cannot lag, or sites have the data.
+
+        """
+        rows, moves = [row for row in evaluated if row["moment"] == "loaded"], list[dict[str, Any]]()
+        own = [row for row in rows if row["model"] == "personal"]
+        metric, complete = self.settings.metric, True
+        if renewed:
+            server, model = renewed
+            moves = find_moves(metric, self._measure_seen(self._running_state), self._measure_seen(model))
+            rows = evaluate_clients(self.plan, server, self.measured, self.splits, model)
+        elif may_lag(self.plan, self.server):
+            rows = self.engine.evaluate_reestimated(self.server) or []
+            complete = len(rows) == len(own)
+            moves = find_moves(metric, *([row for row in each if row["split"] == "validation"] for each in (own, rows)))
+        rows = [{**row, "moment": REESTIMATED} for row in self._without_newcomers(rows)]
+        return {"round": self.server.round, "complete": complete, "moves": moves, "rows": rows}
+
+    def _measure_seen(self, model: Callable[[ClientData], State | None]) -> list[Row]:
+        """Return rows of each client's ``model`` on the data by which reported statistics are chosen."""
+        pooled, task, rows = self.plan.method.pooled, self.data.task, list[Row]()
+        known = frozenset(self.clients.seen if not pooled else self.data.names) - frozenset(self.settings.newcomers)
+        for client in self.measured.clients:
+            state = model(client) if client.name in known and len(client.train) else None
+            if state is None:
+                continue
+            split = "validation" if client.validation else "training"
+            samples = client.validation or draw_seen(self.seed, client.train, len(client.test))
+            counts = evaluate(self.plan, state, samples, task, self.data.classes)
+            rows.append({"client": client.name, "split": split, **counts})
+        return rows
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -450,7 +493,7 @@ class Trial:
     def model_state(self, client: str | None = None) -> State | None:
         """Return the model that ``client`` would use, or with ``client=None`` the server's (None if it has none)."""
         if client is None:
-            return global_state(self.plan, self.server)
+            return global_state(self.plan, self._reported[0])
         state = self.personal_state(self.measured.client(client))
         if state is None:
             raise UsageError(
@@ -459,8 +502,18 @@ class Trial:
             )
         return state
 
+    @property
+    def _reported(self) -> Models:
+        """The models with the BatchNorm statistics that are reported."""
+        if self.statistics == REESTIMATED and (self._renewed is None or self._renewed[0] is not self.server):
+            self._renewed = self.server, self.reestimate()
+        return (self._renewed[1] if self._renewed else None) or (self.server, self._running_state)
+
     def personal_state(self, client: ClientData) -> State | None:
         """Return the model that ``client`` would use; None if it has none and the policy makes none."""
+        return self._reported[1](client)
+
+    def _running_state(self, client: ClientData) -> State | None:
         if not self.plan.personalizes:
             return global_state(self.plan, self.server)
         if self.clients.has_trained(client.name):

@@ -11,17 +11,26 @@ the trial.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..engines.auto import EngineChoice
 from ..evaluation.metrics import measured_splits, picture_worst, record_clients
-from ..results.cases import FILES, has_pictures, measured_round, write_cases, write_pictures
+from ..results.cases import (
+    FILES,
+    PICTURES,
+    REESTIMATED,
+    RUNNING,
+    has_pictures,
+    measured_round,
+    write_cases,
+    write_pictures,
+)
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import append_rows, cut_rows
 from ..results.schema import RESTART, Row, compute_metric, is_lower_better, name_metric, rows_to_frame
@@ -32,6 +41,7 @@ from ..results.trial_records import (
     METRICS,
     ROUNDS,
     STOPPED,
+    is_lag_measured,
     load_facts,
     read_rounds,
     read_stop,
@@ -45,7 +55,7 @@ from ..utils.profiling import timed_section
 from .client_store import check_segments
 from .session import format_now
 from .settings import Settings
-from .trial import RoundResult, Trial
+from .trial import Models, RoundResult, Trial
 from .trial_notices import list_notices_after, list_notices_before
 
 if TYPE_CHECKING:
@@ -151,8 +161,8 @@ class TrialRun:
             return outcome, []
         if outcome.stopped:
             self._record_stop(outcome.round, outcome.stopped)
-        if better if trial.settings.select == "best" else last:
-            self._record_lag()
+        if self.experiment.make_engine and (better if trial.settings.select == "best" else last):
+            self._record_lag(trial.measure_lag(outcome.rows))
         return outcome, self.save(*((BEST,) if better else ()))
 
     def _is_due(self, outcome: RoundResult) -> bool:
@@ -198,8 +208,8 @@ class TrialRun:
     def stop(self, reason: str) -> list[Record]:
         """End the trial with the last round, which was evaluated, for this reason; return what :meth:`save` does."""
         saved = self.save()
-        if self.trial.settings.select == "last":
-            self._record_lag()
+        if self.experiment.make_engine and self.trial.settings.select == "last":
+            self._record_lag(self.trial.measure_lag(_read_last_evaluation(self.folder)))
         self._record_stop(self.trial.server.round, reason)
         return saved
 
@@ -224,7 +234,7 @@ class TrialRun:
         Returns why it was stopped, empty if it was not, and its notices.
         """
         if not self.experiment.make_engine:  # sites keep the results of single samples
-            self._record_cases()
+            self._record_reported()
         stopped = read_stop(self.folder, self.trial.server.round)
         return stopped, tuple(list_notices_after(self.experiment, self.trial, stopped))
 
@@ -233,39 +243,50 @@ class TrialRun:
         if trial := getattr(self, "trial", self.made):
             trial.close()
 
-    def _record_lag(self) -> None:
-        """Write measurements of the reported round with re-estimated BatchNorm statistics, if these may differ."""
-        (self.folder / LAG).unlink(missing_ok=True)  # of an earlier round
-        with timed_section("evaluation"):
-            if (lag := self.trial.measure_lag()) is not None:
-                write_checked(self.folder / LAG, lag)
+    def _record_lag(self, lag: Mapping[str, Any]) -> None:
+        write_checked(self.folder / LAG, lag)
 
-    def _record_cases(self) -> None:
-        """Record the results of single samples at the reported round."""
+    def _record_reported(self) -> None:
+        """Record the reported round with re-estimated BatchNorm statistics, and its results of single samples."""
         trial, folder = self.trial, self.folder
         done, settings = trial.server.round, trial.settings
         reported = done if settings.select == "last" else find_best(folder, done, settings)
         held = measured_splits(trial.measured)
-        pictured = self.seed == self.experiment.seeds[0]  # the first seed's worst test images
+        pictured = settings.pictures and self.seed == self.experiment.seeds[0]  # the first seed's worst test images
+        if not settings.pictures:
+            (folder / PICTURES).unlink(missing_ok=True)  # of an earlier session
         splits = [split for split in FILES if split in held and measured_round(folder, split) != reported]
         if pictured and "test" not in splits and not has_pictures(folder, reported):
             splits.append("test")
-        if "test" not in settings.splits or not reported or not splits:
+        splits = splits if "test" in settings.splits else []
+        if not reported or (not splits and is_lag_measured(folder, reported)):
             return
         if reported < done:
             trial = self.experiment.make_trial(self.method, self.seed)
             trial.restore(*load_checkpoint(folder / BEST), folder)
         with timed_section("evaluation"):
+            rows = stream_measurements(folder, read_rounds(folder))
+            evaluated = [row for row in rows if row["round"] == reported and row["split"] != "train"]
+            models: dict[str, Models] = {RUNNING: (trial.server, trial.personal_state)}
+            if renewed := trial.reestimate():
+                models[REESTIMATED] = renewed
+            self._record_lag(trial.measure_lag(evaluated, renewed))
             made = {
-                split: record_clients(trial.plan, trial.server, trial.measured, trial.personal_state, split)
+                split: {
+                    statistics: record_clients(trial.plan, server, trial.measured, personal, split)
+                    for statistics, (server, personal) in models.items()
+                }
                 for split in splits
             }
         for split, records in made.items():
-            if all(records.values()):
+            if all(each for several in records.values() for each in several.values()):
                 write_cases(folder, reported, records, split)
         if pictured and "test" in made:
-            facts = trial.plan, trial.server, trial.measured, trial.personal_state
-            write_pictures(folder, reported, picture_worst(*facts, made["test"]))
+            pictures = {
+                statistics: picture_worst(trial.plan, server, trial.measured, personal, made["test"][statistics])
+                for statistics, (server, personal) in models.items()
+            }
+            write_pictures(folder, reported, pictures)
 
 
 def score_round(rows: Sequence[Row], settings: Settings) -> Score:

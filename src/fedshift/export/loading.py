@@ -21,9 +21,9 @@ from ..data.resizing import resize_volume
 from ..tasks import TASKS, Task
 from ..tasks.task import BATCH
 from ..utils.errors import FedshiftError, UsageError
-from .steps import list_steps
 
 FORMAT = 1
+NO_NUMBERS = "has outputs of the model that are not numbers (NaN): check the image, and whether training diverged"
 DESCRIPTION, PROGRAM = "model.json", "program.pt2"
 
 
@@ -39,13 +39,9 @@ class Predictor:
     """
 
     def __init__(
-        self,
-        inputs: Preparation,
-        task: str,
-        classes: Sequence[str],
-        score: Callable[[Tensor], Tensor],
+        self, inputs: Preparation, task: str, classes: Sequence[str], score: Callable[[Tensor], Tensor],
         rule: Task | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``score`` returns outputs of stored samples, or of windows; ``rule`` predicts: by default ``task``."""
         self.inputs, self.task, self.classes, self._score_stored = inputs, task, tuple(classes), score
         known = rule or (TASKS.entries[task]() if task in TASKS.entries else None)
@@ -77,9 +73,10 @@ class Predictor:
 
         A prediction is the name of the class; for multilabel, a list of the names of the sample's labels; in
         regression, a number or a list with a number for each target. For a user task, it is the result of calling the
-        model. For segmentation, it is a mask, a tensor of class numbers, uint8, on the sample's own grid: of a file,
-        the array that ``fedshift predict`` writes (a NIfTI file has its own axes, columns first); of an image, ``[H,
-        W]``; of an array of a volume, ``[D, H, W]``. Several masks of one size are stacked.
+        model. A class and labels are None where an output is NaN. For segmentation, it is a mask, a tensor of class
+        numbers, uint8, on the sample's own grid: of a file, the array that ``fedshift predict`` writes (a NIfTI file
+        has its own axes, columns first); of an image, ``[H, W]``; of an array of a volume, ``[D, H, W]``. Several masks
+        of one size are stacked.
 
         Args:
             samples: As for a call of the model.
@@ -88,7 +85,7 @@ class Predictor:
             FarValues: As for a call.
 
         Raises:
-            UsageError: As for a call.
+            UsageError: As for a call, and for a file whose pixels have outputs that are not numbers.
 
         """
         several = isinstance(samples, list | tuple) and not isinstance((*samples, 0)[0], list | tuple | int | float)
@@ -102,15 +99,21 @@ class Predictor:
             size = tuple(replace(self.inputs, patched=True, resized=()).store(samples)[0].shape[2:])
             scores = torch.stack([resize_volume(each.float(), size) for each in scores])
         named = name_predictions(self._choose(scores), self.task, self.classes)
+        if self.task in ("classification", "multilabel"):
+            unknown = scores.isnan().any(dim=1).tolist()
+            named = [None if nan else name for nan, name in zip(unknown, named, strict=True)]
         return named[0] if single else named
 
     def segment(self, file: str | Path) -> Tensor:
         """Return the class of each pixel or voxel in ``file``, uint8 ``[D, H, W]`` or ``[H, W]``, on the file's grid.
 
-        Its axes are those of :func:`~fedshift.data.files.volume_decoding.decode_mask`. Scores on another grid are
-        interpolated linearly before the class of the highest is chosen. Raises :class:`UsageError` as a call does.
+        It has the axes of :func:`~fedshift.data.files.volume_decoding.decode_mask`. Scores on another grid are
+        interpolated linearly before the class of the highest is chosen. Raises :class:`UsageError` as a call does, and
+        for outputs that are not numbers.
         """
         scores = self(file).float()
+        if scores.isnan().any():
+            raise UsageError(f"{file} {NO_NUMBERS}")
         return self._choose(resize_volume(scores, read_volume_header(Path(file)).shape)[None])[0].to(torch.uint8)
 
     @torch.no_grad()
@@ -138,7 +141,7 @@ class ExportedModel(Predictor):
         task, classes = str(description.get("task", "classification")), description["classes"]
         super().__init__(inputs, task, classes, lambda x: self._program(*inputs.divide(x)))
         self.directory, self.facts, self._program = directory, description["model"], program
-        self.steps = list_steps(inputs, task)
+        self.steps = dict(description.get("steps", {}))
         self._outputs = str(description.get("outputs", f"{len(self.classes)} classes"))
 
     def __repr__(self) -> str:

@@ -6,12 +6,11 @@ Based on Mitchell et al. 2019, "Model Cards for Model Reporting" (arXiv:1810.039
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from ..data.preparation import Preparation
-from ..report.formatting import format_bytes, make_table, to_markdown
-from ..results.schema import Row, compute_metric, is_share, metric_unit, name_metric, rows_to_frame
+from ..report.formatting import difference_unit, format_bytes, make_table, to_markdown
+from ..results.schema import Row, compute_metric, is_share, name_metric, rows_to_frame
 from ..utils.words import join_some
 from .intervals import LEVEL
 from .steps import LISTED, OUTPUTS, list_steps, make_environment
@@ -27,8 +26,8 @@ DOES: Mapping[str, tuple[str, str]] = {
 USER_TASK = ("returns {}", "the same")
 """The same for a user task that derives from none of these."""
 EXPLAINED = {
-    "segmentation": ", over all their pixels together; Dice and IoU are means over the classes except the background, "
-    "class 0",
+    "segmentation": "; Dice and IoU are means over images and over the classes except the background, class 0; shares "
+    "of pixels, and pooled Dice and IoU, are over the pixels of all images together",
     "multilabel": "; F1 and AUC are means over the labels",
     "regression": "; errors are means over the targets, in the unit of the data",
     "survival": "; the concordance index counts pairs of one client's patients",
@@ -44,8 +43,8 @@ class ModelFacts:
     expression; ``meaning``: the method's parts, in words, and ``sources``: their summary lines with their papers;
     ``client``: the model's client, None for the server; ``seed`` of the trial; ``round`` after which the model was
     saved, and ``choice``: how it was chosen; ``origin``: how the client got the model, "" if it trained in the run;
-    ``network``, ``data`` and ``licenses`` of the data, in words; ``clients``: split sizes of each client that took part,
-    if known; ``measured``: rows of this model's measurements in this round (``results.schema``) with intervals
+    ``network``, ``data`` and ``licenses`` of the data, in words; ``clients``: split sizes of the clients, if
+    known; ``measured``: rows of this model's measurements in this round (``results.schema``) with intervals
     (:func:`~fedshift.export.intervals.add_intervals`); ``spread``: a sentence on the main metric over the run's seeds;
     ``settings``: resolved training settings by name; ``versions`` of packages in the run and at export; ``notices`` of
     the run.
@@ -83,10 +82,6 @@ class ModelFacts:
         """Method and owner in a few words."""
         return f"{self.method}, {f'client {self.client}' if self.client else 'global model'}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all facts as JSON values."""
-        return asdict(self)
-
 
 def render_card(
     facts: ModelFacts, preparation: Preparation, classes: Sequence[str], files: Mapping[str, int], checks: Sequence[str]
@@ -107,7 +102,7 @@ def render_card(
         facts=facts, does=does.format(facts.outputs), answer=answer, classes=join_some(classes, shown=LISTED),
         steps=list_steps(preparation, facts.kind), argument=_write_argument(preparation),
         inputs=", ".join(preparation.names), noun=_name_samples(facts), explained=EXPLAINED.get(facts.kind, ""),
-        level=f"{100 * LEVEL:g} %", tested=tested, patients=any("patients" in row for row in facts.measured),
+        level=LEVEL, tested=tested, patients=any("patients" in row for row in facts.measured),
         results=_tabulate_results(facts), clients=_tabulate_clients(facts.clients), checks=checks,
         files={name: format_bytes(size) for name, size in files.items()},
     )  # fmt: skip
@@ -152,12 +147,12 @@ def _tabulate_results(facts: ModelFacts) -> str:
 
 def format_value(value: float, metric: str, interval: Sequence[float] | None = None) -> str:
     """Return a value as printed in tables with its interval: shares in percent, "" if undefined."""
-    scale, digits, _ = metric_unit(metric)
-    unit = " %" if is_share(metric) else ""
+    unit, percent = difference_unit(metric), " %" * is_share(metric)
     if value != value:
         return ""
-    between = " to ".join(f"{scale * each:.{digits - 1}f}" for each in interval or ())
-    return f"{scale * value:.{digits}f}{unit}" + f" ({between}{unit})" * bool(interval)
+    ends = unit._replace(digits=1) if is_share(metric) else unit
+    between = " to ".join(ends.format(end) for end in interval or ())
+    return f"{unit.format(value)}{percent}" + f" ({between}{percent})" * bool(interval)
 
 
 def _tabulate_clients(clients: Mapping[str, Mapping[str, int]]) -> str:

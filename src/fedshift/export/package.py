@@ -14,7 +14,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from operator import eq
 from pathlib import Path
@@ -170,7 +170,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
         "outputs": model.facts.outputs,
         "classes": model.schema.names,
         "files": {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
-        "model": model.facts.to_json(),
+        "model": asdict(model.facts),
     }
     loaded = {name: ExportedModel(directory, description, answer) for name, answer in answers.items()}
     with warnings.catch_warnings():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,17 +43,17 @@ from ..data.files.volume_decoding import (
     read_volume_header,
 )
 from ..tasks.segmentation import IGNORED
-from ..tasks.surfaces import count_surfaces
+from ..tasks.surfaces import compare_surfaces
 from ..tasks.task import count_by_class
 from ..utils.csv_cells import escape_table
 from ..utils.errors import UsageError
 from ..utils.files import write_atomically
-from .loading import ExportedModel
+from .loading import NO_NUMBERS, ExportedModel
 from .package import require_new
 
 TABLE = "cases.csv"
 EVERY = 10.0
-"""Seconds between two writings of the table, of which a killed program leaves the last."""
+"""Seconds between two writings of the table, so that a killed program leaves most rows."""
 FAR = "warning"
 """Column of rows whose file has values far from the training data's, with the numbers."""
 WRITTEN = "predicted"
@@ -75,13 +75,9 @@ class Predictions(NamedTuple):
 
 
 def predict_files(
-    model: ExportedModel,
-    files: Sequence[Path],
-    out: Path,
-    *,
-    masks: Path | None = None,
+    model: ExportedModel, files: Sequence[Path], out: Path, *, masks: Path | None = None,
     progress: Progress = lambda *_: None,
-) -> Predictions:
+) -> Predictions:  # fmt: skip
     """Write the predictions for ``files`` to ``out``: ``cases.csv``, and for segmentation a mask for each file.
 
     Args:
@@ -264,10 +260,10 @@ def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths |
     """Yield the rows of one file, after writing its mask; raise :class:`Unreadable` or :class:`UsageError`."""
     if model.inputs.columns:
         for number, answer in enumerate(model.predict(read_rows(file, model.inputs.columns, model.directory.name))):
-            yield {"file": str(file), "row": number, "status": WRITTEN, **_name_answer(model, answer)}
+            yield {"file": str(file), "row": number, **_name_answer(model, answer)}
         return
     if model.task != "segmentation":
-        yield {"file": str(file), "status": WRITTEN, **_name_answer(model, model.predict(file))}
+        yield {"file": str(file), **_name_answer(model, model.predict(file))}
         return
     header, predicted = read_volume_header(file), model.segment(file)
     truth = truths.read(file, header) if truths else None
@@ -281,12 +277,14 @@ def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths |
 
 
 def _name_answer(model: ExportedModel, answer: Any) -> Row:
-    """Return the cells of a prediction: a class, labels, or a number for each target."""
+    """Return the status and the cells of a prediction: a class, labels, or a number for each target."""
+    if answer is None:
+        return {"status": NO_NUMBERS}
     if model.task == "multilabel":
-        return {name: int(name in answer) for name in model.classes}
+        return {"status": WRITTEN} | {name: int(name in answer) for name in model.classes}
     if isinstance(answer, list):
-        return dict(zip(model.classes, answer, strict=True))
-    return {"prediction": answer.tolist() if isinstance(answer, Tensor) else answer}
+        return {"status": WRITTEN} | dict(zip(model.classes, answer, strict=True))
+    return {"status": WRITTEN, "prediction": answer.tolist() if isinstance(answer, Tensor) else answer}
 
 
 def _measure_volumes(model: ExportedModel, predicted: Tensor, header: VolumeHeader) -> Iterator[tuple[str, float]]:
@@ -305,15 +303,14 @@ def _compare(
     """Yield the Dice and the surface distances of each class except the background, by the name of their column."""
     classes, known = len(model.classes), truth != IGNORED
     predicted = predicted.long()
-    counts: Mapping[str, Any] = count_by_class(predicted[known], truth[known], classes)
-    counts = {**counts, **count_surfaces(predicted[None], truth[None], known[None], classes, spacing)}
+    counts = count_by_class(predicted[known], truth[known], classes)
+    surfaces = compare_surfaces(predicted[None], truth[None], known[None], classes, spacing)
     unit = "mm" if spacing else "pixels"
     for number in range(1, classes):
-        name, there = model.classes[number], bool(counts["surfaces"][number])
-        total = counts["support"][number] + counts["predicted"][number]
-        yield f"dice {name}", 2 * counts["hits"][number] / total if there else None
-        yield f"hd95 {unit} {name}", counts["hausdorff"][number] if there else None
-        yield f"assd {unit} {name}", counts["distances"][number] / counts["elements"][number] if there else None
+        name, total = model.classes[number], counts["support"][number] + counts["predicted"][number]
+        yield f"dice {name}", 2 * counts["hits"][number] / total if total else None
+        yield f"hd95 {unit} {name}", float(surfaces["hausdorff"][0, number]) if total else None
+        yield f"assd {unit} {name}", float(surfaces["distances"][0, number]) if total else None
 
 
 def summarize(predictions: Predictions) -> str:

@@ -38,15 +38,9 @@ class Program(nn.Module):
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        preparation: Preparation,
-        dtype: torch.dtype,
-        layout: torch.memory_format,
-        *,
-        low: torch.dtype | None,
-        task: Task = CLASSIFICATION,
-    ) -> None:
+        self, network: nn.Module, preparation: Preparation, dtype: torch.dtype, layout: torch.memory_format, *,
+        low: torch.dtype | None, task: Task = CLASSIFICATION,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.task = task
         self.preparation, self.network = preparation, network

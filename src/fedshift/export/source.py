@@ -22,6 +22,7 @@ from ..data.federation import ClientData, Federation
 from ..data.nuclei import nuclei
 from ..data.samples import Samples
 from ..data.schema import Schema
+from ..evaluation.statistics_lag import may_lag
 from ..experiments.description import describe_optimizer, describe_weighting, describe_work
 from ..experiments.experiment import Experiment
 from ..experiments.restoration import AT_SITE, restore_trial, select_trials
@@ -32,9 +33,9 @@ from ..nn.adapters import Lora, list_constants
 from ..report.tables import seed_table
 from ..results.cases import FILES, Records, read_cases
 from ..results.run_directory import describe_environment, trial_folder
-from ..results.schema import Row, RunSummary, name_metric, stream_rows
+from ..results.schema import REESTIMATED, Row, RunSummary, name_metric, stream_rows
 from ..results.summary import read_summary
-from ..results.trial_records import METRICS
+from ..results.trial_records import METRICS, read_lag
 from ..tasks import TASKS, Regression, describe_task, find_kind
 from ..utils.errors import Ref, UsageError
 from ..utils.state import State
@@ -103,48 +104,25 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
     owner = data.client(client) if client else data.clients[0]
     summary = read_summary(directory)
     return make_model(
-        trial.make_network(),
-        state,
-        plan,
-        data,
-        owner,
-        trial.settings,
-        experiment.model,
-        tests={each.name: each.test for each in ([owner] if client else data.clients) if here},
-        client=client,
-        seed=trial.seed,
-        round=trial.server.round,
-        choice=_explain_choice(trial.settings, trial.server.round),
-        origin=_explain_origin(trial, client),
-        data_in_words=f"{data.name} ({len(data.clients)} clients)",
-        licenses=find_licenses(experiment.config.get("data"), data.name),
-        measured=tuple(_find_rows(trial, directory, client, here)),
-        records=_read_records(trial, directory),
-        spread=_spread_over_seeds(summary, plan.method.label, client),
-        versions=list_versions(summary.environment),
-        notices=summary.notices,
-    )
+        trial.make_network(), state, plan, data, owner, trial.settings, experiment.model,
+        tests={each.name: each.test for each in ([owner] if client else data.clients) if here}, client=client,
+        seed=trial.seed, round=trial.server.round, choice=_explain_choice(trial),
+        origin=_explain_origin(trial, client), data_in_words=f"{data.name} ({len(data.clients)} clients)",
+        licenses=find_licenses(experiment.config.get("data"), data.name), notices=summary.notices,
+        measured=[*_find_rows(trial, directory, client, here)], records=_read_records(trial, directory),
+        spread=_spread_over_seeds(summary, plan.method.label, client), versions=list_versions(summary.environment),
+    )  # fmt: skip
 
 
 def make_model(
-    network: nn.Module,
-    state: State,
-    plan: Plan,
-    data: Federation,
-    owner: ClientData,
-    settings: Settings,
-    factory: ModelFactory,
-    *,
-    tests: Mapping[str, Samples],
-    data_in_words: str,
-    measured: Sequence[Row],
-    records: Mapping[tuple[str, str, str], Records],
-    **facts: Any,
-) -> TrainedModel:
+    network: nn.Module, state: State, plan: Plan, data: Federation, owner: ClientData, settings: Settings,
+    factory: ModelFactory, *, tests: Mapping[str, Samples], data_in_words: str, measured: Sequence[Row],
+    records: Mapping[tuple[str, str, str], Records], **facts: Any,
+) -> TrainedModel:  # fmt: skip
     """Return ``network`` with ``state`` as the model of ``owner``, with facts from plan, data and settings.
 
-    ``records``: results of single samples by split, client and model, as far as they are here; ``facts``: the remaining
-    fields of :class:`~fedshift.export.model_card.ModelFacts`.
+    ``records``: results of single samples by split, client and model, if known; ``facts``: the remaining fields of
+    :class:`~fedshift.export.model_card.ModelFacts`.
     """
     schema, method = data.describe_client(owner), plan.method
     if schema.preparation.usual is None and tests and not find_mechanism((method.gradient, method.aggregate)):
@@ -152,17 +130,12 @@ def make_model(
         usual = measure_training(trained, settings.newcomers if len(trained.clients) > 1 else ())
         schema = replace(schema, preparation=replace(schema.preparation, measured=usual))
     all_facts = ModelFacts(
-        **describe_answers(data),
-        method=method.label,
-        meaning=method.text,
-        sources=tuple(find_sources(method)),
-        network=describe_network(plan, factory),
-        data=f"{data_in_words}. {data.note}".rstrip(". "),
+        **describe_answers(data), method=method.label, meaning=method.text, sources=tuple(find_sources(method)),
+        network=describe_network(plan, factory), data=f"{data_in_words}. {data.note}".rstrip(". "),
         clients={each.name: {part: len(split) for part, split in each.splits.items()} for each in data.clients},
         settings=describe_settings(plan, settings, schema),
-        measured=tuple(add_intervals(measured, data.task.measured, records)),
-        **facts,
-    )
+        measured=tuple(add_intervals(measured, data.task.measured, records)), **facts,
+    )  # fmt: skip
     return TrainedModel(network=network, state=state, plan=plan, schema=schema, facts=all_facts, tests=tests)
 
 
@@ -237,10 +210,14 @@ def find_licenses(data: str | None, name: str) -> str:
     return f"The licenses of `{name}` are not known to fedshift: add them here before you distribute the model."
 
 
-def _explain_choice(settings: Settings, round: int) -> str:
+def _explain_choice(trial: Trial) -> str:
+    """Return how the model's round and BatchNorm statistics were chosen."""
+    settings, statistics = trial.settings, "re-estimated" if trial.statistics == REESTIMATED else "running"
+    kept = f", with {statistics} BatchNorm statistics" if may_lag(trial.plan, trial.server) else ""
     if settings.select == "best":
-        return f"the best of {settings.rounds} on validation data"
-    return f"the last of {settings.rounds}" if round == settings.rounds else f"{settings.rounds} were planned"
+        return f"the best of {settings.rounds} on validation data{kept}"
+    last = trial.server.round == settings.rounds
+    return (f"the last of {settings.rounds}" if last else f"{settings.rounds} were planned") + kept
 
 
 def _explain_origin(trial: Trial, client: str | None) -> str:
@@ -257,16 +234,19 @@ def _find_rows(trial: Trial, directory: Path, client: str | None, here: bool) ->
     name, seed, number = trial.plan.method.label, trial.seed, trial.server.round
     kept = (row for row in stream_rows(trial_folder(directory, name, seed) / METRICS) if row["round"] == number)
     rows = [row for row in kept if row["split"] != "train"] or (trial.evaluate() if here else [])
+    moment = "loaded"
+    if trial.statistics == REESTIMATED and (lag := read_lag(trial_folder(directory, name, seed))):
+        rows, moment = lag["rows"], REESTIMATED
     for row in rows:
         wanted = row["client"] == client if client else True
-        if wanted and row["model"] == ("personal" if client else "global") and row["moment"] == "loaded":
+        if wanted and row["model"] == ("personal" if client else "global") and row["moment"] == moment:
             yield row
 
 
 def _read_records(trial: Trial, directory: Path) -> dict[tuple[str, str, str], Records]:
     """Return the records of single samples in the trial's round, by split, client and model."""
     folder = trial_folder(directory, trial.plan.method.label, trial.seed)
-    found = {split: read_cases(folder, split) for split in FILES}
+    found = {split: read_cases(folder, split, trial.statistics) for split in FILES}
     known = {split: cases.records for split, cases in found.items() if cases and cases.round == trial.server.round}
     return {(split, *key): records for split, by_model in known.items() for key, records in by_model.items()}
 

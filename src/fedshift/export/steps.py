@@ -28,7 +28,7 @@ OUTPUTS = {
 }
 """Outputs of a program by task."""
 OWN_OUTPUTS = "the network's outputs for each sample, [N, ...]"
-"""Those of a user task that derives from none of these."""
+"""Outputs for a user task that derives from no task of fedshift."""
 LISTED = 50
 """Maximum number of columns, clients and classes that are listed one by one."""
 

@@ -61,14 +61,9 @@ def tabulate_values(rows: Iterable[Row], metric: str) -> pd.DataFrame:
 
 
 def select_models(
-    rule: str,
-    tested: pd.DataFrame,
-    validated: pd.DataFrame,
-    trained: Mapping[str, Mapping[str, float]],
-    pairs: Mapping[frozenset[str], pd.DataFrame],
-    metric: str,
-    clients: int,
-) -> pd.DataFrame:
+    rule: str, tested: pd.DataFrame, validated: pd.DataFrame, trained: Mapping[str, Mapping[str, float]],
+    pairs: Mapping[frozenset[str], pd.DataFrame], metric: str, clients: int,
+) -> pd.DataFrame:  # fmt: skip
     """Return the choices of ``rule``: a row for each left-out client, method and policy, with rate and test value.
 
     Args:
@@ -85,40 +80,31 @@ def select_models(
         a missing run are excluded.
 
     """
-    sign, found = -1 if is_lower_better(metric) else 1, []
-    scored = tested.assign(
-        score=[_score(rule, row, validated, trained, pairs, clients) for _, row in tested.iterrows()]
-    )
-    scored[["base", "rate"]] = [split_rate(name) for name in scored["method"]]
-    for (client, base, policy), group in scored.groupby(["client", "base", "policy"], sort=False):
-        if group["score"].notna().all():
-            best = group.iloc[int((sign * group["score"]).argmax())]
-            found.append((client, base, policy, best["rate"], best["score"], best["value"]))
-    return pd.DataFrame(found, columns=["client", "method", "policy", "rate", "score", "value"])
-
-
-def _score(
-    rule: str,
-    row: pd.Series,
-    validated: pd.DataFrame,
-    trained: Mapping[str, Mapping[str, float]],
-    pairs: Mapping[frozenset[str], pd.DataFrame],
-    clients: int,
-) -> float:
-    """Return the score of ``rule`` for one method and policy and one left-out client; NaN if it is missing."""
-    client, method, policy = row["client"], row["method"], row["policy"]
     if rule == "training":
-        return float(trained.get(client, {}).get(method, math.nan))
-    if rule == "oracle":
-        return _look_up(validated, client, method, policy)
-    others = [(other, frame) for pair, frame in pairs.items() if client in pair for other in pair - {client}]
-    values = [_look_up(frame, other, method, policy) for other, frame in others]
-    return sum(values) / len(values) if len(values) == clients - 1 else math.nan
+        known = [(client, method, value) for client, own in trained.items() for method, value in own.items()]
+        scores = pd.DataFrame(known, columns=["client", "method", "score"])
+    elif rule == "oracle":
+        scores = validated.rename(columns={"value": "score"})
+    else:
+        scores = _score_pairs(pairs, clients)
+    scored = tested.merge(scores, how="left")
+    scored[["method", "rate"]] = [split_rate(name) for name in scored["method"]]
+    groups = scored.groupby(COLUMNS[:3], sort=False)["score"]
+    whole = scored[groups.transform("count") == groups.transform("size")]
+    ranked = (-1 if is_lower_better(metric) else 1) * whole["score"]
+    best = ranked.groupby([whole[name] for name in COLUMNS[:3]], sort=False).idxmax()
+    return whole.loc[best, ["client", "method", "policy", "rate", "score", "value"]].reset_index(drop=True)
 
 
-def _look_up(frame: pd.DataFrame, client: str, method: str, policy: str) -> float:
-    same = (frame["client"] == client) & (frame["method"] == method) & (frame["policy"] == policy)
-    return float(frame.loc[same, "value"].iloc[0]) if same.any() else math.nan
+def _score_pairs(pairs: Mapping[frozenset[str], pd.DataFrame], clients: int) -> pd.DataFrame:
+    """Return each client's mean over the others, measured without both; NaN where a run is missing."""
+    each = [
+        frame.assign(client=[next(iter(pair - {measured})) for measured in frame["client"]])
+        for pair, frame in pairs.items()
+    ]
+    values = pd.concat([pd.DataFrame(columns=COLUMNS), *each]).groupby(COLUMNS[:3], sort=False)["value"]
+    found = values.agg(["mean", "count"])
+    return found["mean"].where(found["count"] == clients - 1).astype(float).rename("score").reset_index()
 
 
 def format_selection(chosen: Mapping[str, pd.DataFrame], clients: Iterable[str], metric: str) -> TextTable:

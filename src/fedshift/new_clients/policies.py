@@ -136,7 +136,7 @@ def remake_model(
         if model.policy == policy:
             return model
     reasons = explain_inapplicable([trial.plan], [policy], trial.data.task) if policy != UNCHANGED else []
-    told = "; ".join([*reasons, *notices]) or "each client has a model of its own"
+    told = "; ".join([*reasons, *notices]) or "the method has no global model"
     raise UsageError(f"{title} gives client {client!r} no model ({told}): choose another policy ({{}})", Ref("policy"))
 
 
@@ -156,24 +156,26 @@ def _measure(trial: Trial, model: AdaptedModel, client: ClientData) -> tuple[Row
 
 
 def export_model(
-    trial: Trial, model: AdaptedModel, data: Federation, out: Path, row: Row | None, evidence: str = ""
-) -> ExportReport:
+    trial: Trial, model: AdaptedModel, data: Federation, out: Path, *, evidence: str, measured: bool,
+    notices: tuple[str, ...] = (),
+) -> ExportReport:  # fmt: skip
     """Write ``model`` of ``trial`` to the new directory ``out`` as ``fedshift export`` writes one, for its client.
 
-    ``data``: federation with the client's data, of the run's schema. ``row``: of :func:`evaluate_model`; None: the
-    client has no test data. ``evidence``: sentences for the card on the choice of the policy.
+    ``data``: federation with the client's data, of the run's schema; ``evidence``: sentences on the choice of the
+    policy; ``measured``: whether the client has test data; ``notices``: of the run.
     """
-    (client,) = alone = data.select_clients([model.client]).to(device("cpu")).clients
-    measured = () if row is None else ({**row, "split": "test", "model": "personal", "moment": "loaded"},)
-    single = measure_singly(trial.plan, model.state, client.test, data.task, data.classes)[1] if measured else None
-    records = {("test", client.name, "personal"): single} if single else {}
-    origin = f"The client has not trained in the run: the policy `{model.policy}` provided its model. {evidence}"
+    client, rows, records = data.client(model.client), list[Row](), {}
+    if measured:
+        counts, found = measure_singly(trial.plan, model.state, client.test, trial.data.task, trial.data.classes)
+        rows = [{"client": client.name, "split": "test", "model": "personal", "moment": "loaded", **counts}]
+        records = {("test", client.name, "personal"): found} if found else {}
+    (here,) = data.select_clients([client.name]).to(device("cpu")).clients
     package = make_model(
-        trial.make_network(), model.state, trial.plan, replace(data, clients=alone), client, trial.settings,
-        trial.model, tests={} if row is None else {client.name: client.test}, client=client.name, seed=trial.seed,
-        round=trial.server.round, choice=f"of {trial.settings.rounds}", origin=origin.strip(), measured=measured,
-        records=records,
-        data_in_words=f"{trial.data.name} ({len(trial.data.clients)} clients), then {client.name}",
+        trial.make_network(), model.state, trial.plan, replace(data, clients=(here,)), here, trial.settings,
+        trial.model, tests={here.name: here.test} if measured else {}, client=here.name, seed=trial.seed,
+        round=trial.server.round, choice=f"of {trial.settings.rounds}", measured=rows, records=records,
+        origin=f"The client has not trained in the run: the policy `{model.policy}` provided its model. {evidence}",
+        data_in_words=f"{trial.data.name} ({len(trial.data.clients)} clients), then {here.name}", notices=notices,
         licenses=find_licenses(trial.data.name, trial.data.name), versions=list_versions(describe_environment()),
     )  # fmt: skip
     return write_package(package, out)

@@ -73,10 +73,10 @@ def find_plain_choice(titles: Iterable[str]) -> str:
 def policy_differences(seeds: pd.DataFrame, metric: str, influences: Influences = MappingProxyType({})) -> pd.DataFrame:
     """Subtract the plain choice (:func:`find_plain_choice`) from each method and policy of :func:`seed_table`.
 
-    Several clients stand for others: each counts once, with its mean over seeds. Of a single one, the interval covers
-    its test units (patients where they are known, else samples) by their ``influences``, and trainings where seeds
-    decide (``analysis.statistics.decides``); without influences, trainings alone. Intervals hold together for all rows
-    (Bonferroni). They are NaN where nothing decides, and with fewer than :data:`FEWEST_UNITS` test units.
+    Several clients are a sample of sites: each counts once, with its mean over seeds. Of a single one, the interval
+    covers its test units (patients where they are known, else samples) by their ``influences``, and trainings where
+    seeds decide (``analysis.statistics.decides``); without influences, only trainings. Intervals hold together for all
+    rows (Bonferroni). They are NaN where nothing decides, and with fewer than :data:`FEWEST_UNITS` test units.
 
     Returns:
         Columns baseline, difference, low, high, pairs (clients, or seeds of a single one), units, decided (whether the
@@ -140,7 +140,7 @@ def recommend(
     """Return the method and policy to use for a client, and a sentence with the evidence.
 
     A policy is recommended whose interval by :func:`policy_differences` is better than 0; of several, the one with the
-    best mean. Otherwise it is the plain choice, because nothing can be told.
+    best mean. Otherwise it is the plain choice, and the sentence says why.
 
     Args:
         rows: Measurements of the client's models.

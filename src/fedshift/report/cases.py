@@ -54,4 +54,4 @@ def _list_columns(records: Records, classes: list[str]) -> Iterator[tuple[str, n
             kinds = classes if array.shape[1] == len(classes) else [str(place) for place in range(array.shape[1])]
             yield from ((f"{title} {kind}", array[:, place]) for place, kind in enumerate(kinds))
         else:
-            yield title, np.array(classes)[array] if name in ("truth", "chosen") else array
+            yield title, np.array([*classes, ""])[array] if name in ("truth", "chosen") else array  # -1: none

@@ -41,7 +41,7 @@ from ..results.cases import Records
 from ..results.run_directory import to_file_name
 from ..results.schema import RunSummary
 from ..utils.errors import UsageError, unknown_name
-from .formatting import MINUS, MISSING, TextTable, make_table
+from .formatting import MISSING, TextTable, choose_decimals, format_mean, make_table
 from .progress import remembered
 from .report import ReportTable, detail_table
 from .survival import list_survival_tables
@@ -476,7 +476,7 @@ def _write_measures(frame: pd.DataFrame, noun: str, note: str) -> TextTable:
 def _write_estimate(known: pd.Series, measure: str = "") -> str:
     """Return a value and its interval, in percent except for Brier scores and calibration."""
     scale, digits = (1, 3) if measure in (BRIER, *CALIBRATION) else (100, 1)
-    value, low, high = (f"{scale * known[kind] + 0.0:z.{digits}f}" for kind in ("value", "low", "high"))
-    if math.isnan(known["value"]):
-        return MISSING
-    return (value if math.isnan(known["low"]) else f"{value} ({low} to {high})").replace("-", MINUS)
+    value, low, high = (scale * float(known[kind]) for kind in ("value", "low", "high"))
+    digits = max(digits, choose_decimals([value], [(high - low) / 2]))
+    text, *bounds = (format_mean(number, number=f".{digits}f") for number in (value, low, high))
+    return text if math.isnan(low) else f"{text} ({' to '.join(bounds)})"

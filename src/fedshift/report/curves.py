@@ -109,7 +109,7 @@ def _draw_by_round(
                 plot_band(axes, style, values)
                 name = panels.names[style.number]
                 panels.points[axes] += [
-                    (at, mean, f"{name}, round {at}: {mean:.4g}")
+                    (at, mean, f"{name}, round {at}: {format_mean(mean)}")
                     for at, mean in zip(values.index.tolist(), values["mean"].tolist(), strict=True)
                 ]
         if metric in ("loss", TRAIN_LOSS) and means and 0 < min(means) * FAR < max(means) < math.inf:

@@ -240,8 +240,8 @@ def tabulate_clients(summary: RunSummary, frame: pd.DataFrame, reference: str) -
 
 
 def _write_cell(row: Mapping[Any, Any], unit: Unit) -> TextCell:
-    between = "" if math.isnan(row["low"]) else f" ({unit.format_interval(row['low'], row['high'])})"
-    return TextCell(text=unit.format_signed(row["difference"]) + between, best=bool(row["low"] > 0 or row["high"] < 0))
+    text = unit.format_difference(row["difference"], row["low"], row["high"])
+    return TextCell(text=text, best=bool(row["low"] > 0 or row["high"] < 0))
 
 
 def _explain(summary: RunSummary, frame: pd.DataFrame, means: bool) -> str:

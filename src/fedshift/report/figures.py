@@ -203,16 +203,16 @@ def _draw_curves(
 ) -> FigurePanel:
     figure, axes = make_panel(title, "round", label)
     handles: dict[str, Any] = {}
-    ends, points = [], []
+    ends, points, spec = [], [], ".2f" if scale > 1 else None
     for method, style in make_styles(summary.methods).items():
         values = scale * rows.loc[rows["method"] == method].groupby("round")["value"].agg(["mean", "min", "max"])
         if values.empty:
             continue
         handles[method] = make_legend_entry(style)
         plot_band(axes, style, values)
-        ends.append(f"{method} {values['mean'].iloc[-1]:.2f} after round {values.index[-1]}")
+        ends.append(f"{method} {format_mean(values['mean'].iloc[-1], number=spec)} after round {values.index[-1]}")
         means = zip(values.index.tolist(), values["mean"].tolist(), strict=True)
-        points += [(at, mean, f"{method}, round {at}: {mean:.2f}") for at, mean in means]
+        points += [(at, mean, f"{method}, round {at}: {format_mean(mean, number=spec)}") for at, mean in means]
     spread = (
         f"line: mean, band: lowest to highest of {len(summary.seeds)} seeds" if len(summary.seeds) > 1 else "one seed"
     )
@@ -229,8 +229,8 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
     table = rows[rows.index.get_level_values("client") == MEAN].droplevel("client")
     if table.empty:
         return
-    unit = difference_unit(summary.metric, numbers=summary.of_numbers).name
-    label = fill(f"macro {summary.metric_name} above {shorten(baseline, 30)} ({unit})", 44, break_on_hyphens=False)
+    unit = difference_unit(summary.metric, numbers=summary.of_numbers)
+    label = fill(f"macro {summary.metric_name} above {shorten(baseline, 30)} ({unit.name})", 44, break_on_hyphens=False)
     figure, axes = make_panel("Difference to the baseline", label, "", 1.0 + 0.24 * len(table))
     styles = make_styles(summary.methods)
     for row, (method, gap) in enumerate(table.iterrows()):
@@ -239,16 +239,10 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
         axes.plot(summary.scale * gap["difference"], row, **style.line | {"markersize": 6.5})
     axes.axvline(0, color=INK, linewidth=0.8)
     label_rows(axes, table.index.tolist(), 20, 0.4)
-    caption = f"Macro {summary.metric_name} above {baseline} in {unit}: mean over paired seeds, line: 95 % interval."
-    ends = "; ".join(
-        f"{method} {format_signed(summary.scale * value)}" for method, value in table["difference"].items()
-    )
+    caption = f"Macro {summary.metric_name} above {baseline} in {unit.name}: mean over seeds, line: 95 % interval."
+    ends = "; ".join(f"{method} {unit.format_signed(value)}" for method, value in table["difference"].items())
     points = [
-        (
-            summary.scale * gap["difference"],
-            row,
-            f"{method}: " + " to ".join(format_signed(summary.scale * gap[x]) for x in ("low", "high")),
-        )
+        (summary.scale * gap["difference"], row, f"{method}: {unit.format_interval(gap['low'], gap['high'])}")
         for row, (method, gap) in enumerate(table.to_dict("index").items())
     ]
     yield FigurePanel(name="difference", figure=figure, description=f"{caption} {ends}.", points=points)
@@ -256,6 +250,7 @@ def _draw_differences(summary: RunSummary) -> Iterator[FigurePanel]:
 
 def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> FigurePanel:
     """Draw macro accuracy against the bytes exchanged up to that round; a large marker is the reported round."""
+    unit = difference_unit(summary.metric)
     figure, axes = make_panel(
         f"{mark}{summary.metric_name[0].upper()}{summary.metric_name[1:]} against traffic",
         "bytes exchanged, all clients",
@@ -281,12 +276,12 @@ def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> Figure
             (
                 moved,
                 summary.scale * share,
-                f"{method}, round {number}: {summary.scale * share:.2f} after {format_bytes(moved)}",
+                f"{method}, round {number}: {unit.format(share)} after {format_bytes(moved)}",
             )
             for number, moved, share in values.itertuples()
         ]
         handles[method] = make_legend_entry(style)
-        ends.append(f"{method} {mean:.2f} at {format_bytes(moved_mean)}")
+        ends.append(f"{method} {format_mean(mean, number=unit.spec)} at {format_bytes(moved_mean)}")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: format_bytes(count)))
     spread = "large marker: reported round"
@@ -301,6 +296,7 @@ def _draw_traffic(summary: RunSummary, macro: pd.DataFrame, mark: str) -> Figure
 def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
     """Draw accuracy at the reported round: one group of bars for each client and the mean over clients."""
     table, styles = summary.scale * accuracy_table(summary), make_styles(summary.methods)
+    spec = difference_unit(summary.metric).spec
     rows = [*range(len(names) - 1), len(summary.clients)]  # macro is the row below all clients
     thick = 0.8 / len(styles)
     height = max(1.8, len(names) * (0.3 + 0.06 * len(styles)))
@@ -313,7 +309,7 @@ def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
         fill: dict[str, Any] = {"facecolor": style.color, "hatch": style.hatch, "edgecolor": PAPER, "linewidth": 0}
         handles[method] = axes.barh(where, means.fillna(0), thick, **fill)
         points += [
-            (mean, at, f"{method}, {name}: {format_mean(mean, std)}")
+            (mean, at, f"{method}, {name}: {format_mean(mean, std, spec)}")
             for at, name, mean, std in zip(where, names, means, stds, strict=True)
             if not math.isnan(mean)
         ]
@@ -328,7 +324,7 @@ def _draw_bars(summary: RunSummary, names: list[str], mark: str) -> FigurePanel:
     spread = "bar: mean, line: ± std over seeds" if len(summary.seeds) > 1 else "one seed"
     add_legend(figure, handles, spread)
     macro = table.xs("mean", axis=1, level="statistic").iloc[rows[-1]]
-    ends = "; ".join(f"{method} {value:.2f}" for method, value in macro.items())
+    ends = "; ".join(f"{method} {format_mean(value, number=spec)}" for method, value in macro.items())
     caption = f"Test {summary.metric_name} of each client at the reported round ({spread})."
     description = f"{caption} Macro: {ends}."
     return FigurePanel(
@@ -360,10 +356,13 @@ def _draw_distribution(summary: RunSummary, mark: str) -> FigurePanel:
         "25 to 75 %": Line2D([], [], color=INK, linewidth=7, alpha=0.5),
         "median": Line2D([], [], linestyle="", marker="|", color=INK, markersize=10, markeredgewidth=1.6),
     }
+    spec = difference_unit(summary.metric).spec
     over = "means over seeds" if len(summary.seeds) > 1 else "one seed"
     add_legend(figure, handles, f"{len(summary.clients):,} clients, {over}")
     ends = "; ".join(
-        f"{method} from {row['worst client']:.2f} to {row['best client']:.2f}, median {row['median']:.2f}"
+        "{} from {} to {}, median {}".format(
+            method, *(format_mean(row[name], number=spec) for name in ("worst client", "best client", "median"))
+        )
         for method, row in table.items()
     )
     caption = f"Test {summary.metric_name} of {len(summary.clients):,} clients at the reported round ({over})."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Iterable
 from functools import cache, partial
 from io import BytesIO
 from typing import Any
@@ -14,8 +15,9 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.image import imsave
 
+from ..results.schema import PICTURED
 from ..utils.version import __version__
-from ..utils.words import is_information
+from ..utils.words import is_information, join_some
 from .figures import FigurePanel, to_svg
 from .formatting import to_latex, to_markdown, turn_if_wide
 from .style import GRID, INK, PAPER, MethodStyle, figure_settings, remove_legend
@@ -87,6 +89,12 @@ def draw_legend_entry(style: MethodStyle) -> Markup:
         axes.plot([0, 1, 2], [0, 0, 0], **style.line, markevery=[1])
         axes.set(xlim=(0, 2), ylim=(-1, 1))
     return embed_svg(to_svg(figure), f"legend-{style.number}", "")
+
+
+def describe_pictures(split: str, clients: Iterable[str]) -> str:
+    """Return the line of a page on whose samples it shows, so that no one passes it on unawares; none: empty."""
+    names = list(dict.fromkeys(clients))
+    return f"This page holds pictures of {split} samples of {join_some(names, shown=PICTURED)}." if names else ""
 
 
 def encode_strip(images: np.ndarray, most: int = MAX_SIDE) -> tuple[str, int, int]:

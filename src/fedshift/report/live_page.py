@@ -13,7 +13,7 @@ from secrets import token_urlsafe
 from ..results.schema import RunSummary
 from .curves import CurvePoint, format_setting
 from .figures import make_panels, to_svg
-from .formatting import MISSING, make_table
+from .formatting import MISSING, difference_unit, make_table
 from .html import embed_svg, render_template
 from .report import ReportTable
 from .sweep_report import plot_rounds
@@ -85,12 +85,13 @@ def _tabulate_progress(points: Sequence[CurvePoint]) -> ReportTable | None:
 def _describe_methods(summary: RunSummary) -> Iterator[tuple[str, str, str, str]]:
     """Yield each method with its rounds done so far and its formatted macro test metric."""
     macro = metric_history(summary).groupby(["method", "seed", "round"])["value"].mean().dropna()
+    unit = difference_unit(summary.metric)
     for method in summary.methods:
         done = summary.traffic[summary.traffic["method"] == method].groupby("seed")["round"].max()
         rounds = ", ".join(str(done.get(seed, 0)) for seed in summary.seeds)
         last = macro[macro.index.get_level_values("method") == method].groupby("seed").tail(1)
         ended = [round == summary.rounds or (name, seed) in summary.stopped for name, seed, round in last.index]
         finished, others = last[ended], last[[not each for each in ended]]
-        mean = f"{summary.scale * finished.mean():.2f}" if len(finished) else MISSING
-        unfinished = f"{summary.scale * others.iloc[-1]:.2f} in round {others.index[-1][2]}" if len(others) else MISSING
+        mean = unit.format(finished.mean())
+        unfinished = f"{unit.format(others.iloc[-1])} in round {others.index[-1][2]}" if len(others) else MISSING
         yield method, f"{rounds} of {summary.rounds}", mean, unfinished

@@ -35,14 +35,15 @@ from .figures import make_panels
 from .formatting import (
     MISSING,
     TextTable,
+    difference_unit,
     flatten_settings,
     format_bytes,
     format_cross_table,
     format_metric_table,
     make_table,
 )
-from .html import encode_strip, render_template
-from .lag import describe_lag
+from .html import describe_pictures, encode_strip, render_template
+from .lag import OTHER_STATISTICS, describe_lag, describe_moment, find_other_moment
 from .origin import describe_run, find_changed
 from .progress import describe_falling, describe_partial, find_reached_rounds, is_even
 from .report import FILES, PAGE, Report, ReportTable
@@ -61,6 +62,7 @@ from .tables import (
     find_reported_rounds,
     list_shortfalls,
     measures_trained,
+    patient_table,
     select_crossed,
     select_reported_rows,
     tabulate_history,
@@ -83,7 +85,7 @@ def make_metric_table(
     metric: str | None = None,
     model: str = "personal",
     split: str = "test",
-    moment: str = "loaded",
+    moment: str | None = None,
     number: int | None = None,
     digits: int | None = None,
 ) -> ReportTable:
@@ -91,26 +93,28 @@ def make_metric_table(
     metric = metric or summary.metric
     shown = metric, model, split, moment, number
     frame = accuracy_table(summary, *shown)
-    unit, when = metric_unit(metric, numbers=summary.of_numbers)[2], (f" {AFTER_WORK}" if moment == "trained" else "")
+    unit, when = metric_unit(metric, numbers=summary.of_numbers)[2], describe_moment(summary, moment)
     caption = f"{split.capitalize()} {name_metric(metric)} of the {model} model in {unit}{when}"
     caption += f", {describe_seeds(summary)}, {describe_round(summary)}"
     one_by_one, even = len(summary.clients) <= ONE_BY_ONE, is_even(find_reached_rounds(summary))
     text = format_metric_table(frame, metric, one_by_one=one_by_one, even=even, digits=digits)
     notes = [text.note, describe_missing(select_reported_rows(summary, model, split, moment), metric, number)]
-    if shown == ("accuracy", "personal", "test", "loaded", None):
+    if shown == ("accuracy", "personal", "test", None, None):
         notes.append(describe_majority(summary))
         frame = add_majority(summary, frame)
-    if shown == (summary.metric, "personal", "test", "loaded", None):
-        notes += [describe_lag(summary), describe_falling(summary)]
-    text = replace(text, partial=describe_partial(summary), note=" ".join(filter(None, notes)))
+    remark = describe_falling(summary) if shown == (summary.metric, "personal", "test", None, None) else ""
+    note = " ".join(filter(None, [*notes, remark]))
+    text = replace(text, partial=describe_partial(summary), note=note, advice=remark)
     file = "-".join([name_file(metric), *([model] if model == "global" else []), *([split] if split != "test" else [])])
-    file += "-trained" if moment == "trained" else ""
+    file += "-trained" if moment == "trained" else f"-{OTHER_STATISTICS[moment]}" if moment else ""
     return ReportTable(caption=caption, frame=frame, text=text, file=file)
 
 
 def list_tables(summary: RunSummary) -> Iterator[ReportTable]:
     """Yield the tables of results that ``summary`` has data for, which every form of the report shows."""
     yield replace(make_metric_table(summary), section="headline")
+    if other := find_other_moment(summary):
+        yield replace(make_metric_table(summary, moment=other), places=(PAGE, FILES))
     if measures_trained(summary):
         yield replace(make_metric_table(summary, moment="trained"), section="after work")
     for reference, frame in list_frames(summary).items():
@@ -134,6 +138,7 @@ def list_details(summary: RunSummary) -> Iterator[ReportTable]:
     """Yield the tables that the terminal does not show."""
     yield from collect_crossed(summary)
     yield from _other_metrics(summary)
+    yield from _tabulate_patients(summary)
     yield from list_clinical_tables(summary)
     caption = "Samples of clients" if len(summary.clients) > ONE_BY_ONE else "Samples of each client"
     yield _detail("clients", "sizes", caption, _client_table(summary))
@@ -175,7 +180,8 @@ def make_report(summary: RunSummary, *, values: object = "table()", whole: bool 
         tables=(*list_tables(summary), *(list_details(summary) if whole else ())),
         panels=tuple(make_panels(summary)) if whole else (),
         partial=describe_partial(summary),
-        notices=(*summary.notices, *list_shortfalls(summary), *list_kept(summary)),
+        lead=(lead := describe_lag(summary)),
+        notices=(*filter(None, (lead,)), *summary.notices, *list_shortfalls(summary), *list_kept(summary)),
         sentences=tuple(_list_sentences(summary, values)),
         frames=_list_frames(summary),
     )
@@ -187,7 +193,8 @@ def _list_sentences(summary: RunSummary, values: object) -> Iterator[str]:
         yield f"Each client is in {values}."
     if (summary.rows["split"] == "validation").any() and is_even(find_reached_rounds(summary)):
         means = accuracy_table(summary, split="validation").iloc[len(summary.clients)].unstack()["mean"]
-        parts = ", ".join(f"{method} {summary.scale * means[method]:.2f}" for method in summary.methods)
+        unit = difference_unit(summary.metric)
+        parts = ", ".join(f"{method} {unit.format(means[method])}" for method in summary.methods)
         yield f"Validation, macro: {parts}. Choose by these."
     yield from list_shortfalls(summary)
     yield from list_kept(summary)
@@ -238,7 +245,8 @@ def render_page(summary: RunSummary, report: Report | None = None) -> str:
     report = report or make_report(summary)
     headline = report.list_tables(PAGE, "headline")[0].text
     leaders = _find_leaders(headline, summary.methods) if is_even(find_reached_rounds(summary)) else {}
-    images = list(summary.samples.items())[:PICTURED]
+    worst = list_worst_cases(summary)
+    strips = {name: encode_strip(several) for name, several in [*summary.samples.items()][:PICTURED] if len(several)}
     return render_template(
         "page.html.j2",
         summary=summary,
@@ -248,8 +256,9 @@ def render_page(summary: RunSummary, report: Report | None = None) -> str:
         styles=make_styles(summary.methods),
         one_by_one=ONE_BY_ONE,
         pictured=PICTURED,
-        worst=list_worst_cases(summary),
-        strips={name: encode_strip(several) for name, several in images if len(several)},
+        worst=worst,
+        strips=strips,
+        shown=describe_pictures("test", [*strips, *(each.client for cases in worst.values() for each in cases)]),
         evaluated=any(text != MISSING for text in headline.values),
     )
 
@@ -267,16 +276,16 @@ def _find_leaders(table: TextTable, methods: Iterable[str]) -> dict[str, str]:
 
 def _other_metrics(summary: RunSummary) -> Iterator[ReportTable]:
     """Yield a table of every other metric, model, moment and mask class that has values."""
-    shown: list[tuple[str, str, str, int | None]] = [
+    shown: list[tuple[str, str, str | None, int | None]] = [
         (metric, model, moment, None)
-        for model, moment in (("personal", "loaded"), ("personal", "trained"), ("global", "loaded"))
+        for model, moment in (("personal", None), ("personal", "trained"), ("global", None))
         for metric in summary.metrics
         if (model, metric) != ("personal", summary.metric)
     ]
     if "dice" in summary.metrics and 2 < summary.classes <= CLASSES:  # these are means over classes
         means = summary.metric if summary.metric in ("dice", "iou") else "dice", *DISTANCES
         classes = product((metric for metric in means if metric in summary.metrics), range(1, summary.classes))
-        shown += [(metric, "personal", "loaded", number) for metric, number in classes]
+        shown += [(metric, "personal", None, number) for metric, number in classes]
     for place, (metric, model, moment, number) in enumerate(shown):
         table = make_metric_table(summary, metric=metric, model=model, moment=moment, number=number)
         if all(text == MISSING for text in table.text.values):
@@ -289,6 +298,25 @@ def _other_metrics(summary: RunSummary) -> Iterator[ReportTable]:
             unit += ", lower is better" if is_lower_better(metric) else ""
         caption = f"{title}: {unit}, {describe_seeds(summary)}"
         yield _detail("metrics", f"metric-{place}", caption, table.text, title=title)
+
+
+def _tabulate_patients(summary: RunSummary) -> Iterator[ReportTable]:
+    """Yield the metric of masks by patient, where patients are known."""
+    frame, unit = patient_table(summary), difference_unit(summary.metric)
+    if frame.empty:
+        return
+    methods = list(frame.columns.unique(0))
+    rows = [
+        (
+            client,
+            *(unit.format(own[method, "mean"], own[method, "std"]) for method in methods),
+            f"{own.xs('patients', level=1).max():,.0f}",
+        )
+        for client, own in frame.iterrows()
+    ]
+    title = f"{_capitalize(summary.metric_name)} by patient"
+    caption = f"{title}: mean (std) over patients of the mean of a patient's cases, averaged over seeds"
+    yield _detail("metrics", "patients", caption, make_table(("client", *methods, "patients"), rows), title=title)
 
 
 def _capitalize(text: str) -> str:

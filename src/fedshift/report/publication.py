@@ -47,22 +47,45 @@ def list_parts(summary: RunSummary, values: object = "table()") -> Iterator[str 
         yield "No round was evaluated yet, so there is nothing to report."
 
 
-def publish_summary(summary: RunSummary, directory: Path, console: Console) -> None:
-    """Print the tables of ``summary``, and write tables, figures and page into ``directory``."""
+def publish_summary(summary: RunSummary, directory: Path, console: Console, *, figures: bool = False) -> None:
+    """Print the tables of ``summary``, and write tables and page into ``directory``, with ``figures`` also these.
+
+    Figures that were written before are written again, so that none is older than the page.
+    """
     print_parts(console, list_parts(summary, directory / "tables" / f"{name_file(summary.metric)}.csv"))
     if not is_tested(summary):
         return
     report = make_report(summary)
     report.write_tables(directory / "tables")
-    save_figures(summary, directory / "figures", report.panels)  # before the page, which takes their legends away
+    if figures or (directory / "figures").is_dir():  # before the page, which takes their legends away
+        save_figures(summary, directory / "figures", report.panels)
+    for path in () if summary.samples else (directory / "figures").glob("samples.*"):  # of an earlier report
+        path.unlink()
     print_lines(console, f"Page: {write_page(summary, directory / 'report.html', report)}")
 
 
-def publish_run(directory: Path, console: Console, margin: float | None = None, *, cases: bool = False) -> None:
+def publish_run(
+    directory: Path,
+    console: Console,
+    margin: float | None = None,
+    *,
+    cases: bool = False,
+    figures: bool = False,
+    pictures: bool = True,
+) -> None:
     """Publish the results so far of the run in ``directory``, if it has begun.
 
-    ``margin``: loss of a client that tables may exclude; None: the run's. Raises :class:`UsageError` if it has another.
-    ``cases``: also write the results of single test samples.
+    Args:
+        directory: run directory.
+        console: terminal for the tables.
+        margin: loss of a client that tables may exclude; None: the run's.
+        cases: whether to write the results of single test samples.
+        figures: whether to write figures as files.
+        pictures: whether to show images of samples that the run kept.
+
+    Raises:
+        UsageError: the run was begun with another margin, or ``cases`` are not here.
+
     """
     if not holds_run(directory):
         return
@@ -73,7 +96,9 @@ def publish_run(directory: Path, console: Console, margin: float | None = None, 
             "results are known: leave it out",
             Ref(margin=margin),
         )
-    publish_summary(summary if margin is None else replace(summary, margin=margin), directory, console)
+    summary = summary if margin is None else replace(summary, margin=margin)
+    summary = summary if pictures else replace(summary, samples={}, read_pictures=lambda *_: None)
+    publish_summary(summary, directory, console, figures=figures)
     if cases:
         frame, path = tabulate_cases(summary), directory / "tables" / "cases.csv"
         if frame.empty:

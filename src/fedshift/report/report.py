@@ -50,13 +50,15 @@ def detail_table(file: str, caption: str, frame: pd.DataFrame, text: TextTable) 
 class Report:
     """The report of a run or a sweep.
 
-    ``partial``: line about runs that have not ended, with which everything begins; ``notices``: sentences that the page
-    has first; ``sentences``: those below the terminal's tables; ``frames``: data that have a CSV file and no table.
+    ``partial``: line about runs that have not ended, with which everything begins; ``lead``: sentence with which the
+    terminal then begins, if any; ``notices``: sentences that the page has first; ``sentences``: those below the
+    terminal's tables; ``frames``: data that have a CSV file and no table.
     """
 
     tables: tuple[ReportTable, ...]
     panels: tuple[FigurePanel, ...] = ()
     partial: str = ""
+    lead: str = ""
     notices: tuple[str, ...] = ()
     sentences: tuple[str, ...] = ()
     frames: Mapping[str, pd.DataFrame] = field(default_factory=dict)
@@ -71,8 +73,7 @@ class Report:
 
     def list_parts(self) -> Iterator[str | TextTable]:
         """Yield the sentences and tables that the terminal shows, in order."""
-        if self.partial:
-            yield self.partial
+        yield from filter(None, (self.partial, self.lead))
         for table in self.list_tables(TERMINAL):
             yield from (table.caption, table.text)
         yield from dict.fromkeys(self.sentences)

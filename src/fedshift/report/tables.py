@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..results.cases import measure_cases
 from ..results.schema import (
+    BY_CASE,
     COUNTS,
     DISTANCES,
     MOMENTS,
@@ -22,6 +24,7 @@ from ..results.schema import (
     REESTIMATED,
     Row,
     RunSummary,
+    add_rows,
     adds_up,
     compute_metric,
     find_missing,
@@ -29,7 +32,6 @@ from ..results.schema import (
     is_of_numbers,
     name_metric,
     select_class,
-    sum_counts,
 )
 from ..utils.errors import UsageError, unknown_name
 from ..utils.words import join_some
@@ -53,7 +55,10 @@ MISSING_PARTS = {
     ),
     "balanced_accuracy": ("the mean over the classes in a client's data", "absent"),
     "r2": ("the mean over the targets that vary in a client's data", "constant"),
-    **{name: ("the mean over classes or labels", _PREDICTED.format("0")) for name in ("dice", "iou", "f1")},
+    **{
+        name: ("the mean over classes or labels", _PREDICTED.format("0"))
+        for name in ("dice", "iou", "pooled_dice", "pooled_iou", "f1")
+    },
     **{name: ("the mean over classes", _PREDICTED.format("an image's diagonal")) for name in DISTANCES},
 }
 """Metrics that a client's samples may not define for a class, label or target: what they are, and its fate."""
@@ -113,9 +118,10 @@ def find_reported_rounds(summary: RunSummary) -> pd.Series:
 
 @remembered
 def select_reported_rows(
-    summary: RunSummary, model: str = "personal", split: str = "test", moment: str = "loaded"
+    summary: RunSummary, model: str = "personal", split: str = "test", moment: str | None = None
 ) -> pd.DataFrame:
-    """Return the records of ``model`` on ``split`` at each run's reported round."""
+    """Return the records of ``model`` on ``split`` at each run's reported round; ``moment``: see :func:`seed_table`."""
+    moment = moment or summary.moment
     _require_known(model, split, moment)
     rows = _select(summary, model, split, moment)
     rows = rows.join(find_reported_rounds(summary).rename("reported"), on=["method", "seed"])
@@ -127,7 +133,7 @@ def seed_table(
     metric: str | None = None,
     model: str = "personal",
     split: str = "test",
-    moment: str = "loaded",
+    moment: str | None = None,
     number: int | None = None,
 ) -> pd.DataFrame:
     """Return ``metric`` on ``split`` at the reported round: clients and aggregates x (method, seed); NaN where missing.
@@ -135,9 +141,10 @@ def seed_table(
     ``macro`` is the mean over clients; ``pooled`` takes all test samples together (absent for metrics that do not add
     up, such as ``auc``); ``worst client`` is the lowest value (highest loss). Each is over the clients of
     :func:`mask_incomparable`; beyond :data:`ONE_BY_ONE` clients, :data:`QUANTILES` and the best client follow.
-    ``moment="trained"`` measures the models of that round's participants after their local work, ``"reestimated"``
-    models with re-estimated BatchNorm statistics, if these may lag. The global model's table contains only methods with
-    a global model. ``number``: class of masks to measure; None: the mean over classes.
+    ``moment="trained"`` measures the models of that round's participants after their local work, ``"loaded"`` models
+    with running BatchNorm statistics, ``"reestimated"`` models with re-estimated statistics; None: as
+    ``summary.statistics`` chooses of the last two. The global model's table contains only methods with a global model.
+    ``number``: class of masks to measure; None: the mean over classes.
     """
     if number is not None and not ("dice" in summary.metrics and 0 < number < summary.classes):
         raise UsageError(f"class {number}: give one of the classes of masks, from 1 (0 is the background)")
@@ -146,7 +153,7 @@ def seed_table(
 
 @remembered
 def _make_seed_table(
-    summary: RunSummary, metric: str, model: str, split: str, moment: str, number: int | None
+    summary: RunSummary, metric: str, model: str, split: str, moment: str | None, number: int | None
 ) -> pd.DataFrame:
     rows = select_reported_rows(summary, model, split, moment)
     rows = rows if number is None else select_class(rows, number)
@@ -187,7 +194,7 @@ def accuracy_table(
     metric: str | None = None,
     model: str = "personal",
     split: str = "test",
-    moment: str = "loaded",
+    moment: str | None = None,
     number: int | None = None,
 ) -> pd.DataFrame:
     """Return :func:`seed_table` over seeds: clients and aggregates x (method, mean | std | seeds).
@@ -359,7 +366,7 @@ def list_shortfalls(summary: RunSummary) -> list[str]:
                 which = ", ".join(map(str, lacking.columns[lacking.any(axis=0)]))
                 affected = f"client{'s' * (len(names) > 1)} {join_some(names, shown=NAMED)}"
                 sentences.append(f"{method}, {affected}: {reason} (seeds {which}).")
-    sentences += _describe_empty(summary)
+    sentences += [*_describe_empty(summary), *_describe_invalid(summary)]
     common = mask_incomparable(clients).notna().sum()[clients.notna().any()]
     if common.any() and common.min() < len(clients):
         count = f"{common.min()}" if common.min() == common.max() else f"{common.min()} to {common.max()} (by seed)"
@@ -389,6 +396,58 @@ def _describe_empty(summary: RunSummary) -> Iterator[str]:
             )
 
 
+def _describe_invalid(summary: RunSummary) -> Iterator[str]:
+    """Yield sentences on the test samples for which a method's output is not a number, over all seeds."""
+    rows = select_reported_rows(summary)
+    for method in summary.methods:
+        own = rows[(rows["method"] == method) & (rows["invalid"].fillna(0) > 0)]
+        counts = own.groupby("client", sort=False)[["invalid", "samples"]].sum().to_dict("index")
+        where = [f"{client} {count['invalid']:,.0f} of {count['samples']:,.0f}" for client, count in counts.items()]
+        if where:
+            yield (
+                f"{method}: outputs that are not numbers (NaN or infinite) count as wrong, and leave losses undefined. "
+                f"Test samples, of all seeds: {join_some(where, shown=NAMED)}."
+            )
+
+
+def patient_table(summary: RunSummary, metric: str | None = None, model: str = "personal") -> pd.DataFrame:
+    """Return ``metric`` of masks by patient: clients x (method, mean | std | patients); empty without groups.
+
+    A patient's value is the mean of its cases; mean and standard deviation are over patients, then averaged over seeds.
+    """
+    metric, rows = _resolve_metric(summary, metric), []
+    reported = find_reported_rounds(summary) if metric in BY_CASE else pd.Series(dtype=int)
+    for (method, seed), number in zip(reported.index.tolist(), reported.tolist(), strict=True):
+        cases = summary.read_cases(method, seed)
+        for (client, of), records in cases.records.items() if cases and cases.round == number else ():
+            if of == model and "group" in records:
+                value_G = pd.Series(measure_cases(records, metric)).groupby(records["group"]).mean().dropna()
+                rows.append((client, method, value_G.mean(), value_G.std(), len(value_G)))
+    frame = pd.DataFrame(rows, columns=["client", "method", "mean", "std", "patients"])
+    means = frame.groupby(["method", "client"], sort=False).mean()
+    columns = {method: means.loc[method] for method in means.index.unique("method")}
+    return pd.concat(columns, axis=1) if columns else pd.DataFrame()
+
+
+def _describe_cases(rows: pd.DataFrame, metric: str, number: int | None) -> str:
+    """Return a sentence on the cases whose true masks lack a class, and on those left out, if any."""
+    if metric not in BY_CASE or not {"method", "present"} <= {*rows} or rows["present"].isna().any() or rows.empty:
+        return ""
+    first, fate = rows.drop_duplicates("client"), "an image's diagonal" if metric in DISTANCES else "0"
+    total, present_K = first["samples"].sum(), np.sum(first["present"].tolist(), axis=0)
+    left_NK = rows["samples"].to_numpy()[:, None] - np.array(rows["cases"].tolist())
+    left = pd.DataFrame(left_NK).groupby([rows["method"].to_numpy(), rows["client"].to_numpy()], sort=False).mean()
+    by_method = left.groupby(level=0, sort=False).sum()
+    named = [
+        f"class {k} in {total - present_K[k]} of {total} "
+        f"({', '.join(f'{method} {count:.3g}' for method, count in by_method[k].items())})"
+        for k in (range(min(1, len(present_K) - 1), len(present_K)) if number is None else [number])
+        if present_K[k] < total
+    ]
+    text = f"Cases whose true mask lacks a class count as {fate} where it is predicted, and are left out (by method) "
+    return f"{text}otherwise: {join_some(named, shown=NAMED)}." if named else ""
+
+
 def describe_missing(rows: pd.DataFrame, metric: str, number: int | None = None) -> str:
     """Return sentences on the classes, labels or targets that clients' samples leave undefined, if any.
 
@@ -415,14 +474,15 @@ def describe_missing(rows: pd.DataFrame, metric: str, number: int | None = None)
             counted = row["square"] if metric == "r2" else row["support"]
             if len(parts) == len(counted) and metric in (*RANKINGS, "r2"):
                 without.append(name)
+    cases = _describe_cases(rows, metric, number)
     if not missing:
-        return ""
+        return cases
     named = [f"{name} {_number_parts(parts, noun)}" for name, parts in list(missing.items())[:NAMED]]
     more = f", and {len(missing) - NAMED} more clients" if len(missing) > NAMED else ""
     text = f"{name_metric(metric)[0].upper()}{name_metric(metric)[1:]} is {what}; {fate}: {', '.join(named)}{more}."
     if without:
         text += f" It is not defined for {join_some(without, shown=NAMED)}, and means are over the other clients."
-    return text
+    return f"{text} {cases}".strip()
 
 
 def _number_parts(parts: Sequence[int], noun: str) -> str:
@@ -457,9 +517,9 @@ def _select(summary: RunSummary, model: str | None, split: str, moment: str) -> 
 
 def pool_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
     """Return ``metric``, which :func:`adds_up`, of all clients' samples together: a series over (method, seed)."""
-    counts = [name for name in COUNTS if name in rows and rows[name].notna().all()]
+    known = rows[["method", "seed"]].join(rows.reindex(columns=[*COUNTS, "reference"]).dropna(axis="columns"))
     totals = {
-        run: [sum_counts(group[name].tolist()) for name in counts] for run, group in rows.groupby(["method", "seed"])
+        run: add_rows(group.to_dict("records"))  # type: ignore[arg-type]
+        for run, group in known.groupby(["method", "seed"])
     }
-    frame = pd.DataFrame.from_dict(totals, orient="index", columns=counts)
-    return compute_metric(frame.reindex(columns=COUNTS), metric).astype(float)
+    return compute_metric(pd.DataFrame.from_dict(totals, orient="index").reindex(columns=COUNTS), metric).astype(float)

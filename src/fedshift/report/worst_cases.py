@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..results.cases import Picture, Records, rank_results
+from ..results.cases import Picture, Records, find_probabilities, rank_results
 from ..results.schema import RunSummary
 from .clinical import name_classes
 from .html import encode_strip
@@ -22,8 +22,9 @@ LEAST = 64
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """A picture as a PNG data URL ``url``, with its size in pixels, and ``text`` about the result."""
+    """A picture of a ``client``'s sample as a PNG data URL ``url``, its size in pixels, and ``text`` on the result."""
 
+    client: str
     url: str
     width: int
     height: int
@@ -51,10 +52,11 @@ def _show(summary: RunSummary, picture: Picture, records: Records) -> WorstCase:
     if masks:
         result = f"Dice {100 * (1 - rank_results(records)[row]):.1f} %"
     elif "right" in records:
-        names, chosen = name_classes(summary), int(records["chosen"][row])
-        sure = f" ({100 * float(records['score'][row, chosen]):.0f} %)" if "score" in records else ""
+        names, chosen = [*name_classes(summary), "no class"], int(records["chosen"][row])
+        sure = f" ({100 * find_probabilities(records)[row, chosen]:.0f} %)" if "odds" in records and chosen >= 0 else ""
         result = f"predicted {names[chosen]}{sure}, true {names[int(records['truth'][row])]}"
     else:
         result = f"loss {float(records['loss'][row]):.3g}"
     scale = -(-LEAST // height)
-    return WorstCase(url=url, width=scale * width, height=scale * height, text=f"{picture.client} {row}: {result}")
+    text = f"{picture.client} {row}: {result}"
+    return WorstCase(client=picture.client, url=url, width=scale * width, height=scale * height, text=text)

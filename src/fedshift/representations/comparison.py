@@ -81,7 +81,8 @@ class RepresentationComparison:
     ``similarity``: a row for each method and seed with ``layer``, the convolution whose maps are compared, and the mean
     cosines ``client_client`` and ``server_client``, NaN without pairs (a single client, or all data in one place);
     ``distances``: a row for each method, seed and BatchNorm layer, with columns :data:`DISTANCES`; ``drawn``: picture
-    data for the first seed, by method; ``images``: the stored test sample of each client whose maps are drawn.
+    data for the first seed, by method; ``images``: the stored test sample of each client whose maps are drawn,
+    none in runs without pictures.
     """
 
     clients: tuple[str, ...]
@@ -149,11 +150,12 @@ def compare_representations(
                 statistics=kept,
             )
     data = experiment.data
+    pictured = clients if experiment.settings.pictures else ()
     return RepresentationComparison(
         clients=clients, of=len(data.clients) - len(experiment.settings.newcomers), seeds=experiment.seeds,
         samples=samples, similarity=pd.DataFrame(similarity),
         distances=pd.DataFrame(distances, columns=["method", "seed", "layer", *DISTANCES]), drawn=drawn,
-        images={name: image for name in clients for image in _find_images(data.client(name), data.inputs)},
+        images={name: image for name in pictured for image in _find_images(data.client(name), data.inputs)},
     )  # fmt: skip
 
 

@@ -32,8 +32,7 @@ class CellPlan:
     """A number in a table, and the run ``spec`` that gives it for ``client`` (None: the mean of all).
 
     ``measure`` selects one of the run's numbers, and ``moment`` when it is measured (see ``recipes.toml``). ``twin`` is
-    the centralized run for comparison; ``newcomer`` is the name of data to whose clients a finished run's model is
-    adapted.
+    the centralized run for comparison; ``newcomer`` names data to whose clients a finished run's model is adapted.
     """
 
     row: int
@@ -90,7 +89,7 @@ def make_plans(table: Table, options: ReproductionOptions) -> list[tuple[Block, 
         locator = _DataLocator(options)
         panels = tuple(_plan_panels(table, recipe, locator, options)) if block is PICTURES else ()
         cells = tuple(_plan_cells(recipe, block, locator, options))
-        plans.append((block, TablePlan(cells=cells, panels=panels, **locator.facts)))
+        plans.append((block, locator.describe(TablePlan(cells=cells, panels=panels))))
     return plans
 
 
@@ -104,24 +103,24 @@ def _plan_cells(
                 continue
             keyed = {**keys, block.by: name} if block.by not in ("metric", "pair", "client") else keys
             measure = recipe.get("measures", {}).get(name, FINAL)
-            if measure == ADAPTED and not locator.is_available(recipe["adapted"]):
+            newcomer = recipe["adapted"] if measure == ADAPTED else ""
+            if newcomer and not is_present(newcomer, options.root):
+                locator.missing[base_name(newcomer)] = None
                 continue
             asked = make_spec(recipe, keyed, options)
             spec, substitute = locator.locate(asked, sized=block.by == "samples")
             client = name if block.by == "client" else keys.get("client", "average")
             client = None if client == "average" else str(client)
-            if spec and substitute and client and measure != ADAPTED:
-                client = locator.substitute(asked, client, substitute)
+            if spec and substitute and client and not newcomer:
+                client = locator.replace_client(asked, client, substitute)
                 spec = spec if client in str(spec.domains).split(",") else None
             if spec is None:
                 continue
-            twin = None
-            if measure == DISCORDANCE:
-                twin, _ = locator.locate(make_spec(recipe, twins[keys["data"], keys["model"]], options))
+            twin = twins[keys["data"], keys["model"]] if measure == DISCORDANCE else None
             yield CellPlan(
-                row=row, column=column, spec=spec, client=client, measure=measure, twin=twin,
+                row=row, column=column, spec=spec, client=client, measure=measure, newcomer=newcomer,
                 moment=LOADED if client and client == spec.newcomers else recipe.get("moment", LOADED),
-                newcomer=recipe["adapted"] if measure == ADAPTED else "",
+                twin=locator.locate(make_spec(recipe, twin, options))[0] if twin else None,
             )  # fmt: skip
 
 
@@ -146,7 +145,7 @@ class _DataLocator:
 
     def __init__(self, options: ReproductionOptions) -> None:
         self._options = options
-        self._missing: dict[str, None] = {}
+        self.missing: dict[str, None] = {}
         self._substitutions: dict[str, _Substitution] = {}
         self._lighter_notes: dict[str, None] = {}
 
@@ -159,7 +158,7 @@ class _DataLocator:
             return self._lighten(select_published_samples(spec)), None
         substitute, samples = find_stand_in(spec.data, self._options.root), spec.samples or 0
         if substitute is None:
-            self._missing[base_name(spec.data)] = None
+            self.missing[base_name(spec.data)] = None
             return None, None
         substitution = self._substitutions.setdefault(base_name(spec.data), _Substitution(stand=substitute))
         if sized and samples > (substitute.most or math.inf):
@@ -168,17 +167,11 @@ class _DataLocator:
         substitution.samples.add(samples)
         return self._lighten(move_to_stand_in(spec, substitute)), substitute
 
-    def substitute(self, spec: RunSpec, client: str, stand: StandIn) -> str | None:
+    def replace_client(self, spec: RunSpec, client: str, stand: StandIn) -> str | None:
         """Return the replacement for ``client`` of the data in ``spec``; note if there is none."""
         if client not in stand.columns:
             self._substitutions[base_name(spec.data)].excluded[client] = None
         return stand.columns.get(client)
-
-    def is_available(self, data: str) -> bool:
-        """Return whether ``data``, which have no substitute, are present."""
-        present = is_present(data, self._options.root)
-        self._missing |= {} if present else {base_name(data): None}
-        return present
 
     def _lighten(self, spec: RunSpec) -> RunSpec:
         lighter = load_recipes()["light"].get(spec.model) if self._options.light else None
@@ -187,15 +180,12 @@ class _DataLocator:
         self._lighter_notes[f"{lighter} in place of {spec.model}"] = None
         return replace(spec, model=lighter)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields of :class:`TablePlan` other than its runs."""
+    def describe(self, plan: TablePlan) -> TablePlan:
+        """Return ``plan`` with what was found of data."""
         notes = dict.fromkeys(substitution.note for substitution in self._substitutions.values())
         clients = (substitution.clients.items() for substitution in self._substitutions.values())
-        return {
-            "missing": tuple(self._missing), "notes": (*notes, *self._lighter_notes),
-            "shown": dict(itertools.chain.from_iterable(clients)),
-        }  # fmt: skip
+        shown = dict(itertools.chain.from_iterable(clients))
+        return replace(plan, missing=tuple(self.missing), notes=(*notes, *self._lighter_notes), shown=shown)
 
 
 @dataclass(kw_only=True)

@@ -35,8 +35,7 @@ class ReproductionOptions:
     """Options of a reproduction.
 
     ``root``: data directory; ``scale``: fraction of the rounds; ``seeds``: number of seeds; ``light``: use the networks
-    from ``recipes.toml`` in place of the papers'; ``on_data_error``: how to handle errors in the data, as in ``fedshift
-    run``.
+    of ``recipes.toml`` in place of the papers'; ``on_data_error``: treatment of errors in the data, as in a run.
     """
 
     root: Path
@@ -150,14 +149,14 @@ def make_spec(recipe: Mapping[str, Any], coordinates: Mapping[str, Any], options
     settings["on_data_error"] = options.on_data_error
     settings["allow_single_class"] = bool(settings.get("split"))
     settings["evaluate_every"] = max(1, rounds // recipe.get("evaluations", 1))
+    settings["statistics"] = "running"  # as the papers measure
     return RunSpec(**{key: value for key, value in settings.items() if value not in ("", None)})
 
 
 def select_published_samples(spec: RunSpec) -> RunSpec:
     """Return ``spec`` with the exact samples of its data that the papers' authors use."""
     subset = load_recipes()["subset"].get(spec.data, {}) if spec.samples else {}
-    values = {"samples": spec.samples}
-    settings: dict[str, Any] = {key: _fill_template(template, values) or None for key, template in subset.items()}
+    settings: dict[str, Any] = {key: text.format(samples=spec.samples) or None for key, text in subset.items()}
     return replace(spec, **settings)
 
 

@@ -4,17 +4,23 @@
 
 | task | arrays |
 |---|---|
-| classification | ``truth``, ``chosen``, ``right`` (a bit), ``loss``, ``area``; up to 10 classes: ``score`` of each |
-| several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area``, and ``score`` likewise |
-| masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss``; of surfaces, their counts by class |
+| classification | ``truth``, ``chosen``, ``right`` (a bit), ``loss``, ``area``; up to 10 classes: ``odds`` of each |
+| several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area``, and ``odds`` likewise |
+| masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss``; of surfaces, ``distances``, ``hausdorff`` |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
 | survival | ``time``, ``event``, ``risk``; ``concordant``, ``comparable`` (pairs with the patient) |
 | any, with groups | ``group``: number of the patient, from 0 for each client |
 
-``area`` is the sample's part in the deviation of the mean area under the ROC curve (:mod:`fedshift.analysis.sampling`).
+``odds`` are log-odds, log(p / (1 - p)) of the predicted probability p, in float64: they rank samples as the network's
+scores do, where probabilities near 1 would tie (:func:`find_probabilities`). ``area`` is the sample's part in the
+deviation of the mean area under the ROC curve (:func:`fedshift.tasks.classification.mean_area_parts`). A sample whose
+output is not a number has NaN for its loss, odds and errors; its chosen class is -1, its chosen labels are wrong ones.
 The records stay where the samples are: a site neither makes nor sends them. ``cases-validation.npz`` holds the same of
 validation samples, where there are some, on which thresholds of scores are chosen. ``worst-cases.npz`` in the folder of
 a method's first seed holds pictures of the test samples with the worst results.
+
+Both have the models with running BatchNorm statistics and those with re-estimated ones, if these may differ
+(:mod:`fedshift.evaluation.statistics_lag`).
 """
 
 from __future__ import annotations
@@ -38,11 +44,11 @@ from ..utils.files import write_atomically
 
 Records = Mapping[str, NDArray[Any]]
 """Arrays ``[N, ...]`` by name, with an entry for each sample."""
+RUNNING, REESTIMATED = "running", "reestimated"
+"""BatchNorm statistics of the models whose results are recorded."""
 FILES = {"validation": "cases-validation.npz", "test": "cases.npz"}
 """File of each split's records."""
 PICTURES = "worst-cases.npz"
-CONSTANT = 1e-12
-"""Largest spread of a target, relative to the sum of its squares, that rounding can cause if the target is constant."""
 _INDEX = "index"
 _END, _COMMENT = b"PK\x05\x06", b"\x08\x00"
 """Beginning of an archive's last record, and its last two bytes, the comment's length: the length of a checksum."""
@@ -69,6 +75,37 @@ class Picture:
     image: NDArray[np.uint8]
 
 
+def find_probabilities(records: Records) -> NDArray[np.float64]:
+    """Return the predicted probability of each class or label, ``[N, K]``, of records that hold their log-odds."""
+    return np.asarray(np.exp(-np.logaddexp(0, -records["odds"])))
+
+
+def compare_masks(records: Records) -> dict[str, NDArray[Any]]:
+    """Return Dice, 2 |A and B| / (|A| + |B|), and IoU of each case by class, ``[N, K]``, 0 where neither mask has it.
+
+    ``cases`` says whether the true or the predicted mask has the class, ``present`` whether the true one has. Entries
+    of the background, class 0, are 0 if there are others.
+    """
+    hits, support, both = records["hits"], records["support"], records["support"] + records["predicted"]
+    counted = np.arange(hits.shape[1]) >= min(1, hits.shape[1] - 1)
+    cases = (both > 0) & counted
+    dice, iou = (
+        np.divide(a, b, out=np.zeros(hits.shape), where=cases) for a, b in ((2 * hits, both), (hits, both - hits))
+    )
+    return {"case_dice": dice, "case_iou": iou, "cases": cases, "present": (support > 0) & counted}
+
+
+def measure_cases(records: Records, metric: str) -> NDArray[np.float64]:
+    """Return ``metric``, Dice, IoU or a distance of surfaces, of each mask ``[N]``, the mean over its classes.
+
+    The classes except the background that are in either mask count; NaN: none is.
+    """
+    compared = {**records, **compare_masks(records)}
+    above = compared[{"dice": "case_dice", "iou": "case_iou", "surface_distance": "distances"}.get(metric, "hausdorff")]
+    count_N = compared["cases"].sum(axis=1)
+    return np.where(count_N > 0, above.sum(axis=1) / np.maximum(count_N, 1), np.nan)
+
+
 def rank_results(records: Records) -> NDArray[Any]:
     """Return a number ``[N]`` for each sample that is larger for worse results; NaN: nothing is wrong.
 
@@ -76,28 +113,28 @@ def rank_results(records: Records) -> NDArray[Any]:
     either mask (NaN: none is). Otherwise the loss (NaN: the predicted class is right).
     """
     if "predicted" in records:
-        hits, both = records["hits"][:, 1:], (records["support"] + records["predicted"])[:, 1:]
-        counted = both > 0
-        dice = np.divide(2 * hits, both, out=np.zeros(both.shape), where=counted).sum(axis=1)
-        classes = counted.sum(axis=1)
-        return np.where(classes > 0, 1 - dice / np.maximum(classes, 1), np.nan)
+        return 1 - measure_cases(records, "dice")
     wrong = ~records["right"] if "right" in records else np.ones(len(records["loss"]), bool)
     return np.where(wrong, records["loss"].astype(float), np.nan)
 
 
-def write_pictures(folder: Path, round: int, pictures: Sequence[Picture]) -> None:
-    """Write ``pictures`` atomically, in order; equal ones yield equal bytes."""
-    index = {"round": round, "of": [[picture.client, picture.row] for picture in pictures]}
+def write_pictures(folder: Path, round: int, pictures: Mapping[str, Sequence[Picture]]) -> None:
+    """Write ``pictures`` by statistics atomically, in order; equal ones yield equal bytes."""
+    drawn = [picture for several in pictures.values() for picture in several]
+    index = {
+        "round": round, "of": [[picture.client, picture.row] for picture in drawn],
+        "counts": {statistics: len(several) for statistics, several in pictures.items()},
+    }  # fmt: skip
     packed = io.BytesIO()
-    arrays = {str(number): picture.image for number, picture in enumerate(pictures)}
+    arrays = {str(number): picture.image for number, picture in enumerate(drawn)}
     np.savez_compressed(packed, **{_INDEX: np.frombuffer(json.dumps(index).encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
     write_atomically(folder / PICTURES, _seal(packed.getvalue()))
 
 
-def read_pictures(folder: Path, round: int) -> tuple[Picture, ...] | None:
+def read_pictures(folder: Path, round: int, statistics: str = RUNNING) -> tuple[Picture, ...] | None:
     """Return the pictures of a trial's ``folder`` after ``round``, or None if none were drawn then.
 
-    Raises :class:`FedshiftError` if the file is damaged.
+    ``statistics``: as in :func:`read_cases`. Raises :class:`FedshiftError` if the file is damaged.
     """
     path = folder / PICTURES
     if not path.exists():
@@ -106,6 +143,8 @@ def read_pictures(folder: Path, round: int) -> tuple[Picture, ...] | None:
         with np.load(_unseal(path.read_bytes())) as packed:
             index = json.loads(packed[_INDEX].tobytes())
             known = [(client, row, packed[str(number)]) for number, (client, row) in enumerate(index["of"])]
+            first = index["counts"][RUNNING]
+            known = known[first:] if statistics != RUNNING and statistics in index["counts"] else known[:first]
     except DAMAGE as error:
         raise FedshiftError(
             f"{path} is damaged ({error}): remove it, and have it drawn again (fedshift run or compare, {{}})",
@@ -137,16 +176,19 @@ def _unseal(content: bytes) -> io.BytesIO:
     return io.BytesIO(content)
 
 
-def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Records], split: str = "test") -> None:
-    """Write ``records`` of ``split`` by client and model atomically; equal records yield equal bytes.
+def write_cases(
+    folder: Path, round: int, records: Mapping[str, Mapping[tuple[str, str], Records]], split: str = "test"
+) -> None:
+    """Write ``records`` of ``split`` by statistics, client and model atomically; equal records yield equal bytes.
 
     Shared ones are written once.
     """
-    distinct = {id(each): each for each in records.values()}
+    parts = [(*key, statistics, each) for statistics, several in records.items() for key, each in several.items()]
+    distinct = {id(each): each for *_, each in parts}
     places = {key: place for place, key in enumerate(distinct)}
     sizes = [len(next(iter(each.values()))) for each in distinct.values()]
     arrays, bits = dict[str, NDArray[Any]](), dict[str, list[int]]()
-    for name in next(iter(distinct.values()), {}):
+    for name in [name for name in next(iter(distinct.values()), {}) if all(name in each for each in distinct.values())]:
         whole = np.concatenate([each[name] for each in distinct.values()])
         if whole.dtype == bool:
             bits[name] = list(whole.shape)
@@ -154,7 +196,7 @@ def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Reco
         arrays[name] = np.ascontiguousarray(whole)
     index = {
         "round": round, "sizes": sizes, "bits": bits,
-        "parts": [[client, model, places[id(each)]] for (client, model), each in records.items()],
+        "parts": [[*key, places[id(each)]] for *key, each in parts],
         "checksums": {name: checksum(array.tobytes()) for name, array in arrays.items()},
     }  # fmt: skip
     packed = io.BytesIO()
@@ -162,10 +204,11 @@ def write_cases(folder: Path, round: int, records: Mapping[tuple[str, str], Reco
     write_atomically(folder / FILES[split], _seal(packed.getvalue()))
 
 
-def read_cases(folder: Path, split: str = "test") -> Cases | None:
+def read_cases(folder: Path, split: str = "test", statistics: str = RUNNING) -> Cases | None:
     """Return the records of ``split`` in a trial's ``folder``, or None if it has none.
 
-    Raises :class:`FedshiftError` if the file is damaged.
+    ``statistics``: BatchNorm statistics of the models, :data:`~fedshift.results.schema.REESTIMATED` where they may
+    differ. Raises :class:`FedshiftError` if the file is damaged.
     """
     path = folder / FILES[split]
     if not path.exists():
@@ -182,7 +225,9 @@ def read_cases(folder: Path, split: str = "test") -> Cases | None:
         cuts = np.cumsum(index["sizes"])[:-1]
         cut = {name: np.split(array, cuts) for name, array in arrays.items()}
         distinct = [{name: parts[place] for name, parts in cut.items()} for place in range(len(index["sizes"]))]
-        records = {(client, model): distinct[place] for client, model, place in index["parts"]}
+        known = {kept for *_, kept, _ in index["parts"]}
+        chosen = statistics if statistics in known else RUNNING
+        records = {(client, model): distinct[place] for client, model, kept, place in index["parts"] if kept == chosen}
         return Cases(round=int(index["round"]), records=records)
     except DAMAGE as error:
         raise FedshiftError(

@@ -17,17 +17,22 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `support`  | list of int | samples of each true class; null likewise |
 | `auc`      | float       | area under the ROC curve, mean over defined classes or labels; null if none |
 | `predicted` | list of int | for masks, several labels and `f1`: pixels or samples for which each class was predicted |
+| `invalid`  | int         | samples whose output is not a number (of masks: at any pixel); it is right of none |
 | `exact`    | int         | for several labels: samples with all labels predicted correctly |
 | `squared`, `absolute` | list of float | for numbers: the sum of squared and of absolute errors of each target |
-| `total`, `square` | list of float | for numbers: the sum of each target and of its square |
-| `distances`, `elements` | list of float, of int | of masks' surfaces: sum of distances by class, and their number |
-| `hausdorff`, `surfaces` | list of float, of int | sum of images' 95 % Hausdorff distances by class, and their number |
+| `reference` | list of float | for numbers: the mean of each target, from which `total` and `square` count |
+| `total`, `square` | list of float | for numbers: the sum over samples of target minus reference, and of its square |
+| `case_dice`, `case_iou` | list of float | of masks: the sum of images' Dice and IoU by class |
+| `cases`, `present` | list of int | images with the class in the true or predicted mask, and in the true mask |
+| `distances`, `hausdorff` | list of float | of masks' surfaces: sums of images' mean and 95 % Hausdorff distances |
 | `concordant`, `comparable` | float | for survival: pairs ranked correctly (half for equal risks), and all pairs |
 | `gaps` | list of float | for `ece`: correct samples minus the sum of confidences, in each bin of confidence |
 | `sums` | dict of float | of metrics on request that are means over samples: the sum over them, by metric |
 | `values` | dict of float | of other metrics on request: the value, which does not add up; null where undefined |
 
-For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label.
+For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label. Dice and IoU of
+masks are means over images, as in nnU-Net (Isensee et al. 2021, doi:10.1038/s41592-020-01008-z): for each class over
+those with the class in either mask. ``pooled_dice`` and ``pooled_iou`` count the pixels of all images together.
 
 The same counts tell which classes, labels or targets have no part in a metric (:func:`find_missing`): an absent class
 has ``support`` 0, a label that all samples have a ``support`` of ``samples``, and a constant target no spread.
@@ -48,26 +53,27 @@ import pandas as pd
 
 from ..utils.checked_json import parse_checked
 from ..utils.errors import FedshiftError
-from .cases import CONSTANT, Cases, Picture
+from .cases import REESTIMATED as REESTIMATED
+from .cases import RUNNING as RUNNING
+from .cases import Cases, Picture
 from .disclosure import Disclosure
 
 COLUMNS = (
     "method", "seed", "round", "client", "split", "model", "moment", "samples", "loss_sum", "hits", "support", "auc",
-    "predicted", "exact", "squared", "absolute", "total", "square", "distances", "elements", "hausdorff", "surfaces",
-    "concordant", "comparable", "gaps", "sums", "values",
+    "predicted", "invalid", "exact", "squared", "absolute", "reference", "total", "square", "case_dice", "case_iou",
+    "cases", "present", "distances", "hausdorff", "concordant", "comparable", "gaps", "sums", "values",
 )  # fmt: skip
 COUNTS = (
-    "samples", "loss_sum", "hits", "support", "predicted", "exact", "squared", "absolute", "total", "square",
-    "distances", "elements", "hausdorff", "surfaces",
-    "concordant", "comparable", "gaps", "sums",
+    "samples", "loss_sum", "hits", "support", "predicted", "invalid", "exact", "squared", "absolute", "total", "square",
+    "case_dice", "case_iou", "cases", "present", "distances", "hausdorff", "concordant", "comparable", "gaps", "sums",
 )  # fmt: skip
-"""Columns whose sums over clients are the counts of all their samples together."""
+"""Columns whose sums over clients are the counts of all their samples together (:func:`add_rows`)."""
 METRICS = {
     "accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "dice": "Dice", "iou": "IoU",
-    "f1": "F1", "exact_match": "exact match", "rmse": "RMSE", "mae": "MAE", "r2": "R2",
-    "surface_distance": "surface distance", "hausdorff95": "95 % Hausdorff distance", "c_index": "concordance index",
-    "average_precision": "average precision", "brier": "Brier score", "ece": "expected calibration error",
-    "loss": "loss",
+    "pooled_dice": "pooled Dice", "pooled_iou": "pooled IoU", "f1": "F1", "exact_match": "exact match", "rmse": "RMSE",
+    "mae": "MAE", "r2": "R2", "surface_distance": "surface distance", "hausdorff95": "95 % Hausdorff distance",
+    "c_index": "concordance index", "average_precision": "average precision", "brier": "Brier score",
+    "ece": "expected calibration error", "loss": "loss",
 }  # fmt: skip
 """Metrics, and their names in a sentence; :func:`name_metric` also names others."""
 UNITS = {
@@ -80,14 +86,23 @@ OWN_UNIT = "units"
 """Unit of users' metrics, which are printed unscaled too."""
 SQUARED = "squared units of the targets' spread"
 """Unit of the loss of numbers, on test data."""
-BY_CLASS = ("hits", "support", "predicted", "distances", "elements", "hausdorff", "surfaces")
+BY_CLASS = (
+    "hits", "support", "predicted", "case_dice", "case_iou", "cases", "present", "distances", "hausdorff",
+)  # fmt: skip
 """Counts of masks with an entry for each class."""
 LOWER_IS_BETTER = frozenset({"loss", "rmse", "mae", "surface_distance", "hausdorff95", "brier", "ece"})
 """Metrics for which a lower value is better; :func:`is_lower_better` also knows users'."""
 LOWER = "lower_is_better=True"
 """Mark of a user's metric, in its name, for which a lower value is better."""
-DISTANCES = {"surface_distance": ("distances", "elements"), "hausdorff95": ("hausdorff", "surfaces")}
-"""Metrics that are ratios of sums and counts by class, and both columns."""
+DISTANCES = {"surface_distance": ("distances", "cases"), "hausdorff95": ("hausdorff", "cases")}
+"""Distances of masks' surfaces: the sum over cases and the number of cases by class."""
+BY_CASE = {"dice": ("case_dice", "cases"), "iou": ("case_iou", "cases"), **DISTANCES}
+"""Metrics of masks that are means over cases, and likewise their columns."""
+CONSTANT = 1e-12
+"""Largest spread of a target, relative to its squares from the reference, that rounding causes if it is constant.
+
+A target that varies exceeds it: squares from a mean, also from that of some of the clients, are near its spread.
+"""
 
 TOP_K = "top_k("
 """Beginning of the names of top-k accuracies, ``top_k(k=5)``."""
@@ -97,16 +112,21 @@ RANKINGS = ("auc", "average_precision")
 METRIC_COUNTS = {
     "loss": ("loss_sum",), "auc": ("auc",), "exact_match": ("exact",), "c_index": ("concordant", "comparable"),
     **dict.fromkeys(("accuracy", "balanced_accuracy"), ("hits", "support")),
-    **dict.fromkeys(("dice", "iou", "f1"), ("hits", "support", "predicted")),
-    **dict.fromkeys(("rmse", "mae", "r2"), ("squared", "absolute", "total", "square")), **DISTANCES, "ece": ("gaps",),
+    **dict.fromkeys(("pooled_dice", "pooled_iou", "f1"), ("hits", "support", "predicted")), **BY_CASE,
+    **dict.fromkeys(("rmse", "mae", "r2"), ("squared", "absolute", "total", "square")), "ece": ("gaps",),
 }  # fmt: skip
 """Counts that each metric takes, in addition to the number of samples; others are in ``sums`` and ``values``."""
 
 MOMENTS = ("loaded", "trained")
-"""Moments of a round when models are measured on test and validation data."""
+"""Moments of a round when models are measured on test and validation data.
 
-REESTIMATED = "reestimated"
-"""Moment of measurements with re-estimated BatchNorm statistics (:attr:`RunSummary.lag`)."""
+Rows of :attr:`RunSummary.lag`, with re-estimated BatchNorm statistics, have the moment ``reestimated``.
+"""
+
+MOVES = ("method", "seed", "client", "split", RUNNING, REESTIMATED)
+"""Columns of :attr:`RunSummary.moves`."""
+LEAST_MOVE = 0.01
+"""Change of a client's metric that is too large for running statistics: absolute for shares, else relative."""
 
 RESTART = "restore the file from a copy, or remove its folder to begin this trial again from round 1"
 """Advice about a damaged file of a trial."""
@@ -160,14 +180,14 @@ def is_share(metric: str) -> bool:
     return metric not in UNITS and ":" not in metric
 
 
-def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int, str]:
-    """Return the factor for printing values of ``metric``, the decimals, and the unit (percent for fractions).
+def metric_unit(metric: str, *, numbers: bool = False) -> tuple[float, int | None, str]:
+    """Return the factor for printing values of ``metric``, the decimals (None: as the values have it), and the unit.
 
     ``numbers``: whether targets are numbers, whose loss is a squared error.
     """
     if is_share(metric):
         return 100.0, 2, "percent"
-    return 1.0, 3, SQUARED if numbers and metric == "loss" else UNITS.get(metric, OWN_UNIT)
+    return 1.0, None, SQUARED if numbers and metric == "loss" else UNITS.get(metric, OWN_UNIT)
 
 
 def is_of_numbers(row: Mapping[str, Any]) -> bool:
@@ -199,33 +219,33 @@ def rows_to_frame(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
-    """Return ``metric`` of every row of evaluation or training loss; NaN where the row does not define it.
+    """Return ``metric`` of every row of evaluation or training loss; NaN where the row does not define it, or infinite.
 
     ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur), ``auc`` (mean over the classes or
     labels that some samples have and others lack), ``average_precision`` (likewise; with two classes of the second),
-    ``exact_match``, ``ece``, and ``dice``, ``f1`` and ``iou`` (means over
+    ``exact_match``, ``ece``, and ``dice``, ``iou``, ``pooled_dice``, ``pooled_iou`` and ``f1`` (means over
     classes that occur or are predicted; of masks without the background) lie in 0..1; ``rmse`` and ``mae`` are means
     over targets, ``r2`` (at most 1) over those that vary, ``surface_distance`` and ``hausdorff95`` over the classes
     that occur or are predicted, without the background; ``c_index`` is the fraction of comparable pairs of a client's
-    patients that are ranked correctly, in 0..1; ``loss`` is the mean loss of a sample. Others are read from ``sums``
-    and ``values``, by name. :func:`find_missing` returns what is left out.
+    patients that are ranked correctly, in 0..1; ``loss`` is the mean loss of a sample. ``dice``, ``iou`` and distances
+    are means over cases of a class, and then over classes. Others are read from ``sums`` and ``values``, by name.
+    :func:`find_missing` returns what is left out.
     """
-    if metric == "loss":
-        return rows["loss_sum"] / rows["samples"]
     if metric == "auc":
-        return rows["auc"].astype(float)
-    if metric not in METRIC_COUNTS:
-        return _read_on_request(rows, metric)
-    if metric == "exact_match":
-        return rows["exact"].astype(float) / rows["samples"]
-    if metric == "c_index":
-        return rows["concordant"].astype(float) / rows["comparable"].astype(float).replace(0, np.nan)
+        values = rows["auc"].astype(float)
+    else:
+        values = (_measure_rows if metric in METRIC_COUNTS else _read_on_request)(rows, metric)
+    return values.where(np.isfinite(values))
+
+
+def _measure_rows(rows: pd.DataFrame, metric: str) -> pd.Series:
+    """Return a metric of every row that has its counts."""
     names = METRIC_COUNTS[metric]
     values = np.full(len(rows), np.nan)
     counted = rows[list(names)].notna().all(axis=1).to_numpy(dtype=bool)
     if counted.any():
         known = rows[counted]
-        counts = {name: np.array(known[name].tolist(), float) for name in names}
+        counts = {name: np.array(known[name].tolist(), float).reshape(len(known), -1) for name in names}
         values[counted] = measure_counts(metric, counts, known["samples"].to_numpy(float)[:, None])
     return pd.Series(values, index=rows.index)
 
@@ -245,8 +265,46 @@ def _read_on_request(rows: pd.DataFrame, metric: str) -> pd.Series:
 def sum_counts(counts: Sequence[Any]) -> Any:
     """Return the sum of a column's entries: numbers, lists or mappings."""
     if isinstance(counts[0], dict):
-        return {name: sum(each[name] for each in counts) for name in counts[0]}
+        totals = {name: [each[name] for each in counts] for name in counts[0]}
+        return {name: None if None in values else sum(values) for name, values in totals.items()}
     return np.sum(counts, axis=0).tolist()
+
+
+def add_rows(rows: Sequence[Mapping[str, Any]]) -> Row:
+    """Return the counts of all samples of ``rows`` together, of the columns that each of them has."""
+    names = [name for name in rows[0] if name in COUNTS and all(row[name] is not None for row in rows)]
+    first = rows[0].get("reference")
+    if first is None:
+        return {name: sum_counts([row[name] for row in rows]) for name in names}
+    moved = [_refer(row, first) for row in rows]
+    return {name: sum_counts([row[name] for row in moved]) for name in names} | {"reference": first}
+
+
+def _refer(row: Mapping[str, Any], reference: Sequence[float]) -> Row:
+    """Return ``row`` with its sums of targets and of their squares counted from another ``reference``."""
+    step_T = np.subtract(row["reference"], reference)
+    total_T, square_T = np.asarray(row["total"], float), np.asarray(row["square"], float)
+    square_T = square_T + 2 * step_T * total_T + row["samples"] * step_T**2
+    return {**row, "total": total_T + row["samples"] * step_T, "square": square_T}
+
+
+def select_large_moves(moves: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return the rows of :attr:`RunSummary.moves` of at least :data:`LEAST_MOVE`, the largest first."""
+    change = (moves["reestimated"] - moves["running"]).abs()
+    change = change if is_share(metric) else change / moves["running"].abs()
+    large = change[change >= LEAST_MOVE * (1 - 1e-9)].sort_values(ascending=False, kind="stable")
+    return moves.loc[large.index]
+
+
+def choose_statistics(setting: str, moves: pd.DataFrame, unmeasured: Iterable[str], metric: str) -> str:
+    """Return which statistics a report shows, of all methods alike: :data:`RUNNING` or :data:`REESTIMATED`.
+
+    ``setting``: one of them, or ``auto``: re-estimated if they change any client with any method and seed by at least
+    :data:`LEAST_MOVE` on validation or, without them, training data. ``unmeasured``: methods without re-estimates,
+    which leave only running statistics.
+    """
+    wanted = REESTIMATED if setting == "auto" and len(select_large_moves(moves, metric)) else setting
+    return REESTIMATED if wanted == REESTIMATED and not [*unmeasured] else RUNNING
 
 
 def adds_up(rows: pd.DataFrame, metric: str) -> bool:
@@ -260,7 +318,9 @@ def measure_counts(metric: str, counts: Mapping[str, np.ndarray], samples_N1: np
     if metric == "accuracy":
         return np.asarray(counts["hits"].sum(axis=1) / counts["support"].sum(axis=1))
     if metric == "c_index":
-        return np.asarray((counts["concordant"] / counts["comparable"])[:, 0])
+        return _mean_ratios(counts["concordant"], counts["comparable"])
+    if metric in ("loss", "exact_match"):
+        return np.asarray((counts[METRIC_COUNTS[metric][0]] / samples_N1)[:, 0])
     if metric == "balanced_accuracy":
         return _mean_ratios(counts["hits"], counts["support"])
     if metric == "ece":
@@ -273,12 +333,12 @@ def measure_counts(metric: str, counts: Mapping[str, np.ndarray], samples_N1: np
         spread_NT = counts["square"] - counts["total"] ** 2 / samples_N1
         varies_NT = spread_NT > CONSTANT * counts["square"]
         return _mean_where(1 - _divide_where(counts["squared"], spread_NT, varies_NT, other=1), varies_NT)
-    if metric in DISTANCES:
-        return _mean_ratios(*(counts[name] for name in DISTANCES[metric]))
+    if metric in BY_CASE:
+        return _mean_ratios(*(counts[name] for name in BY_CASE[metric]))
     hits_NK, both_NK = counts["hits"], counts["support"] + counts["predicted"]
     if metric != "f1" and hits_NK.shape[1] > 1:  # the background
         hits_NK, both_NK = hits_NK[:, 1:], both_NK[:, 1:]
-    if metric == "iou":
+    if metric == "pooled_iou":
         return _mean_where(_divide_where(hits_NK, both_NK - hits_NK, both_NK > 0), both_NK > 0)
     return _mean_ratios(2 * hits_NK, both_NK)  # the Dice coefficient, which equals F1
 
@@ -304,7 +364,7 @@ def find_missing(row: Mapping[str, Any], metric: str) -> tuple[int, ...]:
     """Return the classes, labels or targets that the samples of ``row`` do not define ``metric`` for, by number.
 
     ``auc``, ``average_precision``: classes or labels that no sample has, or all; ``balanced_accuracy``: classes that no
-    sample has; ``dice``, ``iou``, ``f1`` and distances of surfaces: likewise, without the background of masks; they
+    sample has; ``f1``, Dice, IoU and distances of surfaces: likewise, without the background of masks; they
     count nevertheless where they are predicted. ``r2``: targets without spread. It depends only on the samples, not on
     predictions.
     """
@@ -313,7 +373,7 @@ def find_missing(row: Mapping[str, Any], metric: str) -> tuple[int, ...]:
         return tuple(
             n for n, (total, square) in enumerate(sums) if square - total**2 / row["samples"] <= CONSTANT * square
         )
-    of_masks = ("dice", "iou", *DISTANCES)
+    of_masks = (*BY_CASE, "pooled_dice", "pooled_iou")
     if metric not in (*RANKINGS, "balanced_accuracy", "f1", *of_masks) or not isinstance(row["support"], list):
         return ()
     first = 1 if metric in of_masks and len(row["support"]) > 1 else 0
@@ -383,16 +443,18 @@ class RunSummary:
     ``task`` and ``metrics``: the federation's task, and the metrics that its counts define; ``resolved`` describes what
     is trained, ``config`` has the requested settings; ``crossed`` has the rows of cross-site validation, if requested,
     with ``owner``, the client whose model was measured (None: the server); ``lag`` has the rows of models whose
-    BatchNorm statistics were re-estimated at the reported round, with ``updates``, the number of times that running
-    statistics were updated before, and ``remaining``, the part of their initial values that they still hold;
-    ``stopped`` has the reasons why trials ended before the last round, by method and seed; ``read_cases`` reads the
-    records of single test samples of a method and seed, ``read_validation`` the records of validation samples, None
-    where there are none; ``read_pictures`` reads pictures of the worst test images of a method's first seed after a
-    round; ``class_names``: meaning of the classes, empty if unknown; ``operating_point``: how thresholds of scores are
-    chosen (:func:`fedshift.analysis.clinical.choose_threshold`); ``compare_with``: the method with which alone
-    others are compared, as chosen before the run, by label; empty: all pairs of methods are; ``margin``: loss of a
-    client that tables may exclude, in the unit of the metric; None: none was chosen; ``served``: whether the samples
-    are at sites, which keep the results of single ones.
+    BatchNorm statistics were re-estimated at the reported round, of methods without such statistics their usual rows;
+    ``moves`` has the metric with ``running`` and ``reestimated`` statistics on the ``split`` by which ``statistics``,
+    those of the reported values, are chosen (:func:`choose_statistics`); ``unmeasured``: methods that were not
+    re-estimated; ``stopped`` has the reasons why trials ended before the last round, by method and seed;
+    ``read_cases`` reads the records of single test samples of a method and seed under the models that are reported,
+    ``read_validation`` the records of validation samples, None where there are none; ``read_pictures`` reads
+    pictures of the worst test images of a method's first seed after a round; ``class_names``: meaning of the
+    classes, empty if unknown; ``operating_point``: how thresholds of scores are chosen
+    (:func:`fedshift.analysis.clinical.choose_threshold`); ``compare_with``: the method with which alone others
+    are compared, as chosen before the run, by label; empty: all pairs of methods are; ``margin``: loss of a client
+    that tables may exclude, in the unit of the metric; None: none was chosen; ``served``: whether the samples are
+    at sites, which keep the results of single ones.
     """
 
     name: str
@@ -418,7 +480,10 @@ class RunSummary:
     task: str = "classification"
     metrics: tuple[str, ...] = ("accuracy", "balanced_accuracy", "auc", "loss")
     crossed: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(owner=[]))
-    lag: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()).assign(updates=[], remaining=[]))
+    lag: pd.DataFrame = field(default_factory=lambda: rows_to_frame(()))
+    moves: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=MOVES))
+    statistics: str = RUNNING
+    unmeasured: tuple[str, ...] = ()
     stopped: Mapping[tuple[str, int], str] = field(default_factory=dict)
     read_cases: Callable[[str, int], Cases | None] = lambda *_: None
     read_validation: Callable[[str, int], Cases | None] = lambda *_: None
@@ -428,6 +493,11 @@ class RunSummary:
     compare_with: str = ""
     margin: float | None = None
     served: bool = False
+
+    @property
+    def moment(self) -> str:
+        """Moment of the reported rows."""
+        return REESTIMATED if self.statistics == REESTIMATED else "loaded"
 
     @property
     def metric_name(self) -> str:

@@ -21,10 +21,10 @@ from ..utils.checked_json import checksum, read_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
 from ..utils.version import __version__, find_series, is_own_series
 from ..utils.words import Information
-from .cases import read_cases, read_pictures
+from .cases import Cases, Picture, read_cases, read_pictures
 from .disclosure import Disclosure
 from .run_directory import TRIALS, RunDirectory, describe_environment, trial_folder, was_served
-from .schema import MethodSummary, Row, RunSummary, rows_to_frame
+from .schema import MOVES, REESTIMATED, RUNNING, MethodSummary, Row, RunSummary, choose_statistics, rows_to_frame
 from .trial_records import (
     CHECKPOINT,
     load_facts,
@@ -66,12 +66,18 @@ def write_summary(
 
 
 def write_outcome(directory: RunDirectory) -> None:
-    """Add to the summary what was trained so far: when, for how long, on which engines, with which versions."""
+    """Add to the summary what was trained so far: when, how long, on which engines, with which versions.
+
+    It also has the BatchNorm statistics of the reported values.
+    """
     path = directory.path
     facts, machine = read_facts(path), read_environment(path)
-    names = {name: [trial_folder(path, name, seed) for seed in facts["seeds"]] for name in facts["methods"]}
-    rounds = {name: [row for folder in folders for row in read_rounds(folder)] for name, folders in names.items()}
-    rows = [row for several in rounds.values() for row in several]
+    trials = _list_trials(path, facts)
+    done = [read_rounds(trial.folder) for trial in trials]
+    rounds: dict[str, list[Row]] = {name: [] for name in facts["methods"]}
+    for trial, several in zip(trials, done, strict=True):
+        rounds[trial.method] += several
+    rows = [row for several in done for row in several]
     trained = {
         "started": machine[SESSIONS][0]["started"],
         "ended": max((row["ended"] for row in rows), default=None),
@@ -79,8 +85,14 @@ def write_outcome(directory: RunDirectory) -> None:
         "engines": {name: list(dict.fromkeys(row["engine"] for row in several)) for name, several in rounds.items()},
         "commands": [session["command"] for session in machine[SESSIONS]],
         "versions": machine["packages"],
+        "statistics": _choose_statistics(trials, done, facts, "")["statistics"],
     }
     directory.write_json(STUDY, {**facts, OUTCOME: trained})
+
+
+def read_chosen_statistics(path: Path) -> str:
+    """Return the BatchNorm statistics of the reported values of the run in ``path``, as :func:`write_outcome` did."""
+    return str(read_facts(path).get(OUTCOME, {}).get("statistics", RUNNING))
 
 
 def holds_run(path: Path) -> bool:
@@ -138,12 +150,10 @@ def read_summary(path: Path) -> RunSummary:
     if not holds_run(path):
         raise UsageError(f"{path} holds no run: give a directory that `fedshift run` or `compare` wrote")
     facts, machine, samples = _read_files(path)
-    trials = [
-        _Trial(method=method, seed=seed, folder=trial_folder(path, method, seed))
-        for method in facts["methods"]
-        for seed in facts["seeds"]
-    ]
+    trials = _list_trials(path, facts)
     rounds = [_read_trial(trial.folder, facts["rounds"]) for trial in trials]
+    chosen = facts.pop(OUTCOME, {}).get("statistics", "")  # of other outcomes, the records are more recent
+    facts |= _choose_statistics(trials, rounds, facts, chosen)
     moved = ("round", "down", "up", "seconds", "elapsed", "ended", "engine")
     traffic = [
         {"method": trial.method, "seed": trial.seed, **{name: row[name] for name in moved}}
@@ -152,13 +162,20 @@ def read_summary(path: Path) -> RunSummary:
     ]
     methods = {name: _read_method(method, path) for name, method in facts["methods"].items()}
     names = tuple(facts.get("class_names", ()))
+
+    def read(method: str, seed: int, split: str = "test") -> Cases | None:
+        return read_cases(trial_folder(path, method, seed), split, facts["statistics"])
+
+    def draw(method: str, number: int) -> tuple[Picture, ...] | None:
+        return read_pictures(trial_folder(path, method, facts["seeds"][0]), number, facts["statistics"])
+
     return RunSummary(
         **{**facts, "seeds": tuple(facts["seeds"]), "methods": methods, "samples": samples, "class_names": names},
         rows=rows_to_frame(
             row for trial, done in zip(trials, rounds, strict=True) for row in stream_measurements(trial.folder, done)
         ),
         crossed=_collect_rows(trials, read_crossed, "owner"),
-        lag=_collect_rows(trials, read_lag, "updates", "remaining"),
+        lag=_collect_rows(trials, lambda folder: (read_lag(folder) or {"rows": []})["rows"]),
         traffic=pd.DataFrame(traffic, columns=["method", "seed", *moved]),
         environment=machine,
         stopped={
@@ -167,9 +184,9 @@ def read_summary(path: Path) -> RunSummary:
             if (reason := read_stop(trial.folder, len(done)))
         },
         notices=read_notices(path),
-        read_cases=lambda method, seed: read_cases(trial_folder(path, method, seed)),
-        read_validation=lambda method, seed: read_cases(trial_folder(path, method, seed), "validation"),
-        read_pictures=lambda method, number: read_pictures(trial_folder(path, method, facts["seeds"][0]), number),
+        read_cases=read,
+        read_validation=lambda method, seed: read(method, seed, "validation"),
+        read_pictures=draw,
         served=was_served(path),
     )
 
@@ -186,6 +203,34 @@ class _Trial:
     method: str
     seed: int
     folder: Path
+
+
+def _list_trials(path: Path, facts: Mapping[str, Any]) -> list[_Trial]:
+    return [
+        _Trial(method=method, seed=seed, folder=trial_folder(path, method, seed))
+        for method in facts["methods"]
+        for seed in facts["seeds"]
+    ]
+
+
+def _choose_statistics(
+    trials: Sequence[_Trial], rounds: Sequence[Sequence[Row]], facts: Mapping[str, Any], chosen: str
+) -> dict[str, Any]:
+    """Return the fields of :class:`RunSummary` about the choice of BatchNorm statistics.
+
+    ``rounds``: the recorded rounds of each trial; ``chosen``: the choice on record, if any.
+    """
+    moves, unmeasured = [], []
+    for trial, done in zip(trials, rounds, strict=True):
+        found = read_lag(trial.folder, required=chosen == REESTIMATED)
+        moves += [{"method": trial.method, "seed": trial.seed, **move} for move in (found or {}).get("moves", ())]
+        ended = len(done) == facts["rounds"] or read_stop(trial.folder, len(done))
+        current = found and found["complete"] and (facts["select"] == "best" or found["round"] == len(done))
+        unmeasured += [] if ended and current else [trial.method]
+    frame, missing = pd.DataFrame(moves, columns=[*MOVES]), tuple(dict.fromkeys(unmeasured))
+    setting = facts.get("statistics", RUNNING)
+    statistics = choose_statistics(setting, frame, missing, facts["metric"])
+    return {"statistics": statistics, "moves": frame, "unmeasured": missing}
 
 
 def _read_trial(folder: Path, planned: int) -> list[Row]:
@@ -215,7 +260,6 @@ def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, n
     fix = _written_again(path)
     facts, machine = read_facts(path), read_environment(path)
     expected, names = facts.pop(_IMAGES), facts.pop("samples")
-    facts.pop(OUTCOME, None)  # the records are more recent
     try:
         content = (path / SAMPLES).read_bytes()
         if checksum(content) != expected:

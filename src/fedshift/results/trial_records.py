@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.checked_json import checksum, read_checked
-from ..utils.errors import FedshiftError, Ref
+from ..utils.errors import FedshiftError, Ref, Sentence
 from .schema import RESTART, Row, stream_rows
 
 METRICS, ROUNDS, CHECKPOINT, BEST = "metrics.jsonl", "rounds.jsonl", "checkpoint.safetensors", "best.safetensors"
@@ -22,7 +22,7 @@ METRICS, ROUNDS, CHECKPOINT, BEST = "metrics.jsonl", "rounds.jsonl", "checkpoint
 CROSSED = {"loaded": "cross_site.json", "trained": "cross_site-trained.json"}
 """Files of a trial with measurements of each client's model on every client's test data, by moment, if requested."""
 LAG = "statistics.json"
-"""File of a trial with measurements at the reported round with re-estimated BatchNorm statistics, if they may lag."""
+"""File of a trial with measurements at the reported round with re-estimated BatchNorm statistics."""
 STOPPED = "stopped.json"
 """File of a trial that ended before the last planned round: its round, and why."""
 FORMAT = 6
@@ -70,17 +70,25 @@ def read_crossed(folder: Path) -> list[Row]:
     return rows
 
 
-def read_lag(folder: Path) -> list[Row]:
-    """Return the rows with re-estimated BatchNorm statistics of the trial in ``folder``; none if none may lag.
+def read_lag(folder: Path, *, required: bool = False) -> dict[str, Any] | None:
+    """Return what :meth:`fedshift.experiments.trial.Trial.measure_lag` measured of the trial in ``folder``, or None.
 
-    Each row has the file's ``round``, ``updates`` and ``remaining``. Raises :class:`FedshiftError` if the file is
-    damaged.
+    Rows have its ``round``. Raises :class:`FedshiftError` if the file is damaged, or missing and ``required``.
     """
-    if not (folder / LAG).exists():
-        return []
-    found = read_checked(folder / LAG, "remove it: only the notice about BatchNorm statistics needs it")
-    shared = {name: found[name] for name in ("round", "updates", "remaining")}
-    return [{**row, **shared} for row in found["rows"]]
+    if not (required or (folder / LAG).exists()):
+        return None
+    again = Sentence("have it measured again without it (fedshift run or compare, {})", Ref(resume=True))
+    found = read_checked(folder / LAG, again)
+    return {**found, "rows": [{**row, "round": found["round"]} for row in found["rows"]]}
+
+
+def is_lag_measured(folder: Path, round: int) -> bool:
+    """Return whether ``folder`` has an undamaged :data:`LAG` after ``round``."""
+    try:
+        found = read_lag(folder)
+    except FedshiftError:
+        return False
+    return found is not None and bool(found["round"] == round)
 
 
 def read_stop(folder: Path, done: int) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import Ref, UsageError
-from .task import BATCH, Counts, Task, is_overlap, softmax_entropy
+from .task import BATCH, Counts, Task, find_invalid, is_overlap, softmax_entropy
 
 RANKED = 1_000_000
 """Largest number of scores ranked at once."""
@@ -95,27 +95,28 @@ class Classification(Task):
         loss = 0.0
         for part in zip(torch.split(predictions, BATCH), torch.split(y, BATCH), strict=True):
             loss += float(F.cross_entropy(*part)) * len(part[1])  # not the training loss
-        correct = self.predict(predictions) == y
+        invalid_N = find_invalid(predictions)
+        correct_N = (self.predict(predictions) == y) & ~invalid_N
         return {
             "samples": len(y),
             "loss_sum": loss,
-            "hits": torch.bincount(y[correct], minlength=outputs).tolist(),
+            "hits": torch.bincount(y[correct_N], minlength=outputs).tolist(),
             "support": torch.bincount(y, minlength=outputs).tolist(),
-            "auc": mean_area(predictions.double().softmax(dim=1).T, y == torch.arange(outputs)[:, None]),
+            "invalid": int(invalid_N.sum()),
+            "auc": mean_area(find_log_odds(predictions).T, y == torch.arange(outputs)[:, None]),
         }
 
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
-        parts = mean_area_parts(predictions.double().softmax(dim=1).T, y == torch.arange(outputs)[:, None])
-        chosen = predictions.argmax(dim=1)
-        scores = {"score": predictions.double().softmax(dim=1).float().numpy()} if outputs <= SCORED else {}
+        odds_NK = find_log_odds(predictions)
+        chosen = self.predict(predictions).masked_fill(find_invalid(predictions), -1)
         return {
             "truth": y.numpy().astype(np.min_scalar_type(outputs)),
-            "chosen": chosen.numpy().astype(np.min_scalar_type(outputs)),
-            **scores,
+            "chosen": chosen.numpy().astype(np.min_scalar_type(-outputs)),
+            **({"odds": odds_NK.numpy()} if outputs <= SCORED else {}),
             "right": (chosen == y).numpy(),
             "loss": F.cross_entropy(predictions, y, reduction="none").float().numpy(),
-            "area": parts.float().numpy(),
+            "area": mean_area_parts(odds_NK.T, y == torch.arange(outputs)[:, None]).numpy(),
         }
 
     @override
@@ -134,10 +135,26 @@ class Classification(Task):
 CLASSIFICATION = Classification()
 
 
+def find_log_odds(scores_NK: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of each class's probability p, the softmax of ``scores``, float64 ``[N, K]``.
+
+    It is a class's score minus the log of the sum of the others' exponentials, and exact where p would round to 1. With
+    twelve decimals, equal probabilities tie although sums in another order are rounded differently.
+    """
+    scores_NK = scores_NK.double()
+    if scores_NK.shape[1] == 2:
+        return (scores_NK - scores_NK.flip(1)).round(decimals=12)
+    top_N1 = scores_NK.argmax(dim=1, keepdim=True)
+    others_N1 = scores_NK.scatter(1, top_N1, -torch.inf).logsumexp(dim=1, keepdim=True)
+    log_NK = scores_NK.log_softmax(dim=1)
+    odds_NK = log_NK - torch.log1p(-log_NK.exp())
+    return odds_NK.scatter(1, top_N1, scores_NK.gather(1, top_N1) - others_N1).round(decimals=12)
+
+
 def mean_area(score_KN: Tensor, positive_KN: Tensor) -> float | None:
     """Return the mean area under the ROC curve of the rows that have a positive and a negative sample.
 
-    None if there is no such row, or a score is not finite.
+    None if there is no such row, or a score is NaN.
 
     Args:
         score_KN: Scores of N samples for each of K classes or labels, float64.
@@ -160,9 +177,9 @@ def mean_area_parts(score_KN: Tensor, positive_KN: Tensor) -> Tensor:
 
 
 def split_rows(score_KN: Tensor, positive_KN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows with both kinds of samples, a few at a time; none if a score is not finite."""
+    """Yield the rows with both kinds of samples, a few at a time; none if a score is NaN."""
     two_K = positive_KN.any(dim=1) & ~positive_KN.all(dim=1)
-    if not bool(two_K.any()) or not bool(score_KN.isfinite().all()):
+    if not bool(two_K.any()) or bool(score_KN.isnan().any()):
         return
     most = max(1, RANKED // score_KN.shape[1])
     yield from zip(torch.split(score_KN[two_K], most), torch.split(positive_KN[two_K], most), strict=True)

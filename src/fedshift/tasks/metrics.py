@@ -20,8 +20,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from .classification import split_rows
-from .task import Counts, Task
+from .classification import find_log_odds, split_rows
+from .task import Counts, Task, find_invalid
 
 BINS = 15
 """Bins of the calibration error, as in Guo et al. 2017."""
@@ -84,7 +84,9 @@ class SampleMetric(Metric):
     @override
     def is_possible(self, counts: Counts) -> bool:
         total = counts["sums"][self.name]
-        return total is not None and bool(0 <= total <= self.most * counts["samples"] * (1 + 1e-9))
+        if total is None:
+            return bool(counts["invalid"] > 0)
+        return bool(0 <= total <= self.most * counts["samples"] * (1 + 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +145,12 @@ class F1(Metric):
 
     @override
     def count(self, task: Task, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        return {"predicted": torch.bincount(task.predict(predictions), minlength=outputs).tolist()}
+        chosen = task.predict(predictions)[~find_invalid(predictions)]
+        return {"predicted": torch.bincount(chosen, minlength=outputs).tolist()}
 
     @override
     def is_possible(self, counts: Counts) -> bool:
-        return bool(sum(counts["predicted"]) == counts["samples"])
+        return bool(sum(counts["predicted"]) == counts["samples"] - counts["invalid"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +169,12 @@ class CalibrationError(Metric):
         edges = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)[1:-1]
         gaps_M = torch.zeros(BINS, dtype=torch.float64)
         gaps_M.index_add_(0, torch.bucketize(confidence_N, edges), right_N - confidence_N)
-        return {"gaps": gaps_M.tolist() if bool(gaps_M.isfinite().all()) else None}
+        return {"gaps": gaps_M.tolist()}
 
     @override
     def is_possible(self, counts: Counts) -> bool:
-        return bool(sum(map(abs, counts["gaps"])) <= counts["samples"] * (1 + 1e-9))
+        total = sum(map(abs, counts["gaps"]))
+        return bool(total <= counts["samples"] * (1 + 1e-9)) or (math.isnan(total) and counts["invalid"] > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +203,7 @@ def _rank(predictions: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return scores and whether a sample is positive, ``[K, N]``, of each class or label; of two classes the second."""
     if y.ndim == 2:
         return predictions.double().T, y.T > 0
-    score_KN = predictions.double().softmax(dim=1).T
+    score_KN = find_log_odds(predictions).T
     positive_KN = y == torch.arange(len(score_KN))[:, None]
     return (score_KN[1:], positive_KN[1:]) if len(score_KN) == 2 else (score_KN, positive_KN)
 

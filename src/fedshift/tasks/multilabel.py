@@ -51,28 +51,32 @@ class Multilabel(Task):
 
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        chosen, given = self.predict(predictions), y > 0
+        chosen, given = self._choose(predictions, y), y > 0
         return {
             "samples": len(y),
             "loss_sum": float(F.binary_cross_entropy_with_logits(predictions, y, reduction="sum")) / outputs,
             "hits": (chosen & given).sum(dim=0).tolist(),
             "support": given.sum(dim=0).tolist(),
             "predicted": chosen.sum(dim=0).tolist(),
+            "invalid": int((~predictions.isfinite()).any(dim=1).sum()),
             "exact": int((chosen == given).all(dim=1).sum()),
             "auc": mean_area(predictions.double().T, given.T),
         }
 
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
-        loss_NL = F.binary_cross_entropy_with_logits(predictions, y, reduction="none")
-        scores = {"score": predictions.double().sigmoid().float().numpy()} if outputs <= SCORED else {}
+        loss_NL, odds_NL = F.binary_cross_entropy_with_logits(predictions, y, reduction="none"), predictions.double()
         return {
             "given": (y > 0).numpy(),
-            "chosen": (predictions > 0).numpy(),
-            **scores,
+            "chosen": self._choose(predictions, y).numpy(),
+            **({"odds": odds_NL.numpy()} if outputs <= SCORED else {}),
             "loss": loss_NL.mean(dim=1).float().numpy(),
-            "area": mean_area_parts(predictions.double().T, (y > 0).T).float().numpy(),
+            "area": mean_area_parts(odds_NL.T, (y > 0).T).numpy(),
         }
+
+    def _choose(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """Return the predicted labels, and the wrong value where the score is not a number."""
+        return torch.where(predictions.isfinite(), self.predict(predictions), y <= 0)
 
     @override
     def is_possible(self, counts: Counts) -> bool:

@@ -27,6 +27,7 @@ from typing_extensions import override
 from ..config.expressions import split_expressions, tidy
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
 from ..utils.user_code import describe_error, describe_function
+from .classification import find_log_odds
 from .metrics import Metric
 from .regression import Regression
 from .task import Counts, Task
@@ -97,8 +98,12 @@ class OwnMetric(Metric):
     def evaluate(self, task: Task, predictions: Tensor, y: Tensor) -> Tensor | float | None:
         """Return the value of each sample, float64 ``[N]``, or one value of all; None if it is undefined.
 
+        It is undefined if an output is not a number, and the function then not called.
+
         Raises :class:`UsageError` naming the function, its place and the cause if it fails or returns anything else.
         """
+        if not bool(predictions.isfinite().all()):
+            return None
         targets = task.decode(y.double()) if isinstance(task, Regression) else y
         shapes = f"outputs {list(predictions.shape)} and targets {list(targets.shape)}"
         called = f"metric {self.described}, called with {shapes},"
@@ -116,6 +121,8 @@ class OwnMetric(Metric):
             raise UsageError(f"{called} returned a {type(made).__name__}: {WANTED}").about("metric") from error
         if found.shape not in ((), (len(y),)):
             raise UsageError(f"{called} returned shape {list(found.shape)}: {WANTED}").about("metric")
+        if found.ndim == 0 and bool(found.isnan()):
+            return None
         if not bool(found.isfinite().all()):
             where = f" for sample {int((~found.isfinite()).nonzero()[0, 0])}" if found.ndim else ""
             value = float(found.flatten()[~found.isfinite().flatten()][0])
@@ -196,6 +203,7 @@ class Scorer(OwnMetric):
         of_numbers = isinstance(task, Regression)
         chosen = task.predict(outputs).numpy().squeeze(axis=1 if of_numbers and outputs.shape[1] == 1 else ())
         share = outputs.double().sigmoid() if targets.ndim == 2 else outputs.double().softmax(dim=1)
+        odds = outputs.double() if targets.ndim == 2 else find_log_odds(outputs)
 
         class Answers(RegressorMixin if of_numbers else ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             """A fitted model whose answers are known."""
@@ -210,6 +218,9 @@ class Scorer(OwnMetric):
 
             def predict_proba(self, _: object) -> NDArray[Any]:
                 return share.numpy()
+
+            def decision_function(self, _: object) -> NDArray[Any]:  # ranks, where probabilities would tie
+                return odds.numpy()[:, 1] if targets.ndim == 1 and odds.shape[1] == 2 else odds.numpy()
 
         truth = targets.numpy().squeeze(axis=1) if chosen.ndim < targets.ndim else targets.numpy()
         with warnings.catch_warnings():

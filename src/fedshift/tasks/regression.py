@@ -107,13 +107,16 @@ class Regression(Task):
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
         loss_N, error, target = self._compare(predictions, y)
+        reference = target.mean(dim=0)
         return {
             "samples": len(y),
             "loss_sum": float(loss_N.sum()),
             "squared": error.square().sum(dim=0).tolist(),
             "absolute": error.abs().sum(dim=0).tolist(),
-            "total": target.sum(dim=0).tolist(),
-            "square": target.square().sum(dim=0).tolist(),
+            "invalid": int((~error.isfinite()).any(dim=1).sum()),
+            "reference": reference.tolist(),
+            "total": (target - reference).sum(dim=0).tolist(),
+            "square": (target - reference).square().sum(dim=0).tolist(),
         }
 
     @override
@@ -133,5 +136,6 @@ class Regression(Task):
     def is_possible(self, counts: Counts) -> bool:
         pairs = [*zip(counts["absolute"], counts["squared"], strict=True)]
         pairs += zip(counts["total"], counts["square"], strict=True)
-        bounded = all(one**2 <= counts["samples"] * two * ROUNDED for one, two in pairs)  # Cauchy and Schwarz
-        return bounded and min(counts["loss_sum"], *counts["absolute"]) >= 0
+        bounded = not any(one**2 > counts["samples"] * two * ROUNDED for one, two in pairs)  # Cauchy and Schwarz
+        sound = min(counts["loss_sum"], *counts["absolute"]) >= 0
+        return bounded and (sound or 0 < counts["invalid"] <= counts["samples"])

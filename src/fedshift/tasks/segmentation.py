@@ -1,9 +1,10 @@
 """Segmentation: a class for each pixel or voxel, uint8 ``[N, H, W]`` or ``[N, D, H, W]``; 255 is ignored.
 
 The network outputs a score for each class, ``[N, K, H, W]``. Dice (Dice 1945, doi:10.2307/1932409) and intersection
-over union (Jaccard 1912) derive from counts of pixels, which add up over images: they cover all pixels of a split
-together and are not means over images. Both are means over classes except the background, class 0, unless it is the
-only one. Distances between surfaces (:mod:`fedshift.tasks.surfaces`) take time, and are counted only on request.
+over union (Jaccard 1912) are means over images, or volumes, of each class, and then over classes except the background,
+class 0, unless it is the only one. An image counts for a class that is true or predicted there, as in nnU-Net. Pooled
+Dice and IoU, which large images and large objects dominate, are of the pixels of all images together. Distances between
+surfaces (:mod:`fedshift.tasks.surfaces`) take time, and are counted only on request.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from ..results.cases import compare_masks
 from ..utils.errors import Ref, UsageError
 from ..utils.words import join_some
-from .surfaces import are_possible_surfaces, count_surfaces
-from .task import BATCH, Counts, Task, count_by_class, is_overlap, softmax_entropy
+from .surfaces import are_possible_surfaces, compare_surfaces
+from .task import BATCH, Counts, Task, find_invalid, is_overlap, softmax_entropy
 
 IGNORED = 255
 """Class in masks for pixels that are neither trained on nor counted."""
@@ -51,7 +53,7 @@ class Segmentation(Task):
     """
 
     name = "segmentation"
-    metrics = ("dice", "iou", "accuracy", "balanced_accuracy", "loss")
+    metrics = ("dice", "iou", "pooled_dice", "pooled_iou", "accuracy", "balanced_accuracy", "loss")
     loss = "dice_cross_entropy"
     output = "class"
     surface: bool = False
@@ -159,34 +161,43 @@ class Segmentation(Task):
 
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        loss = 0.0
-        for scores, masks in zip(torch.split(predictions, BATCH), torch.split(y, BATCH), strict=True):
-            summed = F.cross_entropy(scores, masks, reduction="none", ignore_index=LEFT_OUT).flatten(1).sum(dim=1)
-            loss += float((summed / (masks != LEFT_OUT).flatten(1).sum(dim=1).clamp(min=1)).sum())  # mean of an image
-        known, predicted = y != LEFT_OUT, self.predict(predictions)
-        counts = {"samples": len(y), "loss_sum": loss, **count_by_class(predicted[known], y[known], outputs)}
-        return counts | (count_surfaces(predicted, y, known, outputs, self.spacing) if self.surface else {})
+        cases = self._measure_cases(predictions, y, outputs)
+        loss_sum, invalid = float(cases.pop("loss").sum(dtype=np.float64)), int(cases.pop("invalid").sum())
+        sums = {name: array.sum(axis=0).tolist() for name, array in (cases | compare_masks(cases)).items()}
+        return {"samples": len(y), "loss_sum": loss_sum, "invalid": invalid, **sums}
 
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
         """Return pixels by class of each image, and with ``surface`` its distances."""
-        counted = [self._count_image(*each, outputs) for each in zip(predictions, y, strict=True)]
-        return {name: np.array([each[name] for each in counted]) for name in counted[0]}
+        cases = self._measure_cases(predictions, y, outputs)
+        del cases["invalid"]
+        return cases
 
-    def _count_image(self, scores: Tensor, mask: Tensor, outputs: int) -> Counts:
-        known = mask != LEFT_OUT
-        loss = F.cross_entropy(scores[None], mask[None], reduction="sum", ignore_index=LEFT_OUT)
-        counts = count_by_class(scores.argmax(dim=0)[known], mask[known], outputs)
-        measured = {**counts, "loss": float(loss) / max(1, int(known.sum()))}
-        if not self.surface:
-            return measured
-        chosen = scores.argmax(dim=0)
-        return measured | count_surfaces(chosen[None], mask[None], known[None], outputs, self.spacing)
+    def _measure_cases(self, predictions: Tensor, y: Tensor, outputs: int) -> dict[str, NDArray[Any]]:
+        """Return the records of each image, and whether its output is not a number at any pixel that counts."""
+        known, chosen = y != LEFT_OUT, self.predict(predictions).masked_fill(find_invalid(predictions), -1)
+        losses = []
+        for scores, masks in zip(torch.split(predictions, BATCH), torch.split(y, BATCH), strict=True):
+            summed = F.cross_entropy(scores, masks, reduction="none", ignore_index=LEFT_OUT).flatten(1).sum(dim=1)
+            losses.append(summed / (masks != LEFT_OUT).flatten(1).sum(dim=1).clamp(min=1))
+        counted = {
+            "hits": (y, known & (chosen == y)),
+            "support": (y, known),
+            "predicted": (chosen, known & (chosen >= 0)),
+        }
+        return {
+            **{name: _count_pixels(*each, outputs).numpy() for name, each in counted.items()},
+            "loss": torch.cat(losses).numpy(),
+            "invalid": (known & (chosen < 0)).flatten(1).any(dim=1).numpy(),
+            **(compare_surfaces(chosen, y, known, outputs, self.spacing) if self.surface else {}),
+        }
 
     @override
     def is_possible(self, counts: Counts) -> bool:
-        overlap = is_overlap(counts) and sum(counts["support"]) == sum(counts["predicted"])
-        return overlap and (not self.surface or are_possible_surfaces(counts))
+        counted, predicted = sum(counts["support"]), sum(counts["predicted"])
+        whole = predicted == counted or (predicted < counted and counts["invalid"] > 0)
+        possible = whole and is_overlap(counts) and _are_possible_cases(counts)
+        return possible and (not self.surface or are_possible_surfaces(counts))
 
     @override
     def count_classes(self, y: Tensor, outputs: int) -> Tensor:
@@ -203,6 +214,24 @@ class Segmentation(Task):
         if counts[IGNORED]:
             facts["ignored"] = f"{float(counts[IGNORED] / counts.sum()):.1%}"
         return facts
+
+
+def _are_possible_cases(counts: Counts) -> bool:
+    """Return whether so many cases may have each class, and such a Dice and IoU in total."""
+    names = ("support", "predicted", "present", "cases", "case_iou", "case_dice")
+    by_class = [*zip(*(counts[name] for name in names), strict=True)]
+    return all(
+        min(1, support) <= present <= min(support, cases)
+        and min(1, support + predicted) <= cases <= min(support + predicted, counts["samples"])
+        and 0 <= iou <= dice <= cases
+        for support, predicted, present, cases, iou, dice in by_class[min(1, len(by_class) - 1) :]
+    )
+
+
+def _count_pixels(classes: Tensor, kept: Tensor, outputs: int) -> Tensor:
+    """Return the number of pixels of each class ``[N, K]`` in each image of ``classes [N, ...]`` that are ``kept``."""
+    place = classes.flatten(1) + outputs * torch.arange(len(classes))[:, None]
+    return torch.bincount(place[kept.flatten(1)], minlength=outputs * len(classes)).reshape(-1, outputs)
 
 
 def refuse_gray_levels(where: str, values: Collection[int]) -> None:

@@ -1,12 +1,14 @@
-"""Distances between the surfaces of predicted and true masks, as sums that add up over images.
+"""Distances between the surfaces of predicted and true masks, of each image.
 
 The surface of a class consists of its pixels (voxels) with a side neighbor that has another class or is outside the
 image. Each element of one surface has a distance to the nearest element of the other:
 
 - The average symmetric surface distance is the sum of the distances of both surfaces' elements over their number
-  (Heimann et al. 2009, doi:10.1109/TMI.2009.2013851), here of the elements of all images together.
-- The 95 % Hausdorff distance of an image is the larger of the two surfaces' 95th percentiles, as in MONAI
-  (``monai.metrics.compute_hausdorff_distance``); of a split it is the mean over images.
+  (Heimann et al. 2009, doi:10.1109/TMI.2009.2013851).
+- The 95 % Hausdorff distance is the larger of the two surfaces' 95th percentiles, as in MONAI
+  (``monai.metrics.compute_hausdorff_distance``).
+
+Those of a split are means over images.
 
 An image in which a class is neither true nor predicted does not count for that class. If it is only one of the two,
 there is no surface to measure to: each element, and the Hausdorff distance, then count as the distance between the
@@ -31,50 +33,44 @@ Mask = NDArray[np.bool_]
 Distances = NDArray[np.float64]
 
 
-def count_surfaces(predicted: Tensor, y: Tensor, known: Tensor, classes: int, spacing: Sequence[float]) -> Counts:
-    """Return sums over images for each class; the entries of the background, class 0, are zero.
+def compare_surfaces(
+    predicted: Tensor, y: Tensor, known: Tensor, classes: int, spacing: Sequence[float]
+) -> dict[str, Distances]:
+    """Return the average and the 95 % Hausdorff distance, ``distances`` and ``hausdorff [N, K]``, of N images by class.
+
+    Entries are zero for the background, class 0, and for a class that is neither true nor predicted.
 
     Args:
-        predicted: Predicted classes, int64 ``[N, H, W]`` or ``[N, D, H, W]``.
+        predicted: Predicted classes, int64 ``[N, H, W]`` or ``[N, D, H, W]``; -1: none.
         y: True classes.
         known: Whether a pixel counts.
         classes: Number of classes.
         spacing: Distance of neighboring pixels along each axis; empty: 1.
 
     """
-    counts: Counts = {"distances": [0.0] * classes, "elements": [0] * classes}
-    counts |= {"hausdorff": [0.0] * classes, "surfaces": [0] * classes}
+    average_NK, worst_NK = np.zeros((len(y), classes)), np.zeros((len(y), classes))
     steps = tuple(spacing) or (1.0,) * (y.ndim - 1)
     farthest = math.hypot(*((size - 1) * step for size, step in zip(y.shape[1:], steps, strict=False)))
-    for guess, truth, seen in zip(predicted, y, known, strict=True):
+    for image, (guess, truth, seen) in enumerate(zip(predicted, y, known, strict=True)):
         for number in torch.unique(torch.cat((guess[seen], truth[seen]))).tolist():
-            if number == 0:
-                continue
             masks = [((mask == number) & seen).numpy() for mask in (guess, truth)]
+            if number <= 0:
+                continue
             if all(mask.any() for mask in masks):
                 found = measure_surfaces(masks[0], masks[1], steps)
-                worst = max(float(np.percentile(each, PERCENTILE)) for each in found)
+                average_NK[image, number] = np.concatenate(found).mean()
+                worst_NK[image, number] = max(np.percentile(each, PERCENTILE) for each in found)
             else:
-                alone = int(find_surface(masks[0] | masks[1]).sum())
-                found, worst = (np.full(alone, farthest), np.zeros(0)), farthest
-            counts["distances"][number] += float(sum(each.sum() for each in found))
-            counts["elements"][number] += sum(map(len, found))
-            counts["hausdorff"][number] += worst
-            counts["surfaces"][number] += 1
-    return counts
+                average_NK[image, number] = worst_NK[image, number] = farthest
+    return {"distances": average_NK, "hausdorff": worst_NK}
 
 
 def are_possible_surfaces(counts: Counts) -> bool:
-    """Return whether the sums of distances are possible, given ``samples``, ``hits``, ``support`` and ``predicted``."""
-    names = ("distances", "elements", "hausdorff", "surfaces", "hits", "support", "predicted")
-    for number, values in enumerate(zip(*(counts[name] for name in names), strict=True)):
-        distances, elements, hausdorff, surfaces, hits, support, predicted = values
-        most = 0 if number == 0 else support + predicted
-        least = 1 if number and most else 0  # a class that occurs has a surface, each of an element at least
-        equal = hits == support == predicted
-        if not (least <= surfaces <= counts["samples"] and surfaces <= elements <= most and (most or not surfaces)):
-            return False
-        if not (distances >= 0 and hausdorff >= 0) or ((equal or not elements) and (distances or hausdorff)):
+    """Return whether the sums of distances are possible, given ``cases``, ``hits``, ``support`` and ``predicted``."""
+    names = ("distances", "hausdorff", "cases", "hits", "support", "predicted")
+    for distances, hausdorff, cases, hits, support, predicted in zip(*(counts[name] for name in names), strict=True):
+        equal = not cases or hits == support == predicted
+        if not (distances >= 0 and hausdorff >= 0) or (equal and (distances or hausdorff)):
             return False
     return True
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import Ref, UsageError
-from .task import Counts, Task
+from .task import Counts, Task, has_possible_loss
 
 CHUNK = 1024
 """Number of patients who are compared with all others at a time."""
@@ -31,6 +31,12 @@ def _explain_codes(event: Tensor) -> str:
     if codes <= set(map(float, range(10))):
         return " (codes of several kinds of events: write 1 for those that you study, and 0 for all others)"
     return ""
+
+
+def _read_risks(predictions: Tensor) -> Tensor:
+    """Return the risks ``[N]``, NaN where they are not finite: a pair with such a patient is never ranked correctly."""
+    risk_N = predictions[:, 0].double()
+    return torch.where(risk_N.isfinite(), risk_N, torch.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +98,7 @@ class Survival(Task):
 
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        risk, time, event = predictions[:, 0].double(), y[:, 0].double(), y[:, 1] > 0
+        risk, time, event = _read_risks(predictions), y[:, 0].double(), y[:, 1] > 0
         concordant = comparable = loss = 0.0
         for at in torch.split(event.nonzero()[:, 0], CHUNK):
             own = time[at, None]
@@ -103,13 +109,14 @@ class Survival(Task):
             at_risk = torch.where(time >= own, risk, -torch.inf)
             loss += float((at_risk.logsumexp(dim=1) - risk[at]).sum())
         return {
-            "samples": len(y), "loss_sum": max(loss, 0.0), "concordant": concordant, "comparable": comparable
+            "samples": len(y), "loss_sum": max(loss, 0.0), "invalid": int(risk.isnan().sum()), "concordant": concordant,
+            "comparable": comparable,
         }  # fmt: skip
 
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
         """Return each patient's time, event and risk, its pairs with others, and those that are ranked correctly."""
-        risk, time, event = predictions[:, 0].double(), y[:, 0].double(), y[:, 1] > 0
+        risk, time, event = _read_risks(predictions), y[:, 0].double(), y[:, 1] > 0
         concordant, comparable = torch.zeros_like(risk), torch.zeros_like(risk)
         for at in torch.split(event.nonzero()[:, 0], CHUNK):
             own = time[at, None]
@@ -126,7 +133,7 @@ class Survival(Task):
     @override
     def is_possible(self, counts: Counts) -> bool:
         pairs = counts["samples"] * (counts["samples"] - 1) / 2
-        return bool(0 <= counts["concordant"] <= counts["comparable"] <= pairs and counts["loss_sum"] >= 0)
+        return bool(0 <= counts["concordant"] <= counts["comparable"] <= pairs) and has_possible_loss(counts)
 
     @override
     def strata(self, y: Tensor) -> Tensor:

@@ -189,10 +189,23 @@ def softmax_entropy(scores: Tensor) -> Tensor:
     return -(scores.softmax(1) * scores.log_softmax(1)).sum(1)
 
 
+def find_invalid(outputs: Tensor) -> Tensor:
+    """Return whether no class can be chosen from the scores ``outputs [N, K, ...]``, bool ``[N, ...]``.
+
+    The highest score is then NaN or infinite, so that the softmax is not a number.
+    """
+    return ~outputs.amax(dim=1).isfinite()
+
+
+def has_possible_loss(counts: Counts) -> bool:
+    """Return whether the summed loss is a number from 0 on, unless an output is not a number."""
+    return bool(counts["loss_sum"] >= 0) or 0 < counts.get("invalid", 0) <= counts["samples"]
+
+
 def is_overlap(counts: Counts) -> bool:
     """Return whether no class is hit more often than it occurs, nor more often than it is predicted."""
     least = map(min, counts["support"], counts["predicted"] if "predicted" in counts else counts["support"])
-    return bool(counts["loss_sum"] >= 0) and all(hits <= most for hits, most in zip(counts["hits"], least, strict=True))
+    return has_possible_loss(counts) and all(hits <= most for hits, most in zip(counts["hits"], least, strict=True))
 
 
 def count_by_class(predicted: Tensor, y: Tensor, classes: int) -> Counts:

@@ -23,14 +23,14 @@ from ...engines.frozen import FITTING, Inputs
 from ...engines.sequential import Sequential
 from ...evaluation.metrics import evaluate_clients, evaluate_trained, record_clients
 from ...evaluation.policy import POLICIES, SKIP, make_lone_state
-from ...evaluation.statistics_lag import evaluate_reestimated
+from ...evaluation.statistics_lag import reestimate_models
 from ...evaluation.unseen_clients import make_personal_state
 from ...experiments.settings import Settings
 from ...export.package import write_package
 from ...export.source import find_licenses, list_versions, make_model
 from ...models import ModelFactory, make_network
 from ...results.run_directory import describe_environment
-from ...results.schema import REESTIMATED, Row, compute_metric, is_of_numbers, metric_unit, name_metric, rows_to_frame
+from ...results.schema import REESTIMATED, Row, compute_metric, is_of_numbers, is_share, name_metric, rows_to_frame
 from ...utils.allocator import keep_freed_memory
 from ...utils.errors import FedshiftError, UsageError, as_flag
 from ...utils.state import State, join_states, pick, split_state
@@ -140,8 +140,10 @@ class SiteTrial:
             own = self._make_unseen_state(server)
         if asked.facts["moment"] == REESTIMATED:
             training = {} if self.review.validates else {client.name: client.train}
-            measured = self.data.task, self.data.classes
-            rows = evaluate_reestimated(plan, server, [client], training, splits, measured, lambda _: own, alone=True)
+            found = reestimate_models(plan, server, training, lambda _: own, alone=True)
+            measured, state = [client] if client.name in found else [], {**(own or {}), **found.get(client.name, {})}
+            rows = evaluate_trained(plan, state, measured, splits, self.data.task, self.data.classes)
+            rows = [{**row, "moment": REESTIMATED} for row in rows]
         else:
             self._follow(server)
             data = self.inputs.measured
@@ -226,7 +228,9 @@ class SiteTrial:
 
 def _describe_result(row: Row, metric: str) -> str:
     value = float(compute_metric(rows_to_frame([row]), metric)[0])
-    factor, digits, unit = metric_unit(metric, numbers=is_of_numbers(row))
+    from ...report.formatting import difference_unit  # with it Matplotlib, for which a site would wait at its start
+
+    unit = difference_unit(metric, numbers=is_of_numbers(row))
     if value != value:
         return f"{name_metric(metric)} is not defined by the test data here"
-    return f"{name_metric(metric)} {factor * value:.{digits}f} {'%' if unit == 'percent' else unit} here"
+    return f"{name_metric(metric)} {unit.format(value)} {'%' if is_share(metric) else unit.name} here"
