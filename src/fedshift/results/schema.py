@@ -223,13 +223,11 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
 
     ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur), ``auc`` (mean over the classes or
     labels that some samples have and others lack), ``average_precision`` (likewise; with two classes of the second),
-    ``exact_match``, ``ece``, and ``dice``, ``iou``, ``pooled_dice``, ``pooled_iou`` and ``f1`` (means over
-    classes that occur or are predicted; of masks without the background) lie in 0..1; ``rmse`` and ``mae`` are means
-    over targets, ``r2`` (at most 1) over those that vary, ``surface_distance`` and ``hausdorff95`` over the classes
-    that occur or are predicted, without the background; ``c_index`` is the fraction of comparable pairs of a client's
-    patients that are ranked correctly, in 0..1; ``loss`` is the mean loss of a sample. ``dice``, ``iou`` and distances
-    are means over cases of a class, and then over classes. Others are read from ``sums`` and ``values``, by name.
-    :func:`find_missing` returns what is left out.
+    ``exact_match``, ``ece``, ``f1``, Dice and IoU (means over classes that occur or are predicted; of masks without the
+    background, and first over cases unless pooled) lie in 0..1; ``rmse`` and ``mae`` are means over targets, ``r2`` (at
+    most 1) over those that vary, distances of surfaces over cases and classes as Dice; ``c_index`` is the fraction of
+    comparable pairs of a client's patients that are ranked correctly; ``loss`` is the mean loss of a sample. Others are
+    read from ``sums`` and ``values``, by name. :func:`find_missing` returns what is left out.
     """
     if metric == "auc":
         values = rows["auc"].astype(float)
