@@ -24,7 +24,7 @@ from fedshift.data.digits import digits
 from fedshift.data.files import dicom, image_store, volume_decoding, volumes
 from fedshift.data.sources import SPLITS
 from fedshift.data.stores import LazyStore
-from fedshift.diagnosis import shift_tests
+from fedshift.diagnosis import shifts
 from fedshift.engines import auto, cost_model, deferral, stacked
 from fedshift.evaluation import statistics_lag
 from fedshift.evaluation.policy import list_policies
@@ -36,6 +36,7 @@ from fedshift.flower.site.policy import UPLOADS, SitePolicy
 from fedshift.methods import METHODS
 from fedshift.nn import deferred, linear
 from fedshift.report import tables as report_tables
+from fedshift.report.differences import FEWEST_UNITS
 from fedshift.results import trial_records
 from fedshift.results.schema import PICTURED
 from fedshift.tasks.classification import FEW_CLASSES
@@ -306,20 +307,15 @@ def list_stated_numbers():
         ("docs/medical-images.md", f"its {low}th and {high}th percentiles become -1 and 1"),
         ("docs/medical-images.md", f"over {dicom.CLOSE:.0%} (and {dicom.ROUNDING:g} mm)".replace("%", " %")),
         ("docs/medical-images.md", f"more than {dicom.MOST_BYTES / 1e9:.1f} GB"),
-        ("docs/data.md", f"(Holm), is at most {shift_tests.LEVEL:g} and"),
+        ("docs/data.md", f"fewer than {FEWEST_UNITS} test samples"),
+        ("docs/data.md", f"p is at most {shifts.LEVEL:g}, corrected for both shifts (Bonferroni)"),
+        ("docs/data.md", f"and the AUC at least {shifts.MATTERS:g};"),
+        ("docs/data.md", f"excludes a strong one ({shifts.STRONG:g})"),
+        ("docs/data.md", f"up to {shifts.MOST_IN_PAIRS} sites"),
+        ("docs/data.md", f"to the smallest, named from {shifts.UNEQUAL:g} |"),
         ("docs/data.md", f"batches of {BATCH}"),
         ("docs/data.md", f"(and more than {FEW_CLASSES}) is an error"),
         ("docs/data.md", f"{LazyStore.probed} samples of each split ({volumes.VolumeStore.probed} of medical images)"),
-        *(
-            ("docs/data.md", f"| {', '.join(f'{size:g}' for size in shift_tests.SIZES[kind])}{unit} |")
-            for kind, unit in (
-                ("label skew", " bits"),
-                ("target skew", ""),
-                ("feature shift", ""),
-                ("quantity skew", ""),
-                ("concept shift", ""),
-            )
-        ),
         ("docs/features.md", f"the first {PICTURED} are used"),
         ("docs/deployment.md", f"inbound port (TCP {served['port']})"),
         ("docs/operators.md", f"`--round-timeout` seconds ({served['round_timeout']:g})"),

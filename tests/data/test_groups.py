@@ -1,5 +1,7 @@
 """Whole groups move: into test and validation data, samples of a size, partitions and saved splits."""
 
+from io import StringIO
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from rich.console import Console
 from torch.utils.data import Dataset, Subset
 
 from fedshift.config.spec import DataSpec
 from fedshift.data.groups import find_groups
 from fedshift.data.partition import _cut_groups
 from fedshift.data.sources import apply_splits, load_source, write_assignment
+from fedshift.diagnosis.overview import describe, summarize_sizes
 from fedshift.diagnosis.quality import examine
 from fedshift.utils.errors import UsageError
 
@@ -161,6 +165,30 @@ def test_subjects_on_two_sides_are_an_error_of_the_data_and_not_of_reading(tmp_p
         load_source(str(tmp_path), DataSpec(groups="sub-{group}_*.png"))
 
 
+@pytest.mark.parametrize(("pattern", "files", "told"), [
+    ("{group}_*.png", ["a/p1_1.png", "a/p2-1.png"], "1 of 2 files no group, such as 'p2-1.png': it has no '_' in that "
+     "place (names without folders are compared); 'p1_1.png' has group 'p1'"),
+    ("{group}_*.png", ["a/p1_1.jpg"], "1 of 1 files no group, such as 'p1_1.jpg': it has no '.png' in that place"),
+    ("{group}_?.png", ["p1_1.png"], "it has no '_?.png' in that place"),
+    ("P{group}_*.png", ["p1_1.png"], "it has no 'P' in that place"),
+    ("train/{group}/*.png", ["site/train/p1/1.png"], "such as 'site/train/p1/1.png': it has no 'train/' in that place "
+     "(paths are compared, as the pattern has a /)"),
+    ("*/{group}_*", ["a/p1_1/x.png"], "it goes on after '' (paths are compared"),
+])  # fmt: skip
+def test_a_pattern_that_does_not_match_says_where_and_what_was_compared(pattern, files, told):
+    with pytest.raises(UsageError) as refused:
+        find_groups(pattern, files)
+    assert told in str(refused.value)
+
+
+def test_a_table_of_groups_that_lacks_a_file_says_what_it_has(tmp_path):
+    (tmp_path / "own.csv").write_text("file,group\n/data/a.png,p1\n")
+    with pytest.raises(
+        UsageError, match=r"no group, such as 'x/a.png': of its 1 rows, .* \(the first has '/data/a.png'\)"
+    ):
+        find_groups(str(tmp_path / "own.csv"), ["x/a.png"])
+
+
 class OfStays(Dataset):
     """Stays of one hospital as pairs, with the patient of each."""
 
@@ -199,3 +227,22 @@ def test_groups_that_a_torch_dataset_lacks_are_refused():
         load_source({"north": OfStays(north)}, DataSpec(groups="person"))
     with pytest.raises(UsageError, match=r"patient of shape \(3,\) for \d+ items"):
         load_source({"north": OfStays(north, patient=["a", "b", "c"])}, DataSpec(groups="patient"))
+
+
+def test_samples_and_patients_are_counted_before_training_and_too_few_for_a_verdict_are_said():
+    data = prepare(test_fraction=0.1)
+    console = Console(width=160, file=StringIO())
+    console.print(describe(data))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[1][:5] == ["client", "train", "(patients)", "test", "(patients)"]
+    for line, client in zip(lines[2:4], data.clients, strict=True):
+        for place, split in enumerate((client.train, client.test)):
+            stays = list_stays(split)
+            assert line[1 + 2 * place : 3 + 2 * place] == [str(len(stays)), f"({len(set(OWNER[stays]))})"]
+    south = len(set(OWNER[list_stays(data.clients[1].test)]))
+    assert f"south {len(data.clients[1].train)} (" in summarize_sizes(data)
+    tested = sum(len(set(OWNER[list_stays(client.test)])) for client in data.clients)
+    assert lines[-1][1:3] == [str(sum(len(client.train) for client in data.clients)), f"({120 - tested})"]
+    (few,) = (finding.text for finding in examine(data).findings if finding.kind == "no-verdict")
+    assert "No verdict is possible at sites with fewer than 10" in few
+    assert f"south {south} patients" in few

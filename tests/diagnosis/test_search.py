@@ -23,6 +23,7 @@ from fedshift.diagnosis import search as searching
 from fedshift.diagnosis.budget import Cost, fit_budget, plan_rungs, predict_seconds
 from fedshift.diagnosis.search import Candidate, Search, parse_rates, read_search
 from fedshift.diagnosis.search_report import describe_search, format_search, tabulate_search
+from fedshift.diagnosis.shift_report import choose_methods
 from fedshift.experiments import duration
 from fedshift.experiments.python_settings import make_python_experiment
 from fedshift.results.schema import read_rows
@@ -49,7 +50,7 @@ def made(values, rungs=None, baseline="fedavg", **changes):
     given = {
         "federation": "made", "metric": "accuracy", "seeds": 1, "baseline": baseline,
         "reasons": {each.method: f"because of {each.method}" for each in candidates}, "refused": {}, "findings": (),
-        "cautions": (), "candidates": candidates, "rungs": rungs or plan_rungs(len(candidates), 9, len(methods)),
+        "candidates": candidates, "rungs": rungs or plan_rungs(len(candidates), 9, len(methods)),
         "seconds": 60.0, "asked": 9, "budget": 10.0, "results": results,
     }  # fmt: skip
     return Search(**given | changes)
@@ -196,7 +197,7 @@ def test_methods_that_are_always_tried_are_the_last_to_go_and_what_goes_is_said(
 @pytest.mark.slow
 def test_a_search_measures_validation_data_alone_and_ends_with_its_budget(cli, small, tiny_folder, tmp_path):
     done = cli("advise", "--data", tiny_folder, *WORDS, "--out", "found")
-    assert "Testing labels ..." in done.out
+    assert "Testing all sites ..." in done.out
     assert "validation accuracy" in done.out
     files = list((tmp_path / "found" / "search" / "trials").glob("*/*.json*"))
     rows = [row for path in files if path.suffix == ".jsonl" for row in read_rows(path)]
@@ -327,7 +328,7 @@ def test_candidates_follow_the_diagnosis_the_batch_size_and_the_network(quick, t
     few, many = (searching.list_candidates(found, size) for size in (2, 16))
     assert list(few)[:3] == ["fedavg", "gn", "fedwon"]
     assert "batches of 2 samples" in few["gn"]
-    advised = {each.method: each.reason for each in found.advice.methods}
+    advised = choose_methods(found)
     assert list(many)[: len(advised)] == list(advised)
     assert advised.items() <= many.items()
     assert {"single", "fedbn", "gn"} <= {*many}

@@ -115,8 +115,8 @@ def test_a_wide_figure_of_the_diagnosis_stays_legible_on_a_phone(opened):
     panel = FigurePanel(name="wide", figure=figure, description="wide")
     page = opened(
         render_template(
-            "diagnosis.html.j2", name="digits", clients=2, samples=9, named=[], readings=["none"], shown="",
-            report=Report(tables=(findings,), panels=(panel,)), advice={"methods": (), "cautions": ()},
+            "diagnosis.html.j2", name="digits", clients=2, named=[], readings=["none"], shown="",
+            report=Report(tables=(findings,), panels=(panel,)),
             command="fedshift sweep --data digits --methods " + ",".join(["fedavg"] * 20),
         ),
         400,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 from rich.console import RenderableType
@@ -152,7 +152,7 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None, p
 
 
 def _explain_inputs(made: Federation) -> Iterator[Text]:
-    """Yield the layout of samples with several inputs, of which single values are neither compared nor drawn."""
+    """Yield the layout of samples with several inputs, whose single values are not compared or drawn."""
     if made.inputs:
         named = ", ".join(map(str, made.inputs))
         yield Text(f"Inputs: {named}. Their values are not compared or drawn by column.")
@@ -184,29 +184,28 @@ def diagnose(
     spec: Reading = DataSpec(),
     *,
     permutations: int = 999,
-    features: Literal["pixels", "network"] = "pixels",
     limit: int = 1000,
     seed: int = 0,
     json: Json = None,
     out: Path | None = None,
     pictures: bool = True,
 ) -> int:
-    """Report how clients differ (label skew, feature shift, quantity skew, concept shift), how much, and what helps.
+    """Report how clients differ (label skew, feature shift, quantity skew), how surely, and methods against it.
 
     Args:
         permutations: Number of permutations for each p-value.
-        features: Features for comparing appearance: pixels (or columns), or a small network's features.
         limit: Maximum number of samples of each client to examine.
         seed: Seed of subsamples, folds and permutations.
-        out: Directory for a page with tables, advice and pictures (diagnosis.html), and for the findings (found.json).
+        out: Directory for a page with the table and pictures (diagnosis.html), and for the findings (found.json).
         pictures: Show training samples of each client on the page.
 
     """
     from ..data.federation import encode_targets
     from ..data.sources import load_federation
-    from ..diagnosis import diagnose as find_shifts
-    from ..diagnosis.page import PAGE, write_page
-    from ..diagnosis.rendering import render_diagnosis
+    from ..diagnosis.overview import describe
+    from ..diagnosis.shift_report import PAGE, comparison_command, interpret, tabulate_shifts, write_page
+    from ..diagnosis.shifts import diagnose as find_shifts
+    from ..report.publication import print_parts as print_tables
 
     console = make_console()
     _refuse_file(out)
@@ -214,9 +213,7 @@ def diagnose(
     with show_loading(console) as progress:
         alone = replace(spec, allow_single_class=True)
         made = encode_targets(load_federation(where, alone, progress, differing=LOOKED_AT))
-        found = find_shifts(
-            made, seed=seed, permutations=permutations, features=features, limit=limit, progress=progress
-        )
+        found = find_shifts(made, seed=seed, permutations=permutations, limit=limit, progress=progress)
     remarks = [*made.notices, *made.faults]
     if spec.target and spec.scaling == "client":
         note = "Numbers were scaled by each client's own training rows, which takes shifts of mean and spread away; "
@@ -225,12 +222,15 @@ def diagnose(
     if made.sample_shape[1:] == LOOKED_AT:
         spec = replace(spec, image_size=LOOKED_AT[0])
     flags = _format_flags(where, spec)
-    print_parts(console, [*format_notices(made), *render_diagnosis(found, flags)])
+    print_parts(console, [*format_notices(made), describe(made)])
+    print_tables(console, [tabulate_shifts(found)])
+    print_parts(console, [Text(f"- {sentence}") for sentence in interpret(found)])
+    print_parts(console, ["To compare methods, each at its best learning rate:", comparison_command(found, flags)])
     _write_json(console, found.as_dict(), json)
     if out:
         out.mkdir(parents=True, exist_ok=True)
         _write_json(console, found.as_dict(), out / "found.json")
-        print_line(console, f"Page: {write_page(found, made, out / PAGE, flags, remarks, pictures=pictures)}")
+        print_line(console, f"Page: {write_page(found, out / PAGE, flags, remarks, pictures=pictures)}")
     return 0
 
 

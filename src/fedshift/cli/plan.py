@@ -65,7 +65,7 @@ def plan(
 
 
 def _count(source: str, spec: DataSpec) -> dict[str, Fingerprint]:
-    """Return the counts of each client in a directory, which may be that of one client."""
+    """Return the counts of each client in a directory, which may hold a single client."""
     from ..data.files.images import holds_one_client
     from ..data.files.volumes import count_cases
     from ..data.schema import Layout
@@ -86,7 +86,7 @@ def _count(source: str, spec: DataSpec) -> dict[str, Fingerprint]:
 
 
 def _tabulate(sites: Mapping[str, Fingerprint]) -> Table:
-    """Return a table of each site's counts, and those of all."""
+    """Return a table of the counts of each site and of all sites."""
     table = Table(box=None, title="training cases: columns x rows x slices, lowest to highest", title_justify="left")
     table.add_column("site", overflow="fold")
     measured = any(site.spacings for site in sites.values())

@@ -72,6 +72,7 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: RunOptions,
     console, shown = Console(), Console(quiet=place.quiet)
     with show_loading(shown) as progress:
         from ..diagnosis.checked_experiment import make_checked
+        from ..diagnosis.overview import summarize_sizes
         from ..experiments.callbacks import CALLBACKS
         from ..experiments.loggers import parse_loggers, require_packages
         from ..report.publication import publish_safely
@@ -81,6 +82,7 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: RunOptions,
         use_threads(spec.threads)
         experiment = make_checked(spec, progress)
     print_line(console, f"{directory}: {summarize_experiment(experiment)}")
+    print_line(console, summarize_sizes(experiment.data))
     began, finished = time.perf_counter(), False
     failure: FedshiftError | OSError | None = None
     with catch_interrupts(console) as stop, show_progress(shown, own) as callback, _profile(profile) as seconds:

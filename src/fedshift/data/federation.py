@@ -29,7 +29,7 @@ from .agreement import check_scales, name_scales
 from .columns import Column
 from .patches import Patches, Size
 from .preparation import ARRAY, Decoding, FeatureScaling, Normalization, Preparation
-from .resizing import resize, resize_masks
+from .resizing import describe_stretch, resize, resize_masks
 from .samples import (
     SHOWN,
     Samples,
@@ -339,7 +339,7 @@ class Federation:
                 f"{odd[0]}: {shapes[odd[0]][0]} channels where others have {channels}: "
                 f"bring every client to {channels} channels (gray, 1, is repeated by itself)"
             )
-        sizes = {shape[1:] for shape in shapes.values()}
+        sizes: set[tuple[int, ...]] = {shape[1:] for shape in shapes.values()}
         target = (size, size) if size else (28, 28) if len(sizes) > 1 else next(iter(sizes))
         cases = size is None and any(split.patches for split in self.named_splits().values())
         fit = cache(lambda store: _fit_store(store, channels, tuple(store.shape[2:]) if cases else target))  # once each
@@ -352,7 +352,8 @@ class Federation:
                 made = made.with_patches(Patches.whole(split.patches.size, target, len(split.store), resized=target))
             return made.with_targets(resize_masks(split.y, target))
 
-        return self.map_splits(fit_split)
+        told = "" if cases else describe_stretch(sizes, target)
+        return replace(self.map_splits(fit_split), notices=(*self.notices, *([told] if told else [])))
 
     def cut_patches(
         self, size: Size, *, extents: Mapping[int, NDArray[np.int64]] | None = None, fixed: bool = False

@@ -42,12 +42,14 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
         if rows and not {"file", "group"} <= rows[0].keys():
             raise UsageError(f"{groups} has columns {', '.join(rows[0])}: give it the columns file and group")
         named = {row["file"]: row["group"] for row in rows}
-        found = [named.get(file, named.get(Path(file).name, "")) for file in files]
+        found = [named.get(file) or named.get(Path(file).name, "") for file in files]
+        compared, why = list(files), f"of its {len(rows)} rows, none has it as file, with a group"
+        why += f" (the first has {rows[0]['file']!r})" if rows else ""
     elif groups.count(MARK) == 1:
-        parts = (re.escape(part).replace(r"\*", "[^/]*") for part in groups.split(MARK))
-        pattern = re.compile("([^/]+?)".join(parts))
-        matches = [pattern.fullmatch(file if "/" in groups else Path(file).name) for file in files]
-        found = [match[1] if match else "" for match in matches]
+        compared = [file if "/" in groups else Path(file).name for file in files]
+        pattern = _compile(groups)
+        found = [match[1] if (match := pattern.fullmatch(name)) else "" for name in compared]
+        why = "" if all(found) else _explain_mismatch(groups, compared[found.index("")])
     else:
         raise UsageError(
             f"{{}}: files have no columns: give a pattern of their names with {MARK} once, such as '{MARK}_*.png', or "
@@ -55,8 +57,32 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
             Ref(groups=groups),
         )
     if "" in found:
-        raise UsageError(f"{{}} gives {files[found.index('')]} no group: give each file one", Ref(groups=groups))
+        matched = next(
+            (f"; {name!r} has group {group!r}" for name, group in zip(compared, found, strict=True) if group), ""
+        )
+        raise UsageError(
+            f"{{}} gives {found.count('')} of {len(files)} files no group, such as {compared[found.index('')]!r}: {why}"
+            f"{matched}; give each file one",
+            Ref(groups=groups),
+        )
     return np.array(found)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression for a pattern, or its beginning, with the group as its first group."""
+    parts = (re.escape(part).replace(r"\*", "[^/]*") for part in pattern.split(MARK))
+    return re.compile("([^/]+?)".join(parts))
+
+
+def _explain_mismatch(pattern: str, name: str) -> str:
+    """Return the first text of ``pattern`` that ``name`` lacks in its place, and what is compared."""
+    kind = "paths are compared, as the pattern has a /" if "/" in pattern else "names without folders are compared"
+    begun = ""
+    for text in re.split(rf"(\*|{re.escape(MARK)})", pattern):
+        begun += text
+        if not _compile(begun).match(name):
+            return f"it has no {text!r} in that place ({kind})"
+    return f"it goes on after {re.split(r'[*}]', pattern)[-1]!r} ({kind})"
 
 
 def number_groups(names: Sequence[str]) -> Tensor:

@@ -11,7 +11,7 @@ of the first voxel to that of the last (``scipy.ndimage.zoom`` with ``grid_mode`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -27,8 +27,22 @@ Order = Literal[0, 1, 3]
 """Degree of splines: the nearest voxel, linear, cubic."""
 ROUNDED = 1e-5
 """Difference of two classes' shares of a voxel that is rounding."""
+STRETCH = 0.05
+"""Change of an image's proportions from which it is said."""
 CHUNK = 1000
 """Number of images to resize at a time, because floats take four times the memory."""
+
+
+def describe_stretch(sizes: Iterable[Sequence[int]], size: Sequence[int]) -> str:
+    """Return a remark on images of ``sizes`` that are resized to ``size``, width last; empty: in proportion."""
+    change, old = 0.0, size
+    for one in sizes:
+        factors = [new / side for new, side in zip(size, one, strict=True)]
+        change, old = max((change, old), (max(factors) / min(factors) - 1, one))
+    if change <= STRETCH:
+        return ""
+    before, after = (" x ".join(map(str, each[::-1])) for each in (old, size))
+    return f"images of {before} are resized to {after}, which changes their proportions by {change:.0%}"
 
 
 def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:

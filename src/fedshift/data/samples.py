@@ -138,6 +138,10 @@ class Samples:
         """Shape of one sample in a batch."""
         return self.whole_shape if self.patches is None else (self.whole_shape[0], *self.patches.size)
 
+    def count_units(self) -> int:
+        """Return the number of groups, such as patients, or of distinct samples where there are none."""
+        return len(np.unique(self.units.numpy()))
+
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of one stored sample."""

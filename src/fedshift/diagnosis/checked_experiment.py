@@ -8,10 +8,14 @@ from ..config.spec import CompareSpec, RunSpec
 from ..data.files.read_options import Progress
 from ..experiments.experiment import Experiment
 from ..experiments.factory import make_experiment
+from .faults import judge_test_sizes
 from .quality import check_data
 
 
 def make_checked(spec: RunSpec | CompareSpec, progress: Progress | None = None) -> Experiment:
-    """Return the experiment that ``spec`` describes, with a notice about errors in its data, or refuse such data."""
+    """Return the experiment that ``spec`` describes, with notices about its data, or refuse data with errors."""
     experiment = make_experiment(spec, progress)
-    return replace(experiment, data=check_data(experiment.data, spec.on_data_error))
+    data = check_data(experiment.data, spec.on_data_error)
+    found = judge_test_sizes(data)
+    few = tuple(f"{finding.text} {finding.fix}" for finding in found if finding.kind == "no-verdict")
+    return replace(experiment, data=replace(data, notices=(*data.notices, *few)))

@@ -25,6 +25,7 @@ from ..data.agreement import FRACTIONS, SIGNED, check_scales, name_scales
 from ..data.copies import MANY_NUMBERS
 from ..data.federation import Federation
 from ..data.files.volumes import compare_spacings, is_resampled, list_headers
+from ..report.differences import FEWEST_UNITS
 from ..tasks import Classification, Regression, Segmentation, Survival
 from ..tasks.segmentation import find_empty_masks
 from ..utils.errors import UsageError
@@ -51,13 +52,13 @@ _DOUBT = " Samples of so few numbers can be equal by chance: check whether they 
 
 
 def judge_reading(data: Federation) -> Iterator[QualityFinding]:
-    """Find files that look like data and were skipped when reading."""
+    """Find files that could be data and were skipped when reading."""
     for fault in data.faults:
         yield make_finding("left-out", f"{fault[:1].upper()}{fault[1:]}.")
 
 
 def judge_grids(data: Federation) -> Iterator[QualityFinding]:
-    """Find clients whose medical images have other voxels than those of others."""
+    """Find clients whose medical images have other voxels."""
     headers = list_headers(data)
     for text in compare_spacings(headers):
         if not is_resampled(data):
@@ -284,14 +285,18 @@ def judge_numbering(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterato
         yield make_finding("numbering", f"Classes seem to be numbered in two ways: {' and '.join(names)}.", second)
 
 
-def judge_test_sizes(surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
-    """Find test sets that are too small for a reliable accuracy."""
-    small = {
-        part: f"{part.client} {count} (50 % ± {100 * _Z / (2 * math.sqrt(count + _Z**2)):.0f})"
-        for part in surveys if part.split == "test" and 0 < (count := len(part.labels)) < FEW
-    }  # fmt: skip
-    what = f"Fewer than {FEW} test samples, with the 95 % interval of an accuracy of 50 %"
-    yield from list_places("small-test", what, small)
+def judge_test_sizes(data: Federation) -> Iterator[QualityFinding]:
+    """Find sites whose test data are too few for a reliable accuracy, or to decide between methods."""
+    sizes = {client.name: client.test.count_units() for client in data.clients if len(client.test)}
+    known = {client.name: " patients" * (client.test.group is not None) for client in data.clients}
+    half = {name: 100 * _Z / (2 * math.sqrt(units + _Z**2)) for name, units in sizes.items() if units < FEW}
+    small = {name: f"{name} {sizes[name]}{known[name]} (50 % ± {points:.0f})" for name, points in half.items()}
+    if isinstance(data.task, Classification):
+        what = f"Fewer than {FEW} test samples or patients, with the 95 % interval of an accuracy of 50 %"
+        yield from list_places("small-test", what, small)
+    few = {name: f"{name} {n}{known[name] or ' samples'}" for name, n in sizes.items() if n < FEWEST_UNITS}
+    what = f"No verdict is possible at sites with fewer than {FEWEST_UNITS} test samples, or patients where known"
+    yield from list_places("no-verdict", what, few)
 
 
 def find_duplicates(parts: Sequence[SplitSurvey], *, targets: bool = False) -> pd.DataFrame:

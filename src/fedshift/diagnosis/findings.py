@@ -112,6 +112,10 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
         "note",
         "No action is needed: clients may have different classes. A personal model learns little about missing ones.",
     ),
+    "no-verdict": (
+        "note",
+        "Give these sites more test data (--test-fraction), or judge methods by the mean over all sites.",
+    ),
     "small-test": (
         "warning",
         "Reserve more samples for testing, or read these clients' accuracies together, not one by one.",

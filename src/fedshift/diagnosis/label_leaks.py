@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from ..data.federation import Federation
@@ -109,23 +110,14 @@ def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:
         return _Tally(wrong=wrong + float((sizes == 1).sum()), others=others)
     usual = (pairs % len(classes))[np.lexsort((-counts, pairs // len(classes)))][first]
     wrong += max(0, int(np.count_nonzero(np.diff(usual))) - len(classes) + 1) / 2
-    return _Tally(wrong=wrong, others=others, area=_measure_area(values, label == 1) if len(classes) == 2 else 0.5)
-
-
-def _rank(values: Floats) -> Floats:
-    """Return the ranks of values, of equal ones their mean."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[place]
-    return ranks
-
-
-def _measure_area(values: Floats, positive: NDArray[np.bool_]) -> float:
-    """Return the area under the ROC curve of ``values`` for the positive samples."""
-    count = int(positive.sum())
-    return float((_rank(values)[positive].sum() - count * (count + 1) / 2) / (count * (len(values) - count)))
+    area, count = 0.5, int(label.sum())
+    if len(classes) == 2:
+        ranks = float(pd.Series(values).rank()[label == 1].sum())
+        area = (ranks - count * (count + 1) / 2) / (count * (len(label) - count))
+    return _Tally(wrong=wrong, others=others, area=area)
 
 
 def _correlate(values: Floats, y: Floats) -> float:
     """Return the magnitude of the rank correlation; 0 with few different values."""
     varied = len(np.unique(values)) >= LEAST and len(np.unique(y)) >= LEAST
-    return abs(float(np.corrcoef(_rank(values), _rank(y))[0, 1])) if varied else 0.0
+    return abs(float(np.corrcoef(pd.Series(values).rank(), pd.Series(y).rank())[0, 1])) if varied else 0.0

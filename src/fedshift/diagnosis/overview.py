@@ -16,12 +16,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..data.federation import PLURALS, Federation
+from ..data.federation import PLURALS, ClientData, Federation
 from ..data.files.volumes import list_headers
 from ..data.pictures import to_pictures
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
 from ..utils.random_streams import stream
+from ..utils.words import join_some
 from .findings import QualityFinding, Severity
 from .number_faults import name_features
 from .quality import Quality
@@ -33,12 +34,16 @@ _STYLE: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "not
 
 
 def describe(data: Federation) -> Table:
-    """Tabulate the size of each client's splits, its training targets and the sample shape, with totals."""
+    """Tabulate the size of each client's splits, its training targets and the sample shape, with totals.
+
+    Sizes are samples, with their patients (groups) in brackets where these are known.
+    """
     splits = [name for name in ("train", "validation", "test") if any(name in c.splits for c in data.clients)]
     table = Table(box=None, title=Text(f"{data.name}: {len(data.clients):,} clients"), title_justify="left")
     table.add_column("client", overflow="fold")
     outputs = PLURALS[data.task.output]
-    for title in (*splits, outputs):
+    grouped = any(split.group is not None for client in data.clients for split in client.splits.values())
+    for title in (*(f"{name} (patients)" if grouped else name for name in splits), outputs):
         table.add_column(title, justify="right")
     table.add_column("sample")
     facts = [dict(data.task.describe(client.train.y)) for client in data.clients[:SHOWN]]
@@ -49,7 +54,7 @@ def describe(data: Federation) -> Table:
         table.add_column(name)
     has_CK = _count_classes(data) > 0
     for client, has_K, each in zip(data.clients, has_CK, facts, strict=False):
-        sizes = [f"{len(client.splits[name]):,}" if name in client.splits else "-" for name in splits]
+        sizes = [count_cases([client], name) for name in splits]
         shape = " x ".join(map(str, client.train.shape))
         kind = f"{shape} {str(client.train.dtype).removeprefix('torch.')}"
         table.add_row(
@@ -58,11 +63,27 @@ def describe(data: Federation) -> Table:
         )  # fmt: skip
     if len(data.clients) > SHOWN:
         table.add_row(Text(f"and {len(data.clients) - SHOWN:,} more", style="dim"))
-    distinct = [{id(c.splits[name]): len(c.splits[name]) for c in data.clients if name in c.splits} for name in splits]
-    totals = [f"{sum(sizes.values()):,}" for sizes in distinct]  # shared splits count once
     table.add_section()
+    totals = (count_cases(data.clients, name) for name in splits)
     table.add_row("all", *totals, f"{has_CK.any(axis=0).sum() or data.classes} of {data.classes}", style="bold")
     return table
+
+
+def count_cases(clients: Sequence[ClientData], split: str) -> str:
+    """Return the samples in a split of all ``clients``, as ``120 (14)`` with patients; shared splits count once."""
+    own = {id(held): held for client in clients if (held := client.splits.get(split)) is not None}
+    groups = [np.unique(held.group.numpy()) for held in own.values() if held.group is not None]
+    shared = {number for group in groups for number in group[group >= 0].tolist()}
+    patients = f" ({len(shared) + sum(int((group < 0).sum()) for group in groups):,})" if groups else ""
+    return f"{sum(map(len, own.values())):,}{patients}" if own else "-"
+
+
+def summarize_sizes(data: Federation) -> str:
+    """Return the samples and patients of each client and split in a line."""
+    splits = [name for name in ("train", "validation", "test") if any(name in each.splits for each in data.clients)]
+    sizes = (f"{each.name} {' / '.join(count_cases([each], name) for name in splits)}" for each in data.clients)
+    grouped = any(each.train.group is not None for each in data.clients)
+    return f"Samples{' (patients)' * grouped} to {' / '.join(splits)}: {join_some(sizes, shown=8)}"
 
 
 def describe_grids(data: Federation) -> Table | None:

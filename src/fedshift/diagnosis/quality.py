@@ -99,7 +99,7 @@ def examine(data: Federation) -> Quality:
         *judge_leaks(data),
         *(judge_numbering(data, surveys) if classified else ()),
         *(judge_classes(data, surveys) if classified else judge_targets(data, surveys)),
-        *(judge_test_sizes(surveys) if classified else ()),
+        *judge_test_sizes(data),
     ]
     return Quality(
         name=data.name,

@@ -47,9 +47,9 @@ from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
 from ..utils.execution.workers import Workers
 from ..utils.words import format_time
-from . import Diagnosis, diagnose
 from .budget import PER_METHOD, Rung, fit_budget, measure_cost, plan_rungs, predict_seconds
-from .rendering import interpret
+from .shift_report import choose_methods, interpret
+from .shifts import Diagnosis, diagnose
 
 MOST_METHODS = 12
 """Maximum number of candidate methods from a diagnosis: FedAvg, eight recommended ones and three that always run."""
@@ -102,7 +102,7 @@ class Search:
     Attributes:
         reasons: Reason for trying each method.
         refused: Methods that do not suit the data or the model, with the reason.
-        findings, cautions: Sentences from the diagnosis.
+        findings: Sentences from the diagnosis.
         seconds: Predicted total time, including diagnosis and timing.
         asked: Requested number of rounds; the budget may allow fewer.
         budget: Minutes for everything.
@@ -122,7 +122,6 @@ class Search:
     reasons: Mapping[str, str]
     refused: Mapping[str, str]
     findings: tuple[str, ...]
-    cautions: tuple[str, ...]
     candidates: tuple[Candidate, ...]
     rungs: tuple[Rung, ...]
     seconds: float = field(compare=False)
@@ -373,7 +372,6 @@ def begin_search(
         reasons={name: reasons[name] for name in chosen},
         refused=refused,
         findings=tuple(interpret(found)),
-        cautions=found.advice.cautions,
         candidates=tuple(candidates),
         rungs=rungs,
         seconds=spent + predict_seconds(rungs, [scaled[name] for name in chosen], len(left), held),
@@ -391,12 +389,10 @@ def list_candidates(found: Diagnosis, batch_size: int | None) -> dict[str, str]:
 
     ``batch_size``: of training; small batches favor methods without BatchNorm.
     """
-    baseline, *advised = found.advice.methods
+    (baseline, why), *advised = choose_methods(found).items()
     few = batch_size is not None and batch_size <= SMALL_BATCH
-    reasons = {baseline.method: baseline.reason} | (
-        dict.fromkeys(("gn", "fedwon"), FEW.format(batch_size)) if few else {}
-    )
-    for method, reason in (*((each.method, each.reason) for each in advised), *GENERAL.items()):
+    reasons = {baseline: why} | (dict.fromkeys(("gn", "fedwon"), FEW.format(batch_size)) if few else {})
+    for method, reason in (*advised, *GENERAL.items()):
         reasons.setdefault(method, reason)
     return reasons
 

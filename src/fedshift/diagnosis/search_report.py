@@ -71,7 +71,7 @@ def format_search(search: Search) -> TextTable:
 
 
 def describe_search(search: Search, flags: str | None = None) -> Iterator[str]:
-    """Yield the advice with its reasons, what was omitted, cautions, the plan, and a command that confirms the advice.
+    """Yield the advice with its reasons, what was omitted, the plan, and a command that confirms the advice.
 
     ``flags``: command-line flags with the settings of all methods; None: omit the command.
     """
@@ -83,7 +83,6 @@ def describe_search(search: Search, flags: str | None = None) -> Iterator[str]:
         yield f"Not tried: {method}, because {why}."
     if search.dropped:
         yield f"Not tried, because the budget does not allow them: {', '.join(search.dropped)}."
-    yield from search.cautions
     yield describe_plan(search)
     if search.results and flags is not None:
         compared = [each for each in (search.find_baseline(-1), search.find(LOCAL), search.best) if each is not None]

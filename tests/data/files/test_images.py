@@ -92,6 +92,17 @@ def test_without_a_test_folder_a_share_of_training_is_for_testing(read, root):
     assert data.notices == ("client 'gray': no test folder, so 0.2 of its train folder is for testing",)
 
 
+def test_proportions_that_resizing_changes_are_said_from_files_and_from_the_cache(read):
+    told = [f"client {name!r}: images of 6 x 4 are resized to 9 x 9, which changes their proportions by 50%"
+            for name in ("color", "gray")]  # fmt: skip
+    for _ in range(2):
+        assert [each for each in read(image_size=9).notices if "proportions" in each] == told
+    assert not any("proportions" in notice for notice in read().notices)
+    whole = read()
+    assert "images of 6 x 4 are resized to 9 x 9" in whole.fit_images(9).notices[-1]
+    assert whole.fit_images().notices == whole.notices
+
+
 def test_classes_are_counted_over_all_clients_even_those_not_chosen(read, root):
     write(root / "color" / "ant" / "0.png", noise(4, 6, 3))
     write(root / "color" / "ant" / "1.png", noise(4, 6, 3))

@@ -127,6 +127,7 @@ def test_volumes_of_several_sizes_need_one_and_masks_keep_their_classes(root):
     assert "images differ in size: " in refused(root)
     assert "image_size=64" in refused(root)
     data = load_federation(str(root), DataSpec(image_size=6))
+    assert any(" are resized to 6 x 6 x 6, which changes their proportions by " in each for each in data.notices)
     train = data.client("a").train
     assert train.shape == (1, 6, 6, 6)
     assert train.y.shape == (4, 6, 6, 6)

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError
 from ..patches import extend
 from ..preparation import ARRAY, Decoding
+from ..resizing import describe_stretch
 from .image_decoding import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
 from .read_options import Progress
 
@@ -81,7 +82,8 @@ class ImageFacts:
 
     ``bits`` is 0 unless gray integers were scaled. ``sizes`` gives the height and width of each file if images are
     padded at their ends, by the lowest value in each channel (masks: by 0), instead of resized. ``broken`` gives the
-    reason why a file cannot be used; ``frames`` gives the number of frames of files with several.
+    reason why a file cannot be used; ``frames`` gives the number of frames of files with several; ``stretch``: how
+    proportions changed.
     """
 
     kind: Kind = "byte"
@@ -92,6 +94,7 @@ class ImageFacts:
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
     frames: dict[str, int] = field(default_factory=dict)
+    stretch: str = ""
 
     @property
     def decoding(self) -> Decoding:
@@ -209,6 +212,9 @@ def describe_headers(
         sizes={file: (header.height, header.width) for file, header in headers.items()} if padded else {},
         broken=broken,
         frames={file: header.frames for file, header in headers.items() if header.frames > 1},
+        stretch=""
+        if padded
+        else describe_stretch([(each.height, each.width) for each in headers.values()], (height, width)),
     )
 
 

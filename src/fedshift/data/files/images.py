@@ -271,6 +271,8 @@ def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, rea
     if facts.frames:
         frames = join_some(f"{file}: {count}" for file, count in facts.frames.items())
         said.append(f"client {name!r}: {len(facts.frames)} files hold several frames, the first is read ({frames})")
+    if facts.stretch:
+        said.append(f"client {name!r}: {facts.stretch}")
     if facts.bits:
         text = f"client {name!r}: gray read as {facts.bits} bits, 0..{2**facts.bits - 1} scaled to [-1, 1]"
         said.append(Information(text))

@@ -47,7 +47,7 @@ from ..files.volumes import (
 )
 from ..patches import make_box
 from ..preparation import Decoding
-from ..resizing import resample_mask, resize_mask
+from ..resizing import describe_stretch, resample_mask, resize_mask
 from ..scan import SPLITS, Assign, Loaded, Scan, assign_splits
 from ..stores import RecentArrays
 from .images import list_clients, make_part, require_task
@@ -173,6 +173,9 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         name: [headers[image.path] for image, _ in own if image.path in headers] for name, own in pairs.items()
     }
     notices += compare_grids(own_headers, resampled=bool(spacing))
+    if reading.image_size is not None and sizes:
+        told = describe_stretch([header.shape for header in shown.values()], next(iter(sizes.values())))
+        notices += [told] if told else []
     resampled = [Information(f"images are resampled to {describe_spacing(spacing)}")] if spacing else []
     task, said = choose_spacing(task, list(shown.values()), list(sizes.values()))
     return Scan(
