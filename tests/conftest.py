@@ -228,7 +228,7 @@ def cli(capsys, monkeypatch, tmp_path):
 @pytest.fixture
 def unpublished(monkeypatch):
     """Leave out tables, figures and page, which take most of the time of a tiny run."""
-    monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_, **__: None)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 from scipy.special import expit, logit
-from scipy.stats import binomtest
+from scipy.stats import binomtest, t
 from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
 
@@ -93,6 +93,16 @@ def test_samples_of_one_patient_do_not_narrow_an_interval():
     assert (again.low, again.high) == pytest.approx((area.low, area.high), abs=0.01)
 
 
+def test_the_variance_over_patients_of_unequal_sizes_is_that_of_the_jackknife():
+    x, sizes = np.repeat(np.random.default_rng(1).normal(size=10), 2), np.array([2, 4, 6, 8])
+    positive, group = np.arange(20) % 2 == 1, np.repeat(np.arange(4), sizes)
+    error = expit(-x) ** 2
+    spread = math.sqrt(3 * np.var([error[group != left].mean() for left in range(4)]))
+    half = t(20**2 / np.square(sizes).sum() - 1).ppf(0.975) * spread / (error.mean() * (1 - error.mean()))
+    ours = estimate(BRIER, np.where(positive, x, -x)[None], positive, group)
+    assert logit([ours.low, ours.high]) == pytest.approx(logit(error.mean()) + np.array([-half, half]))
+
+
 def test_areas_and_brier_scores_are_those_of_scikit_learn():
     score, positive = draw(80, seeds=3)
     for measure, theirs in ((AREA, sk.roc_auc_score), (BRIER, sk.brier_score_loss)):
@@ -144,7 +154,7 @@ def test_the_operating_point_is_the_best_of_all_thresholds(rule):
         return other if required >= float(rule[-3:].lstrip("=")) else -1
 
     reached = value((score[0] >= threshold)[positive].mean(), (score[0] < threshold)[~positive].mean())
-    assert reached == pytest.approx(max(value(t, 1 - f) for t, f in zip(tpr, fpr, strict=True)))
+    assert reached == pytest.approx(max(value(hit, 1 - f) for hit, f in zip(tpr, fpr, strict=True)))
     assert threshold not in score  # it lies between two scores
     assert math.isnan(choose_threshold(rule, score[0], np.ones(60, bool)))
 

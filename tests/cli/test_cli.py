@@ -118,7 +118,7 @@ def test_a_quiet_run_prints_its_directory_and_its_tables_alone(cli, undrawn, mon
 
 def test_a_report_is_made_again_from_the_records(cli, undrawn, monkeypatch, tiny_folder):
     with monkeypatch.context() as patched:
-        patched.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
+        patched.setattr("fedshift.report.publication.publish_summary", lambda *_, **__: None)
         cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "results")
     outcome = cli("report", "results")
     assert (outcome.code, outcome.err) == (0, "")
@@ -225,7 +225,7 @@ def test_one_ctrl_c_finishes_the_round_reports_and_says_how_to_go_on(
     assert load_checkpoint(tmp_path / "stopped run" / CHECKPOINT)[1]["round"] == 2
     assert signal.getsignal(signal.SIGINT) is handler
     monkeypatch.setattr(sequential, "client_step_", real)
-    monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_, **__: None)
     assert cli("run", "--resume", "stopped run").code == 0
     assert cli(*settings, "--out", "whole").code == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped run")
@@ -242,7 +242,7 @@ def test_two_ctrl_c_stop_at_once(cli, interrupt, monkeypatch, tiny_folder, tmp_p
     assert outcome.out.splitlines()[-1].endswith("continue with: fedshift run --resume stopped")
     assert load_checkpoint(tmp_path / "stopped" / CHECKPOINT)[1]["round"] == 1
     monkeypatch.setattr(sequential, "client_step_", real)
-    monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_: None)
+    monkeypatch.setattr("fedshift.report.publication.publish_summary", lambda *_, **__: None)
     assert cli("run", "--resume", "stopped").code == 0
     assert cli(*settings, "--out", "whole").code == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")

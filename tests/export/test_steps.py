@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 import fedshift
+from fedshift.utils.errors import UsageError
 
 
 def numbers(text):
@@ -295,3 +296,18 @@ def test_cards_followed_by_the_word_give_the_predictions(write, given, options, 
             assert np.array_equal(written, mask)
             assert np.array_equal(model.predict(image), mask)
             assert given != "RGB" or np.array_equal(model.predict(np.array(image)), mask)
+
+
+@pytest.mark.slow
+def test_a_global_model_of_clients_with_gray_of_different_bits_needs_a_client(tmp_path):
+    _, source = write_pictures(tmp_path / "data", "I;16")
+    for file in (tmp_path / "data" / "b").rglob("*.png"):
+        with Image.open(file) as image:
+            Image.fromarray(np.asarray(image) // 32).save(file)
+    result = fedshift.compare("fedavg", model=linear, rounds=1, image_size=16, out=tmp_path / "run", **source)
+    with pytest.raises(UsageError, match="the global model needs a client's scale"):
+        result.export(tmp_path / "model", onnx=False)
+    with pytest.raises(UsageError, match="name the client whose scaling"):
+        result.predict("fedavg", None, np.zeros((16, 16), np.float32))
+    model = fedshift.load(result.export(tmp_path / "model", client="b", onnx=False))
+    assert model.inputs.decoding.bits == 12

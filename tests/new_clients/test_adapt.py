@@ -17,6 +17,7 @@ import fedshift
 from fedshift.analysis.influence import find_influence
 from fedshift.core.plan import forward
 from fedshift.data.assembly import federation
+from fedshift.data.samples import Samples
 from fedshift.evaluation.policy import parse_policies
 from fedshift.experiments.restoration import load_experiment, restore_trial, select_trials
 from fedshift.experiments.settings import Settings
@@ -37,8 +38,8 @@ from fedshift.new_clients.policy_tables import (
     recommend,
     seed_table,
 )
-from fedshift.new_clients.site_data import find_overlap, load_site
-from fedshift.results.schema import compute_metric, read_rows
+from fedshift.new_clients.site_data import describe_splits, find_overlap, load_site
+from fedshift.results.schema import REESTIMATED, RUNNING, compute_metric, read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.state import is_equal
 from tests.conftest import ARRAYS, change_settings, write_npz
@@ -95,6 +96,18 @@ def test_the_models_are_those_of_a_run_with_the_client_as_newcomer_bit_for_bit(m
         row = next(row for row in rows if (row["client"], row["split"]) == ("cid", "test"))
         counted = evaluate_model(trial, found[policy], new)
         assert {key: counted[key] for key in ("hits", "support", "loss_sum", "samples", "auc")}.items() <= row.items()
+
+
+def test_policies_start_from_the_global_model_with_the_statistics_that_are_reported(run, tiny):
+    _, experiment = load_experiment(run)
+    trial, train = restore_trial(experiment, run, "fedavg", 0), {"cid": tiny.client("cid").train}
+    trial.statistics = RUNNING
+    running = next(make_models(trial, train, [])).state
+    trial.statistics = REESTIMATED
+    (unchanged,) = make_models(trial, train, [])
+    assert is_equal(unchanged.state, trial.model_state())
+    assert all("running_" in name for name in running if not torch.equal(running[name], unchanged.state[name]))
+    assert not is_equal(unchanged.state, running)
 
 
 def test_the_command_prints_every_policy_of_every_method_and_changes_nothing_of_the_run(cli, run, tiny_folder):
@@ -355,12 +368,13 @@ def test_clients_that_were_left_out_stand_for_others_and_intervals_hold_together
 # Data without labels
 
 
+@pytest.mark.slow
 def test_statistics_from_unlabeled_data_are_those_from_the_same_data_with_labels(cli, run, tiny_folder, tmp_path):
     with np.load(tiny_folder / "cid.npz") as packed:
         np.savez(tmp_path / "scans.npz", x=packed["x_train"])
     words = ("adapt", run, "--policy", "reestimate", "--methods", "fedbn")
     outcome = cli(*words, "--unlabeled", "scans.npz", "--save", "without")
-    assert (outcome.code, "scans: 33 training samples" in outcome.out) == (0, True), outcome.err
+    assert (outcome.code, "scans: 33 training samples, 0 test" in outcome.out) == (0, True), outcome.err
     assert cli(*words, "--data", tiny_folder, "--clients", "cid", "--save", "with").code == 0
     one, other = (load_file(tmp_path / place / "weights.safetensors") for place in ("without/scans", "with/cid"))
     assert is_equal(one, other)
@@ -402,7 +416,8 @@ def test_whether_broken_images_are_skipped_is_said_of_the_new_ones(cli, run, tmp
 
 
 @pytest.mark.parametrize(
-    ("asked", "title"), [((), "fedavg: global model"), (("--policy", "fedbn: tent"), "fedbn: tent")]
+    ("asked", "title"),
+    [((), "fedavg: global model"), pytest.param(("--policy", "fedbn: tent"), "fedbn: tent", marks=pytest.mark.slow)],
 )
 def test_the_saved_model_is_read_as_an_exported_one_and_its_card_names_the_evidence(
     cli, run, tiny_folder, asked, title
@@ -491,6 +506,16 @@ def test_nothing_is_recommended_below_ten_patients_or_without_results_of_single_
     assert recommend(rows[:1], influences, "accuracy", "many") == (
         "fedavg: global model", "fedavg: global model is the only model.",
     )  # fmt: skip
+
+
+def test_patients_of_a_new_site_are_counted_before_work_starts(tiny):
+    cid = tiny.client("cid")
+    grouped = [Samples(x=split.x, y=split.y, group=torch.arange(len(split)) // 3) for split in (cid.train, cid.test)]
+    site = replace(tiny, clients=(replace(cid, train=grouped[0], test=grouped[1]), tiny.client("ann")))
+    assert list(describe_splits(site)) == [
+        "cid: 33 training samples of 11 patients, 12 test samples of 4 patients: no policy can be recommended below 10",
+        "ann: 26 training samples, 12 test samples",
+    ]
 
 
 @pytest.mark.parametrize("seeds", [1, 6])

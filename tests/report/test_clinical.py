@@ -12,6 +12,7 @@ from fedshift.report.clinical import (
     ALL,
     bin_calibration,
     choose_thresholds,
+    collect_scores,
     count_confusions,
     list_clinical_tables,
     list_kept,
@@ -58,7 +59,7 @@ def make_recorded(make_study):
         study = make_study({method: [{"a": 50, "b": 240}] * 2}, rounds=1, classes=classes, **fields)
         tested = {s: Cases(round=1, records=draw_records(s, classes, lacking=lacking)) for s in range(2)}
         held = {s: Cases(round=1, records=draw_records(s + 7, classes, lacking=lacking)) for s in range(2)}
-        spoil(tested[0].records["a", "personal"])
+        spoil(tested[0].records)
         return replace(
             study,
             read_cases=lambda _, seed: tested[seed],
@@ -170,8 +171,8 @@ def test_scores_of_own_models_are_not_ranked_together(make_recorded):
 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_an_output_that_is_not_a_number_is_never_right(make_recorded, classes):
-    def spoil(record):
-        record["odds"][:10], record["chosen"][:10] = np.nan, -1
+    def spoil(records):
+        records["a", "personal"]["odds"][:10], records["a", "personal"]["chosen"][:10] = np.nan, -1
 
     study, whole = make_recorded(classes, spoil=spoil), make_recorded(classes)
     measured = measure_classes(study, "fedavg").loc["a"].iloc[-1]
@@ -213,9 +214,19 @@ def test_subgroups_are_measured_over_all_clients_or_refused(make_recorded):
         measure_classes(study, "fedavg", positive="class 7")
 
 
+@pytest.mark.parametrize(("same_test", "patients"), [({}, 25), ({"b": "a"}, 15)])
+def test_clients_share_patients_only_where_they_share_samples(make_recorded, same_test, patients):
+    def spoil(records):
+        for client, size in SIZES.items():
+            records[client, "personal"]["group"] = np.arange(size) // 4
+
+    scores = collect_scores(make_recorded(spoil=spoil, same_test=same_test), "fedavg", "personal", "test")
+    assert len(np.unique(scores["group"])) == patients
+
+
 def test_saturated_scores_have_the_area_of_the_main_table(make_recorded):
-    def spoil(record):
-        record |= CLASSIFICATION.record(outputs, truth, 2)
+    def spoil(records):
+        records["a", "personal"] |= CLASSIFICATION.record(outputs, truth, 2)
 
     truth = torch.from_numpy(draw_records(0, 2)["a", "personal"]["truth"])
     outputs = 200 * torch.randn(60, 2, generator=torch.Generator().manual_seed(0)) + 99 * torch.eye(2)[truth]
@@ -250,8 +261,19 @@ def test_counts_of_sites_have_the_shares_of_their_samples(make_recorded, classes
     assert measure_counts(several, "fedavg").xs("low", axis=1, level="statistic").isna().all(axis=None)
 
 
+def test_a_patient_whose_risk_is_not_a_number_is_in_no_third(make_recorded):
+    risk = np.where(np.arange(12) == 4, np.nan, np.arange(12))
+    record = {"time": np.arange(1.0, 13), "event": risk > 5, "risk": risk}
+    case = Cases(round=1, records={("a", "personal"): record})
+    (table,) = list_clinical_tables(replace(make_recorded(task="survival"), read_cases=lambda *_: case))
+    assert [row[1].text for row in table.text.rows] == ["4", "3", "4"]
+    assert table.text.note.endswith("Patients whose predicted risk is not a number are in no third: 1.")
+
+
 def test_studies_without_records_have_no_such_tables(study):
     assert measure_classes(study, "fedavg").empty
-    assert count_confusions(study, "fedavg").empty
+    assert count_confusions(study, "fedavg", "a").empty
+    with pytest.raises(UsageError, match="client 'c'"):
+        tabulate_benefit(study, "fedavg", 1, client="c")
     assert list_clinical_tables(study) == []
     assert not {"calibration", "decision-curve"} & make_figures(study).keys()

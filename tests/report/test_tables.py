@@ -3,8 +3,10 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from fedshift.report import accuracy_table
 from fedshift.report.differences import MEAN, compare_methods
@@ -13,12 +15,17 @@ from fedshift.report.tables import (
     ONE_BY_ONE,
     QUANTILES,
     describe_majority,
+    describe_missing,
     find_reported_rounds,
     list_shortfalls,
     metric_history,
+    patient_table,
     seed_table,
     traffic_table,
 )
+from fedshift.results.cases import Cases
+from fedshift.results.schema import rows_to_frame
+from fedshift.tasks import Segmentation
 from fedshift.utils.errors import UsageError
 from tests.report.conftest import in_errors
 
@@ -293,3 +300,37 @@ def test_only_tables_of_accuracy_name_the_majority_class(study):
     for metric in study.metrics:
         note = make_metric_table(study, metric=metric).text.note
         assert ("most frequent class" in note) == (metric == "accuracy")
+
+
+def test_outputs_that_are_not_numbers_are_counted_by_method_and_client(study):
+    assert not any("not numbers" in said for said in list_shortfalls(study))
+    broken = (study.rows["method"] == "fedavg") & (study.rows["client"] == "a") & (study.rows["split"] == "test")
+    broken = replace(study, rows=study.rows.assign(invalid=3 * broken))
+    (said,) = (said for said in list_shortfalls(broken) if "not numbers" in said)
+    assert said.startswith("fedavg: outputs that are not numbers (NaN or infinite) count as wrong")
+    assert said.endswith("Test samples, of all seeds: a 9 of 300.")
+
+
+def test_masks_are_summarized_by_patient_and_cases_without_a_class_are_counted(study):
+    """Class 2 is in the first of four truths; two patients with three cases and one."""
+    random = torch.Generator().manual_seed(0)
+    predictions, y = torch.randn(4, 3, 5, 5, generator=random), torch.randint(2, (4, 5, 5), generator=random)
+    predictions[3, 2], y[0, 0] = -9, 2
+    task, patients = Segmentation(), {"group": np.array([0, 0, 0, 1])}
+    records = {**task.record(predictions, y, 3), **patients}
+    masks = replace(
+        study, task="segmentation", metric="dice", metrics=("dice", "loss"),
+        read_cases=lambda *_: Cases(round=2, records={("a", "personal"): records}),
+    )  # fmt: skip
+    chosen, each = predictions.argmax(1), []
+    for guess, truth in zip(chosen, y, strict=True):
+        sizes = [int((guess == k).sum() + (truth == k).sum()) for k in (1, 2)]
+        hits = [int(((guess == k) & (truth == k)).sum()) for k in (1, 2)]
+        each.append(np.mean([2 * right / size for right, size in zip(hits, sizes, strict=True) if size]))
+    values = [np.mean(each[:3]), each[3]]
+    row = patient_table(masks).loc["a", "fedbn"]
+    assert row.tolist() == pytest.approx([np.mean(values), np.std(values, ddof=1), 2])
+    assert patient_table(study).empty
+    rows = rows_to_frame([{"method": "m", "client": "a", **task.count(predictions, y, 3)}])
+    assert describe_missing(rows, "dice").endswith("left out (by method) otherwise: class 2 in 3 of 4 (m 1).")
+    assert describe_missing(rows, "dice", 1) == ""

@@ -26,7 +26,8 @@ TABLE = Table(paper="fedbn", name="table99", title="", metric="loss", unit="nats
 def test_a_newcomer_gets_the_servers_model_and_statistics_of_its_own_where_clients_keep_theirs(
     method, unseen, tiny_folder, tmp_path
 ):
-    spec = RunSpec(data=str(tiny_folder), model="small-cnn", method=method, rounds=1, batch_size=8, lr=0.05, seeds=2)
+    settings = {"model": "small-cnn", "rounds": 1, "batch_size": 8, "lr": 0.05, "seeds": 2, "statistics": "running"}
+    spec = RunSpec(data=str(tiny_folder), method=method, **settings)
     trained = replace(spec, domains="ann,bob")
     whole = replace(spec, newcomers="cid", unseen=unseen)
     for each in (trained, whole):

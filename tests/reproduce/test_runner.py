@@ -160,8 +160,8 @@ def test_panels_are_drawn_and_come_to_the_page(tiny, tmp_path):
     assert list(result.pictures) == names
     ((_, plan),) = make_plans(table, way)
     studies = [read_summary(tmp_path / "runs" / run_name(spec)) for _, spec in plan.panels[1].points]
-    few, many = (f"{100 * metric_history(study)['value'].mean():.4g}" for study in studies)
-    ends = f"at the end fedbn, samples 16: {few}; fedbn, samples 32: {many}."
+    few, many = (f"{100 * metric_history(study)['value'].mean():.2f}" for study in studies)
+    ends = f"fedbn, samples=16: {few}; fedbn, samples=32: {many}."
     assert result.pictures["table99-b"].endswith(ends)
     assert "pen" in (tmp_path / "results" / "fedbn" / "table99-c.svg").read_text()  # a place for each client
     for name in names:

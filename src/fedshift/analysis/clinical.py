@@ -44,7 +44,7 @@ AREA, BRIER, LARGE, SLOPE = "AUC", "Brier score", "calibration in the large", "c
 FREE = 1e9
 """Degrees of freedom of a variance without uncertainty."""
 PRIOR = 8.0
-"""Weight of the assumption that the samples of a patient are alike, in intervals of shares."""
+"""Weight of the assumption that all samples of a patient have one result, in intervals of shares."""
 STEPS, LAST_STEP = 100, 1e-6
 """Largest number of Newton's steps, and the size of one after which there is no other."""
 WORST_CONDITION = 1e10
@@ -79,7 +79,7 @@ def choose_threshold(operating_point: str, score_N: Floats, positive_N: Bools) -
     """Return the threshold that validation data choose: a sample with at least this score counts as positive.
 
     ``youden`` maximizes sensitivity + specificity - 1 (Youden 1950, "Index for rating diagnostic tests", Cancer 3(1));
-    ``sensitivity>=`` and ``specificity>=`` require a share of one and maximize the other. The threshold lies half-way
+    ``sensitivity>=`` and ``specificity>=`` require a share of one and maximize the other. The threshold is half-way
     between the lowest score that counts as positive and the next one below, if there is one. NaN if none reaches the
     target, or there is no positive or no negative sample.
     """
@@ -170,7 +170,7 @@ def _add_up(x_N: Floats, group_N: Ints | None) -> Floats:
 
 
 def count_equal(size_G: Floats) -> float:
-    """Return the number of groups of equal sizes whose mean varies like that of groups of these sizes (Kish)."""
+    """Return the number of equal groups whose mean has the variance of one over groups of these sizes (Kish)."""
     return float(size_G.sum() ** 2 / np.square(size_G).sum()) if size_G.any() else 0.0
 
 

@@ -135,6 +135,7 @@ def adapt(
     console, asked = Console(), f"{method}: {name}" if method else name
     if run is None:
         return _adapt_own(console, own, data or "", clients, wanted, asked, rounds, save, device, on_data_error)
+    from torch import arange
     from torch import device as torch_device
 
     from ..data.federation import ClientData
@@ -153,7 +154,7 @@ def adapt(
         if data is not None:
             new = load_site(data, spec, schema, clients, progress).to(place)
         elif inputs is not None and unlabeled is not None:
-            only = ClientData(name=client_name(unlabeled), train=inputs, test=inputs)
+            only = ClientData(name=client_name(unlabeled), train=inputs, test=inputs.take(arange(0)))
             new = replace(experiment.data, clients=(only,), notices=())
     joining = describe_newcomers(new, experiment)
     site = NewClients(

@@ -132,7 +132,7 @@ def _list_needs(plans: Sequence[TablePlan], notes: dict[str, int]) -> list[str]:
 
 
 def _select_tables(way: ReproductionOptions, present: bool) -> list[Table]:
-    """Return all tables; those without data are skipped (``present``) or refused."""
+    """Return all tables; tables without data are skipped (``present``) or refused."""
     from ..reproduce.planning import make_plans
     from ..reproduce.published_tables import load_tables
 
@@ -199,20 +199,25 @@ def _publish_table(table: Table, results: Sequence[Result], out: Path, console: 
     from ..reproduce.comparison import compare_values, describe_verdict
     from ..reproduce.published_tables import PAPERS
 
-    text = make_console()
     title = f"{PAPERS[table.paper]}, {table.name}: {table.title}"
     print_line(console, title)
     markdown, latex = [f"**{title}**\n"], [f"% {title}"]
+
+    def put(line: str) -> None:
+        print_line(console, line)
+        markdown.append(f"{line}\n")
+        latex.append(f"\\par{{\\footnotesize {escape_latex(line)}}}\n")
+
+    for line in dict.fromkeys(remark for result in results for remark in result.remarks):
+        put(line)
     for result in results:
         if result.values:
             shown = compare_values(result)
-            text.print(to_terminal(shown))
+            make_console().print(to_terminal(shown))
             markdown.append(to_markdown(shown))
             latex.append(to_latex(shown))
-        drawn = [f"{out / 'results' / table.paper / name}.svg: {said}" for name, said in result.pictures.items()]
-        for line in (*drawn, *result.remarks, describe_verdict(result)[1]):
-            print_line(console, line)
-            markdown.append(f"{line}\n")
-            latex.append(f"\\par{{\\footnotesize {escape_latex(line)}}}\n")
+        for name, description in result.pictures.items():
+            put(f"{out / 'results' / table.paper / name}.svg: {description}")
+        put(describe_verdict(result)[1])
     for kind, blocks in (("md", markdown), ("tex", latex)):
         write_atomically(out / "results" / table.paper / f"{table.name}.{kind}", "\n".join(blocks).encode())

@@ -97,12 +97,12 @@ def render_card(
 
     """
     does, answer = DOES.get(facts.kind, USER_TASK)
-    tested = any("intervals" in row for row in facts.measured)
     return make_environment().get_template("model_card.md.j2").render(
         facts=facts, does=does.format(facts.outputs), answer=answer, classes=join_some(classes, shown=LISTED),
         steps=list_steps(preparation, facts.kind), argument=_write_argument(preparation),
         inputs=", ".join(preparation.names), noun=_name_samples(facts), explained=EXPLAINED.get(facts.kind, ""),
-        level=LEVEL, tested=tested, patients=any("patients" in row for row in facts.measured),
+        level=LEVEL, tested=any(row.get("intervals") for row in facts.measured),
+        known={key for row in facts.measured for key in row},
         results=_tabulate_results(facts), clients=_tabulate_clients(facts.clients), checks=checks,
         files={name: format_bytes(size) for name, size in files.items()},
     )  # fmt: skip

@@ -20,6 +20,7 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -206,18 +207,19 @@ def _check(model: TrainedModel, name: str, loaded: ExportedModel) -> list[str]:
     """Report how many test samples the program gets right, and whether this agrees with the run's records."""
     kind, known = model.facts.kind, model.schema.preparation.keeps_raw  # raw table rows are not kept
     user_counts = type(model.schema.task) is not TASKS.entries.get(kind)  # a user's task may define other counts
-    if not known or user_counts or kind not in TRIED:
-        return []
-    recorded = {row["client"]: row for row in model.facts.measured if row["split"] == "test"}
-    right, total, differing = 0.0, 0, []
-    for client, samples in model.tests.items():
-        now, count = _count_answers(model, loaded, samples)
-        right, total = right + now, total + count
-        before = _add_up(recorded[client], kind) if client in recorded else now
-        if not math.isclose(now, before, rel_tol=ROUNDED if kind == "regression" else 0):
-            differing.append(f"{client} {now:.6g}, but {before:.6g} are recorded")
+    found = {}
+    if known and not user_counts and kind in TRIED:
+        found = {client: _count_answers(model, loaded, samples) for client, samples in model.tests.items()}
+    right, total = (sum(counts) for counts in zip(*found.values(), strict=True)) if found else (0, 0)
     if not total:
         return []
+    measured = (row for row in model.facts.measured if row["split"] == "test")
+    recorded = {row["client"]: float(np.sum(row[TRIED[kind]])) for row in measured}
+    differing = [
+        f"{client} {found[client][0]:.6g}, but {before:.6g} are recorded"
+        for client, before in recorded.items()
+        if not math.isclose(found[client][0], before, rel_tol=ROUNDED if kind == "regression" else 0)
+    ]
     same = "as the run recorded" if recorded and not differing else "without records in the run"
     verdict = f"unlike the run's records ({', '.join(differing)})" if differing else same
     tested = f"{total:,} {'pixels of test images' if kind == 'segmentation' else 'test samples'}"
@@ -226,12 +228,6 @@ def _check(model: TrainedModel, name: str, loaded: ExportedModel) -> list[str]:
         "regression": f"squared errors of {right:.4g} in total",
     }.get(kind, f"{right:,.0f} right")
     return [f"{name} was tested on all {tested}: {outcome}, {verdict}."]
-
-
-def _add_up(counts: Mapping[str, Any], kind: str) -> float:
-    """Return the count in :data:`TRIED`, summed over classes or targets."""
-    value = counts[TRIED[kind]]
-    return float(sum(value) if isinstance(value, list) else value)
 
 
 def _iterate_samples(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:

@@ -37,12 +37,9 @@ NAME = "own network"
 
 
 def load_clients(
-    data: str,
-    spec: DataSpec,
-    class_names: Sequence[str] = (),
-    clients: str | None = None,
+    data: str, spec: DataSpec, class_names: Sequence[str] = (), clients: str | None = None,
     progress: Progress | None = None,
-) -> Federation:
+) -> Federation:  # fmt: skip
     """Load the clients of ``data`` for a network whose classes, in the order of its scores, are ``class_names``.
 
     ``data``: as for ``--data`` of a run, or one client's folder or file. ``class_names``: empty if the data name no
@@ -67,14 +64,12 @@ def fit_clients(data: Federation, spec: DataSpec, class_names: Sequence[str] = (
 def make_trial(model: ModelFactory, data: Federation, settings: Settings) -> Trial:
     """Return a trial whose server holds the network from ``settings.weights`` (or as ``model`` makes it)."""
     try:
-        trial = Trial(Method(name=NAME), model, data, replace(settings, engine="sequential"), 0)
+        trial = Trial(Method(name=NAME), model, data, replace(settings, engine="sequential", rounds=1), 0)
     except UsageError as error:
         if "classes" not in str(error) or data.class_names:
             raise
-        raise UsageError(
-            f"{error}. Where the clients lack classes of the network, name all of its in the order of its scores "
-            "(class_names)"
-        ) from error
+        fix = "name all of its in the order of its scores (class_names)"
+        raise UsageError(f"{error}. Where the clients lack classes of the network, {fix}") from error
     trial.server = replace(trial.server, round=1)  # trained, elsewhere
     return trial
 
@@ -89,17 +84,10 @@ def adapt_own(trial: Trial, wanted: Sequence[str], *, rounds: int = 1) -> Adapta
 
 
 def adapt_network(
-    network: nn.Module,
-    data: Federation,
-    policies: str | Sequence[str] | None = None,
-    *,
-    class_names: Sequence[str] = (),
-    rounds: int = 1,
-    epochs: int = 1,
-    lr: float = RunSpec.lr,
-    batch_size: int | None = RunSpec.batch_size,
-    metric: str = RunSpec.metric,
-) -> pd.DataFrame:
+    network: nn.Module, data: Federation, policies: str | Sequence[str] | None = None, *,
+    class_names: Sequence[str] = (), rounds: int = 1, epochs: int = 1, lr: float = RunSpec.lr,
+    batch_size: int | None = RunSpec.batch_size, metric: str = RunSpec.metric,
+) -> pd.DataFrame:  # fmt: skip
     """Adapt your own network to clients with every policy for new clients, and measure each on their test data.
 
     Args:

@@ -83,14 +83,9 @@ def describe_needs(plan: Plan, policy: str) -> tuple[str, ...]:
 
 
 def make_models(
-    trial: Trial,
-    training: Mapping[str, Samples],
-    wanted: Collection[str],
-    *,
-    rounds: int = 1,
-    inputs: Samples | None = None,
-    notices: list[str] | None = None,
-) -> Iterator[AdaptedModel]:
+    trial: Trial, training: Mapping[str, Samples], wanted: Collection[str], *, rounds: int = 1,
+    inputs: Samples | None = None, notices: list[str] | None = None,
+) -> Iterator[AdaptedModel]:  # fmt: skip
     """Make a model of ``trial`` for each client with ``training`` data by each applicable policy of ``wanted``.
 
     ``rounds``: rounds of local work of policies that train. ``inputs``: samples that policies without
@@ -199,24 +194,16 @@ class Adaptation:
 
 
 def adapt_all(
-    experiment: Experiment,
-    directory: Path,
-    training: Mapping[str, Samples],
-    wanted: Collection[str],
-    *,
-    data: Federation,
-    rounds: int = 1,
-    inputs: Samples | None = None,
-    progress: Progress | None = None,
-) -> Adaptation:
+    experiment: Experiment, directory: Path, training: Mapping[str, Samples], wanted: Collection[str], *,
+    data: Federation, rounds: int = 1, inputs: Samples | None = None, progress: Progress | None = None,
+) -> Adaptation:  # fmt: skip
     """Make and measure the models of :func:`make_models` for each trial that ``experiment`` left in ``directory``.
 
     ``training``, ``wanted``, ``rounds`` and ``inputs`` as there. ``data``: federation with the test data. A trial with
     damaged or missing files does not stop the others. Raises :class:`UsageError` if no policy gives any model, or the
     run was made with other settings.
     """
-    adapted = Adaptation()
-    plans: dict[str, Plan] = {}
+    adapted, plans = Adaptation(), dict[str, Plan]()
     trials, asked = [*iterate_trials(experiment)], experiment.settings.rounds
     for number, (method, seed) in enumerate(trials):
         if progress:

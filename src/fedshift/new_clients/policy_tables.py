@@ -158,10 +158,7 @@ def recommend(
     table = table.loc[(sign * table["difference"]).sort_values(ascending=False, kind="stable").index]
     better = table[np.minimum(sign * table["low"], sign * table["high"]) > 0]
     best = (better if len(better) else table).iloc[0]
-    unit, number = difference_unit(metric, numbers=numbers), len(seeds.columns.unique(1))
-    gain = f"{unit.format_signed(best['difference'])} {unit.name} of {name_metric(metric)}"
-    gain += f" ({unit.format_interval(best['low'], best['high'])}) from {plain}"
-    evidence = f"{gain} on {tested}, with {number} seed{'s' * (number != 1)}"
+    evidence = _write_evidence(best, plain, len(seeds.columns.unique(1)), tested, metric, numbers=numbers)
     if not len(better):
         reason = f"no policy's interval is better than 0; the best, {best.name}: {evidence}"
         if math.isnan(best["low"]):
@@ -173,3 +170,11 @@ def recommend(
         f"use {best.name}: {evidence}. The interval is about new {' and '.join(covered)}, and holds for all "
         f"{len(table)} comparisons together; the difference itself is optimistic, because the same data chose it."
     )
+
+
+def _write_evidence(best: pd.Series, plain: str, seeds: int, tested: str, metric: str, *, numbers: bool) -> str:
+    """Return the difference of a row of :func:`policy_differences` from ``plain`` in words."""
+    unit = difference_unit(metric, numbers=numbers)
+    interval = unit.format_interval(best["low"], best["high"])
+    gain = f"{unit.format_signed(best['difference'])} {unit.name} of {name_metric(metric)} ({interval})"
+    return f"{gain} from {plain} on {tested}, with {seeds} seed{'s' * (seeds != 1)}"

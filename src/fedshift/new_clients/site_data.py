@@ -43,11 +43,7 @@ from ..utils.errors import UsageError
 
 
 def load_site(
-    data: object,
-    spec: DataSpec,
-    schema: Schema,
-    clients: str | None = None,
-    progress: Progress | None = None,
+    data: object, spec: DataSpec, schema: Schema, clients: str | None = None, progress: Progress | None = None
 ) -> Federation:
     """Load the clients of ``data``, given as for ``--data`` or as objects, as samples of a run's ``schema``.
 
@@ -98,19 +94,18 @@ def _read_array(path: Path, names: Sequence[str]) -> tuple[Samples, Inputs]:
         with open_arrays(path) as packed:
             for key in wanted:
                 if key not in packed:
+                    has = ", ".join(packed) or "none"
                     raise UsageError(
-                        f"{path} has no array {key!r} (it has {', '.join(packed) or 'none'}): name the samples "
-                        f"{', '.join(wanted)}"
+                        f"{path} has no array {key!r} (it has {has}): name the samples {', '.join(wanted)}"
                     )
             given = {name: packed[f"x.{name}"] for name in names} or packed["x"]
             x, inputs = join_several(given, str(path), names)
             return to_samples(x, np.zeros(len(x), np.int64), str(path)), inputs
+    except UsageError:
+        raise
     except (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(
-            f"{path} cannot be read as arrays ({error}): write it with numpy.savez(file, x=samples)"
-        ) from error
+        said = f"{path} cannot be read as arrays ({error}): write it with numpy.savez(file, x=samples)"
+        raise UsageError(said) from error
 
 
 def _read_images(
@@ -122,10 +117,8 @@ def _read_images(
         raise UsageError(f"{path} is no folder: {wanted}")
     if schema.preparation.decoding.kind == "volume":
         return _read_volumes(path, spec, schema, progress, notices)
-    if len(schema.preparation.shape) != 3:
-        raise UsageError(
-            f"{path}: the run was trained on samples of shape {schema.preparation.shape}, not on images: {wanted}"
-        )
+    if len(shape := schema.preparation.shape) != 3:
+        raise UsageError(f"{path}: the run was trained on samples of shape {shape}, not on images: {wanted}")
     named = sorted(file.relative_to(path) for file in path.rglob("*"))
     shown = [name for name in named if not any(part[0] == "." for part in name.parts)]
     found = {name: path / name for name in shown if name.suffix.lower() in SUFFIXES}
@@ -134,7 +127,7 @@ def _read_images(
     if not found:
         raise UsageError(f"{path} holds no image ({', '.join(sorted(SUFFIXES))}): {wanted}")
     files = tuple(ImageFile(str(n), "", "", f.stat().st_size, f.stat().st_mtime_ns) for n, f in found.items())
-    height, width = schema.preparation.shape[1:]
+    height, width = shape[1:]
     patch = (height, width) if schema.preparation.patched else ()
     reading = ReadOptions(
         image_size=spec.image_size, differing=(height, width), on_unreadable=spec.on_unreadable, progress=progress,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from ..results.cases import Records
+from ..results.cases import Records, compare_masks
 from ..results.schema import RunSummary
 from .clinical import name_classes
 from .tables import find_reported_rounds
@@ -23,8 +23,8 @@ def tabulate_cases(summary: RunSummary, model: str = "personal") -> pd.DataFrame
 
     Columns: ``method``, ``seed``, ``client``, ``case`` (number of the test sample, from 0), ``patient`` (number of its
     group within the client, or ``case``), ``truth`` and ``prediction`` (names of classes; for several labels and
-    numbers, a column for each; for masks, pixels by class), scores by class, and what else was recorded. Empty where
-    sites keep the results of single samples, or no trial has ended.
+    numbers, a column for each; for masks, pixels by class, and ``dice``), scores by class, and what else was recorded.
+    Empty where sites keep the results of single samples, or no trial has ended.
     """
     return pd.concat([pd.DataFrame({"method": []}), *_list_frames(summary, model)], ignore_index=True)
 
@@ -46,6 +46,9 @@ def _list_columns(records: Records, classes: list[str]) -> Iterator[tuple[str, n
     arrays = dict(records)
     if "error" in arrays:
         arrays["chosen"] = arrays["target"] + arrays["error"]
+    if "support" in arrays:
+        compared = compare_masks(records)
+        arrays["dice"] = np.where(compared["cases"], compared["case_dice"], np.nan)
     for name, array in arrays.items():
         title = TITLES.get(name, name)
         if name in OMITTED:

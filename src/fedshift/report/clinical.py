@@ -350,10 +350,12 @@ def bin_calibration(
 
 def _select(summary: RunSummary, method: str, model: str, client: str | None) -> Records:
     """Return the results on the test samples of a client, or of all; raise :class:`UsageError` for an unknown one."""
+    if client is not None and client not in summary.clients:
+        raise unknown_name("client", client, summary.clients)
     scores = collect_scores(summary, method, model, "test")
-    if client is not None and client not in _list_names(scores):
-        raise unknown_name("client", client, _list_names(scores))
-    return scores if client is None else _take(scores, scores["client"] == client)
+    if client is None or client not in _list_names(scores):
+        return scores if client is None else {}
+    return _take(scores, scores["client"] == client)
 
 
 def tabulate_benefit(

@@ -47,7 +47,7 @@ def list_parts(summary: RunSummary, values: object = "table()") -> Iterator[str 
         yield "No round was evaluated yet, so there is nothing to report."
 
 
-def publish_summary(summary: RunSummary, directory: Path, console: Console, *, figures: bool = False) -> None:
+def publish_summary(summary: RunSummary, directory: Path, console: Console, figures: bool = False) -> None:
     """Print the tables of ``summary``, and write tables and page into ``directory``, with ``figures`` also these.
 
     Figures that were written before are written again, so that none is older than the page.
@@ -98,7 +98,7 @@ def publish_run(
         )
     summary = summary if margin is None else replace(summary, margin=margin)
     summary = summary if pictures else replace(summary, samples={}, read_pictures=lambda *_: None)
-    publish_summary(summary, directory, console, figures=figures)
+    publish_summary(summary, directory, console, figures)
     if cases:
         frame, path = tabulate_cases(summary), directory / "tables" / "cases.csv"
         if frame.empty:

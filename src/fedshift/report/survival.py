@@ -95,7 +95,7 @@ def list_survival_tables(summary: RunSummary) -> list[ReportTable]:
         if lost := [name for name in map(str, summary.clients) if summary.same_test.get(name, name) not in held]:
             note += f" Without {join_some(lost)}: no records, or fewer than {len(THIRDS)} patients."
         if unranked := int((patients["third"] < 0).sum()):
-            note += f" Without {unranked} patients whose predicted risk is not a number."
+            note += f" Patients whose predicted risk is not a number are in no third: {unranked}."
         text, file = make_table(header, rows, note=note), f"survival-{to_file_name(method)}"
         tables.append(detail_table(file, caption, tabulate_survival(summary, method), text))
     return tables

@@ -405,8 +405,8 @@ def _describe_invalid(summary: RunSummary) -> Iterator[str]:
         where = [f"{client} {count['invalid']:,.0f} of {count['samples']:,.0f}" for client, count in counts.items()]
         if where:
             yield (
-                f"{method}: outputs that are not numbers (NaN or infinite) count as wrong, and leave losses undefined. "
-                f"Test samples, of all seeds: {join_some(where, shown=NAMED)}."
+                f"{method}: outputs that are not numbers (NaN or infinite) count as wrong, and losses, errors and "
+                f"ranks with them are not defined. Test samples, of all seeds: {join_some(where, shown=NAMED)}."
             )
 
 

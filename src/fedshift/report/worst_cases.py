@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..results.cases import Picture, Records, find_probabilities, rank_results
+from scipy.special import expit
+
+from ..results.cases import Picture, Records, rank_results
 from ..results.schema import RunSummary
 from .clinical import name_classes
 from .html import encode_strip
@@ -53,7 +55,7 @@ def _show(summary: RunSummary, picture: Picture, records: Records) -> WorstCase:
         result = f"Dice {100 * (1 - rank_results(records)[row]):.1f} %"
     elif "right" in records:
         names, chosen = [*name_classes(summary), "no class"], int(records["chosen"][row])
-        sure = f" ({100 * find_probabilities(records)[row, chosen]:.0f} %)" if "odds" in records and chosen >= 0 else ""
+        sure = f" ({100 * expit(records['odds'][row, chosen]):.0f} %)" if "odds" in records and chosen >= 0 else ""
         result = f"predicted {names[chosen]}{sure}, true {names[int(records['truth'][row])]}"
     else:
         result = f"loss {float(records['loss'][row]):.3g}"

@@ -6,12 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..analysis.statistics import mean_and_std
-from ..report.curves import TRAIN_LOSS, CurvePoint, final_metric, format_setting, plot_by_round, plot_by_setting
+from ..report.curves import CurvePoint, make_round_panels, make_setting_panels
 from ..report.figures import FigurePanel, to_svg
-from ..report.formatting import format_mean
 from ..report.style import figure_settings
-from ..report.tables import metric_history
 from ..representations import figures as representations
 from ..results.summary import read_summary
 from ..theory.checks import compute_toy
@@ -50,13 +47,12 @@ def _draw_panel(table: Table, panel: PanelPlan, directory: Path) -> Iterator[Fig
     if not points:  # all runs diverged before they were measured
         return
     if panel.x == "round":
-        figure = plot_by_round(points, panel.y, panel=panel.by)
-    else:
-        shown = list(_split_clients(points)) if panel.x == "client" else points
-        figure = plot_by_setting(shown, panel.x, panel.y, panel=panel.by)
-    ends = "; ".join(_describe_end(point, panel.y) for point in points)
-    description = f"{table.title}. {panel.y.replace('_', ' ')} against {panel.x}, at the end {ends}."
-    yield FigurePanel(name=panel.name, figure=figure, description=description)
+        yield from make_round_panels(points, panel.y, panel.name, panel=panel.by)
+        return
+    shown = list(_split_clients(points)) if panel.x == "client" else points
+    for picture in make_setting_panels(shown, panel.x, panel.y, panel.name, panel=panel.by):
+        values = "; ".join(text for *_, text in picture.points)
+        yield replace(picture, description=f"{table.title}. Macro {panel.y.replace('_', ' ')}: {values}.")
 
 
 def _draw_pictures(panel: PanelPlan, directory: Path) -> Iterable[FigurePanel]:
@@ -70,22 +66,10 @@ def _draw_pictures(panel: PanelPlan, directory: Path) -> Iterable[FigurePanel]:
 
 
 def _split_clients(points: Sequence[CurvePoint]) -> Iterator[CurvePoint]:
-    """Yield a point for each client, whose macro metric is the client's own."""
+    """Yield a point for each client, with the client's results."""
     for point in points:
         for client, sizes in point.summary.clients.items():
             rows = point.summary.rows[point.summary.rows["client"] == client]
             yield CurvePoint(
                 {**point.keys, "client": client}, replace(point.summary, rows=rows, clients={client: sizes})
             )
-
-
-def _describe_end(point: CurvePoint, metric: str) -> str:
-    """Return the keys of ``point`` and mean (std) of the final macro metric."""
-    keys = {key: format_setting(key, value) for key, value in point.keys.items()}
-    if metric == TRAIN_LOSS:
-        losses = metric_history(point.summary, "loss", model=None, split="train", moment="trained")
-        last = losses[losses["round"] == losses["round"].max()].groupby("seed")["value"].mean()
-    else:
-        last = (1 if metric == "loss" else 100) * final_metric(point.summary, metric)
-    name = ", ".join([*filter(None, [keys.pop("method", "")]), *(f"{key} {text}" for key, text in keys.items())])
-    return f"{name}: {format_mean(*mean_and_std(last), '.4g')}"

@@ -30,7 +30,7 @@ def write_results_page(directory: Path) -> Path:
 
 def _make_table(result: Result, number: int) -> ReportTable:
     version = f", version {result.block.version}" if result.block.version else ""
-    caption = f"{result.table.key}{version}{'' if result.own else ', stand-in'}: ours beside the paper's"
+    caption = f"{result.table.key}{version}{'' if result.own else ', stand-in'}: ours and the paper's"
     return ReportTable(file=f"{result.table.name}-{number}", caption=caption, text=compare_values(result))
 
 

@@ -181,7 +181,7 @@ class _DataLocator:
         return replace(spec, model=lighter)
 
     def describe(self, plan: TablePlan) -> TablePlan:
-        """Return ``plan`` with what was found of data."""
+        """Add missing data and substitutes to ``plan``."""
         notes = dict.fromkeys(substitution.note for substitution in self._substitutions.values())
         clients = (substitution.clients.items() for substitution in self._substitutions.values())
         shown = dict(itertools.chain.from_iterable(clients))

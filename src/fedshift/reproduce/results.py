@@ -1,4 +1,4 @@
-"""Results of reproduced tables, stored beside the runs as ``results/<paper>/<table>-<block>.json``."""
+"""Results of reproduced tables, stored with the runs as ``results/<paper>/<table>-<block>.json``."""
 
 from __future__ import annotations
 

@@ -6,20 +6,20 @@
 |---|---|
 | classification | ``truth``, ``chosen``, ``right`` (a bit), ``loss``, ``area``; up to 10 classes: ``odds`` of each |
 | several labels | ``given`` and ``chosen`` (a bit for each label), ``loss``, ``area``, and ``odds`` likewise |
-| masks | ``hits``, ``support``, ``predicted`` (pixels by class), ``loss``; of surfaces, ``distances``, ``hausdorff`` |
+| masks | ``hits``, ``support``, ``predicted`` (by class), ``loss``, ``invalid``; also ``distances``, ``hausdorff`` |
 | numbers | ``error``, ``target`` (for each target, in the unit of the data), ``loss`` |
 | survival | ``time``, ``event``, ``risk``; ``concordant``, ``comparable`` (pairs with the patient) |
 | any, with groups | ``group``: number of the patient, from 0 for each client |
 
 ``odds`` are log-odds, log(p / (1 - p)) of the predicted probability p, in float64: they rank samples as the network's
-scores do, where probabilities near 1 would tie (:func:`find_probabilities`). ``area`` is the sample's part in the
+scores do, where probabilities near 1 would tie. ``area`` is the sample's part in the
 deviation of the mean area under the ROC curve (:func:`fedshift.tasks.classification.mean_area_parts`). A sample whose
 output is not a number has NaN for its loss, odds and errors; its chosen class is -1, its chosen labels are wrong ones.
 The records stay where the samples are: a site neither makes nor sends them. ``cases-validation.npz`` holds the same of
 validation samples, where there are some, on which thresholds of scores are chosen. ``worst-cases.npz`` in the folder of
 a method's first seed holds pictures of the test samples with the worst results.
 
-Both have the models with running BatchNorm statistics and those with re-estimated ones, if these may differ
+Both hold results with running BatchNorm statistics, and with re-estimated statistics if these may differ
 (:mod:`fedshift.evaluation.statistics_lag`).
 """
 
@@ -75,16 +75,11 @@ class Picture:
     image: NDArray[np.uint8]
 
 
-def find_probabilities(records: Records) -> NDArray[np.float64]:
-    """Return the predicted probability of each class or label, ``[N, K]``, of records that hold their log-odds."""
-    return np.asarray(np.exp(-np.logaddexp(0, -records["odds"])))
-
-
 def compare_masks(records: Records) -> dict[str, NDArray[Any]]:
-    """Return Dice, 2 |A and B| / (|A| + |B|), and IoU of each case by class, ``[N, K]``, 0 where neither mask has it.
+    """Return Dice, 2 |A and B| / (|A| + |B|), and IoU of each case by class, ``[N, K]``, 0 if it is in neither mask.
 
-    ``cases`` says whether the true or the predicted mask has the class, ``present`` whether the true one has. Entries
-    of the background, class 0, are 0 if there are others.
+    ``cases``: the class is in the true or the predicted mask; ``present``: in the true mask. Without the background,
+    class 0, unless it is the only class.
     """
     hits, support, both = records["hits"], records["support"], records["support"] + records["predicted"]
     counted = np.arange(hits.shape[1]) >= min(1, hits.shape[1] - 1)

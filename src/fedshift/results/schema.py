@@ -20,7 +20,7 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `invalid`  | int         | samples whose output is not a number (of masks: at any pixel); it is right of none |
 | `exact`    | int         | for several labels: samples with all labels predicted correctly |
 | `squared`, `absolute` | list of float | for numbers: the sum of squared and of absolute errors of each target |
-| `reference` | list of float | for numbers: the mean of each target, from which `total` and `square` count |
+| `reference` | list of float | for numbers: the mean of each target |
 | `total`, `square` | list of float | for numbers: the sum over samples of target minus reference, and of its square |
 | `case_dice`, `case_iou` | list of float | of masks: the sum of images' Dice and IoU by class |
 | `cases`, `present` | list of int | images with the class in the true or predicted mask, and in the true mask |
@@ -31,8 +31,8 @@ Rows are kept in a data frame and, on disk, in ``metrics.jsonl`` (one JSON objec
 | `values` | dict of float | of other metrics on request: the value, which does not add up; null where undefined |
 
 For masks, ``hits`` and ``support`` count pixels; for several labels, samples that have each label. Dice and IoU of
-masks are means over images, as in nnU-Net (Isensee et al. 2021, doi:10.1038/s41592-020-01008-z): for each class over
-those with the class in either mask. ``pooled_dice`` and ``pooled_iou`` count the pixels of all images together.
+masks are means over images with a class in either mask, as in nnU-Net (Isensee et al. 2021,
+doi:10.1038/s41592-020-01008-z). ``pooled_dice`` and ``pooled_iou`` count the pixels of all images together.
 
 The same counts tell which classes, labels or targets have no part in a metric (:func:`find_missing`): an absent class
 has ``support`` 0, a label that all samples have a ``support`` of ``samples``, and a constant target no spread.
@@ -101,7 +101,7 @@ BY_CASE = {"dice": ("case_dice", "cases"), "iou": ("case_iou", "cases"), **DISTA
 CONSTANT = 1e-12
 """Largest spread of a target, relative to its squares from the reference, that rounding causes if it is constant.
 
-A target that varies exceeds it: squares from a mean, also from that of some of the clients, are near its spread.
+A target that varies exceeds it, since squares from a mean of some of its values are near its spread.
 """
 
 TOP_K = "top_k("
@@ -223,13 +223,11 @@ def compute_metric(rows: pd.DataFrame, metric: str) -> pd.Series:
 
     ``accuracy``, ``balanced_accuracy`` (mean recall of the classes that occur), ``auc`` (mean over the classes or
     labels that some samples have and others lack), ``average_precision`` (likewise; with two classes of the second),
-    ``exact_match``, ``ece``, and ``dice``, ``iou``, ``pooled_dice``, ``pooled_iou`` and ``f1`` (means over
-    classes that occur or are predicted; of masks without the background) lie in 0..1; ``rmse`` and ``mae`` are means
-    over targets, ``r2`` (at most 1) over those that vary, ``surface_distance`` and ``hausdorff95`` over the classes
-    that occur or are predicted, without the background; ``c_index`` is the fraction of comparable pairs of a client's
-    patients that are ranked correctly, in 0..1; ``loss`` is the mean loss of a sample. ``dice``, ``iou`` and distances
-    are means over cases of a class, and then over classes. Others are read from ``sums`` and ``values``, by name.
-    :func:`find_missing` returns what is left out.
+    ``exact_match``, ``ece``, ``f1``, Dice and IoU (means over classes that occur or are predicted; of masks without the
+    background, and first over cases unless pooled) lie in 0..1; ``rmse`` and ``mae`` are means over targets, ``r2`` (at
+    most 1) over those that vary, distances of surfaces over cases and classes as Dice; ``c_index`` is the fraction of
+    comparable pairs of a client's patients that are ranked correctly; ``loss`` is the mean loss of a sample. Others are
+    read from ``sums`` and ``values``, by name. :func:`find_missing` returns what is left out.
     """
     if metric == "auc":
         values = rows["auc"].astype(float)
@@ -444,8 +442,8 @@ class RunSummary:
     is trained, ``config`` has the requested settings; ``crossed`` has the rows of cross-site validation, if requested,
     with ``owner``, the client whose model was measured (None: the server); ``lag`` has the rows of models whose
     BatchNorm statistics were re-estimated at the reported round, of methods without such statistics their usual rows;
-    ``moves`` has the metric with ``running`` and ``reestimated`` statistics on the ``split`` by which ``statistics``,
-    those of the reported values, are chosen (:func:`choose_statistics`); ``unmeasured``: methods that were not
+    ``moves`` has the metric with ``running`` and ``reestimated`` statistics on the ``split`` that decides which
+    ``statistics`` are reported (:func:`choose_statistics`); ``unmeasured``: methods that were not
     re-estimated; ``stopped`` has the reasons why trials ended before the last round, by method and seed;
     ``read_cases`` reads the records of single test samples of a method and seed under the models that are reported,
     ``read_validation`` the records of validation samples, None where there are none; ``read_pictures`` reads

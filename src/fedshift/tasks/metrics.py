@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from ..utils.errors import UsageError
 from .classification import find_log_odds, split_rows
-from .task import Counts, Task, find_invalid
+from .task import Counts, Task, drop_infinite, find_invalid
 
 BINS = 15
 """Bins of the calibration error, as in Guo et al. 2017."""
@@ -202,7 +202,7 @@ class AveragePrecision(Metric):
 def _rank(predictions: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return scores and whether a sample is positive, ``[K, N]``, of each class or label; of two classes the second."""
     if y.ndim == 2:
-        return predictions.double().T, y.T > 0
+        return drop_infinite(predictions).T, y.T > 0
     score_KN = find_log_odds(predictions).T
     positive_KN = y == torch.arange(len(score_KN))[:, None]
     return (score_KN[1:], positive_KN[1:]) if len(score_KN) == 2 else (score_KN, positive_KN)

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ..utils.errors import UsageError
 from .classification import SCORED, mean_area, mean_area_parts
-from .task import Counts, Task, is_overlap
+from .task import Counts, Task, drop_infinite, is_overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +60,15 @@ class Multilabel(Task):
             "predicted": chosen.sum(dim=0).tolist(),
             "invalid": int((~predictions.isfinite()).any(dim=1).sum()),
             "exact": int((chosen == given).all(dim=1).sum()),
-            "auc": mean_area(predictions.double().T, given.T),
+            "auc": mean_area(drop_infinite(predictions).T, given.T),
         }
 
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
-        loss_NL, odds_NL = F.binary_cross_entropy_with_logits(predictions, y, reduction="none"), predictions.double()
+        loss_NL, odds_NL = (
+            F.binary_cross_entropy_with_logits(predictions, y, reduction="none"),
+            drop_infinite(predictions),
+        )
         return {
             "given": (y > 0).numpy(),
             "chosen": self._choose(predictions, y).numpy(),

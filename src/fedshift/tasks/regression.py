@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from .task import Counts, Task
+from .task import Counts, Task, drop_infinite
 
 ROUNDED = 1 + 1e-6
 """Tolerated ratio of a squared sum to its Cauchy-Schwarz bound, because both are rounded."""
@@ -125,8 +125,8 @@ class Regression(Task):
         return {"error": error.numpy(), "target": target.numpy(), "loss": loss_N.float().numpy()}
 
     def _compare(self, predictions: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss of each sample, and errors and targets ``[N, T]`` in the unit of the data, in float64."""
-        error = (predictions - y).double()
+        """Return the loss of each sample, and errors (NaN: infinite) and targets ``[N, T]`` in the unit of the data."""
+        error = drop_infinite((predictions - y).double())
         scale = 1.0
         if self.scales:
             _, scale = torch.tensor(self.scales, dtype=torch.float64).T

@@ -161,33 +161,22 @@ class Segmentation(Task):
 
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        cases = self._measure_cases(predictions, y, outputs)
-        loss_sum, invalid = float(cases.pop("loss").sum(dtype=np.float64)), int(cases.pop("invalid").sum())
+        cases = self.record(predictions, y, outputs)
         sums = {name: array.sum(axis=0).tolist() for name, array in (cases | compare_masks(cases)).items()}
-        return {"samples": len(y), "loss_sum": loss_sum, "invalid": invalid, **sums}
+        return {"samples": len(y), "loss_sum": sums.pop("loss"), **sums}
 
     @override
-    def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
+    def record(self, predictions: Tensor, y: Tensor, outputs: int) -> dict[str, NDArray[Any]]:
         """Return pixels by class of each image, and with ``surface`` its distances."""
-        cases = self._measure_cases(predictions, y, outputs)
-        del cases["invalid"]
-        return cases
-
-    def _measure_cases(self, predictions: Tensor, y: Tensor, outputs: int) -> dict[str, NDArray[Any]]:
-        """Return the records of each image, and whether its output is not a number at any pixel that counts."""
         known, chosen = y != LEFT_OUT, self.predict(predictions).masked_fill(find_invalid(predictions), -1)
         losses = []
         for scores, masks in zip(torch.split(predictions, BATCH), torch.split(y, BATCH), strict=True):
             summed = F.cross_entropy(scores, masks, reduction="none", ignore_index=LEFT_OUT).flatten(1).sum(dim=1)
             losses.append(summed / (masks != LEFT_OUT).flatten(1).sum(dim=1).clamp(min=1))
-        counted = {
-            "hits": (y, known & (chosen == y)),
-            "support": (y, known),
-            "predicted": (chosen, known & (chosen >= 0)),
-        }
+        kept = {"hits": known & (chosen == y), "support": known, "predicted": known & (chosen >= 0)}
         return {
-            **{name: _count_pixels(*each, outputs).numpy() for name, each in counted.items()},
-            "loss": torch.cat(losses).numpy(),
+            **{name: _count_pixels(chosen if name == "predicted" else y, kept[name], outputs) for name in kept},
+            "loss": torch.cat(losses).double().numpy(),
             "invalid": (known & (chosen < 0)).flatten(1).any(dim=1).numpy(),
             **(compare_surfaces(chosen, y, known, outputs, self.spacing) if self.surface else {}),
         }
@@ -228,10 +217,11 @@ def _are_possible_cases(counts: Counts) -> bool:
     )
 
 
-def _count_pixels(classes: Tensor, kept: Tensor, outputs: int) -> Tensor:
+def _count_pixels(classes: Tensor, kept: Tensor, outputs: int) -> NDArray[np.int64]:
     """Return the number of pixels of each class ``[N, K]`` in each image of ``classes [N, ...]`` that are ``kept``."""
     place = classes.flatten(1) + outputs * torch.arange(len(classes))[:, None]
-    return torch.bincount(place[kept.flatten(1)], minlength=outputs * len(classes)).reshape(-1, outputs)
+    counts = torch.bincount(place[kept.flatten(1)], minlength=outputs * len(classes))
+    return counts.reshape(-1, outputs).numpy()
 
 
 def refuse_gray_levels(where: str, values: Collection[int]) -> None:

@@ -2,7 +2,7 @@
 
 Risks rank patients within a client only: clients share no baseline hazard, and Cox's partial likelihood is computed
 within each client's batches. The concordance index therefore counts pairs of one client's patients, and pooled values
-add up clients' pairs.
+add up clients' pairs. A pair with a risk that is not a number is never ranked correctly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import Ref, UsageError
-from .task import Counts, Task, has_possible_loss
+from .task import Counts, Task, drop_infinite, has_possible_loss
 
 CHUNK = 1024
 """Number of patients who are compared with all others at a time."""
@@ -31,12 +31,6 @@ def _explain_codes(event: Tensor) -> str:
     if codes <= set(map(float, range(10))):
         return " (codes of several kinds of events: write 1 for those that you study, and 0 for all others)"
     return ""
-
-
-def _read_risks(predictions: Tensor) -> Tensor:
-    """Return the risks ``[N]``, NaN where they are not finite: a pair with such a patient is never ranked correctly."""
-    risk_N = predictions[:, 0].double()
-    return torch.where(risk_N.isfinite(), risk_N, torch.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +92,7 @@ class Survival(Task):
 
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        risk, time, event = _read_risks(predictions), y[:, 0].double(), y[:, 1] > 0
+        risk, time, event = drop_infinite(predictions[:, 0]), y[:, 0].double(), y[:, 1] > 0
         concordant = comparable = loss = 0.0
         for at in torch.split(event.nonzero()[:, 0], CHUNK):
             own = time[at, None]
@@ -116,7 +110,7 @@ class Survival(Task):
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
         """Return each patient's time, event and risk, its pairs with others, and those that are ranked correctly."""
-        risk, time, event = _read_risks(predictions), y[:, 0].double(), y[:, 1] > 0
+        risk, time, event = drop_infinite(predictions[:, 0]), y[:, 0].double(), y[:, 1] > 0
         concordant, comparable = torch.zeros_like(risk), torch.zeros_like(risk)
         for at in torch.split(event.nonzero()[:, 0], CHUNK):
             own = time[at, None]

@@ -197,6 +197,11 @@ def find_invalid(outputs: Tensor) -> Tensor:
     return ~outputs.amax(dim=1).isfinite()
 
 
+def drop_infinite(outputs: Tensor) -> Tensor:
+    """Return ``outputs`` in float64, NaN where they are not finite."""
+    return torch.where(outputs.isfinite(), outputs.double(), torch.nan)
+
+
 def has_possible_loss(counts: Counts) -> bool:
     """Return whether the summed loss is a number from 0 on, unless an output is not a number."""
     return bool(counts["loss_sum"] >= 0) or 0 < counts.get("invalid", 0) <= counts["samples"]

@@ -249,4 +249,5 @@ def test_predicted_masks_of_slices_lie_where_the_series_does(tmp_path):
         made = nibabel.load(tmp_path / name / "p.nii.gz")
         np.testing.assert_allclose(made.affine, SAGITTAL, atol=1e-4)
         assert np.array_equal(np.asarray(made.dataobj), bright)
+        assert np.array_equal(model.predict(folder), bright)
         assert (row["file"], row["dice bright"], row["hd95 mm bright"]) == (str(folder), 1, 0)
