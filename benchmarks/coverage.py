@@ -11,6 +11,8 @@
 - **cards**: intervals of a model's accuracy and Dice on its card, by number of patients with 20 images each, whose
   results are correlated. Limit: 0.93.
 - **false**: studies of two equal methods with a verdict on their mean over five clients. Limit: 0.05, and two errors.
+- **shift**: studies of a tenth of the number in which ``fedshift data diagnose`` sees a feature shift between sites to
+  which patients were dealt at random (``benchmarks/diagnose.py``). Limit: 0.05, and two errors.
 - **found**: studies in which a true loss of 20 points at one of ten clients is found, five seeds. Limit: 0.60.
 
 A patient has a difficulty that both methods share in part; a training has a quality, drawn anew for each method and
@@ -27,6 +29,7 @@ from itertools import product
 
 import numpy as np
 import pandas as pd
+from diagnose import measure_false_shift
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -198,6 +201,9 @@ def list_results(studies: int) -> Iterator[tuple[str, float, float, float]]:
     most = 0.05 + 2 * math.sqrt(0.05 * 0.95 / studies)
     for name in METRICS:
         yield f"false, {name}", 1 - count(name, CLIENTS, 50, 0.2, 5, studies, gap=False), 0.0, most
+    dealt = max(10, studies // 10)
+    most = 0.05 + 2 * math.sqrt(0.05 * 0.95 / dealt)
+    yield "shift, patients dealt at random to four sites", measure_false_shift(dealt), 0.0, most
     for samples, spread in product((50, 100, 200), (0.05, 0.2)):
         yield f"found, {samples} samples, spread {spread}", count_found(samples, spread, studies), 0.6, 1.0
 

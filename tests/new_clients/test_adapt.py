@@ -39,7 +39,7 @@ from fedshift.new_clients.policy_tables import (
     seed_table,
 )
 from fedshift.new_clients.site_data import describe_splits, find_overlap, load_site
-from fedshift.results.schema import compute_metric, read_rows
+from fedshift.results.schema import REESTIMATED, RUNNING, compute_metric, read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.state import is_equal
 from tests.conftest import ARRAYS, change_settings, write_npz
@@ -96,6 +96,18 @@ def test_the_models_are_those_of_a_run_with_the_client_as_newcomer_bit_for_bit(m
         row = next(row for row in rows if (row["client"], row["split"]) == ("cid", "test"))
         counted = evaluate_model(trial, found[policy], new)
         assert {key: counted[key] for key in ("hits", "support", "loss_sum", "samples", "auc")}.items() <= row.items()
+
+
+def test_policies_start_from_the_global_model_with_the_statistics_that_are_reported(run, tiny):
+    _, experiment = load_experiment(run)
+    trial, train = restore_trial(experiment, run, "fedavg", 0), {"cid": tiny.client("cid").train}
+    trial.statistics = RUNNING
+    running = next(make_models(trial, train, [])).state
+    trial.statistics = REESTIMATED
+    (unchanged,) = make_models(trial, train, [])
+    assert is_equal(unchanged.state, trial.model_state())
+    assert all("running_" in name for name in running if not torch.equal(running[name], unchanged.state[name]))
+    assert not is_equal(unchanged.state, running)
 
 
 def test_the_command_prints_every_policy_of_every_method_and_changes_nothing_of_the_run(cli, run, tiny_folder):

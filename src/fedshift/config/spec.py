@@ -173,10 +173,10 @@ class TrialSpec:
     accuracy, balanced_accuracy (the mean over classes) or auc (area under the ROC curve, one class against the rest);
     of segmentation, dice or iou (of images, or pooled_dice, pooled_iou), accuracy or balanced_accuracy, with --task
     'segmentation(surface=True)' also surface_distance or hausdorff95; of several labels, f1, auc or exact_match; of
-    regression, rmse, mae or r2; of survival, c_index. The report page has all of them. On request, of classification also f1 (the
-    mean over classes), top_k(k=5), brier, ece (expected calibration error) and average_precision, which several labels
-    have too; of any task sklearn:SCORER, torchmetrics:CLASS(...) or your own function of outputs and targets,
-    package.module:function(lower_is_better=True)."""
+    regression, rmse, mae or r2; of survival, c_index. The report page has all of them. On request, of classification
+    also f1 (the mean over classes), top_k(k=5), brier, ece (expected calibration error) and average_precision, which
+    several labels have too; of any task sklearn:SCORER, torchmetrics:CLASS(...) or your own function of outputs and
+    targets, package.module:function(lower_is_better=True)."""
 
     metrics: Annotated[Several | None, Expression("tasks:METRICS"), Parameter(group=MEASURING)] = None
     """Further metrics to count and show, comma-separated: those that metric has on request."""

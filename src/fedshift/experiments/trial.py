@@ -528,10 +528,11 @@ class Trial:
 
         ``rounds``: rounds of local work of policies that train.
         """
-        if self._known is None or self._known.server is not self.server:
+        server = self._reported[0]  # a policy starts from the global model that is reported
+        if self._known is None or self._known.server is not server:
             self._known = PolicyContext(
                 plan=self.plan,
-                server=self.server,
+                server=server,
                 clients=self.clients,
                 samples={name: len(self.train[name]) for name in self.clients.seen},
                 task=self.data.task,

@@ -251,14 +251,9 @@ class TrialRun:
         trial, folder = self.trial, self.folder
         done, settings = trial.server.round, trial.settings
         reported = done if settings.select == "last" else find_best(folder, done, settings)
-        held = measured_splits(trial.measured)
-        pictured = settings.pictures and self.seed == self.experiment.seeds[0]  # the first seed's worst test images
         if not settings.pictures:
             (folder / PICTURES).unlink(missing_ok=True)  # of an earlier session
-        splits = [split for split in FILES if split in held and measured_round(folder, split) != reported]
-        if pictured and "test" not in splits and not has_pictures(folder, reported):
-            splits.append("test")
-        splits = splits if "test" in settings.splits else []
+        splits = self._list_unrecorded(reported)
         if not reported or (not splits and is_lag_measured(folder, reported)):
             return
         if reported < done:
@@ -271,22 +266,33 @@ class TrialRun:
             if renewed := trial.reestimate():
                 models[REESTIMATED] = renewed
             self._record_lag(trial.measure_lag(evaluated, renewed))
-            made = {
-                split: {
-                    statistics: record_clients(trial.plan, server, trial.measured, personal, split)
-                    for statistics, (server, personal) in models.items()
+            self._record_cases(trial, models, splits)
+
+    @property
+    def _draws_pictures(self) -> bool:
+        """Whether the trial, of the first seed, records pictures of its worst test images."""
+        return self.trial.settings.pictures and self.seed == self.experiment.seeds[0]
+
+    def _list_unrecorded(self, reported: int) -> list[str]:
+        """Return the splits of which results of single samples in round ``reported`` are still to be recorded."""
+        folder, held = self.folder, measured_splits(self.trial.measured)
+        splits = [split for split in FILES if split in held and measured_round(folder, split) != reported]
+        if self._draws_pictures and "test" not in splits and not has_pictures(folder, reported):
+            splits.append("test")
+        return splits if "test" in self.trial.settings.splits else []
+
+    def _record_cases(self, trial: Trial, models: Mapping[str, Models], splits: Iterable[str]) -> None:
+        """Record the results of single samples of ``splits`` under the ``models`` of ``trial``, by statistics."""
+        folder, plan, data, number = self.folder, trial.plan, trial.measured, trial.server.round
+        for split in splits:
+            made = {name: record_clients(plan, server, data, own, split) for name, (server, own) in models.items()}
+            if all(each for several in made.values() for each in several.values()):
+                write_cases(folder, number, made, split)
+            if self._draws_pictures and split == "test":
+                worst = {
+                    name: picture_worst(plan, server, data, own, made[name]) for name, (server, own) in models.items()
                 }
-                for split in splits
-            }
-        for split, records in made.items():
-            if all(each for several in records.values() for each in several.values()):
-                write_cases(folder, reported, records, split)
-        if pictured and "test" in made:
-            pictures = {
-                statistics: picture_worst(trial.plan, server, trial.measured, personal, made["test"][statistics])
-                for statistics, (server, personal) in models.items()
-            }
-            write_pictures(folder, reported, pictures)
+                write_pictures(folder, number, worst)
 
 
 def score_round(rows: Sequence[Row], settings: Settings) -> Score:

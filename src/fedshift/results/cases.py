@@ -19,7 +19,7 @@ The records stay where the samples are: a site neither makes nor sends them. ``c
 validation samples, where there are some, on which thresholds of scores are chosen. ``worst-cases.npz`` in the folder of
 a method's first seed holds pictures of the test samples with the worst results.
 
-Both have the models with running BatchNorm statistics and those with re-estimated ones, if these may differ
+Both hold results with running BatchNorm statistics, and with re-estimated statistics if these may differ
 (:mod:`fedshift.evaluation.statistics_lag`).
 """
 

@@ -442,8 +442,8 @@ class RunSummary:
     is trained, ``config`` has the requested settings; ``crossed`` has the rows of cross-site validation, if requested,
     with ``owner``, the client whose model was measured (None: the server); ``lag`` has the rows of models whose
     BatchNorm statistics were re-estimated at the reported round, of methods without such statistics their usual rows;
-    ``moves`` has the metric with ``running`` and ``reestimated`` statistics on the ``split`` by which ``statistics``,
-    those of the reported values, are chosen (:func:`choose_statistics`); ``unmeasured``: methods that were not
+    ``moves`` has the metric with ``running`` and ``reestimated`` statistics on the ``split`` that decides which
+    ``statistics`` are reported (:func:`choose_statistics`); ``unmeasured``: methods that were not
     re-estimated; ``stopped`` has the reasons why trials ended before the last round, by method and seed;
     ``read_cases`` reads the records of single test samples of a method and seed under the models that are reported,
     ``read_validation`` the records of validation samples, None where there are none; ``read_pictures`` reads
