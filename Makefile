@@ -90,7 +90,7 @@ guide: setup
 benchmark: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/lazy.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/diagnose.py 10
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/diagnose.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/coverage.py
 	$(BIN)/python benchmarks/engines.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py

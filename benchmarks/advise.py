@@ -8,7 +8,7 @@ records on test data. The best of so many is best by luck too, so that this is m
 gained. ``fair`` is that against the method whose chosen setting is best on validation data: the choice of a search
 among all methods, eight settings each, which does not see test data either. It may be negative.
 
-The lists of methods in ``diagnosis/advice.py`` were improved with the first, third, ... federation in view
+The lists of methods in ``diagnosis/shift_report.py`` were improved with the first, third, ... federation in view
 (:data:`LEARNED`). Means are printed for these and the others, with and without the federations that the benchmark
 held apart, and for advice that names one and the same method everywhere. As in the benchmark, federations of one
 source of data count as one, their mean.

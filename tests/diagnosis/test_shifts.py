@@ -271,7 +271,7 @@ def test_the_command_runs_and_gives_each_method_a_learning_rate_chosen_on_valida
     command = comparison_command(find(tiny, feature=0.9), data=str(tiny_folder)).replace("--seeds 5", "--seeds 2")
     name, *arguments = shlex.split(command)
     outcome = cli(*arguments, "--rounds", 3, "--out", "out")
-    assert (name, outcome.code, outcome.err) == ("fedshift", 0, "")
+    assert (name, outcome.code, outcome.err) == ("fedshift", 0, ""), outcome.err
     header, _, *rows = (tmp_path / "out" / "tables" / "chosen.md").read_text().splitlines()
     assert header == "| method | lr | validation | test |"
     assert [row.split(" | ")[:2] for row in rows] == [["| fedavg", "0.1"], ["| fedbn", "0.1"]]

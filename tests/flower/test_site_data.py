@@ -238,7 +238,7 @@ def test_a_site_exports_models_of_masks_labels_and_numbers(task, tmp_path, monke
 
 @pytest.mark.slow
 def test_the_server_model_of_a_run_across_machines_is_that_of_one_process(cli, tmp_path):
-    spec = spec_for("fedavg", rounds=1)
+    spec = spec_for("fedavg", rounds=1, statistics="running")
     serve(spec, tmp_path)
     in_process(spec, tmp_path / "run")
     for run in ("served", "run"):
@@ -299,7 +299,7 @@ def test_tables_that_counts_determine_are_those_of_one_process_and_others_are_na
     task, changes, expected, why = TABLES[kind]
     spec, sites = experiment(task, tmp_path, "fedavg") if task else (spec_for("fedbn", rounds=1, **changes), None)
     named = {name: value for name, value in vars(spec).items() if name not in ("method", "seeds")}
-    compared = CompareSpec(**named, methods=spec.method, seeds=seeds)
+    compared = CompareSpec(**named | {"statistics": "running"}, methods=spec.method, seeds=seeds)
     serve(compared, tmp_path, sites)
     in_process(compared, tmp_path / "reference")
     (found, told), (wanted, alone) = (write_tables(tmp_path / run) for run in ("served", "reference"))

@@ -35,7 +35,8 @@ class SiteRows(NamedTuple):
     """Features ``x`` and ``targets`` ``[N, columns]`` of patients; their ``site`` and ``stratum``, from 0, ``[N]``.
 
     Rows of a stratum have similar targets: shares of classes (of a mask: of its pixels) or labels, or numbers with
-    their squares. ``x`` is what is not linear in them, such as a sample's difference from its class, and its square.
+    their squares. ``x`` is what is not linear in them, such as a sample's difference from its class, and its square,
+    which shows spread; columns of a table are turned to their principal components before, to show correlation.
     """
 
     x: Floats
@@ -60,8 +61,10 @@ def read_rows(data: Federation, members: Sequence[ClientData], seed: int, most: 
     if kind not in ("classification", "multilabel", "segmentation"):
         y = np.hstack([y, y**2])
     x -= LinearRegression().fit(y, x).predict(y)
-    features = np.hstack([x, x**2]) if x.shape[1] <= MOST_COLUMNS else x
-    rows = pd.DataFrame(np.hstack([y, features]), index=samples.index).groupby(level=(0, 1)).mean()
+    bases = x if x.shape[1] <= MOST_COLUMNS else x[:, :0]
+    if len(data.sample_shape) == 1 and bases.size:
+        bases = PCA(random_state=state).fit_transform(bases)
+    rows = pd.DataFrame(np.hstack([y, x, bases**2]), index=samples.index).groupby(level=(0, 1)).mean()
     targets, x = np.split(scale(rows.to_numpy()), [y.shape[1]], axis=1)
     if x.shape[1] > 2 * MOST_COLUMNS:
         x = PCA(min(MOST_COLUMNS, *x.shape), random_state=state).fit_transform(x)
