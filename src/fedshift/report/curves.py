@@ -21,7 +21,7 @@ from ..analysis.statistics import mean_and_std
 from ..results.schema import RunSummary, is_share, metric_unit, name_metric
 from ..utils.errors import UsageError, unknown_name
 from .figures import FigurePanel
-from .formatting import format_mean
+from .formatting import Unit, difference_unit, format_mean
 from .style import (
     DASHES,
     MARKERS,
@@ -95,7 +95,7 @@ def make_setting_panels(
 def _draw_by_round(
     points: Sequence[CurvePoint], metric: str, panel: str | None, split: str, *, separate: bool
 ) -> _Panels:
-    lines = list(_make_lines(points))
+    lines, unit = list(_make_lines(points)), _find_unit(metric)
     with figure_settings():
         spread = "mean, band: lowest to highest"
         panels = _Panels(lines, panel, "round", _axis_label(metric, split, points), spread, separate=separate)
@@ -103,13 +103,13 @@ def _draw_by_round(
         for axes, style, line in panels.lines:
             rows = _history(line.summary, metric, split)
             macro = rows[rows["method"] == line.method].groupby(["seed", "round"])["value"].mean().dropna()
-            values = _metric_scale(metric) * macro.groupby("round").agg(["mean", "min", "max"])
+            values = unit.scale * macro.groupby("round").agg(["mean", "min", "max"])
             if not values.empty:
                 means += values["mean"].tolist()
                 plot_band(axes, style, values)
                 name = panels.names[style.number]
                 panels.points[axes] += [
-                    (at, mean, f"{name}, round {at}: {format_mean(mean)}")
+                    (at, mean, f"{name}, round {at}: {format_mean(mean, number=unit.spec)}")
                     for at, mean in zip(values.index.tolist(), values["mean"].tolist(), strict=True)
                 ]
         if metric in ("loss", TRAIN_LOSS) and means and 0 < min(means) * FAR < max(means) < math.inf:
@@ -123,7 +123,7 @@ def _draw_by_round(
 def _draw_by_setting(
     points: Sequence[CurvePoint], key: str, metric: str, panel: str | None, *, separate: bool
 ) -> _Panels:
-    lines = list(_make_lines(points))
+    lines, unit = list(_make_lines(points)), _find_unit(metric)
     ticks, continuous = _place_ticks(key, _values(lines, key))
     final = {id(point.summary): final_metric(point.summary, metric) for point in points}
     with figure_settings():
@@ -131,13 +131,13 @@ def _draw_by_setting(
         panels = _Panels(lines, panel, key.replace("_", " "), label, "mean, line: ± std", x_key=key, separate=separate)
         curves: dict[tuple[Axes, int], list[tuple[float, float, float]]] = {}
         for axes, style, line in panels.lines:
-            mean, std = mean_and_std(_metric_scale(metric) * final[id(line.summary)].loc[line.method])
+            mean, std = mean_and_std(unit.scale * final[id(line.summary)].loc[line.method])
             offset = 0.0 if continuous else 0.5 * ((style.number + 0.5) / len(panels.styles) - 0.5)
             text = format_setting(key, line.keys[key])
             x = ticks[text] + offset
             curves.setdefault((axes, style.number), []).append((x, mean, std))
             if not math.isnan(mean):
-                label = f"{panels.names[style.number]}, {key}={text}: {format_mean(mean, std)}"
+                label = f"{panels.names[style.number]}, {key}={text}: {format_mean(mean, std, unit.spec)}"
                 panels.points[axes].append((x, mean, label))
         styles = {style.number: style for style in panels.styles.values()}
         for (axes, number), curve in curves.items():
@@ -194,8 +194,8 @@ def final_metric(summary: RunSummary, metric: str | None = None) -> pd.Series:
     return pd.Series(table.loc["macro"], index=table.columns, dtype=float)
 
 
-def _metric_scale(metric: str) -> float:
-    return 1.0 if metric == TRAIN_LOSS else metric_unit(metric)[0]
+def _find_unit(metric: str) -> Unit:
+    return difference_unit("loss" if metric == TRAIN_LOSS else metric)
 
 
 def _axis_label(metric: str, split: str, points: Sequence[CurvePoint]) -> str:
