@@ -578,7 +578,9 @@ def test_printing_a_result_shows_the_tables_of_the_command_line(cli, undrawn, co
     assert notes == [f"note: {notice}" for notice in compared.summary.notices]
     assert len(notes) == 2
     assert lines[-2:] == notes  # information comes last
-    assert lines[0].startswith("Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round")
+    assert lines[0].startswith("BatchNorm's running statistics lag behind the weights: ")
+    assert "(those with re-estimated ones: on the page and in tables/accuracy-reestimated)" in lines[0]
+    assert lines[1].startswith("Test accuracy of the personal model in percent with running BatchNorm statistics, mean")
     printed = list(filter(None, map(str.strip, lines[:-2])))
     assert all(line in shown for line in printed)
     assert len(printed) == len(list(filter(None, map(str.strip, shown.splitlines())))) - 1  # that of the page

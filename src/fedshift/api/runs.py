@@ -5,8 +5,8 @@
 >>> list(result.table().index)
 ['pen', 'photo', 'print', 'faded', 'worn', 'macro', 'pooled', 'worst client']
 >>> print(result)  # doctest: +ELLIPSIS
-Test accuracy of the personal model in percent, mean (std) over 2 seeds, last round
-...
+BatchNorm's running statistics lag behind the weights: ...
+Test accuracy of the personal model in percent with re-estimated BatchNorm statistics, mean (std) over 2 seeds, ...
 >>> result.model("fedbn", client="photo").bn1.running_mean.shape
 torch.Size([16])
 """

@@ -36,9 +36,9 @@ def describe_lag(summary: RunSummary) -> str:
     """Return which statistics the reported values have, and why; empty if running ones have no known lag."""
     large, least = select_large_moves(summary.moves, summary.metric), "a point" if is_share(summary.metric) else "1 %"
     again, other = summary.statistics == REESTIMATED, OTHER_STATISTICS[find_other_moment(summary) or "loaded"]
-    kept = "re-estimated" if again else "running"
+    kept, replaced = ("re-estimated", "running") if again else ("running", "re-estimated")
     asked = "" if again and len(large) else ", as asked for"
-    why = f"{asked} (those with {other} ones: on the page and in tables/{name_file(summary.metric)}-{other})"
+    why = f"{asked} (those with {replaced} ones: on the page and in tables/{name_file(summary.metric)}-{other})"
     if summary.unmeasured:
         reason = "estimates would have to leave the sites" if summary.served else "the run has not ended"
         why = f", since {join_some(summary.unmeasured)} could not be measured with re-estimated statistics ({reason})"
