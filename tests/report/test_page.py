@@ -83,8 +83,8 @@ def test_numbers_and_best_in_bold(study, undrawn):
 def test_errors_are_in_the_unit_of_the_target_and_the_lowest_leads(study, undrawn):
     page = re.sub(r"(?s)<(style|script)\b.*?</\1>", "", render_page(in_errors(study)))
     text = html.unescape(re.sub(r"<[^>]+>", "", page))
-    assert "Lowest macro RMSE: fedavg with 14.900 (0.400) units of the target" in text
-    assert "Macro RMSE of one method minus another's in units of the target" in text
+    assert "Lowest macro RMSE: fedavg with 14.90 (0.40) units of the target" in text
+    assert "minus fedavgmacro RMSE, units of the target" in text
     assert "1 target\n" in text
     assert "mean loss, squared units of the targets' spread" in text
     loss = html.unescape(render_page(replace(in_errors(study), metric="loss")))
