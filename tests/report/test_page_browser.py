@@ -1,8 +1,10 @@
 """The page in a real browser: quiet console, no requests, no sideways scrolling, legible on a phone."""
 
 import shutil
+from dataclasses import replace
 from threading import Thread
 
+import pandas as pd
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
@@ -62,11 +64,15 @@ def opened(browser, tmp_path):
     return show
 
 
-@pytest.fixture(scope="module")
-def crowded(make_study):
-    """The page of twelve methods, some with long names."""
+@pytest.fixture(scope="module", params=[(12, 2), (5, 6)])
+def crowded(request, make_study):
+    """The page of methods, some with long names, over few clients, or over more so that methods are columns."""
+    methods, clients = request.param
     names = [f"fedbn+fedprox(mu=0.00{digit})+fedadam" for digit in range(1, 5)] + [f"method_{n}" for n in range(8)]
-    return render_page(make_study({name: [{"a": 50 + n, "b": 240}] * 3 for n, name in enumerate(names)}))
+    one = make_study({name: [{"a": 50 + n}] * 3 for n, name in enumerate(names[:methods])})
+    sites = [f"hospital_{n}" for n in range(clients)]
+    rows = pd.concat([one.rows.assign(client=site) for site in sites])
+    return render_page(replace(one, rows=rows, clients=dict.fromkeys(sites, one.clients["a"]), samples={}))
 
 
 @pytest.mark.sampled(4)
