@@ -54,10 +54,7 @@ from .style import DASHES, INK, MethodStyle, make_styles
 from .tables import accuracy_table, describe_round, describe_seeds, list_shortfalls, seed_table
 from .target_metric import describe_target, format_rounds, format_traffic, target_table
 
-CLAIMS = (
-    "The page of each comparison shows which methods differ significantly, corrected for its own pairs, not for the "
-    "number of combinations."
-)
+CLAIMS = "Intervals on the page of each combination do not allow for the number of combinations."
 SHADES = 6
 """Number of shades of a heat map."""
 CHOSEN = "\N{BLACK DIAMOND SUIT} "
