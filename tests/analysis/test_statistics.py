@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedshift.analysis.statistics import mean_and_std, paired_difference, wilson_interval
+from fedshift.analysis.statistics import mean_and_std, paired_difference
 from fedshift.utils.errors import UsageError
 
 
@@ -50,12 +50,3 @@ def test_equal_differences_and_those_beyond_the_range_have_no_interval():
 def test_wrong_use_is_refused():
     with pytest.raises(UsageError, match="cannot be paired"):
         paired_difference([1.0], [1.0, 2.0])
-    for hits, samples in ((0, 0), (6, 5)):
-        with pytest.raises(UsageError, match="not a proportion"):
-            wilson_interval(hits, samples)
-
-
-@pytest.mark.parametrize(("hits", "samples"), [(0, 5), (5, 5), (7, 12), (903, 1000)])
-def test_the_interval_of_a_share_is_wilsons(hits, samples):
-    theirs = stats.binomtest(hits, samples).proportion_ci(0.9, method="wilson")
-    assert wilson_interval(hits, samples, 0.9) == pytest.approx(tuple(theirs))

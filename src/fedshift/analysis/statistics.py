@@ -15,7 +15,7 @@ from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri, stdtrit
+from scipy.special import stdtrit
 
 from ..utils.errors import UsageError
 
@@ -39,20 +39,6 @@ def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
     mean = float(present.mean()) if present.size else math.nan
     std = float(present.std(ddof=1)) if present.size > 1 else math.nan
     return mean, std
-
-
-def wilson_interval(hits: int, samples: int, level: float = 0.95) -> tuple[float, float]:
-    """Return the score interval of a share, ``hits`` of ``samples`` (Wilson 1927, J. Am. Stat. Assoc. 22(158))."""
-    if not 0 <= hits <= samples or samples < 1:
-        raise UsageError(
-            f"{hits} hits of {samples} samples are not a proportion: give at least one sample, and no more hits than "
-            "samples"
-        )
-    z, share = float(ndtri((1 + level) / 2)), hits / samples
-    center = share + z * z / (2 * samples)
-    half = z * math.sqrt(share * (1 - share) / samples + z * z / (4 * samples**2))
-    whole = 1 + z * z / samples
-    return max(0.0, (center - half) / whole), min(1.0, (center + half) / whole)
 
 
 def half_interval(

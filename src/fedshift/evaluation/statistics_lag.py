@@ -104,8 +104,8 @@ def list_loaded(names: Iterable[str], server: ServerState, state: State) -> froz
 
 
 def draw_seen(seed: int, samples: Samples, most: int) -> Samples:
-    """Return training samples that show whether statistics lag: as many as re-estimate them, of cases ``most``."""
-    count = min(len(samples), BATCHES * BATCH if samples.patches is None else most)
+    """Return training samples that show whether statistics lag: at most a batch of evaluation, of cases ``most``."""
+    count = min(len(samples), BATCH if samples.patches is None else most)
     return samples.take(torch.from_numpy(stream(seed, "seen").permutation(len(samples))[:count]))
 
 

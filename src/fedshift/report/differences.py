@@ -224,7 +224,7 @@ def tabulate_means(summary: RunSummary, frame: pd.DataFrame, reference: str) -> 
     excluded = f"no loss above {unit.scale * (summary.margin or 0):g}"
     header = [*("better at", "worse at", "inconclusive at", excluded)[: len(shown)], "worst client"] if several else []
     header = [f"minus {reference}", f"macro {summary.metric_name}, {unit.name}", *header]
-    return make_table(header, rows, note=_explain(summary, frame, means=True))
+    return _annotate(make_table(header, rows), summary, frame, means=True)
 
 
 def tabulate_clients(summary: RunSummary, frame: pd.DataFrame, reference: str) -> TextTable:
@@ -236,7 +236,7 @@ def tabulate_clients(summary: RunSummary, frame: pd.DataFrame, reference: str) -
         tested, value = max(row["units"] for row in own), unit.format(own[0]["reference_value"])
         rows.append((client, f"{tested:,.0f}" if tested else MISSING, value, *(_write_cell(row, unit) for row in own)))
     header = ("client", "tested", reference, *methods)
-    return replace(make_table(header, rows, note=_explain(summary, frame, means=False)), corner="method")
+    return _annotate(replace(make_table(header, rows), corner="method"), summary, frame, means=False)
 
 
 def _write_cell(row: Mapping[Any, Any], unit: Unit) -> TextCell:
@@ -244,12 +244,13 @@ def _write_cell(row: Mapping[Any, Any], unit: Unit) -> TextCell:
     return TextCell(text=text, best=bool(row["low"] > 0 or row["high"] < 0))
 
 
-def _explain(summary: RunSummary, frame: pd.DataFrame, means: bool) -> str:
-    """Return what intervals of ``frame`` cover, of ``means`` or of single clients, and why some are lacking."""
+def _annotate(table: TextTable, summary: RunSummary, frame: pd.DataFrame, means: bool) -> TextTable:
+    """Return ``table`` with a note on its intervals, of ``means`` or of single clients, and why some are lacking."""
     mean, clients = frame.xs(MEAN, level="client").iloc[0], frame.drop(index=MEAN, level="client")
     comparisons = int(mean["comparisons"]) if means else 1
     if not decides(len(summary.seeds), comparisons):
-        return advise_seeds(summary.methods, len(summary.seeds), summary.compare_with)
+        advice = advise_seeds(summary.methods, len(summary.seeds), summary.compare_with)
+        return replace(table, note=advice, advice=advice)
     covered = "seeds and test units (patients where they are known, else samples)"
     if math.isnan(mean["sample_error"]):
         covered = "seeds alone, since results of single samples are not here"
@@ -261,4 +262,4 @@ def _explain(summary: RunSummary, frame: pd.DataFrame, means: bool) -> str:
     if len(few):
         named = join_some([f"{client} ({units:.0f})" for client, units in few.max().items()])
         sentences.append(f"No verdict with fewer than {FEWEST_UNITS} test units: {named}.")
-    return " ".join(sentences)
+    return replace(table, note=" ".join(sentences))
