@@ -63,7 +63,7 @@ def simulate_shares(random: np.random.Generator, margins: Floats) -> Simulated:
     """Return accuracies, with one sample for each patient."""
     del random
     right = margins > 0
-    return right.mean(axis=2), [[{"accuracy": each} for each in runs] for runs in right]
+    return right.mean(axis=2), [[{"right": each} for each in runs] for runs in right]
 
 
 def simulate_groups(random: np.random.Generator, margins: Floats) -> Simulated:
@@ -71,7 +71,7 @@ def simulate_groups(random: np.random.Generator, margins: Floats) -> Simulated:
     sizes = random.integers(1, 6, margins.shape[2])
     group = np.repeat(np.arange(len(sizes)), sizes)
     right = margins[:, :, group] + 0.5 * random.normal(size=len(group)) > 0
-    return right.mean(axis=2), [[{"accuracy": each, "group": group} for each in runs] for runs in right]
+    return right.mean(axis=2), [[{"right": each, "group": group} for each in runs] for runs in right]
 
 
 def simulate_scores(random: np.random.Generator, margins: Floats) -> Simulated:

@@ -34,7 +34,7 @@ OTHER = {
     "checkpoint_every": 4, "evaluate_every": 2, "moments": "loaded,trained", "select": "best", "target_metric": 0.9,
     "patience": 3, "min_delta": 0.01, "statistics": "running",
     "operating_point": "sensitivity>=0.9",
-    "log": "tensorboard,wandb",
+    "log": "tensorboard,wandb", "pictures": False,
 }  # fmt: skip
 """A value for every setting that both commands have, other than its default."""
 RUN = {**OTHER, "method": 'fedbn+fedprox(mu=0.1), "x"'}
@@ -61,7 +61,7 @@ def flags(settings):
     found = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
-        found += [flag] if value is True else [flag, str(value)]
+        found += [flag] if value is True else [f"--no-{name}"] if value is False else [flag, str(value)]
     return found
 
 
@@ -178,6 +178,7 @@ BAD = {
     "loss": "focl", "epochs": 0, "batches": 0, "steps": 0, "lr": -1, "log": "paper", "augment": "flp()",
     "batch_size": -1, "optimizer": "adam", "schedule": "cosin", "newcomers": "zoe", "seeds": "3..a", "threads": 0,
     "moments": "later", "methods": "fedbm", "compare_with": "fedprox", "margin": -1, "operating_point": "recall>=2",
+    "pictures": "maybe",
 }  # fmt: skip
 """A value for every setting that is refused."""
 

@@ -222,7 +222,7 @@ def tabulate_means(summary: RunSummary, frame: pd.DataFrame, reference: str) -> 
             cells += [TextCell(text=MISSING if math.isnan(least) else f"{worst} {unit.format_signed(least)}")]
         rows.append((method, *cells))
     excluded = f"no loss above {unit.scale * (summary.margin or 0):g}"
-    header = [*("better at", "worse at", "inconclusive at", excluded)[: len(shown)], "worst client"] if several else []
+    header = [*("better", "worse", "unclear", excluded)[: len(shown)], "worst client"] if several else []
     header = [f"minus {reference}", f"macro {summary.metric_name}, {unit.name}", *header]
     return _annotate(make_table(header, rows), summary, frame, means=True)
 

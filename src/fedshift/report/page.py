@@ -118,9 +118,11 @@ def list_tables(summary: RunSummary) -> Iterator[ReportTable]:
     if measures_trained(summary):
         yield replace(make_metric_table(summary, moment="trained"), section="after work")
     for reference, frame in list_frames(summary).items():
-        caption, file = f"{_capitalize(summary.metric_name)} minus {reference}'s, paired", to_file_name(reference)
+        caption = f"{_capitalize(summary.metric_name)} minus {reference}'s, paired"
+        file, several = to_file_name(reference), len(summary.clients) > 1
         text = tabulate_means(summary, frame, reference)
-        yield ReportTable(file=f"minus-{file}", caption=caption, text=text, section="differences")
+        counted = f"{caption}, and at how many clients it is better, worse and unclear" if several else caption
+        yield ReportTable(file=f"minus-{file}", caption=counted, text=text, section="differences")
         if 1 < len(summary.clients) <= ONE_BY_ONE:
             text, places = tabulate_clients(summary, frame, reference), (PAGE, FILES)
             file, caption = f"minus-{file}-clients", f"{caption}, at each client"
