@@ -80,8 +80,13 @@ def test_statistics_are_chosen_without_test_data_recorded_and_found_again(tiny, 
     assert auto.summary.moves.equals(other.summary.moves)
     assert set(auto.summary.moves["split"]) == {"training"}
     assert json.loads((tmp_path / "auto" / "study.json").read_text())["trained"]["statistics"] == "reestimated"
-    assert str(auto).startswith("BatchNorm's running statistics lag: re-estimated on training data, they take ")
-    assert "values are with re-estimated statistics (the running alternative: page and tables/accuracy-" in str(auto)
+    assert str(auto).startswith(
+        "BatchNorm's running statistics lag behind the weights: with re-estimated ones, accuracy on "
+    )
+    assert (
+        "values are with re-estimated statistics (those with running ones: on the page and in tables/accuracy-"
+        in str(auto)
+    )
     assert auto.records.equals(plain.records)
     assert plain.table().equals(auto.table(moment="loaded"))
     assert plain.table(moment="reestimated").equals(auto.table())

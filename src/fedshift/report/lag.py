@@ -38,7 +38,7 @@ def describe_lag(summary: RunSummary) -> str:
     again, other = summary.statistics == REESTIMATED, OTHER_STATISTICS[find_other_moment(summary) or "loaded"]
     kept = "re-estimated" if again else "running"
     asked = "" if again and len(large) else ", as asked for"
-    why = f"{asked} (the {other} alternative: page and tables/{name_file(summary.metric)}-{other})"
+    why = f"{asked} (those with {other} ones: on the page and in tables/{name_file(summary.metric)}-{other})"
     if summary.unmeasured:
         reason = "estimates would have to leave the sites" if summary.served else "the run has not ended"
         why = f", since {join_some(summary.unmeasured)} could not be measured with re-estimated statistics ({reason})"
@@ -48,8 +48,8 @@ def describe_lag(summary: RunSummary) -> str:
     unit, most = difference_unit(summary.metric, numbers=summary.of_numbers), large.iloc[0]
     seed = f", seed {most['seed']}," if len(summary.seeds) > 1 else ""
     return (
-        f"BatchNorm's running statistics lag: re-estimated on training data, they take {most['client']} under "
-        f"{most['method']}{seed} from {unit.format(most[RUNNING])} to {unit.format(most[REESTIMATED])} on "
-        f"{most['split']} data, the largest of {len(large)} changes of {least} or more; all values are with {kept} "
-        f"statistics{why}."
+        f"BatchNorm's running statistics lag behind the weights: with re-estimated ones, {summary.metric_name} on "
+        f"{most['split']} data of client {most['client']} under {most['method']}{seed} is "
+        f"{unit.format(most[REESTIMATED])} in place of {unit.format(most[RUNNING])}, the largest of {len(large)} "
+        f"changes of {least} or more. All values are with {kept} statistics{why}."
     )
