@@ -104,7 +104,7 @@ def test_the_page_names_the_best_by_validation_has_one_legend_and_answers_the_po
     assert '<td class="shade-5">♦ 80.00</td>' in text
     assert "♦: best on validation data." in text
     assert text.count('<ul class="legend">') == 2  # methods, and values of the setting that has line styles
-    assert ">fedbn, batch_size=full, round 1: 40</text>" in text
+    assert ">fedbn, batch_size=full, round 1: 40.00</text>" in text
     assert "<script" not in text
     assert "://" not in text
 
