@@ -7,6 +7,7 @@ from rich.console import Console
 
 from fedshift.report.curves import CurvePoint
 from fedshift.report.sweep_report import SweepResults, make_heat_maps, publish_sweep
+from fedshift.report.target_metric import describe_target
 from tests.report.conftest import in_errors
 
 # Macro accuracy in percent of fedavg and fedbn, on test data and on validation data, for each pair of settings.
@@ -49,6 +50,16 @@ def test_without_validation_data_a_heat_map_has_test_values(pairs):
     )
     cells = [[cell.text for cell in row] for row in make_heat_maps(replace(sweep, points=points))["fedavg"].rows]
     assert cells == [["1", "50.00", "55.00"], ["2", "90.00", "42.00"]]
+
+
+def test_captions_name_the_statistics_of_batchnorm(pairs):
+    sweep = pairs()
+    again = [CurvePoint(p.keys, replace(p.summary, statistics="reestimated")) for p in sweep.points]
+    assert "percent, one seed" in sweep.caption
+    assert "percent with re-estimated BatchNorm statistics, one seed" in replace(sweep, points=(*again,)).caption
+    assert "that each page names, one seed" in replace(sweep, points=(*again[1:], sweep.points[0])).caption
+    assert "90 % with running BatchNorm statistics, over" in describe_target(again[0].summary, 0.9)
+    assert "90 %, over" in describe_target(sweep.points[0].summary, 0.9)
 
 
 @pytest.mark.slow

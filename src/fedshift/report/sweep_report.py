@@ -45,6 +45,7 @@ from .formatting import (
     make_table,
 )
 from .html import render_template
+from .lag import describe_moment
 from .origin import find_changed
 from .page import list_settings
 from .progress import describe_partial, find_reached_rounds, is_even
@@ -54,10 +55,7 @@ from .style import DASHES, INK, MethodStyle, make_styles
 from .tables import accuracy_table, describe_round, describe_seeds, list_shortfalls, seed_table
 from .target_metric import describe_target, format_rounds, format_traffic, target_table
 
-CLAIMS = (
-    "The page of each comparison shows which methods differ significantly, corrected for its own pairs, not for the "
-    "number of combinations."
-)
+CLAIMS = "Intervals on the page of each combination do not allow for the number of combinations."
 SHADES = 6
 """Number of shades of a heat map."""
 CHOSEN = "\N{BLACK DIAMOND SUIT} "
@@ -110,9 +108,11 @@ class SweepResults:
 
     @property
     def caption(self) -> str:
-        """Caption of the metric's table."""
+        """Caption of the metric's table, with the statistics of BatchNorm if they lag."""
         summary = self.points[0].summary
-        measure = f"{summary.metric_name} in {summary.metric_unit}"
+        statistics = {describe_moment(point.summary, None) for point in self.points}
+        named = statistics.pop() if len(statistics) == 1 else " with BatchNorm statistics that each page names"
+        measure = f"{summary.metric_name} in {summary.metric_unit}{named}"
         return f"Macro test {measure}, {describe_seeds(summary)}, {describe_round(summary)}"
 
 
