@@ -23,7 +23,7 @@ from ..data.files.read_options import Progress
 from ..engines.engine import Diverged
 from ..evaluation.metrics import evaluate_together
 from ..results.run_directory import RunDirectory, trial_folder
-from ..results.schema import Row
+from ..results.schema import RUNNING, Row
 from ..results.trial_records import CROSSED
 from ..utils.state import State
 from .experiment import Experiment
@@ -52,6 +52,8 @@ def cross_validate(
             if progress:
                 progress(f"{method}, seed {seed}", number, len(trials))
             trial = restore_trial(experiment, directory, method, seed)
+            if moment == "trained":
+                trial.statistics = RUNNING  # those of clients' models just after their work
             file = trial_folder(directory, method, seed) / CROSSED[moment]
             content = {"round": trial.server.round, "rows": [*measure_models(trial, moment)]}
             kept.write_json(str(file.relative_to(directory)), content)

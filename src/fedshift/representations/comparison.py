@@ -44,7 +44,7 @@ from ..experiments.restoration import count_rounds_done, iterate_trials, restore
 from ..experiments.trial import Trial
 from ..nn.several_inputs import Inputs, divide_rows
 from ..results.run_directory import trial_folder
-from ..results.schema import PICTURED
+from ..results.schema import PICTURED, RUNNING
 from ..results.trial_records import read_stop
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
@@ -132,6 +132,7 @@ def compare_representations(
         if progress:
             progress(f"{method}, seed {seed}", number, len(trials))
         trial = restore_trial(experiment, directory, method, seed)
+        trial.statistics = RUNNING  # those of clients' models just after their work
         x = {name: select_inputs(trial.plan, trial.measured.client(name), samples) for name in clients}
         names = list_convolutions(trial.plan, x[clients[0]][:1])
         if layer is not None and layer not in names:
