@@ -15,6 +15,7 @@ from fedshift.evaluation.batch_norm import list_batch_norms
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods import METHODS
+from fedshift.report.lag import share_statistics
 from fedshift.results.schema import choose_statistics
 from fedshift.utils.errors import FedshiftError, UsageError
 
@@ -90,6 +91,10 @@ def test_statistics_are_chosen_without_test_data_recorded_and_found_again(tiny, 
     assert auto.records.equals(plain.records)
     assert plain.table().equals(auto.table(moment="loaded"))
     assert plain.table(moment="reestimated").equals(auto.table())
+    several = [plain.summary, auto.summary]
+    assert {each.statistics for each in share_statistics(several)} == {"reestimated"}
+    several[0] = replace(several[0], unmeasured=("fedbn",))
+    assert {each.statistics for each in share_statistics(several)} == {"running"}
     folder = tmp_path / "auto" / "trials" / "fedbn-seed0"
     files = {name: (folder / name).read_bytes() for name in ("statistics.json", "cases.npz")}
     for name in files:

@@ -345,7 +345,8 @@ def test_a_sweep_shows_and_writes_one_table_figures_and_a_page(sweep, tmp_path, 
 @pytest.mark.slow
 def test_each_method_is_shown_where_its_validation_data_are_best(sweep, tmp_path, unpublished, undrawn):
     rates = ("0", "0.1", "0.001")
-    outcome = sweep("--over", f"lr={','.join(rates)}", "--validation", 0.4, "--seeds", 2, "--out", "out", rounds=3)
+    over = ("--over", f"lr={','.join(rates)}", "--statistics", "running")
+    outcome = sweep(*over, "--validation", 0.4, "--seeds", 2, "--out", "out", rounds=3)
     assert (outcome.code, outcome.err) == (0, "")
     cells = (tmp_path / "out" / "tables" / "chosen.md").read_text().splitlines()[2:]
     for line, method in zip(cells, ("fedavg", "fedbn"), strict=True):

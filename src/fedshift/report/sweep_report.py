@@ -45,6 +45,7 @@ from .formatting import (
     make_table,
 )
 from .html import render_template
+from .lag import describe_moment
 from .origin import find_changed
 from .page import list_settings
 from .progress import describe_partial, find_reached_rounds, is_even
@@ -112,7 +113,7 @@ class SweepResults:
     def caption(self) -> str:
         """Caption of the metric's table."""
         summary = self.points[0].summary
-        measure = f"{summary.metric_name} in {summary.metric_unit}"
+        measure = f"{summary.metric_name} in {summary.metric_unit}{describe_moment(summary, None)}"
         return f"Macro test {measure}, {describe_seeds(summary)}, {describe_round(summary)}"
 
 
