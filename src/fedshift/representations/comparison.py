@@ -44,7 +44,7 @@ from ..experiments.restoration import count_rounds_done, iterate_trials, restore
 from ..experiments.trial import Trial
 from ..nn.several_inputs import Inputs, divide_rows
 from ..results.run_directory import trial_folder
-from ..results.schema import PICTURED, RUNNING
+from ..results.schema import PICTURED
 from ..results.trial_records import read_stop
 from ..utils.errors import UsageError, unknown_name
 from ..utils.random_streams import stream
@@ -132,7 +132,6 @@ def compare_representations(
         if progress:
             progress(f"{method}, seed {seed}", number, len(trials))
         trial = restore_trial(experiment, directory, method, seed)
-        trial.statistics = RUNNING  # those of clients' models just after their work
         x = {name: select_inputs(trial.plan, trial.measured.client(name), samples) for name in clients}
         names = list_convolutions(trial.plan, x[clients[0]][:1])
         if layer is not None and layer not in names:
@@ -189,11 +188,11 @@ def train_models(trial: Trial, clients: Sequence[str]) -> tuple[State, dict[str,
 
     If the server has only part of a model (FedBN), it is completed with the clients' local entries, averaged with the
     method's weighting, as ``unseen="average"`` does; a real server cannot see these entries. No client has a model if
-    all data are pooled.
+    all data are pooled. All have running BatchNorm statistics.
     """
     local = dict(train_further(trial, clients))
     client = trial.data.clients[0]  # its data are not used
-    server = trial.make_unseen_state("average", client.name, client.train)
+    server = trial.make_unseen_state("average", client.name, client.train, server=trial.server)
     assert server is not None  # in a finished run, at least one client has trained
     return server, local
 
