@@ -76,7 +76,7 @@ picture: setup
 	$(BIN)/fedshift data show digits --split "dirichlet(clients=8, alpha=0.3)" --out runs/picture/data
 	cp runs/picture/data/classes.svg docs/images/
 	rm -rf runs/seen
-	$(BIN)/fedshift compare --samples 128 --methods fedavg,fedbn,fedwon,nonorm --rounds 30 --lr 0.1 --seeds 3 --threads 1 --engine sequential --out runs/seen
+	$(BIN)/fedshift compare --config examples/demo.toml --methods fedavg,fedbn,fedwon,nonorm --out runs/seen
 	$(BIN)/fedshift features runs/seen
 	cp $(addprefix runs/seen/features/,maps-04-faded.png batchnorm-bn1.png) docs/images/features/
 

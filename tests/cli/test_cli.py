@@ -109,9 +109,10 @@ def test_a_quiet_run_prints_its_directory_and_its_tables_alone(cli, undrawn, mon
     over = ["--over", "lr=0.1,0.2"] if command == "sweep" else []
     outcome = cli(command, "--data", tiny_folder, "--rounds", 1, *over, "--quiet", "--out", "results")
     assert (outcome.code, outcome.err) == (0, "")
-    first, second, *_ = outcome.out.splitlines()
+    first, *_ = outcome.out.splitlines()
     assert first.startswith("results: ")
-    assert " in percent" in second
+    assert " in percent" in outcome.out
+    assert "Samples to train" not in outcome.out
     assert "round 1/1" not in outcome.out
     assert "note: " not in outcome.out
 

@@ -194,7 +194,7 @@ def test_panels_of_a_page_are_the_figures_of_one_scale_and_answer_the_pointer(co
     one, other = make_round_panels(points, "accuracy", "rounds", panel="epochs")
     assert (one.name, other.name) == ("rounds-1", "rounds-2")
     assert one.figure.axes[0].get_ylim() == other.figure.axes[0].get_ylim()
-    assert one.points[2] == (3, pytest.approx(90), "fedavg, round 3: 90")
+    assert one.points[2] == (3, pytest.approx(90), "fedavg, round 3: 90.00")
     (panel,) = make_setting_panels(points, "epochs", "accuracy", "over")
     assert [text for *_, text in panel.points] == ["fedavg, epochs=1: 65.00", "fedavg, epochs=4: 10.00"]
     page = embed_panel(panel)

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from fedshift.report.curves import CurvePoint
 from fedshift.report.sweep_report import SweepResults, make_heat_maps, publish_sweep
+from fedshift.report.target_metric import describe_target
 from tests.report.conftest import in_errors
 
 # Macro accuracy in percent of fedavg and fedbn, on test data and on validation data, for each pair of settings.
@@ -51,6 +52,15 @@ def test_without_validation_data_a_heat_map_has_test_values(pairs):
     assert cells == [["1", "50.00", "55.00"], ["2", "90.00", "42.00"]]
 
 
+def test_captions_name_the_statistics_of_batchnorm(pairs):
+    sweep = pairs()
+    again = [CurvePoint(p.keys, replace(p.summary, statistics="reestimated")) for p in sweep.points]
+    assert "percent, one seed" in sweep.caption
+    assert "percent with re-estimated BatchNorm statistics, one seed" in replace(sweep, points=(*again,)).caption
+    assert "90 % with running BatchNorm statistics, over" in describe_target(again[0].summary, 0.9)
+    assert "90 %, over" in describe_target(sweep.points[0].summary, 0.9)
+
+
 @pytest.mark.slow
 def test_of_errors_the_lowest_on_validation_data_is_chosen(pairs, tmp_path, undrawn):
     sweep = pairs()
@@ -93,7 +103,7 @@ def test_the_page_names_the_best_by_validation_has_one_legend_and_answers_the_po
     assert '<td class="shade-5">♦ 80.00</td>' in text
     assert "♦: best on validation data." in text
     assert text.count('<ul class="legend">') == 2  # methods, and values of the setting that has line styles
-    assert ">fedbn, batch_size=full, round 1: 40</text>" in text
+    assert ">fedbn, batch_size=full, round 1: 40.00</text>" in text
     assert "<script" not in text
     assert "://" not in text
 

@@ -44,8 +44,8 @@ def find_influence(records: Records, metric: str) -> Floats | None:
     if (value_N := _find_values(records, metric)) is not None:  # the metric is their mean
         total_G, size_G = add(value_N)[:, 0], add(np.ones(samples))[:, 0]
         return np.asarray((units - 1) * (total_G.sum() / samples - (total_G.sum() - total_G) / (samples - size_G)))
-    if metric == "auc" and "area" in records:  # the deviation that each sample causes is recorded
-        return np.asarray(units * add(records["area"])[:, 0])
+    if metric == "auc" and "area" in records:
+        return np.asarray(math.sqrt(units * (units - 1)) * add(_correct_areas(records))[:, 0])
     counts = _count_each(records)
     if not {*METRIC_COUNTS.get(metric, ("none",))} <= counts.keys():
         return None
@@ -64,6 +64,15 @@ def _lacks_samples(records: Records, metric: str) -> bool:
     if metric not in ("auc", "balanced_accuracy") or "truth" not in records:
         return False
     return min(np.unique(records["truth"], return_counts=True)[1], default=0) < FEWEST_OF_CLASS
+
+
+def _correct_areas(records: Records) -> Floats:
+    """Return the deviation of the area that each sample causes, as recorded, with DeLong's n - 1 for n of its class."""
+    area_N = np.asarray(records["area"], float)
+    if "truth" not in records:
+        return area_N
+    _, place_N, count_K = np.unique(records["truth"], return_inverse=True, return_counts=True)
+    return np.asarray(area_N * np.sqrt(count_K / (count_K - 1.0))[place_N])
 
 
 def _find_values(records: Records, metric: str) -> NDArray[np.generic] | None:

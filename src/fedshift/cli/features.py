@@ -8,7 +8,6 @@ from ..config.spec import CompareSpec
 from ..console.printing import Console
 from ..console.terminal import make_console, print_line, print_parts, show_loading
 from ..utils.files import require_writable
-from ..utils.threads import limit_threads
 from .run import RunCode, RunData, RunDevice, RunMethods, RunSeeds
 
 
@@ -45,6 +44,7 @@ def features(
     from ..representations import compare_representations
     from ..representations.figures import draw_panels
     from ..representations.rendering import render_comparison, write_tables
+    from ..utils.threads import limit_threads
 
     console, place = make_console(), out or directory / "features"
     require_writable(place)

@@ -82,7 +82,7 @@ def run_experiment(spec: RunSpec | CompareSpec, command: str, place: RunOptions,
         use_threads(spec.threads)
         experiment = make_checked(spec, progress)
     print_line(console, f"{directory}: {summarize_experiment(experiment)}")
-    print_line(console, summarize_sizes(experiment.data))
+    print_line(shown, summarize_sizes(experiment.data))
     began, finished = time.perf_counter(), False
     failure: FedshiftError | OSError | None = None
     with catch_interrupts(console) as stop, show_progress(shown, own) as callback, _profile(profile) as seconds:

@@ -109,7 +109,7 @@ def _draw_by_round(
                 plot_band(axes, style, values)
                 name = panels.names[style.number]
                 panels.points[axes] += [
-                    (at, mean, f"{name}, round {at}: {format_mean(mean)}")
+                    (at, mean, f"{name}, round {at}: {format_mean(mean, number=_number_format(metric))}")
                     for at, mean in zip(values.index.tolist(), values["mean"].tolist(), strict=True)
                 ]
         if metric in ("loss", TRAIN_LOSS) and means and 0 < min(means) * FAR < max(means) < math.inf:
@@ -137,7 +137,7 @@ def _draw_by_setting(
             x = ticks[text] + offset
             curves.setdefault((axes, style.number), []).append((x, mean, std))
             if not math.isnan(mean):
-                label = f"{panels.names[style.number]}, {key}={text}: {format_mean(mean, std)}"
+                label = f"{panels.names[style.number]}, {key}={text}: {format_mean(mean, std, _number_format(metric))}"
                 panels.points[axes].append((x, mean, label))
         styles = {style.number: style for style in panels.styles.values()}
         for (axes, number), curve in curves.items():
@@ -192,6 +192,10 @@ def final_metric(summary: RunSummary, metric: str | None = None) -> pd.Series:
     """Return the macro test ``metric`` at the reported round: a series over (method, seed)."""
     table = seed_table(summary, metric)
     return pd.Series(table.loc["macro"], index=table.columns, dtype=float)
+
+
+def _number_format(metric: str) -> str | None:
+    return ".2f" if _metric_scale(metric) > 1 else None
 
 
 def _metric_scale(metric: str) -> float:

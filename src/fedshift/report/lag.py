@@ -56,9 +56,10 @@ def describe_lag(summary: RunSummary) -> str:
         return "" if silent else f"All values are with {kept} BatchNorm statistics{why}."
     unit, most = difference_unit(summary.metric, numbers=summary.of_numbers), large.iloc[0]
     seed = f", seed {most['seed']}," if len(summary.seeds) > 1 else ""
+    rank = f"the largest of {len(large)} changes" if len(large) > 1 else "the only change"
     return (
         f"BatchNorm's running statistics lag behind the weights: with re-estimated ones, {summary.metric_name} on "
         f"{most['split']} data of client {most['client']} under {most['method']}{seed} is "
-        f"{unit.format(most[REESTIMATED])} in place of {unit.format(most[RUNNING])}, the largest of {len(large)} "
-        f"changes of {least} or more. All values are with {kept} statistics{why}."
+        f"{unit.format(most[REESTIMATED])} in place of {unit.format(most[RUNNING])}, {rank} of {least} or more. "
+        f"All values are with {kept} statistics{why}."
     )

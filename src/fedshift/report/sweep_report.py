@@ -55,10 +55,7 @@ from .style import DASHES, INK, MethodStyle, make_styles
 from .tables import accuracy_table, describe_round, describe_seeds, list_shortfalls, seed_table
 from .target_metric import describe_target, format_rounds, format_traffic, target_table
 
-CLAIMS = (
-    "The page of each comparison shows which methods differ significantly, corrected for its own pairs, not for the "
-    "number of combinations."
-)
+CLAIMS = "Intervals on the page of each combination do not allow for the number of combinations."
 SHADES = 6
 """Number of shades of a heat map."""
 CHOSEN = "\N{BLACK DIAMOND SUIT} "
@@ -71,6 +68,7 @@ PANELS = 9
 class SweepResults:
     """The evaluated combinations of a sweep, at least one, which all compare the same methods.
 
+    Points have the same BatchNorm statistics (:func:`~fedshift.report.lag.share_statistics`).
     ``folders``: the directory of each, relative to the sweep's. ``missing``: the directories of combinations that were
     not evaluated yet.
     """
@@ -111,9 +109,10 @@ class SweepResults:
 
     @property
     def caption(self) -> str:
-        """Caption of the metric's table."""
+        """Caption of the metric's table, with the statistics of BatchNorm if they lag."""
         summary = self.points[0].summary
-        measure = f"{summary.metric_name} in {summary.metric_unit}{describe_moment(summary, None)}"
+        named = max((describe_moment(point.summary, None) for point in self.points), key=len)  # of all, or empty
+        measure = f"{summary.metric_name} in {summary.metric_unit}{named}"
         return f"Macro test {measure}, {describe_seeds(summary)}, {describe_round(summary)}"
 
 

@@ -16,6 +16,7 @@ import pandas as pd
 from ..analysis.statistics import mean_and_std
 from ..results.schema import RunSummary, is_lower_better
 from .formatting import TextTable, explain_spread, format_bytes, make_table
+from .lag import describe_moment
 from .tables import metric_history
 
 NOT_REACHED = {True: "never", False: "not yet"}
@@ -104,7 +105,8 @@ def describe_target(
     every = "every round" if spacing == 1 else f"every {spacing} rounds, --evaluate-every 1 finds the exact one"
     unit = "%" if summary.metric_unit == "percent" else summary.metric_unit
     reached = f"a macro test {summary.metric_name} of {summary.scale * target:g} {unit}"
-    return f"{quantity} to {reached}, over seeds that reached it; evaluated {every}"
+    running = describe_moment(summary, "loaded")
+    return f"{quantity} to {reached}{running}, over seeds that reached it; evaluated {every}"
 
 
 def _macro(summary: RunSummary, metric: str | None = None) -> pd.Series:

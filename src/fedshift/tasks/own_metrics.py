@@ -1,6 +1,6 @@
 """Metrics from users and installed libraries: functions of a model's outputs and the targets of a split.
 
-A function returns a value for each sample, ``[N]``, which add up over clients and have an interval on new samples, or
+A function returns a value for each sample, ``[N]``, which add up over clients and have intervals over test samples, or
 one number for all samples together, which does neither. It is called with the outputs as an exported model gives them
 (of classification, the scores of classes ``[N, K]`` before the softmax; of regression, numbers in the unit of the data)
 and with the targets (masks as losses take them, with -100 where a pixel is ignored).
