@@ -186,10 +186,10 @@ def read_values(trial: Trial, rows: Sequence[Row], split: str) -> dict[str, floa
 
 
 def measure_trained(trial: Trial) -> dict[str, dict[str, float]]:
-    """Return test metrics of the clients' models, and with statistics estimated anew."""
-    plain = trial.evaluate()
-    rows = trial.measure_lag(plain, trial.reestimate())["rows"]
-    return {PLAIN: read_values(trial, plain, "test"), ANEW: read_values(trial, rows, "test")}
+    """Return test metrics of the clients' models, and with statistics estimated anew where running ones may lag."""
+    plain, renewed = trial.evaluate(), trial.reestimate()
+    measured = {PLAIN: plain} | ({ANEW: trial.measure_lag(plain, renewed)["rows"]} if renewed else {})
+    return {name: read_values(trial, rows, "test") for name, rows in measured.items()}
 
 
 def measure_unseen(trial: Trial, site: str) -> dict[str, dict[str, float]]:

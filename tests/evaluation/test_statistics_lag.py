@@ -15,6 +15,7 @@ from fedshift.evaluation.batch_norm import list_batch_norms
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods import METHODS
+from fedshift.report.lag import share_statistics
 from fedshift.results.schema import choose_statistics
 from fedshift.utils.errors import FedshiftError, UsageError
 
@@ -69,6 +70,18 @@ def test_models_records_and_exports_have_the_statistics_that_torch_estimates_and
     assert not shown.equals(plain)
 
 
+@pytest.mark.parametrize("method", ["fedrod", "ditto", "fedper"])
+def test_a_client_that_never_trained_is_measured_with_the_model_that_it_is_given(method, tiny):
+    result = fedshift.compare(
+        method, data=tiny, model=conv, newcomers="cid", unseen="average", statistics="reestimated", **HOW
+    )
+    test = tiny.client("cid").test
+    with torch.no_grad():
+        outputs = result.model(method, client="cid")(test.inputs(slice(None), torch.float64))
+    loss = result.table("loss").loc["cid", (method, "mean")]
+    assert loss == pytest.approx(nn.functional.cross_entropy(outputs, test.y).item(), rel=1e-6)
+
+
 def test_statistics_are_chosen_without_test_data_recorded_and_found_again(tiny, tmp_path):
     def train(folder, data=tiny, **given):
         return fedshift.compare("fedavg,fedbn", data=data, model=conv, out=tmp_path / folder, **HOW, **given)
@@ -90,6 +103,10 @@ def test_statistics_are_chosen_without_test_data_recorded_and_found_again(tiny, 
     assert auto.records.equals(plain.records)
     assert plain.table().equals(auto.table(moment="loaded"))
     assert plain.table(moment="reestimated").equals(auto.table())
+    several = [plain.summary, auto.summary]
+    assert {each.statistics for each in share_statistics(several)} == {"reestimated"}
+    several[0] = replace(several[0], unmeasured=("fedbn",))
+    assert {each.statistics for each in share_statistics(several)} == {"running"}
     folder = tmp_path / "auto" / "trials" / "fedbn-seed0"
     files = {name: (folder / name).read_bytes() for name in ("statistics.json", "cases.npz")}
     for name in files:

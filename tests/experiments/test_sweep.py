@@ -381,7 +381,7 @@ def test_a_report_of_a_sweep_is_the_sweeps_own_of_what_is_there(sweep, cli, monk
         "fedshift.report.sweep_report.publish_sweep", lambda grid, *rest: made.append((grid, rest[0], rest[2]))
     )
     over = ("--over", "epochs=1,2", "--over", "batch_size=8,[0]")
-    assert sweep(*over, "--out", "out", *RUNNING, methods="fedavg", rounds=1).code == 0
+    assert sweep(*over, "--out", "out", methods="fedavg", rounds=1).code == 0
     shutil.rmtree(tmp_path / "out" / LOCAL[2] / "trials")  # as if killed before its first round
     shutil.rmtree(tmp_path / "out" / LOCAL[3])  # as if killed before it
     monkeypatch.setattr(Experiment, "run", None)

@@ -80,6 +80,7 @@ def rebuild_sweep(directory: Path, console: Console) -> None:
 def _publish(spec: SweepSpec, wanted: Sequence[Combination], directory: Path, console: Console) -> None:
     """Print and write the combinations' results so far, if any."""
     from ..experiments.sweep import collect_points
+    from ..report.lag import share_statistics
     from ..report.sweep_report import SweepResults, publish_sweep
 
     measured = [
@@ -91,5 +92,7 @@ def _publish(spec: SweepSpec, wanted: Sequence[Combination], directory: Path, co
         print_line(console, "No round was evaluated yet, so there is nothing to report.")
         return
     folders, points = zip(*measured, strict=True)
+    summaries = share_statistics([point.summary for point in points])
+    points = tuple(replace(point, summary=each) for point, each in zip(points, summaries, strict=True))
     missing = tuple(combination.folder for combination in wanted if combination.folder not in folders)
     publish_sweep(SweepResults(points=points, folders=folders, missing=missing), directory, console, asdict(spec))

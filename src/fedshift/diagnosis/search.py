@@ -41,7 +41,16 @@ from ..experiments.jobs import Jobs
 from ..methods import METHODS
 from ..methods.tuned import tuned
 from ..results.run_directory import trial_folder
-from ..results.schema import compute_metric, find_baseline, is_lower_better, is_plain, is_share, rows_to_frame
+from ..results.schema import (
+    REESTIMATED,
+    compute_metric,
+    find_baseline,
+    is_lower_better,
+    is_plain,
+    is_share,
+    rows_to_frame,
+)
+from ..results.summary import read_chosen_statistics
 from ..results.trial_records import read_lag, read_rounds, stream_measurements
 from ..utils.checked_json import read_checked, write_checked
 from ..utils.errors import FedshiftError, Ref, Sentence, UsageError
@@ -494,8 +503,10 @@ def read_values(experiment: Experiment, path: Path, rounds: int, asked: int) -> 
     """Return the validation metric of each client after ``rounds`` rounds of the run in ``path``, mean over seeds.
 
     After fewer rounds than ``asked``, models are compared with re-estimated BatchNorm statistics where the running ones
-    lag (:mod:`fedshift.evaluation.statistics_lag`), since they would have caught up after more rounds.
+    lag (:mod:`fedshift.evaluation.statistics_lag`), since they would have caught up after more rounds. After as many,
+    they have the statistics that the run reports.
     """
+    renewed = rounds < asked or read_chosen_statistics(path) == REESTIMATED
     metrics: Values = {}
     trained = [c.name for c in experiment.data.clients if c.name not in experiment.settings.newcomers]
     for method in experiment.methods:
@@ -508,7 +519,7 @@ def read_values(experiment: Experiment, path: Path, rounds: int, asked: int) -> 
                 if (row["round"], row["split"], row["model"], row["moment"])
                 == (rounds, "validation", "personal", "loaded")
             )
-            lag = read_lag(folder) if rounds < asked else None
+            lag = read_lag(folder) if renewed else None
             again = [row for row in lag["rows"] if row["round"] == rounds] if lag else []
             fresh = rows_to_frame(r for r in again if (r["split"], r["model"]) == ("validation", "personal"))
             kept = fresh if len(fresh) else kept

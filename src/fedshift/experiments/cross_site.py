@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ..core.kernel import personal_state
+from ..core.kernel import global_state, personal_state
 from ..data.files.read_options import Progress
 from ..engines.engine import Diverged
 from ..evaluation.metrics import evaluate_together
@@ -68,7 +68,7 @@ def measure_models(trial: Trial, moment: Moment) -> Iterator[Row]:
 
 
 def _iterate_models(trial: Trial, moment: Moment) -> Iterator[tuple[str | None, State]]:
-    """Yield models with their owners, the server's last."""
+    """Yield models with their owners, the server's last; all have running BatchNorm statistics if ``trained``."""
     if moment == "trained":
         names = [client.name for client in trial.measured.clients if client.name in trial.clients.names]
         yield from train_further(trial, names)
@@ -77,7 +77,7 @@ def _iterate_models(trial: Trial, moment: Moment) -> Iterator[tuple[str | None, 
             own = trial.personal_state(client)
             if own is not None:
                 yield client.name, own
-    shared = trial.model_state()
+    shared = global_state(trial.plan, trial.server) if moment == "trained" else trial.model_state()
     if shared is not None:
         yield None, shared
 

@@ -424,12 +424,13 @@ class Trial:
 
         names = self._draw_participants(self.server.round) if self.server.mixes else ()
         found = reestimate_models(self.plan, self.server, self.train, find, names)
+        server = replace(self.server, shared=self.server.shared | found.get(None, {}))
 
         def personal(client: ClientData) -> State | None:
-            state, owner = self._running_state(client), client.name if self.plan.personalizes else None
+            state, owner = self._running_state(client, server), client.name if self.plan.personalizes else None
             return None if state is None else {**state, **found.get(owner, {})}
 
-        return replace(self.server, shared=self.server.shared | found.get(None, {})), personal
+        return server, personal
 
     def measure_lag(self, evaluated: Sequence[Row], renewed: Models | None = None) -> dict[str, Any]:
         """Return measurements of the models with re-estimated BatchNorm statistics (``rows``), after ``round``.
@@ -513,7 +514,8 @@ class Trial:
         """Return the model that ``client`` would use; None if it has none and the policy makes none."""
         return self._reported[1](client)
 
-    def _running_state(self, client: ClientData) -> State | None:
+    def _running_state(self, client: ClientData, known: ServerState | None = None) -> State | None:
+        """Return a client's model; the policy for unseen ones starts from ``known`` in place of the server."""
         if not self.plan.personalizes:
             return global_state(self.plan, self.server)
         if self.clients.has_trained(client.name):
@@ -521,14 +523,19 @@ class Trial:
             augment = self.settings.augment
             server = broadcast(self.server, client.name)
             return make_personal_state(self.plan, state, server, client.name, client.train, augment)
-        return self.make_unseen_state(self.settings.unseen, client.name, client.train)
+        return self.make_unseen_state(
+            self.settings.unseen, client.name, client.train, server=self.server if known is None else known
+        )
 
-    def make_unseen_state(self, policy: str, name: str, train: Samples, rounds: int = 1) -> State | None:
+    def make_unseen_state(
+        self, policy: str, name: str, train: Samples, rounds: int = 1, *, server: ServerState | None = None
+    ) -> State | None:
         """Return the model by ``policy`` of client ``name``, which never trained (``evaluation.policy.make_state``).
 
-        ``rounds``: rounds of local work of policies that train.
+        ``rounds``: rounds of local work of policies that train. ``server``: where they start; None: from the global
+        model that is reported.
         """
-        server = self._reported[0]  # a policy starts from the global model that is reported
+        server = self._reported[0] if server is None else server
         if self._known is None or self._known.server is not server:
             self._known = PolicyContext(
                 plan=self.plan,

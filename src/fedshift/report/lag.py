@@ -6,6 +6,9 @@ Runs measure models with running and with re-estimated statistics at the reporte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from ..results.schema import REESTIMATED, RUNNING, RunSummary, is_share, name_file, select_large_moves
 from ..utils.words import join_some
 from .formatting import difference_unit
@@ -21,6 +24,12 @@ def find_other_moment(summary: RunSummary) -> str | None:
     if summary.statistics == REESTIMATED:
         return "loaded"
     return None if summary.unmeasured or select_large_moves(summary.moves, summary.metric).empty else REESTIMATED
+
+
+def share_statistics(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """Return runs to compare with the same statistics: re-estimated if one has them and all were measured so."""
+    again = any(each.statistics == REESTIMATED for each in summaries) and not any(each.unmeasured for each in summaries)
+    return [replace(each, statistics=REESTIMATED if again else RUNNING) for each in summaries]
 
 
 def describe_moment(summary: RunSummary, moment: str | None) -> str:

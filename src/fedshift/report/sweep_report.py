@@ -68,6 +68,7 @@ PANELS = 9
 class SweepResults:
     """The evaluated combinations of a sweep, at least one, which all compare the same methods.
 
+    Points have the same BatchNorm statistics (:func:`~fedshift.report.lag.share_statistics`).
     ``folders``: the directory of each, relative to the sweep's. ``missing``: the directories of combinations that were
     not evaluated yet.
     """
@@ -110,8 +111,7 @@ class SweepResults:
     def caption(self) -> str:
         """Caption of the metric's table, with the statistics of BatchNorm if they lag."""
         summary = self.points[0].summary
-        statistics = {describe_moment(point.summary, None) for point in self.points}
-        named = statistics.pop() if len(statistics) == 1 else " with BatchNorm statistics that each page names"
+        named = max((describe_moment(point.summary, None) for point in self.points), key=len)  # of all, or empty
         measure = f"{summary.metric_name} in {summary.metric_unit}{named}"
         return f"Macro test {measure}, {describe_seeds(summary)}, {describe_round(summary)}"
 

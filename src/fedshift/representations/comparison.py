@@ -188,11 +188,11 @@ def train_models(trial: Trial, clients: Sequence[str]) -> tuple[State, dict[str,
 
     If the server has only part of a model (FedBN), it is completed with the clients' local entries, averaged with the
     method's weighting, as ``unseen="average"`` does; a real server cannot see these entries. No client has a model if
-    all data are pooled.
+    all data are pooled. All have running BatchNorm statistics.
     """
     local = dict(train_further(trial, clients))
     client = trial.data.clients[0]  # its data are not used
-    server = trial.make_unseen_state("average", client.name, client.train)
+    server = trial.make_unseen_state("average", client.name, client.train, server=trial.server)
     assert server is not None  # in a finished run, at least one client has trained
     return server, local
 

@@ -222,9 +222,9 @@ def _choose_statistics(
     """
     moves, unmeasured = [], []
     for trial, done in zip(trials, rounds, strict=True):
-        found = read_lag(trial.folder, required=chosen == REESTIMATED)
-        moves += [{"method": trial.method, "seed": trial.seed, **move} for move in (found or {}).get("moves", ())]
         ended = len(done) == facts["rounds"] or read_stop(trial.folder, len(done))
+        found = read_lag(trial.folder, required=bool(ended) and chosen == REESTIMATED)
+        moves += [{"method": trial.method, "seed": trial.seed, **move} for move in (found or {}).get("moves", ())]
         current = found and found["complete"] and (facts["select"] == "best" or found["round"] == len(done))
         unmeasured += [] if ended and current else [trial.method]
     frame, missing = pd.DataFrame(moves, columns=[*MOVES]), tuple(dict.fromkeys(unmeasured))
