@@ -52,7 +52,7 @@ class FinishedRun:
             evaluate_every=1, batch_size=8, batches=2, select="best", validation=0.3, seeds="1,", engine="sequential",
         )  # fmt: skip
         make_experiment(spec).run(self.path)
-        self.whole, self.cases, self.pictures = self.read(), {}, []
+        self.whole, self.cases, self.pictures, self.again = self.read(), {}, [], ()
         self.expected = {command: command(self) for command in FLIPS}
 
     def read(self) -> dict[str, bytes]:
@@ -64,7 +64,11 @@ class FinishedRun:
 
     def report(self) -> object:
         found = read_summary(self.path)
-        tables = found.rows.to_json(), found.traffic.to_json(), found.lag.to_json()
+        tables = found.rows.to_json(), found.traffic.to_json()
+        if not found.unmeasured:  # otherwise a report says that re-estimated statistics are not known
+            again = found.lag.to_json(), found.moves.to_json()
+            assert self.again in ((), again)
+            self.again = again
         images = {name: images.tolist() for name, images in found.samples.items()}
         for read in (found.read_cases, found.read_validation):
             if (cases := read("fedbn", 1)) is not None:  # without them, a table says that pairs are not known
@@ -74,7 +78,7 @@ class FinishedRun:
         pictures = [(each.client, each.row, each.image.tolist()) for each in found.read_pictures("fedbn", 2) or ()]
         assert pictures in ([], self.pictures or pictures)
         self.pictures = self.pictures or pictures
-        named = {"lag", "rows", "traffic", "samples", "environment", "notices"}
+        named = {"lag", "moves", "unmeasured", "rows", "traffic", "samples", "environment", "notices"}
         named |= {"read_cases", "read_validation", "read_pictures"}
         rest = {name: value for name, value in vars(found).items() if name not in named}
         return tables, images, repr(rest), found.environment, found.notices
@@ -164,7 +168,7 @@ def test_a_cut_file_changes_no_result_in_silence(finished, assert_told, name, co
 def test_which_files_each_command_can_do_without(finished, assert_told):
     unneeded = {command.__name__: {name for name in FILES if assert_told(command, name, None)} for command in FLIPS}
     assert unneeded == {
-        "report": {"config.toml", "split.csv", *ASIDE[:-1], *(f"{TRIAL}/{name}" for name in STATES)},
+        "report": {"config.toml", "split.csv", *ASIDE, *(f"{TRIAL}/{name}" for name in STATES)},
         "adapt": {
             "environment.json", "notices.json", "samples.npz", "split.csv", f"{TRIAL}/metrics.jsonl",
             f"{TRIAL}/rounds.jsonl", f"{TRIAL}/checkpoint.safetensors", f"{TRIAL}/clients-3.states",

@@ -84,7 +84,7 @@ class PairedDifference:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval excludes 0, so that a difference may be claimed."""
+        """Return whether the interval excludes 0, so that a difference may be claimed."""
         return self.low > 0 or self.high < 0
 
 

@@ -270,7 +270,7 @@ class TrialRun:
 
     @property
     def _draws_pictures(self) -> bool:
-        """Whether the trial, of the first seed, records pictures of its worst test images."""
+        """Return whether the trial, of the first seed, records pictures of its worst test images."""
         return self.trial.settings.pictures and self.seed == self.experiment.seeds[0]
 
     def _list_unrecorded(self, reported: int) -> list[str]:

@@ -120,7 +120,7 @@ def explain_spread(seeds: float) -> str:
 
 
 class Unit(NamedTuple):
-    """How values of a metric and differences, in a unit ``name``, are printed: multiplied by ``scale``.
+    """Form of values of a metric and of differences, in a unit ``name``: multiplied by ``scale``.
 
     ``digits``: number of decimals; None: as :func:`choose_decimals` has it, of a difference with half of its interval.
     """

@@ -23,7 +23,7 @@ REMOVE = "remove it and give the same command again, which keeps the runs"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What finished runs gave for a ``block`` of a ``table``, or (:data:`.PICTURES`) for its pictures.
+    """Results of finished runs for a ``block`` of a ``table``, or (:data:`.PICTURES`) for its pictures.
 
     ``values``: by row and column, one for each seed, NaN if missing; ``pictures``: descriptions by name of the file in
     the paper's folder. ``notes`` describe substitutes for the paper's data and network (which are then not its ``own``)
