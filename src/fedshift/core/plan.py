@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..nn.dropout import Keyed, dropout_key
 from ..utils.errors import UsageError
@@ -99,6 +98,11 @@ class Plan:
         """Whether the server holds one complete model for all clients (with FedBN it does not)."""
         return self.sent == frozenset(self.initial) and not self.mixes
 
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Buffers of which no mean is computed (:attr:`Entry.is_whole`)."""
+        return frozenset(entry.name for entry in self.entries if entry.is_whole)
+
     @property
     def mixes(self) -> bool:
         """Whether clients load individual mixes of uploads."""
@@ -108,9 +112,11 @@ class Plan:
     def personalizes(self) -> bool:
         """Whether each client has its own model, so that clients that never trained have none.
 
-        HybridBatchNorm's factors affect only training and do not personalize the model.
+        HybridBatchNorm's factors affect only training and do not personalize the model, nor does state that the server
+        has too (:mod:`fedshift.core.buffers`).
         """
-        keeps = any(entry.name in self.personal and not hybrid_factors(entry) for entry in self.entries)
+        state = self.adopted & self.whole
+        keeps = any(each.name in self.personal - state and not hybrid_factors(each) for each in self.entries)
         adapts = self.method.finetune or any(bound.rule.personalizes for bound in self.rules)
         return keeps or self.mixes or bool(adapts)
 
@@ -243,8 +249,9 @@ class Plan:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Floating-point dtype of the model and its inputs."""
-        return next((t.dtype for t in self.initial.values() if t.is_floating_point()), torch.float32)
+        """Floating-point dtype of the model's parameters, and so of its inputs."""
+        dtypes = (self.initial[entry.name].dtype for entry in sorted(self.entries, key=lambda each: each.is_buffer))
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
     @cached_property
     def image_format(self) -> torch.memory_format:
@@ -259,6 +266,11 @@ class Plan:
     def layers(self) -> tuple[nn.Module, ...]:
         """All modules of the template, starting with the template itself."""
         return tuple(self.module.modules())
+
+    @cached_property
+    def normalizing(self) -> frozenset[nn.Module]:
+        """Layers that own running statistics of BatchNorm."""
+        return frozenset(entry.owner for entry in self.entries if norm_statistics(entry))
 
     @cached_property
     def feature_layers(self) -> dict[int, nn.Module]:
@@ -302,9 +314,8 @@ class Plan:
         else:
             for layer in self.layers:
                 layer.training = training
-        for layer in self.layers if frozen else ():
-            if isinstance(layer, _BatchNorm):
-                layer.training = False  # without its children, such as a dropout
+        for layer in self.normalizing if frozen else ():
+            layer.training = False  # without its children, such as a dropout
 
     def clone_for_training(self, state: State) -> State:
         """Return a copy of ``state`` in the memory format of local work, whatever the format of ``state``."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -26,6 +27,7 @@ from ..nn.surgery import FunctionCalls
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
+from .buffers import list_kept, observe_entries
 from .compatibility import check_compatibility, check_rules
 from .declarations import Bound
 from .kernel import client_final, client_prelude, init_client, init_server, load_state
@@ -90,9 +92,15 @@ def prepare(
     _refuse_unknown_settings(optimizer, method.optimizer, method)
     _refuse_unsupported(model)
     template = use_fast_convolutions(use_fast_linear(key_dropouts(apply_surgery(method, model))))
-    model_entries = entries(template)
-    tensors = dict(template.named_parameters()) | dict(template.named_buffers())
+    model_entries, tensors = entries(template), dict(template.named_parameters()) | dict(template.named_buffers())
     initial = {entry.name: tensors[entry.name].detach().clone() for entry in model_entries}
+    work, none = resolve_work(method, work or Work(epochs=1), clients), frozenset[str]()
+    plan = Plan(
+        method=method, module=template, entries=model_entries, initial=initial, loaded=none, sent=none, trained=none,
+        freeze_from=float("inf"), work=work, optimizer=replace(optimizer, **method.optimizer), loss=loss,
+        smallest_batch=1, precision=precision, seed=seed,
+    )  # fmt: skip
+    model_entries = model_entries if sample is None else observe_entries(plan, sample)
     loaded, sent = method.scope.load.names(model_entries), method.scope.send.names(model_entries)
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
     if loaded - sent:
@@ -105,18 +113,16 @@ def prepare(
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             "use centralized without a personal method"
         )
+    kept = frozenset[str]() if method.pooled else list_kept(model_entries, loaded)
+    loaded, adopted = loaded - kept, adopted | kept
     trained = frozenset(name for name in initial if tensors[name].requires_grad)
     if method.trains is not everything:
         trained &= method.trains.names(model_entries, "left untrained")
     if not trained:
         raise UsageError(f"method {method.label!r} trains no parameter of the model: set requires_grad=True on some")
-    work = resolve_work(method, work or Work(epochs=1), clients)
-    plan = Plan(
-        method=method.resolve_weighting(work),
-        module=template, entries=model_entries, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
-        trained=trained, freeze_from=float("inf"), work=work,
-        optimizer=replace(optimizer, **method.optimizer),
-        loss=loss, smallest_batch=1, precision=precision, seed=seed,
+    plan = replace(
+        plan, method=method.resolve_weighting(work), entries=model_entries, loaded=loaded, sent=sent, adopted=adopted,
+        trained=trained,
     )  # fmt: skip
     check_rules(plan)
     plan = bind_rules(plan)
@@ -362,6 +368,11 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
         moved = inputs + 0.5 if inputs.is_floating_point() else inputs
         compute_outputs(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]))
     for entry in plan.entries:
+        if norm_statistics(entry) and not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children()):
+            raise UsageError(
+                f"method {plan.method.label!r} freezes statistics, but {entry.name!r} belongs to a {entry.layer}, with "
+                "other layers that would be frozen, too: move the normalization to a layer of its own"
+            )
         if norm_statistics(entry) and not torch.equal(state[entry.name], plan.initial[entry.name]):
             raise UsageError(
                 f"method {plan.method.label!r} freezes statistics, but layer {entry.name.rpartition('.')[0]!r} is a "

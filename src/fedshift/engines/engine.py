@@ -27,7 +27,7 @@ from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits, stream, torch_stream
-from ..utils.state import State, move_together
+from ..utils.state import State, move_together, pick
 from ..utils.threads import limit_threads
 
 if TYPE_CHECKING:  # workers start faster without pandas
@@ -51,7 +51,7 @@ class ClientResult:
         client: the client's state after the round; for a remote client, only its number of steps.
         update: the client's upload.
         loss_sum: the data loss, summed over samples.
-        summed: the sum that includes the upload's entries, if ``update.shared`` is empty; None: not summed.
+        summed: the sum with the upload's averaged entries, if ``update.shared`` lacks them; None: not summed.
         rows: measurements of the model after local work, if the engine evaluates it; None: the caller does.
 
     """
@@ -255,8 +255,12 @@ def total_loss(losses: Tensor, batches: Batches) -> float:
     return float(losses @ torch.tensor([len(index) for _, index in batches], dtype=torch.float64))
 
 
-def refuse_divergence(losses: Tensor, state: State, name: str, server: ServerState) -> None:
-    """Raise :class:`Diverged` if ``losses [steps]`` or entries of ``state`` after the round are not finite."""
+def refuse_divergence(plan: Plan, losses: Tensor, state: State, name: str, server: ServerState) -> None:
+    """Raise :class:`Diverged` if ``losses [steps]`` or entries of ``state`` after the round are not finite.
+
+    Constants and other buffers without a mean may hold any value.
+    """
+    state = pick(state, state.keys() - plan.whole)
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         at, what = f"step {int(bad[0, 0]) + 1} of {len(losses)}", f"loss {float(losses[bad[0, 0]])}"

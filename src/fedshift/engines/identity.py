@@ -24,7 +24,7 @@ from ..core.step import update_
 from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section
-from ..utils.state import clone, move_together, nbytes
+from ..utils.state import clone, move_together, nbytes, pick
 from .engine import ClientResult, Data, Diverged, Engine, move_batches, refuse_divergence
 from .sequential import Sequential
 
@@ -70,7 +70,7 @@ class Identity(Engine):
         shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
         per_client = losses.detach().double().cpu()
         try:
-            refuse_divergence(per_client, shared, "all", server)
+            refuse_divergence(plan, per_client, shared, "all", server)
         except Diverged:
             sequential = Sequential(plan, self.data, self.seed, augment=self.augment)
             for name, client in clients.items():
@@ -78,9 +78,9 @@ class Identity(Engine):
             raise
         summed = None
         if not self.separate_uploads:
-            summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(shared))
-            summed.mean.add(shared, sum(raw))
-            shared = {}
+            averaged, shared = pick(shared, shared.keys() - plan.whole), pick(shared, plan.whole)
+            summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(averaged))
+            summed.mean.add(averaged, sum(raw))
         sizes = [len(labels) for labels in y]
         sums = (per_client * torch.tensor(sizes)).tolist()
         for (name, client), size, loss_sum in zip(clients.items(), sizes, sums, strict=True):

@@ -41,7 +41,7 @@ class Sequential(Engine):
                 losses.append(loss)
             done, update = client_final(plan, self._take_separate(name, client, job, plan.after))
         per_step = torch.stack(losses).double().cpu()
-        refuse_divergence(per_step, {**done.personal, **update.shared}, name, server)
+        refuse_divergence(plan, per_step, {**done.personal, **update.shared}, name, server)
         return ClientResult(client=done, update=update, loss_sum=total_loss(per_step, batches))
 
     def _take_separate(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
+from ..core.buffers import describe_buffers
 from ..core.optimizer import SGD, Optimizer
 from ..evaluation.policy import list_policies
 from ..nn.adapters import list_constants
@@ -32,6 +33,7 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
         yield from _list_low_rates(plan.optimizer)
     if trial.settings.adapter:
         yield Information(f"{plan.method.label}: {describe_adapter(trial)}")
+    yield from describe_buffers(plan)
     for bound in plan.rules:
         yield from bound.notices
     if mechanism := find_mechanism((trial.plan.method.gradient,)):

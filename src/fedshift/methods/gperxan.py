@@ -31,7 +31,7 @@ from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import batch_norm, find_classifier, name_matches, of_type
 from ..nn.recognition import torch_kind
-from ..nn.surgery import replace_modules, take_place
+from ..nn.surgery import BATCH_NORM, Function, replace_modules, take_place
 from ..utils.errors import UsageError
 
 MAPS: dict[type[nn.Module], type[nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
@@ -71,6 +71,7 @@ class Assemble:
     """Surgery that adds an InstanceNorm to every BatchNorm of feature maps."""
 
     decides_normalization: ClassVar[bool] = True
+    replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
 
     def __str__(self) -> str:
         return "BatchNorm and InstanceNorm side by side"

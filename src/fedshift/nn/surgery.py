@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -31,9 +31,11 @@ from .scaled_std_conv import STANDARDIZED, ScaledStd, count_fan_in
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, HybridBatchNorm)
 """Normalization layers that may have entries."""
 NORMALIZATION = (*LEARNED, nn.LocalResponseNorm, nn.CrossMapLRN2d)
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]
+BATCH_NORM: tuple[Function, ...] = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
+"""Functions of BatchNorm, which a layer of one's own may call."""
 FUNCTIONS: tuple[Function, ...] = (
-    F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm, F.local_response_norm
+    *BATCH_NORM, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm, F.local_response_norm
 )  # fmt: skip
 """Functions that normalize, with which a network can do without a layer."""
 
@@ -137,6 +139,15 @@ def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Mod
     return nn.Sequential(OrderedDict({first: make(), **parts}))
 
 
+def _require_batch_norm(module: nn.Module, what: str) -> None:
+    """Raise :class:`UsageError` if ``module`` has no BatchNorm of torch that ``what`` can replace."""
+    if any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+        return
+    own = [f"{name!r} ({type(each).__name__})" for name, each in module.named_modules() if has_foreign_statistics(each)]
+    only = f" but layer {own[0]}, which is not torch's: use torch's BatchNorm" if own else ": remove it"
+    raise UsageError(f"{what} replaces BatchNorm, but the model has none{only}")
+
+
 @dataclass(frozen=True)
 class BatchNormToGroupNorm:
     """Replaces every BatchNorm by a GroupNorm with the same affine parameters.
@@ -149,15 +160,14 @@ class BatchNormToGroupNorm:
 
     groups: int | None = None
     decides_normalization: ClassVar[bool] = True
-    replaced: ClassVar[tuple[Function, ...]] = (F.batch_norm,)
+    replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
 
     def __str__(self) -> str:
         return "GroupNorm for BatchNorm"
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; raise :class:`UsageError` if it has no BatchNorm."""
-        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
-            raise UsageError("GroupNorm replaces BatchNorm, but the model has none: remove it")
+        _require_batch_norm(module, "GroupNorm")
         return replace_modules(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
@@ -181,15 +191,14 @@ class BatchNormToHybrid:
     """Replaces every BatchNorm by a HybridBatchNorm with the same parameters and statistics."""
 
     decides_normalization: ClassVar[bool] = True
-    replaced: ClassVar[tuple[Function, ...]] = (F.batch_norm,)
+    replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
 
     def __str__(self) -> str:
         return "HybridBatchNorm for BatchNorm"
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; raise :class:`UsageError` if it has no BatchNorm."""
-        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
-            raise UsageError("HybridBatchNorm replaces BatchNorm, but the model has none: remove it")
+        _require_batch_norm(module, "HybridBatchNorm")
         return replace_modules(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
@@ -249,7 +258,12 @@ def is_foreign_normalization(layer: nn.Module) -> bool:
         return False
     named = re.search("norm(?!al)|normalization", type(layer).__name__, re.IGNORECASE) is not None
     entries = {*layer._parameters, *layer._buffers}
-    return "running_var" in entries or (named and (bool(entries) or not layer._modules))
+    return has_foreign_statistics(layer) or (named and (bool(entries) or not layer._modules))
+
+
+def has_foreign_statistics(layer: nn.Module) -> bool:
+    """Return whether ``layer`` is not torch's, but has the running statistics of BatchNorm."""
+    return torch_kind(layer) is nn.Module and layer._buffers.get("running_var") is not None
 
 
 def _channel_count(layer: Any) -> int | None:

@@ -1,0 +1,196 @@
+"""Buffers: what each is, by its module and by passes in training, and values that the server has of those without mean.
+
+Running statistics and counters of normalization and other moving averages are averaged like parameters: a new value is
+the old one times a constant, plus what the batch says, so that the mean of averages is the average of means. For all
+other buffers a mean makes no sense. Constants stay as they are. State that training changes (a queue and its pointer, a
+codebook, an observer's range) stays on its client, which takes the server's only before its first round. The server
+has values of one client, of the largest weight, the first by name among equals, without arithmetic on them. Vectors of
+torch's ``spectral_norm`` (Miyato et al. 2018, arXiv:1802.05957) belong to a weight: for a mean of weights, they are
+its first singular vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.overrides import TorchFunctionMode
+
+from ..nn.surgery import BATCH_NORM
+from ..utils.state import State, clone
+from ..utils.words import Information, join_some
+from .plan import Plan, forward, to_inputs
+from .selection import KINDS, Entry, Kind
+
+CLOSE = 1e-4
+"""Tolerance of the constant that multiplies the old value of a moving average."""
+
+
+class _Normalized(TorchFunctionMode):
+    """Inside the block, collects the ids of tensors with which BatchNorm is computed, and what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[int, Kind | None] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in BATCH_NORM:
+            names = ("running_mean", "running_var", "weight", "bias")
+            names = names if func is F.batch_norm else names[2:] + names[:2]
+            taken = dict(zip(names, args[1:], strict=False)) | kwargs
+            kinds = zip(names, (taken.get(name) for name in names), strict=True)
+            self.kinds |= {id(tensor): KINDS.get(name) for name, tensor in kinds if tensor is not None}
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def observe_entries(plan: Plan, sample: Tensor) -> tuple[Entry, ...]:
+    """Return the entries of ``plan`` with what training shows of its buffers and of BatchNorm in functions.
+
+    ``sample [1, ...]``: a sample, of which only shape and type matter. If the network rejects it, the entries remain as
+    their modules show them.
+    """
+    x = to_inputs(plan, sample).repeat(2, *[1] * (sample.ndim - 1))
+    if x.is_floating_point():
+        x = torch.linspace(0, 1, x.numel(), dtype=x.dtype, device=x.device).reshape(x.shape)
+    try:
+        after, kinds = _train_once(plan, plan.initial, x)
+        moved = {name for name, tensor in plan.initial.items() if not _is_equal(tensor, after[name])}
+        seen = _apply_kinds(plan, kinds, moved)
+        changing = [entry.name for entry in seen if entry.kind == "constant" and entry.moves]
+        averages = _find_averages(plan, changing, after, x)
+    except Exception:  # a user's network may raise any type, which its trial run reports
+        return plan.entries
+    found: dict[str, Kind] = {name: "average" if name in averages else "state" for name in changing}
+    return tuple(replace(entry, kind=found.get(entry.name, entry.kind)) for entry in seen)
+
+
+def _train_once(plan: Plan, state: State, x: Tensor) -> tuple[State, dict[str, Kind | None]]:
+    """Return ``state`` after a pass in training, and BatchNorm's entries; statistics with their kind."""
+    state = clone(state)
+    tensors = (*plan.module.named_parameters(), *plan.module.named_buffers(), *state.items())
+    names = {id(tensor): name for name, tensor in tensors}
+    with torch.random.fork_rng(devices=[]), _Normalized() as calls:
+        torch.default_generator.manual_seed(0)
+        forward(plan, state, x, training=True)
+    return state, {names[key]: kind for key, kind in calls.kinds.items() if key in names}
+
+
+def _apply_kinds(plan: Plan, kinds: dict[str, Kind | None], moved: set[str]) -> list[Entry]:
+    """Return the entries with ``kinds`` of those with which BatchNorm is computed; ``moved``: those that changed."""
+    owners = {entry.owner for entry in plan.entries if entry.name in kinds}
+    seen = []
+    for entry in plan.entries:
+        kind, moves = kinds.get(entry.name) or entry.kind, not entry.is_buffer or entry.name in moved
+        moves |= isinstance(entry.owner, _BatchNorm) and entry.name not in kinds  # not called in this pass
+        normal = entry.in_batch_norm or entry.name in kinds
+        if entry.owner in owners and not isinstance(entry.owner, _BatchNorm):
+            counts = entry.is_buffer and entry.name in moved and _is_count(plan.initial[entry.name])
+            kind, normal = "counter" if counts else kind, counts or entry.name in kinds
+        seen.append(replace(entry, kind=kind, in_batch_norm=normal, moves=moves))
+    return seen
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether both have the same values, NaN included."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _is_count(tensor: Tensor) -> bool:
+    return tensor.ndim == 0 and not tensor.is_floating_point() and tensor.dtype != torch.bool
+
+
+def _find_averages(plan: Plan, changing: Sequence[str], after: State, x: Tensor) -> frozenset[str]:
+    """Return which of the buffers ``changing`` are moving averages: linear in their old values, by one constant.
+
+    ``after``: the entries after a pass with the batch ``x``. Buffers of one module are moving averages together.
+    """
+    starts = {name: plan.initial[name] for name in changing if plan.initial[name].is_floating_point()}
+    shifts = {
+        name: torch.linspace(0.5, 1.5, max(1, start.numel()), dtype=start.dtype, device=start.device).view_as(start)
+        for name, start in starts.items() if start.numel() and start.isfinite().all()
+    }  # fmt: skip
+    if not shifts:
+        return frozenset()
+    shifted, _ = _train_once(plan, plan.initial | {name: starts[name] + shift for name, shift in shifts.items()}, x)
+
+    def is_average(name: str) -> bool:
+        if name not in shifts or after[name].shape != shifts[name].shape:
+            return False
+        slope = ((shifted[name] - after[name]) / shifts[name]).double()
+        return bool((slope - slope.mean()).abs().max() < CLOSE and CLOSE < slope.mean() < 1 - CLOSE / 10)
+
+    others = {name.rpartition(".")[0] for name in changing if not is_average(name)}
+    return frozenset(name for name in shifts if name.rpartition(".")[0] not in others)
+
+
+def list_kept(entries: Sequence[Entry], loaded: frozenset[str]) -> frozenset[str]:
+    """Return the entries among ``loaded`` that clients keep nevertheless: state, and vectors of weights they keep."""
+    loads = [entry for entry in entries if entry.name in loaded]
+    weights = {entry.name.rpartition(".")[0] for entry in loads if not entry.is_buffer}
+    lone = (entry.name for entry in loads if entry.kind == "spectral" and entry.name.rsplit(".", 2)[0] not in weights)
+    return frozenset(entry.name for entry in loads if entry.kind == "state").union(lone)
+
+
+def fit_spectral_norms(plan: Plan, state: State) -> State:
+    """Return ``state`` with the vectors of ``spectral_norm`` that belong to its weights: their singular vectors.
+
+    Layers whose entries ``state`` lacks, or whose weight is not finite, keep theirs.
+    """
+    fitted = dict(state)
+    vectors = [entry.name for entry in plan.entries if entry.kind == "spectral"]
+    for prefix in {name.rsplit(".", 2)[0]: None for name in vectors}:
+        steps: Any = plan.module.get_submodule(prefix)
+        names = [name for name, _ in steps.named_parameters(recurse=False)]
+        weight: Any = [fitted.get(f"{prefix}.{name}") for name in names]
+        if any(tensor is None or not tensor.isfinite().all() for tensor in weight):
+            continue
+        for number, step in enumerate(steps):
+            where = f"{prefix}.{number}."
+            if isinstance(step, _SpectralNorm) and where + "_u" in fitted:
+                fitted |= dict(zip((where + "_u", where + "_v"), _find_vectors(step, weight[0]), strict=True))
+            entries = {name: fitted[where + name] for name in step.state_dict()}
+            weight = [functional_call(step, entries, tuple(weight))]
+    return fitted
+
+
+def _find_vectors(step: _SpectralNorm, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first left and right singular vector of ``weight`` as a matrix."""
+    matrix_MN = step._reshape_weight_to_matrix(weight).double()
+    flat = matrix_MN if matrix_MN.shape[0] <= matrix_MN.shape[1] else matrix_MN.T
+    left = torch.linalg.eigh(flat @ flat.T)[1][:, -1]
+    right = F.normalize(flat.T @ left, dim=0, eps=step.eps)
+    u, v = (left, right) if flat is matrix_MN else (right, left)
+    return u.to(weight.dtype), v.to(weight.dtype)
+
+
+def describe_buffers(plan: Plan) -> Iterator[str]:
+    """Yield what the user should know of buffers: those that are not averaged, and statistics that are frozen."""
+    names = {kind: [e.name for e in plan.entries if e.kind == kind] for kind in ("state", "spectral", "average")}
+    if state := names["state"]:
+        yield (
+            f"training changes {join_some(state)}, of which a mean would make no sense: each client keeps its own, and "
+            "the server's model has those of the client with the largest weight"
+        )
+    if spectral := {name.rsplit(".parametrizations.", 1)[0]: None for name in names["spectral"]}:
+        yield Information(
+            f"vectors of spectral_norm in {join_some(spectral)} are not averaged, but those of the averaged weights"
+        )
+    if averages := names["average"]:
+        yield Information(f"{join_some(averages)}: moving averages, which are averaged like parameters")
+    frozen = [entry for entry in plan.entries if entry.kind == "variance" and not entry.moves]
+    if kept := [entry.name.rpartition(".")[0] for entry in frozen if entry.name in plan.personal]:
+        yield (
+            f"{plan.method.label} keeps statistics of BatchNorm that training does not change ({join_some(kept)} is "
+            "frozen): there it differs from a method that shares them at most by affine parameters"
+        )
