@@ -11,7 +11,7 @@ its first singular vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.overrides import TorchFunctionMode
 
+from ..nn.recognition import Call, FunctionCalls
 from ..nn.surgery import BATCH_NORM
 from ..utils.state import State, clone
 from ..utils.words import Information, join_some
@@ -31,26 +31,6 @@ from .selection import KINDS, Entry, Kind
 
 CLOSE = 1e-4
 """Tolerance of the constant that multiplies the old value of a moving average."""
-
-
-class _Normalized(TorchFunctionMode):
-    """Inside the block, collects the ids of tensors with which BatchNorm is computed, and what they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: dict[int, Kind | None] = {}
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in BATCH_NORM:
-            names = ("running_mean", "running_var", "weight", "bias")
-            names = names if func is F.batch_norm else names[2:] + names[:2]
-            taken = dict(zip(names, args[1:], strict=False)) | kwargs
-            kinds = zip(names, (taken.get(name) for name in names), strict=True)
-            self.kinds |= {id(tensor): KINDS.get(name) for name, tensor in kinds if tensor is not None}
-        return func(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -80,10 +60,17 @@ def _train_once(plan: Plan, state: State, x: Tensor) -> tuple[State, dict[str, K
     state = clone(state)
     tensors = (*plan.module.named_parameters(), *plan.module.named_buffers(), *state.items())
     names = {id(tensor): name for name, tensor in tensors}
-    with torch.random.fork_rng(devices=[]), _Normalized() as calls:
+    with torch.random.fork_rng(devices=[]), FunctionCalls(plan.module, BATCH_NORM) as calls:
         torch.default_generator.manual_seed(0)
         forward(plan, state, x, training=True)
-    return state, {names[key]: kind for key, kind in calls.kinds.items() if key in names}
+    taken = [pair for call in calls.found for pair in _name_arguments(call).items()]
+    return state, {names[id(tensor)]: KINDS.get(name) for name, tensor in taken if id(tensor) in names}
+
+
+def _name_arguments(call: Call) -> dict[str, Any]:
+    names = ("running_mean", "running_var", "weight", "bias")
+    order = names if call.function is F.batch_norm else names[2:] + names[:2]
+    return dict(zip(order, call.args[1:], strict=False)) | call.kwargs
 
 
 def _apply_kinds(plan: Plan, kinds: dict[str, Kind | None], moved: set[str]) -> list[Entry]:

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
 from ..nn.linear import use_fast_linear, use_torch_func
-from ..nn.recognition import torch_kind
-from ..nn.surgery import FunctionCalls
+from ..nn.recognition import FunctionCalls, torch_kind
+from ..nn.surgery import NORMALIZATION
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
@@ -322,7 +323,8 @@ def _check_functions(plan: Plan, sample: Tensor) -> None:
         return
     with suppress(Exception), FunctionCalls(plan.module, functions) as calls:  # errors are reported by _smallest_batch
         forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    for name, layer, function in calls.found[:1]:
+    others = [call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))]
+    for name, layer, function, *_ in others[:1]:
         where = f"its layer {name!r}" if name else "it"
         raise UsageError(
             f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "

@@ -30,8 +30,8 @@ from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import batch_norm, find_classifier, name_matches, of_type
-from ..nn.recognition import torch_kind
-from ..nn.surgery import BATCH_NORM, Function, replace_modules, take_place
+from ..nn.recognition import Function, torch_kind
+from ..nn.surgery import BATCH_NORM, replace_modules, take_place
 from ..utils.errors import UsageError
 
 MAPS: dict[type[nn.Module], type[nn.InstanceNorm2d | nn.InstanceNorm3d]] = {

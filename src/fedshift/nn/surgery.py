@@ -8,11 +8,12 @@ tables 5 and 6, appendix A.2.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +21,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ..utils.errors import UsageError
 from .convolution import FastConv2d
 from .hybrid_batch_norm import HybridBatchNorm
-from .recognition import find_hooks, is_scaled, require_understood, runs_as_torch, torch_kind
+from .recognition import Function, find_hooks, is_scaled, require_understood, runs_as_torch, torch_kind
 from .scaled_std_conv import STANDARDIZED, ScaledStd, count_fan_in
 
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, HybridBatchNorm)
 """Normalization layers that may have entries."""
 NORMALIZATION = (*LEARNED, nn.LocalResponseNorm, nn.CrossMapLRN2d)
-Function = Callable[..., Any]
 BATCH_NORM: tuple[Function, ...] = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
 """Functions of BatchNorm, which a layer of one's own may call."""
 FUNCTIONS: tuple[Function, ...] = (
@@ -93,43 +93,6 @@ def _refuse_loss(name: str, layer: nn.Module, new: nn.Module) -> None:
         )
 
 
-class FunctionCalls(TorchFunctionMode):
-    """Inside the block, collects names of layers that call one of ``functions`` and do not normalize by their type.
-
-    Convolutions may standardize their kernels by such a function.
-    """
-
-    def __init__(self, module: nn.Module, functions: Collection[Function]) -> None:
-        super().__init__()
-        self.found: list[tuple[str, nn.Module, Function]] = []
-        self._module, self._functions = module, functions
-        self._entered: list[tuple[str, nn.Module]] = []
-
-    def __enter__(self) -> Self:
-        self._handles = [
-            handle
-            for name, layer in self._module.named_modules()
-            for handle in (
-                layer.register_forward_pre_hook(lambda each, _, at=name: self._entered.append((at, each))),
-                layer.register_forward_hook(lambda *_: self._entered.pop() and None, always_call=True),
-            )
-        ]
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *raised: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        inside = self._entered[-1] if self._entered else ("", self._module)
-        if func in self._functions and not isinstance(inside[1], (*NORMALIZATION, _ConvNd)):
-            self.found.append((*inside, func))
-        return func(*args, **kwargs or {})
-
-
 def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Module]) -> nn.Module:
     """Return the layer of ``make`` followed by the parts of ``layer``; refuse an unrecognized ``layer``."""
     parts = require_understood(name, layer, what)
@@ -139,17 +102,37 @@ def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Mod
     return nn.Sequential(OrderedDict({first: make(), **parts}))
 
 
-def _require_batch_norm(module: nn.Module, what: str) -> None:
-    """Raise :class:`UsageError` if ``module`` has no BatchNorm of torch that ``what`` can replace."""
-    if any(isinstance(layer, _BatchNorm) for layer in module.modules()):
-        return
-    own = [f"{name!r} ({type(each).__name__})" for name, each in module.named_modules() if has_foreign_statistics(each)]
-    only = f" but layer {own[0]}, which is not torch's: use torch's BatchNorm" if own else ": remove it"
-    raise UsageError(f"{what} replaces BatchNorm, but the model has none{only}")
+@dataclass(frozen=True)
+class _BatchNormReplacement:
+    """Surgery that replaces every BatchNorm by a layer of the type ``what``."""
+
+    what: ClassVar[str]
+    decides_normalization: ClassVar[bool] = True
+    replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
+
+    def __str__(self) -> str:
+        return f"{self.what} for BatchNorm"
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Change ``module``; raise :class:`UsageError` if it has no BatchNorm of torch."""
+        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+            foreign = (name for name, layer in module.named_modules() if has_foreign_statistics(layer))
+            only = next((f" but layer {name!r}, which is not torch's: use torch's" for name in foreign), ": remove it")
+            raise UsageError(f"{self.what} replaces BatchNorm, but the model has none{only}")
+        return replace_modules(module, self._make)
+
+    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
+        return (
+            take_place(name, layer, self.what, partial(self._convert, layer)) if isinstance(layer, _BatchNorm) else None
+        )
+
+    @abstractmethod
+    def _convert(self, layer: _BatchNorm) -> nn.Module:
+        """Return the layer that replaces ``layer``."""
 
 
 @dataclass(frozen=True)
-class BatchNormToGroupNorm:
+class BatchNormToGroupNorm(_BatchNormReplacement):
     """Replaces every BatchNorm by a GroupNorm with the same affine parameters.
 
     ``groups``: number of groups; None: the layer's attribute ``groups`` (the paper's tables), else the rule of appendix
@@ -159,22 +142,9 @@ class BatchNormToGroupNorm:
     """
 
     groups: int | None = None
-    decides_normalization: ClassVar[bool] = True
-    replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
+    what = "GroupNorm"
 
-    def __str__(self) -> str:
-        return "GroupNorm for BatchNorm"
-
-    def __call__(self, module: nn.Module) -> nn.Module:
-        """Change ``module``; raise :class:`UsageError` if it has no BatchNorm."""
-        _require_batch_norm(module, "GroupNorm")
-        return replace_modules(module, self._make)
-
-    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, _BatchNorm):
-            return None
-        return take_place(name, layer, "GroupNorm", partial(self._convert, layer))
-
+    @override
     def _convert(self, layer: _BatchNorm) -> nn.GroupNorm:
         channels = layer.num_features
         wanted = self.groups or getattr(layer, "groups", None) or (32 if channels >= 32 else 8)
@@ -187,24 +157,14 @@ class BatchNormToGroupNorm:
 
 
 @dataclass(frozen=True)
-class BatchNormToHybrid:
+class BatchNormToHybrid(_BatchNormReplacement):
     """Replaces every BatchNorm by a HybridBatchNorm with the same parameters and statistics."""
 
-    decides_normalization: ClassVar[bool] = True
-    replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
+    what = "HybridBatchNorm"
 
-    def __str__(self) -> str:
-        return "HybridBatchNorm for BatchNorm"
-
-    def __call__(self, module: nn.Module) -> nn.Module:
-        """Change ``module``; raise :class:`UsageError` if it has no BatchNorm."""
-        _require_batch_norm(module, "HybridBatchNorm")
-        return replace_modules(module, self._make)
-
-    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, _BatchNorm):
-            return None
-        return take_place(name, layer, "HybridBatchNorm", partial(HybridBatchNorm.of, layer))
+    @override
+    def _convert(self, layer: _BatchNorm) -> HybridBatchNorm:
+        return HybridBatchNorm.of(layer)
 
 
 @dataclass(frozen=True)
