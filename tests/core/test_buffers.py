@@ -91,7 +91,8 @@ def plan_of(method, model):
     [
         (normalize(F.batch_norm), {"mu": "mean", "spread": "variance", "seen": "counter"}),
         (normalize(torch.batch_norm), {"mu": "mean", "spread": "variance", "seen": "counter"}),
-        (Buffered(mask=torch.tensor([-torch.inf, torch.nan]), odd=torch.ones(2) > 0), {"mask": "constant", "odd": "constant"}),
+        (Buffered(mask=torch.tensor([-torch.inf, torch.nan])), {"mask": "constant"}),
+        (Buffered(odd=torch.ones(2) > 0), {"odd": "constant"}),
         (Buffered(queue, rows=zeros(5, 4), at=torch.tensor([0])), {"rows": "state", "at": "state"}),
         (Buffered(observe, low=torch.tensor(torch.inf).double()), {"low": "state"}),
         (Buffered(lambda layer, x: layer.n.add_(1.0), n=zeros()), {"n": "state"}),
@@ -125,7 +126,7 @@ def test_state_stays_on_its_client_and_the_server_has_that_of_the_largest(engine
     models = {name: copy.deepcopy(server) for name in SHARES}
     for number in range(3):
         for client, model in models.items():
-            model.load_state_dict({name: tensor for name, tensor in server.named_parameters()}, strict=False)
+            model.load_state_dict(dict(server.named_parameters()), strict=False)
             train(model, client, number)
         mean = {
             name: sum(share * dict(models[client].named_parameters())[name] for client, share in SHARES.items())

@@ -29,7 +29,7 @@ CONSTANTS = {
 
 
 def network(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Normalization of both kinds, dropout, a shortcut whose BatchNorm has no telling name, a frozen parameter, constants."""
+    """Normalization of both kinds, dropout, a shortcut whose BatchNorm has no telling name, what does not train."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -213,7 +213,8 @@ def has_mean(value: Array) -> bool:
 
 def is_constant(values: Sequence[Array]) -> bool:
     """Return whether all ``values`` are equal; NaN is not."""
-    return all(bool((value == values[0]).all()) for value in values)
+    first: Any = values[0]
+    return all(bool((value == first).all()) for value in values)
 
 
 def _copy(value: Array) -> Array:
@@ -289,7 +290,7 @@ def _check_entries(
             lacks, has = (client, first) if name in expected else (first, client)
             raise UsageError(f"client {lacks!r} has no entry {name!r}, but client {has!r} has: add or remove it there")
     described = {name: describe_array(f"entry {name!r} of client {client!r}", value) for name, value in model.items()}
-    for name, value in model.items():
+    for name in model:
         where = f"entry {name!r} of client {client!r}"
         for part, mine, theirs in zip(_FIELDS, described[name], expected.get(name, described[name]), strict=True):
             if mine != theirs:

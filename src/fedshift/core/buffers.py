@@ -24,7 +24,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 
 from ..nn.recognition import Call, FunctionCalls
 from ..nn.surgery import BATCH_NORM
-from ..utils.state import State, clone
+from ..utils.state import State, clone, pick
 from ..utils.words import Information, join_some
 from .plan import Plan, forward, to_inputs
 from .selection import KINDS, Entry, Kind
@@ -78,11 +78,13 @@ def _apply_kinds(plan: Plan, kinds: dict[str, Kind | None], moved: set[str]) -> 
     owners = {entry.owner for entry in plan.entries if entry.name in kinds}
     seen = []
     for entry in plan.entries:
-        kind, moves = kinds.get(entry.name) or entry.kind, not entry.is_buffer or entry.name in moved
-        moves |= isinstance(entry.owner, _BatchNorm) and entry.name not in kinds  # not called in this pass
-        normal = entry.in_batch_norm or entry.name in kinds
-        if entry.owner in owners and not isinstance(entry.owner, _BatchNorm):
-            counts = entry.is_buffer and entry.name in moved and _is_count(plan.initial[entry.name])
+        kind, normal = kinds.get(entry.name) or entry.kind, entry.in_batch_norm or entry.name in kinds
+        moves = not entry.is_buffer or entry.name in moved
+        if isinstance(entry.owner, _BatchNorm):
+            moves |= entry.name not in kinds  # the pass did not call it
+        elif entry.owner in owners:
+            tensor = plan.initial[entry.name]
+            counts = entry.kind == "constant" and moves and not tensor.ndim and tensor.dtype == torch.int64
             kind, normal = "counter" if counts else kind, counts or entry.name in kinds
         seen.append(replace(entry, kind=kind, in_batch_norm=normal, moves=moves))
     return seen
@@ -93,23 +95,18 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _is_count(tensor: Tensor) -> bool:
-    return tensor.ndim == 0 and not tensor.is_floating_point() and tensor.dtype != torch.bool
-
-
 def _find_averages(plan: Plan, changing: Sequence[str], after: State, x: Tensor) -> frozenset[str]:
     """Return which of the buffers ``changing`` are moving averages: linear in their old values, by one constant.
 
     ``after``: the entries after a pass with the batch ``x``. Buffers of one module are moving averages together.
     """
-    starts = {name: plan.initial[name] for name in changing if plan.initial[name].is_floating_point()}
-    shifts = {
-        name: torch.linspace(0.5, 1.5, max(1, start.numel()), dtype=start.dtype, device=start.device).view_as(start)
-        for name, start in starts.items() if start.numel() and start.isfinite().all()
-    }  # fmt: skip
+    shifts = State()
+    for name, start in pick(plan.initial, changing).items():
+        if start.is_floating_point() and start.numel() and start.isfinite().all():
+            shifts[name] = torch.linspace(0.5, 1.5, start.numel()).to(start).view_as(start)
     if not shifts:
         return frozenset()
-    shifted, _ = _train_once(plan, plan.initial | {name: starts[name] + shift for name, shift in shifts.items()}, x)
+    shifted, _ = _train_once(plan, plan.initial | {name: plan.initial[name] + by for name, by in shifts.items()}, x)
 
     def is_average(name: str) -> bool:
         if name not in shifts or after[name].shape != shifts[name].shape:
@@ -135,19 +132,18 @@ def fit_spectral_norms(plan: Plan, state: State) -> State:
     Layers whose entries ``state`` lacks, or whose weight is not finite, keep theirs.
     """
     fitted = dict(state)
-    vectors = [entry.name for entry in plan.entries if entry.kind == "spectral"]
-    for prefix in {name.rsplit(".", 2)[0]: None for name in vectors}:
+    for prefix in {entry.name.rsplit(".", 2)[0]: None for entry in plan.entries if entry.kind == "spectral"}:
         steps: Any = plan.module.get_submodule(prefix)
-        names = [name for name, _ in steps.named_parameters(recurse=False)]
-        weight: Any = [fitted.get(f"{prefix}.{name}") for name in names]
-        if any(tensor is None or not tensor.isfinite().all() for tensor in weight):
+        entries: dict[str, Any] = {name: fitted.get(f"{prefix}.{name}") for name in steps.state_dict()}
+        if any(tensor is None or not tensor.isfinite().all() for tensor in entries.values()):
             continue
+        weight: Any = [tensor for name, tensor in entries.items() if "." not in name]
         for number, step in enumerate(steps):
-            where = f"{prefix}.{number}."
-            if isinstance(step, _SpectralNorm) and where + "_u" in fitted:
-                fitted |= dict(zip((where + "_u", where + "_v"), _find_vectors(step, weight[0]), strict=True))
-            entries = {name: fitted[where + name] for name in step.state_dict()}
-            weight = [functional_call(step, entries, tuple(weight))]
+            own = {name: entries[f"{number}.{name}"] for name in step.state_dict()}
+            if isinstance(step, _SpectralNorm) and own:
+                own = dict(zip(("_u", "_v"), _find_vectors(step, weight[0]), strict=True))
+                fitted |= {f"{prefix}.{number}.{name}": tensor.clone() for name, tensor in own.items()}
+            weight = [functional_call(step, own, tuple(weight))]
     return fitted
 
 

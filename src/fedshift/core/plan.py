@@ -100,8 +100,8 @@ class Plan:
 
     @cached_property
     def whole(self) -> frozenset[str]:
-        """Buffers of which no mean is computed (:attr:`Entry.is_whole`)."""
-        return frozenset(entry.name for entry in self.entries if entry.is_whole)
+        """Buffers of which no mean is computed (:mod:`fedshift.core.buffers`)."""
+        return frozenset(entry.name for entry in self.entries if entry.kind in ("constant", "spectral", "state"))
 
     @property
     def mixes(self) -> bool:

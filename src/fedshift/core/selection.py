@@ -62,11 +62,6 @@ class Entry:
         return self.kind != "parameter"
 
     @property
-    def is_whole(self) -> bool:
-        """Whether a mean of its values would make no sense."""
-        return self.kind in ("constant", "spectral", "state")
-
-    @property
     def layer(self) -> str:
         """The type of the owner, as torch prints it."""
         return str(self.owner._get_name())  # type: ignore[no-untyped-call]

@@ -47,8 +47,10 @@ def require_personal_models(plan: Plan, _: Task) -> str:
 
 def require_statistics(plan: Plan, _: Task) -> str:
     """The model has BatchNorm statistics that training changes."""
-    moving = any(norm_statistics(entry) and entry.kind == "variance" and entry.moves for entry in plan.entries)
-    return "" if moving else "there are no BatchNorm statistics, or they are frozen"
+    variances = [entry for entry in plan.entries if norm_statistics(entry) and entry.kind == "variance"]
+    if any(entry.moves for entry in variances):
+        return ""
+    return "BatchNorm statistics are frozen" if variances else "there are no BatchNorm statistics"
 
 
 def require_torch_statistics(plan: Plan, _: Task) -> str:
