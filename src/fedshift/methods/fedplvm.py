@@ -9,7 +9,7 @@ exp(cos(z, p)^alpha / tau) / the same sum over all clusters of all classes) + 2 
 away. The base averages models.
 
 That code computes the features after training, in evaluation mode. Here they are those of the last samples of a round
-as seen in its steps, as in ``fedproto``.
+as seen in its steps, as in ``fedproto``. That code averages clients equally unless their labels are skewed.
 """
 
 from collections.abc import Sequence
