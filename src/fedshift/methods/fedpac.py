@@ -61,18 +61,12 @@ class AlignedFeatures(Prototypes):
         body = tuple(sorted((plan.trained & plan.loaded) - head))
         early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
         early["start"] = zeros_K.new_zeros(len(body), dtype=torch.float64)
-        own = replace(
-            bound.own,
-            buffers={**bound.own.buffers, **early},
-            memory={**bound.own.memory, "class_sizes": zeros_K.clone()},
-        )
-        sends = {
-            **bound.sends,
-            **Send.like({"weighted_means": zeros_KD}, "class"),
-            **Send.like({"variance": zero}, "client"),
-        }
+        memory = {**bound.own.memory, "class_sizes": zeros_K.clone()}
+        own = replace(bound.own, buffers={**bound.own.buffers, **early}, memory=memory)
+        described = Send.like({"weighted_means": zeros_KD}, "class") | Send.like({"variance": zero}, "client")
         if not body:
             raise UsageError("FedPAC averages features of clients, of which these share none: use another method")
+        sends = {**bound.sends, **described}
         return replace(bound, rule=replace(self, body=body), own=own, sends=sends, notices=self._warn(plan))
 
     def _warn(self, plan: Plan) -> tuple[str, ...]:

@@ -8,8 +8,7 @@ exp(cos(z, p)^alpha / tau) / the same sum over all clusters of all classes) + 2 
 1 raise small similarities, so that features that are merely less similar to other classes' prototypes are still pushed
 away. The base averages models.
 
-That code computes the features after training, in evaluation mode. Here they are those of the last samples of a round
-as seen in its steps, as in ``fedproto``. That code averages clients equally unless their labels are skewed.
+Clustered features are those of the last samples of a round, as seen in its steps, as in ``fedproto``.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """FedWon: no normalization, but convolutions with scaled weight standardization and adaptive gradient clipping.
 
-Zhuang & Lyu 2024, arXiv:2306.05879 (ICLR 2024), section 3.2, equations 3 and 4, and listing 1, which trains the gain
-and has an unbiased variance with a floor. Server and clients follow FedAvg: clients need no state, and there is one
-global model.
+Zhuang & Lyu 2024, arXiv:2306.05879 (ICLR 2024), section 3.2, equations 3 and 4, listing 1. Server and clients follow
+FedAvg, so that clients need no state and there is one global model.
 """
 
 from typing import Literal

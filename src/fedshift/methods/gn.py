@@ -1,7 +1,6 @@
 """FedAvg+GN: every BatchNorm layer is replaced by GroupNorm, which has no statistics to share.
 
-Hsieh et al. 2020, arXiv:1910.00189; numbers of groups of FedWon (arXiv:2306.05879): tables 5 and 6 for its
-networks, whose later layers have 64, else appendix A.2.
+Hsieh et al. 2020, arXiv:1910.00189; numbers of groups as in FedWon (arXiv:2306.05879), tables 5 and 6 and appendix A.2.
 """
 
 from ..core.method import Method, modifier
