@@ -123,7 +123,7 @@ METHODS = (
     Fault("fedpac-absent-classes-keep-their-share", "methods/fedpac.py", "AlignedFeatures.end",
           " * (counts_K > 0)", "", "tests/methods/test_fedpac.py"),
     Fault("fedpac-features-start-as-loaded", "methods/fedpac.py", "AlignedFeatures.loss",
-          '(norms == buffers["start"])', "torch.stack([(step.params[n] == step.loaded[n]).all() for n in self.body])",
+          '(now == buffers["start"])', "torch.stack([(step.params[n] == step.loaded[n]).all() for n in self.body])",
           "tests/methods/test_fedpac.py"),
     Fault("gperxan-guided-by-the-local-classifier", "methods/gperxan.py", "Guidance.loss", "step.loaded[name]",
           "step.params[name]", "tests/methods/test_gperxan.py"),

@@ -8,10 +8,9 @@ has a row p_k mu_k for each class k, of its share among the client's samples and
 are trained, and v = (sum_k p_k m_k - |h|^2) / n, of the mean squared norms m_k and n samples, is the variance of h.
 Weights below 0.001 are left out, as in that code.
 
-That code measures h and v in a pass of its own. Here they are of the samples of the first pass up to the step in which
-the features' parameters begin to move, as seen in these steps: BatchNorm normalizes them by their batch. Shares are
-those among the classes of these samples, which may lack some. A client that sits a round out is known by the h that it
-sent last, and its mix is of the clients that took part.
+That code measures h and v in a pass of its own. Here they are of the samples of the first pass until the features are
+trained, normalized by batch where there is BatchNorm, and p_k is the share among the classes of these samples. A client
+that sits a round out is known by the h that it sent last, and its mix is of the clients that took part.
 """
 
 from collections.abc import Sequence
@@ -59,13 +58,13 @@ class AlignedFeatures(Prototypes):
         zeros_KD = bound.own.server["prototypes"]
         zeros_K, zero = zeros_KD[:, 0].clone(), zeros_KD.new_zeros(())
         body = tuple(sorted((plan.trained & plan.loaded) - head))
+        if not body:
+            raise UsageError("FedPAC averages features of clients, of which these share none: use another method")
         early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
-        early["start"] = zeros_K.new_zeros(len(body), dtype=torch.float64)
+        early["start"] = torch.zeros_like(_sum_weights(plan.params, body))
         memory = {**bound.own.memory, "class_sizes": zeros_K.clone()}
         own = replace(bound.own, buffers={**bound.own.buffers, **early}, memory=memory)
         described = Send.like({"weighted_means": zeros_KD}, "class") | Send.like({"variance": zero}, "client")
-        if not body:
-            raise UsageError("FedPAC averages features of clients, of which these share none: use another method")
         sends = {**bound.sends, **described}
         return replace(bound, rule=replace(self, body=body), own=own, sends=sends, notices=self._warn(plan))
 
@@ -88,9 +87,9 @@ class AlignedFeatures(Prototypes):
         buffers, z_BD = step.own.buffers, step.features.detach()
         sums_KD, squares_K, counts_K = (buffers[f"early_{name}"] for name in ("sums", "squares", "counts"))
         begun = (step.steps > 0).to(z_BD.dtype)
-        norms = torch.stack([step.params[name].square().sum(dtype=torch.float64) for name in self.body])
-        buffers["start"].mul_(begun).add_((1 - begun) * norms)
-        unmoved = (norms == buffers["start"]).all()
+        now = _sum_weights(step.params, self.body).detach()
+        buffers["start"].mul_(begun).add_((1 - begun) * now)
+        unmoved = (now == buffers["start"]).all()
         taken = (unmoved & (begun * counts_K.sum() < step.memory["samples"])).to(z_BD.dtype)
         member_KB = taken * nn.functional.one_hot(step.y, len(counts_K)).to(z_BD.dtype).T
         sums_KD.mul_(begun).add_(member_KB @ z_BD)
@@ -159,6 +158,11 @@ def _weigh(form: Floats) -> Floats:
     kept: Floats = np.where(weights > SMALLEST, weights, 0.0)
     kept /= kept.sum()
     return kept
+
+
+def _sum_weights(params: State, names: Sequence[str]) -> Tensor:
+    """Return the sum of weights of each output unit, and parameters of one dimension as they are, in a vector."""
+    return torch.cat([params[name].reshape(*params[name].shape[:1], -1).sum(dim=-1).reshape(-1) for name in names])
 
 
 def _name_classifier(plan: Plan, source: str) -> frozenset[str]:
