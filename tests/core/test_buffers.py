@@ -217,6 +217,21 @@ def test_methods_that_replace_batch_norm_refuse_another_by_name(method):
         plan_of(method, network(Foreign()))
 
 
+CONSTANTS = {
+    "mask": torch.tensor([0.0, -torch.inf]), "big": torch.tensor([6364136223846793005]), "odd": torch.tensor([True]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize("method", ["fedavg", "single", "dp", "apfl", "fedcac", "scaffold", "median", "ditto"])
+def test_infinite_and_large_constants_diverge_nowhere(method, engine):
+    running = trial(METHODS.parse(method), lambda *_: network(Buffered(**CONSTANTS)), engine=engine)
+    for _ in range(2):
+        running.advance()
+    for state in map(running.model_state, SHARES):
+        assert all(torch.equal(state[f"2.{name}"], value.to(state[f"2.{name}"])) for name, value in CONSTANTS.items())
+
+
 @pytest.mark.parametrize("method", ["dp", "median", "krum", "trimmed_mean"])
 def test_state_of_single_clients_is_refused_where_they_are_protected(method):
     with pytest.raises(UsageError, match=r"training changes the buffer '2\.rows' of a Buffered"):

@@ -22,8 +22,7 @@ from fedshift.utils.state import State, clone
 
 ROUNDS = 3
 CONSTANTS = {
-    "mask": torch.tensor([0.0, -torch.inf]), "short": torch.tensor([1 / 3], dtype=torch.float16),
-    "multiplier": torch.tensor([6364136223846793005, 2**53 + 1]), "odd": torch.tensor([True, False]),
+    "short": torch.tensor([1 / 3], dtype=torch.float16), "multiplier": torch.tensor([6364136223846793005, 2**53 + 1]),
 }  # fmt: skip
 """Buffers that no arithmetic leaves as they are."""
 

@@ -26,7 +26,7 @@ from ..nn.recognition import Call, FunctionCalls
 from ..nn.surgery import BATCH_NORM
 from ..utils.state import State, clone, pick
 from ..utils.words import Information, join_some
-from .plan import Plan, forward, to_inputs
+from .plan import Plan, forward
 from .selection import KINDS, Entry, Kind
 
 CLOSE = 1e-4
@@ -34,23 +34,15 @@ CLOSE = 1e-4
 
 
 @torch.no_grad()
-def observe_entries(plan: Plan, sample: Tensor) -> tuple[Entry, ...]:
+def observe_entries(plan: Plan, x: Tensor) -> tuple[Entry, ...]:
     """Return the entries of ``plan`` with what training shows of its buffers and of BatchNorm in functions.
 
-    ``sample [1, ...]``: a sample, of which only shape and type matter. If the network rejects it, the entries remain as
-    their modules show them.
+    ``x [B, ...]``: inputs of a batch. ``plan.traits`` says which buffers training changes.
     """
-    x = to_inputs(plan, sample).repeat(2, *[1] * (sample.ndim - 1))
-    if x.is_floating_point():
-        x = torch.linspace(0, 1, x.numel(), dtype=x.dtype, device=x.device).reshape(x.shape)
-    try:
-        after, kinds = _train_once(plan, plan.initial, x)
-        moved = {name for name, tensor in plan.initial.items() if not _is_equal(tensor, after[name])}
-        seen = _apply_kinds(plan, kinds, moved)
-        changing = [entry.name for entry in seen if entry.kind == "constant" and entry.moves]
-        averages = _find_averages(plan, changing, after, x)
-    except Exception:  # a user's network may raise any type, which its trial run reports
-        return plan.entries
+    after, kinds = _train_once(plan, plan.initial, x)
+    seen = _apply_kinds(plan, kinds)
+    changing = [entry.name for entry in seen if entry.kind == "constant" and entry.moves]
+    averages = _find_averages(plan, changing, after, x)
     found: dict[str, Kind] = {name: "average" if name in averages else "state" for name in changing}
     return tuple(replace(entry, kind=found.get(entry.name, entry.kind)) for entry in seen)
 
@@ -73,26 +65,23 @@ def _name_arguments(call: Call) -> dict[str, Any]:
     return dict(zip(order, call.args[1:], strict=False)) | call.kwargs
 
 
-def _apply_kinds(plan: Plan, kinds: dict[str, Kind | None], moved: set[str]) -> list[Entry]:
-    """Return the entries with ``kinds`` of those with which BatchNorm is computed; ``moved``: those that changed."""
+def _apply_kinds(plan: Plan, kinds: dict[str, Kind | None]) -> list[Entry]:
+    """Return the entries with ``kinds`` of those with which BatchNorm is computed, and whether buffers change."""
+    changing = plan.traits.changing or frozenset()
     owners = {entry.owner for entry in plan.entries if entry.name in kinds}
     seen = []
     for entry in plan.entries:
         kind, normal = kinds.get(entry.name) or entry.kind, entry.in_batch_norm or entry.name in kinds
-        moves = not entry.is_buffer or entry.name in moved
+        moves = not entry.is_buffer or entry.name in changing
         if isinstance(entry.owner, _BatchNorm):
             moves |= entry.name not in kinds  # the pass did not call it
         elif entry.owner in owners:
             tensor = plan.initial[entry.name]
             counts = entry.kind == "constant" and moves and not tensor.ndim and tensor.dtype == torch.int64
             kind, normal = "counter" if counts else kind, counts or entry.name in kinds
+        kind = "hidden" if entry.kind == "hidden" else kind
         seen.append(replace(entry, kind=kind, in_batch_norm=normal, moves=moves))
     return seen
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether both have the same values, NaN included."""
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _find_averages(plan: Plan, changing: Sequence[str], after: State, x: Tensor) -> frozenset[str]:
@@ -165,6 +154,8 @@ def describe_buffers(plan: Plan) -> Iterator[str]:
             f"training changes {join_some(state)}, of which a mean would make no sense: each client keeps its own, and "
             "the server's model has those of the client with the largest weight"
         )
+    if hidden := [entry.name for entry in plan.entries if entry.kind == "hidden"]:
+        yield f"{join_some(hidden)}, not persistent, stay on each client, and the server's model has the initial values"
     if spectral := {name.rsplit(".parametrizations.", 1)[0]: None for name in names["spectral"]}:
         yield Information(
             f"vectors of spectral_norm in {join_some(spectral)} are not averaged, but those of the averaged weights"

@@ -84,7 +84,8 @@ def trained_state(plan: Plan, client: ClientState, update: Update, server: Serve
 
 def global_state(plan: Plan, server: ServerState) -> State | None:
     """Return the server's model, or None if it holds no complete model."""
-    return {name: server.shared[name] for name in plan.initial} if plan.has_global else None
+    complete = plan.initial | server.shared  # buffers that are not persistent are not sent
+    return {name: complete[name] for name in plan.initial} if plan.has_global else None
 
 
 def client_init(

@@ -24,7 +24,9 @@ from ..nn.surgery import LEARNED, has_foreign_statistics
 from ..utils.errors import UsageError
 
 KEPT = "kept on the client"
-Kind = Literal["parameter", "mean", "variance", "counter", "average", "constant", "spectral", "state"]
+Kind = Literal["parameter", "mean", "variance", "counter", "average", "constant", "spectral", "state", "hidden"]
+WHOLE: tuple[Kind, ...] = ("constant", "spectral", "state", "hidden")
+"""Kinds of buffers of which a mean makes no sense."""
 KINDS: Mapping[str, Kind] = {
     "running_mean": "mean", "global_mean": "mean", "running_var": "variance", "global_var": "variance",
     "num_batches_tracked": "counter",
@@ -42,8 +44,8 @@ class Entry:
         from_end: Number of layers with parameters registered after the owner; 0 is the last layer, usually the
             classifier.
         kind: ``parameter``, or of a buffer: running ``mean``, ``variance`` or ``counter`` of normalization, another
-            moving ``average``, a ``constant``, vectors of ``spectral`` normalization, or other ``state``
-            (:mod:`fedshift.core.buffers`).
+            moving ``average``, a ``constant``, vectors of ``spectral`` normalization, other ``state``
+            (:mod:`fedshift.core.buffers`), or ``hidden``, which is not persistent.
         in_batch_norm: Whether it belongs to a BatchNorm, torch's or another.
         moves: Whether training changes it, as far as known.
 
@@ -67,8 +69,11 @@ class Entry:
         return str(self.owner._get_name())  # type: ignore[no-untyped-call]
 
 
-def entries(module: nn.Module) -> tuple[Entry, ...]:
-    """Return the entries of ``module`` in ``state_dict`` order; a tied parameter occurs once, by its first name."""
+def entries(module: nn.Module, *, hidden: bool = False) -> tuple[Entry, ...]:
+    """Return the entries of ``module`` in ``state_dict`` order; a tied parameter occurs once, by its first name.
+
+    ``hidden``: whether to include buffers that are not persistent.
+    """
     rows: list[Entry] = []
     seen: set[int] = set()
     layers: list[nn.Module] = []
@@ -78,20 +83,21 @@ def entries(module: nn.Module) -> tuple[Entry, ...]:
         # The owner of a parametrized weight is the layer, not the parametrization: a BatchNorm stays a BatchNorm.
         owner = modules[prefix.partition("parametrizations.")[0].rstrip(".")] if "parametrizations." in dot else holder
         named = [(name, p, False) for name, p in holder._parameters.items()]
-        hidden = holder._non_persistent_buffers_set
-        named += [(name, b, True) for name, b in holder._buffers.items() if name not in hidden]
+        named += [(name, b, True) for name, b in holder._buffers.items()]
         for name, tensor, is_buffer in named:
-            if tensor is not None and id(tensor) not in seen:
+            kind: Kind = _find_kind(holder, name, tensor) if is_buffer and tensor is not None else "parameter"
+            if tensor is not None and id(tensor) not in seen and (hidden or kind != "hidden"):
                 seen.add(id(tensor))
                 if not is_buffer and not any(layer is owner for layer in layers[-1:]):
                     layers.append(owner)
-                kind: Kind = _find_kind(holder, name, tensor) if is_buffer else "parameter"
                 rows.append(Entry(dot + name, owner, max(len(layers), 1), kind, _is_normal(owner, tensor)))
     return tuple(replace(entry, from_end=max(len(layers), 1) - entry.from_end) for entry in rows)
 
 
 def _find_kind(holder: nn.Module, name: str, tensor: Tensor) -> Kind:
     """Return the kind of a buffer as far as its module shows it; ``constant`` where only training can."""
+    if name in holder._non_persistent_buffers_set:
+        return "hidden"
     if isinstance(holder, _SpectralNorm):
         return "spectral"
     known = KINDS.get(name) if isinstance(holder, LEARNED) or has_foreign_statistics(holder) else None

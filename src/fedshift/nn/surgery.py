@@ -117,8 +117,8 @@ class _BatchNormReplacement:
         """Change ``module``; raise :class:`UsageError` if it has no BatchNorm of torch."""
         if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
             foreign = (name for name, layer in module.named_modules() if has_foreign_statistics(layer))
-            only = next((f", but layer {name!r}: make it one of them" for name in foreign), ": remove it")
-            raise UsageError(f"{self.what} replaces BatchNorm, but the model has none of torch's{only}")
+            only = next((f" of torch's, but layer {name!r}: make it one of them" for name in foreign), ": remove it")
+            raise UsageError(f"{self.what} replaces BatchNorm, but the model has none{only}")
         return replace_modules(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
