@@ -1,12 +1,11 @@
-"""Buffers: what each is, by its module and by passes in training, and values that the server has of those without mean.
+"""Buffers: the kind of each, from its module and from passes in training, and the server's values.
 
 Running statistics and counters of normalization and other moving averages are averaged like parameters: a new value is
-the old one times a constant, plus what the batch says, so that the mean of averages is the average of means. For all
-other buffers a mean makes no sense. Constants stay as they are. State that training changes (a queue and its pointer, a
-codebook, an observer's range) stays on its client, which takes the server's only before its first round. The server
-has values of one client, of the largest weight, the first by name among equals, without arithmetic on them. Vectors of
-torch's ``spectral_norm`` (Miyato et al. 2018, arXiv:1802.05957) belong to a weight: for a mean of weights, they are
-its first singular vectors.
+the old one times a constant plus a function of the batch, so that the mean of averages is the average of means. Other
+buffers have no mean. Constants stay unchanged. State that training changes (a queue and its pointer, a codebook, an
+observer's range) stays on the client, which takes the server's before its first round; the server has the values of
+one client, with the largest weight, the first by name among equals. Vectors of torch's ``spectral_norm`` (Miyato et al.
+2018, arXiv:1802.05957) belong to a weight: for a mean of weights, they are its first singular vectors.
 """
 
 from __future__ import annotations
@@ -151,14 +150,14 @@ def describe_buffers(plan: Plan) -> Iterator[str]:
     names = {kind: [e.name for e in plan.entries if e.kind == kind] for kind in ("state", "spectral", "average")}
     if state := names["state"]:
         yield (
-            f"training changes {join_some(state)}, of which a mean would make no sense: each client keeps its own, and "
-            "the server's model has those of the client with the largest weight"
+            f"training changes {join_some(state)}, and a mean of clients would make no sense: each client keeps its "
+            "state, and the server's model has that of the client with the largest weight"
         )
     if hidden := [entry.name for entry in plan.entries if entry.kind == "hidden"]:
         yield f"{join_some(hidden)}, not persistent, stay on each client, and the server's model has the initial values"
     if spectral := {name.rsplit(".parametrizations.", 1)[0]: None for name in names["spectral"]}:
         yield Information(
-            f"vectors of spectral_norm in {join_some(spectral)} are not averaged, but those of the averaged weights"
+            f"vectors of spectral_norm in {join_some(spectral)} are computed from the averaged weights, not averaged"
         )
     if averages := names["average"]:
         yield Information(f"{join_some(averages)}: moving averages, which are averaged like parameters")

@@ -128,7 +128,7 @@ def _chunks(tensor: Tensor) -> Sequence[Tensor]:
 def weighted_mean(states: Sequence[State], weights: Sequence[float], whole: frozenset[str] = frozenset()) -> State:
     """Return the :class:`StreamingMean` of ``states`` under ``weights``.
 
-    ``whole``: entries without a mean, which are those of the largest weight.
+    ``whole``: entries without a mean, taken from the state with the largest weight.
     """
     mean, largest = StreamingMean(), states[max(range(len(states)), key=weights.__getitem__)]
     for state, weight in zip(states, weights, strict=True):

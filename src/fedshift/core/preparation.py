@@ -121,7 +121,7 @@ def prepare(
             f"method {method.label!r} loads {min(loaded - sent)!r}, which no client sends: "
             "the server would always broadcast the initial value; send it too, or do not load it"
         )
-    if method.pooled and loaded != frozenset(initial):
+    if method.pooled and loaded | hidden != frozenset(initial):
         raise UsageError(
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             "use centralized without a personal method"
@@ -177,7 +177,7 @@ def _make_template(method: Method, network: nn.Module) -> nn.Module:
 
 
 def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -> Plan:
-    """Return a plan that only averages, all of whose buffers are entries, for trial runs of the network."""
+    """Return a plan of FedAvg for trial runs of the network; all buffers are entries."""
     found = entries(template, hidden=True)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     names = frozenset(entry.name for entry in found)
@@ -427,7 +427,7 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
         if norm_statistics(entry) and not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children()):
             raise UsageError(
                 f"method {plan.method.label!r} freezes statistics, but {entry.name!r} belongs to a {entry.layer}, with "
-                "other layers that would be frozen, too: move the normalization to a layer of its own"
+                "other layers that would be frozen, too: move the normalization to a separate layer"
             )
         if norm_statistics(entry) and not torch.equal(state[entry.name], plan.initial[entry.name]):
             raise UsageError(

@@ -26,7 +26,7 @@ from ..utils.errors import UsageError
 KEPT = "kept on the client"
 Kind = Literal["parameter", "mean", "variance", "counter", "average", "constant", "spectral", "state", "hidden"]
 WHOLE: tuple[Kind, ...] = ("constant", "spectral", "state", "hidden")
-"""Kinds of buffers of which a mean makes no sense."""
+"""Kinds of buffers without a mean."""
 KINDS: Mapping[str, Kind] = {
     "running_mean": "mean", "global_mean": "mean", "running_var": "variance", "global_var": "variance",
     "num_batches_tracked": "counter",
@@ -106,7 +106,7 @@ def _find_kind(holder: nn.Module, name: str, tensor: Tensor) -> Kind:
 
 
 def _is_normal(owner: nn.Module, tensor: Tensor) -> bool:
-    """Return whether an entry of ``owner`` is a BatchNorm's: torch's, or one with running statistics of its own."""
+    """Return whether an entry of ``owner`` is a BatchNorm's: torch's, or another layer with running statistics."""
     if not has_foreign_statistics(owner):
         return isinstance(owner, _BatchNorm)
     return tensor.shape in ((), owner.get_buffer("running_var").shape)
