@@ -129,8 +129,8 @@ BUFFERS = (
         "batch-norm-by-class-alone",
         "core/buffers.py",
         "_apply_kinds",
-        "entry.in_batch_norm or entry.name in kinds",
-        "entry.in_batch_norm",
+        "counts or entry.name in kinds",
+        "False",
         "tests/core/test_buffers.py",
     ),
     Fault(
