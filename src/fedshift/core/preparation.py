@@ -135,6 +135,8 @@ def prepare(
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
+    for name, parameter in plan.parameters.items():
+        parameter.requires_grad_(name in trained)
     check_rules(plan)
     plan = bind_rules(plan)
     if method.freeze:
