@@ -16,18 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.attributes import Attribute, list_attributes
+from ..nn.dropout import dropout_key
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone
+from ..utils.user_code import describe_error
 from .kernel import client_init, init_client, init_server
 from .optimizer import SGD
-from .plan import Plan, Traits, forward, to_inputs
+from .plan import Plan, Traits, compute_outputs, forward, to_inputs, to_memory_format
 from .step import client_step_
 
 SAMPLES = 4
 """Number of samples in a batch of the probe."""
 FAR = 1000
 """Number of calls that the probe adds to counters, to see whether a later call returns something else."""
+ROUNDING = 64
+"""Factor of the rounding error, or of its square root for changes, up to which engines may differ."""
 CLOSE = 1e-5
 """Relative tolerance of equal courses, for devices on which sums depend on the order of threads."""
 
@@ -64,6 +68,7 @@ def probe_network(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -
             raise _describe_state(changed)
         probe.advance(_list_changed(middle, end), first)
     return plan.traits._replace(
+        exchange=probe.compare_exchange(),
         writes_inputs=probe.writes_inputs(),
         writes_in_evaluation=probe.writes_in_evaluation(),
         changing=frozenset(
@@ -121,6 +126,37 @@ class _Probe:
         if not same:
             raise _describe_state(counters)
 
+    def compare_exchange(self) -> str:
+        """Return where a pass with other tensors in place of the network's own goes wrong; empty: nowhere."""
+        plan, state = self.plan, {**self.others}
+        active = sorted(plan.trained)
+        with torch_stream(0, "probe"), torch.enable_grad(), plan.resident(clone(state), active) as leaves:
+            plan.set_mode(training=True)
+            weigh_outputs(self._run({**clone(state), **leaves}, in_place=True), self.x).backward()  # type: ignore[no-untyped-call]
+            expected = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        try:
+            with torch_stream(0, "probe"), torch.enable_grad():
+                inputs = {name: state[name].detach().clone().requires_grad_() for name in active}
+                loss = weigh_outputs(self._run({**clone(state), **inputs}, in_place=False), self.x)
+                with torch.no_grad():  # as between two clients
+                    self._run(clone(plan.initial), in_place=True)
+                found = torch.autograd.grad(loss, tuple(inputs.values()), allow_unused=True)
+        except Exception as error:  # a user's network may raise any type
+            return describe_error(error)
+        grads = {name: grad for name, grad in zip(active, found, strict=True) if grad is not None}
+        wrong = [
+            name for name in active
+            if (name in grads) != (name in expected)
+            or (name in grads and not is_close({"": grads[name]}, {"": expected[name]}, 1e-3))
+        ]  # fmt: skip
+        return f"the gradient of {wrong[0]!r} is lost or another" if wrong else ""
+
+    def _run(self, state: State, *, in_place: bool) -> Tensor:
+        plan, key = self.plan, torch.zeros((), dtype=torch.int64, device=self.x.device)
+        with dropout_key(key):
+            x = to_memory_format(self.x.clone(), plan.image_format)
+            return compute_outputs(plan, state, x, in_place=in_place)
+
     def writes_inputs(self) -> bool:
         given = self.x.clone()
         for training in (True, False):
@@ -147,22 +183,38 @@ def _needs_torch_format(plan: Plan, x: Tensor) -> bool:
         return not is_close({"": outputs}, {"": forward(usual, clone(plan.initial), x.clone())})
 
 
-def is_close(one: State, other: State) -> bool:
-    """Return whether two courses are equal up to rounding; NaN equals NaN."""
+def find_difference(plan: Plan, before: State, found: State, expected: State) -> str | None:
+    """Return the entry whose change from ``before`` is not the ``expected`` one up to rounding; None if there is none.
+
+    Sums in another order change small gradients by percents of the entry's largest in float32, and gradients that are
+    zero in exact numbers (of a bias before BatchNorm) by a small share of the largest of all.
+    """
+    rounding = torch.finfo(plan.autocast or plan.dtype).eps
+    moved = {name: _find_largest(tensor.double() - before[name].double()) for name, tensor in expected.items()}
+    for name, tensor in expected.items():
+        slack = ROUNDING * rounding**0.5 * moved[name] + ROUNDING * rounding * _find_largest(tensor.double())
+        slack += ROUNDING**2 * rounding * max(moved[other] for other in moved if expected[other].is_floating_point())
+        if not torch.allclose(tensor.double(), found[name].double(), rtol=0.0, atol=slack, equal_nan=True):
+            return name
+    return None
+
+
+def _find_largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def is_close(one: State, other: State, tolerance: float = CLOSE) -> bool:
+    """Return whether two states are equal up to ``tolerance`` times the largest value; NaN equals NaN."""
     return one.keys() == other.keys() and all(
         tensor.shape == other[name].shape
-        and (
-            torch.equal(tensor, other[name])
-            or torch.allclose(tensor.double(), other[name].double(), rtol=CLOSE, atol=_round(tensor), equal_nan=True)
-        )
+        and (torch.equal(tensor, other[name]) or _differ_little(tensor.double(), other[name].double(), tolerance))
         for name, tensor in one.items()
     )
 
 
-def _round(tensor: Tensor) -> float:
-    """Return the absolute tolerance of values that are equal up to rounding."""
-    finite = tensor.double()[tensor.double().isfinite()]
-    return CLOSE * float(finite.abs().max()) if finite.numel() else 0.0
+def _differ_little(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * _find_largest(one), equal_nan=True)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -203,14 +255,14 @@ def _describe_state(attributes: list[Attribute]) -> UsageError:
     if not attributes:
         return UsageError(
             "the model returns something else for the same inputs at each call, by what it keeps outside of its "
-            "entries: make that a buffer (self.register_buffer), so that each client keeps its own, and it is saved"
+            "entries: make that a buffer (self.register_buffer), and each client keeps one, which is saved"
         )
     first = attributes[0]
     names = " or ".join(dict.fromkeys(repr(each.name) for each in attributes if each.where == first.where))
     return UsageError(
         f"{first.where} keeps {names} outside of its entries, and a call changes what the next one returns: clients "
         f"would share it, and a resumed run would lose it. Make it a buffer (self.register_buffer({first.name!r}, "
-        "...)), so that each client keeps its own, and it is saved"
+        "...)), and each client keeps one, which is saved"
     )
 
 
