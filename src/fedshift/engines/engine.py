@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -86,8 +86,6 @@ class Engine(ABC):
     workers: int | None = None
     augment: Augmentation | None = None
     separate_uploads: bool = True
-    notices: list[str] = field(default_factory=list, init=False)
-    """Notices about the trial, shown at its end."""
     reads_ahead: ClassVar[bool] = True
     """Whether the engine reads the next batch of lazy samples during the current step."""
 

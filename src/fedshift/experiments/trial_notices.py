@@ -94,7 +94,6 @@ def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> It
     if stopped:
         round = f"round {trial.server.round} of {settings.rounds}"
         yield f"{method.label}, seed {trial.seed}: stopped after {round}: {stopped}"
-    yield from (f"{method.label}, seed {trial.seed}: {text}" for text in trial.engine_notices)
     untrained = [name for name in _needing(experiment, trial.data.names) if not trial.clients.has_trained(name)]
     if untrained and trial.plan.personalizes:
         which = join_some(untrained, shown=MAX_NAMED)
