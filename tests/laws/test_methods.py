@@ -27,6 +27,7 @@ from fedshift.methods.fixbn import fixbn
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.methods.single import single
+from fedshift.results.checkpoint import load_checkpoint
 from fedshift.utils.state import is_equal, nbytes, pick
 from tests.laws.conftest import FEDERATED, by_name
 from tests.laws.course import ROUNDS, client_tensors, make_trial, unequal
@@ -155,6 +156,42 @@ def test_the_order_of_clients_changes_nothing(trial, course, federated, engine):
     assert all(map(is_equal, forward.server.memory, backward.server.memory))
     assert all(is_equal(forward.clients[name], client_tensors(backward, name)) for name in "abc")
     assert all(is_equal(forward.states[name], backward.model_state(name)) for name in "abc")
+
+
+@pytest.mark.parametrize(
+    "federated",
+    [each if each.aggregate.keeps else pytest.param(each, marks=pytest.mark.slow) for each in FEDERATED],
+    ids=by_name,
+)
+def test_names_of_clients_and_layers_change_nothing(trial, tmp_path, federated):
+    """Not a bit, stopped and resumed, even if they begin alike; batches of all samples are in no client's order."""
+
+    class Net(nn.Module):
+        def __init__(self, names):
+            super().__init__()
+            layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+            self.layers, self.pool = nn.ModuleDict(dict(zip(names, layers, strict=True))), nn.AdaptiveAvgPool2d(1)
+
+        def forward(self, x):
+            first, norm, last = self.layers.values()
+            return last(self.pool(torch.relu(norm(first(x)))).flatten(1))
+
+    plain, joined = ("abc", ("u", "v", "w")), (("a", "a/b", "a/b/c"), ("b", "b/c", "w"))
+    states = []
+    for names, layers in (plain, joined):
+        changes = {"data": unequal(dict(zip(names, (21, 16, 9), strict=True))), "work": Work(batch_size=None, epochs=1)}
+        first, second = (
+            trial(federated, model=lambda *_, layers=layers: Net(layers).double(), **changes) for _ in "12"
+        )
+        if first.plan.draws or federated.name == "dp":
+            pytest.skip("its draws depend on names")
+        first.introduce()
+        first.advance()
+        first.save(tmp_path, "kept.safetensors")
+        second.restore(*load_checkpoint(tmp_path / "kept.safetensors"), tmp_path)
+        second.advance()
+        states.append([[*second.model_state(name).values()] for name in names])
+    assert all(torch.equal(one, other) for pair in zip(*states, strict=True) for one, other in zip(*pair, strict=True))
 
 
 def test_uploads_fold_alike_in_whatever_order_they_arrive(course, federated):

@@ -115,7 +115,7 @@ class Stepper:
         return (params, rest, *stack[2:]), loss
 
     def _may_record(self, job: LocalTrainingState) -> bool:
-        """Return whether the step may be recorded; a tape fixes the round, and one per round costs more than it saves."""
+        """Return whether the step may be recorded; a tape fixes the round, and one a round costs more than it saves."""
         return not job.separate_phase and not (self._rules_act and self.plan.reads.round)
 
     def _list_read(self, job: LocalTrainingState, stack: Stack) -> tuple[Any, ...]:

@@ -37,7 +37,8 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     if mechanism := find_mechanism((trial.plan.method.gradient,)):
         sizes = {name: len(split) for name, split in trial.train.items()}
         yield from (f"{trial.plan.method.label}: {text}" for text in describe_delta(mechanism, sizes))
-    if trial.plan.work.is_one_step(map(len, trial.train.values()), trial.plan.smallest_batch):
+    elsewhere = any(rule.personalizes == "start" and not rule.buffers_alone for rule in plan.method.rules)
+    if not elsewhere and plan.work.is_one_step(map(len, trial.train.values()), plan.smallest_batch):
         for needs in (*(rule.requires for rule in plan.method.rules), plan.method.aggregate.requires):
             if needs.several_steps:
                 yield f"{plan.method.label}: {needs.several_steps}; a round is one step here"
