@@ -288,10 +288,17 @@ def rules_that_add(method):
 
 
 def told_apart(plan, table):
-    """The names of the model's trained parameters and of those own ones that ``table`` lists, and all other names."""
-    own = {name: rule for rule, names in zip(plan.rule_names, plan.own_trained, strict=True) for name in names}
-    listed = {n for n, rule in own.items() if re.fullmatch(f"{rule}/({table[rule]})", n)}
-    return plan.trained | listed, own.keys() - listed
+    """The names of the model's trained parameters and of those own ones that ``table`` lists, and all other names.
+
+    Of a method that is tried from outside of the package, its declarations tell.
+    """
+    own = frozenset().union(*plan.own_trained)
+    listed = set()
+    for rule, names, bound in zip(plan.rule_names, plan.own_names, plan.rules, strict=True):
+        decayed = bound.own.params if table is DECAYED and any(phase.decay for phase in bound.phases) else ()
+        known = table.get(rule, "|".join(map(re.escape, (*bound.own.model, *decayed))))
+        listed |= {name for entry, name in names.items() if re.fullmatch(known, entry)} & own
+    return plan.trained | listed, own - listed
 
 
 WHEN = ("before", "during", "after")
@@ -325,9 +332,11 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
         reference.step()
         for phase in (None, *separate):
             job = update_(plan, replace(job, separate_phase=phase), grads, job.rest, 1)
+    bounded = zip(plan.own_names, plan.rules, strict=True)
+    bounds = {names[entry]: pair for names, bound in bounded for entry, pair in bound.own.bounds.items()}
     for name, leaf in leaves.items():
-        bounded = leaf.clamp(0, 1) if name.startswith(("localaggregation", "mixture/alpha")) else leaf
-        assert (job.params[name] - bounded).abs().max() <= 1e-12, name
+        clamped = leaf.clamp(*bounds[name]) if name in bounds else leaf
+        assert (job.params[name] - clamped).abs().max() <= 1e-12, name
 
 
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
@@ -373,7 +382,7 @@ def test_a_rule_that_adds_a_network_leaves_the_servers_bits_alone(trial, other, 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
 def test_the_stacked_engine_decays_alike(trial, method, kind):
-    plain = "scaffold" in method.name  # which is for plain SGD
+    plain = any(part.requires.plain_steps for part in (*method.rules, method.aggregate))
     optimizer = SGD(lr=0.05, weight_decay=0.3) if plain else replace(OPTIMIZERS[kind][0], lr=0.01)
     loop, stacked = (trial(method, engine, optimizer=optimizer) for engine in ("sequential", "stacked"))
     for running in (loop, stacked):
