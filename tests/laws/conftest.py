@@ -55,7 +55,7 @@ def list_parameters(item: pytest.Item) -> dict[str, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark most methods' laws as slow where clients are other processes' or rounds run anew; keep those of given ones."""
+    """Mark most methods' laws as slow where clients are other processes' or rounds run anew; keep the given ones'."""
     laws = [item for item in items if Path(__file__).parent in item.path.parents]
     if GIVEN:
         kept = [item for item in laws if any(value in GIVEN for value in list_parameters(item).values())]
