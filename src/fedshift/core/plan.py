@@ -411,13 +411,9 @@ class Plan:
 
     @cached_property
     def rule_names(self) -> tuple[str, ...]:
-        """Names of the rules' types, which prefix their states in checkpoints and uploads."""
-        kinds = [type(bound.rule) for bound in self.rules]
-        names = [kind.__name__.lower() for kind in kinds]
-        return tuple(
-            name if names.count(name) == 1 else f"{kind.__module__}.{name}"
-            for kind, name in zip(kinds, names, strict=True)
-        )
+        """Names of the rules' types, numbered if equal, which prefix their states in checkpoints and uploads."""
+        names = [type(bound.rule).__name__.lower() for bound in self.rules]
+        return tuple(name if names.count(name) == 1 else f"{number}.{name}" for number, name in enumerate(names))
 
     @cached_property
     def own_names(self) -> tuple[dict[str, str], ...]:

@@ -26,7 +26,7 @@ from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, move_together, nbytes
-from .engine import ClientResult, Data, Diverged, Engine, find_exchange, move_batches, refuse_divergence
+from .engine import ClientResult, Data, Diverged, Engine, find_broken, find_exchange, move_batches
 from .sequential import Sequential
 
 TRIED = 4
@@ -66,13 +66,11 @@ class Identity(Engine):
             job = update_(plan, job, grads, job.rest, len(together))
         shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
         per_client = losses.detach().double().cpu()
-        try:
-            refuse_divergence(per_client, shared, "all", server)
-        except Diverged:
+        if broken := find_broken(per_client, shared):
             sequential = Sequential(plan, self.data, self.seed, augment=self.augment)
             for name, client in clients.items():
                 sequential.train_client(server, name, client)  # raises, naming the client
-            raise
+            raise Diverged(f"training diverged: round {server.round + 1}: {broken[1]}. Lower the learning rate")
         summed = None
         if not self.separate_uploads:
             summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(shared))

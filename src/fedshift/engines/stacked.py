@@ -50,7 +50,7 @@ from ..utils.state import State, clone, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
 from .deferral import choose_held, hold
-from .engine import Batches, ClientResult, Data, Engine, find_exchange, move_batches, refuse_divergence
+from .engine import Batches, ClientResult, Data, Engine, find_exchange, move_batches
 from .sequential import Sequential
 from .stepper import Held, Stack, Stepper, replace_parts
 
@@ -292,7 +292,8 @@ class Stacked(Engine):
         for number, (lane, done) in enumerate(zip(lanes, self._split_lanes(lanes, job, stack), strict=True)):
             client, update = client_final(self.plan, done)
             after = {**client.personal, **update.shared}
-            refuse_divergence(losses_KS[number, : len(lane.batches)], after, lane.name, server)
+            with self._stepper.template:  # it may run the model
+                self.refuse_divergence(losses_KS[number, : len(lane.batches)], after, lane.name, lane.client, server)
 
 
 def _try_lanes(plan: Plan, data: Data) -> str | None:
