@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from math import ceil
 from statistics import median
@@ -13,13 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
 
 from ..core.plan import Plan, forward
 from ..nn.linear import FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
 from ..utils.allocator import keep_freed_memory
 from ..utils.files import cached_measurement
 from ..utils.profiling import wait_for_device
+from ..utils.state import clone
 from ..utils.threads import limit_threads
 from .engine import Data
 
@@ -41,19 +44,29 @@ def count_operations(plan: Plan, data: Data) -> int:
     Matrix products and convolutions count two operations per multiply-add; the backward pass costs two forward passes,
     one for the gradients of inputs and one for the gradients of weights.
     """
-    split = next(iter(data.values()))
-    x = split.inputs(slice(0, 1), plan.dtype)
-    _keep_compiler_out()
-    with flop_counter.FlopCounterMode(display=False) as counter, use_torch_linear():
-        forward(plan, plan.initial, x)
-    return 3 * int(counter.get_total_flops())
+    x = next(iter(data.values())).inputs(slice(0, 1), plan.dtype)
+    with _Counter() as counter, use_torch_linear():
+        forward(plan, clone(plan.initial), x)
+    return 3 * counter.operations
 
 
-def _keep_compiler_out() -> None:
-    """Keep torch's counter from importing the compiler at its first use, which takes a second."""
-    dispatch: Any = flop_counter._FlopCounterMode.__torch_dispatch__
-    with suppress(AttributeError):  # other versions of torch import it
-        vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
+class _Counter(TorchDispatchMode):
+    """Counts operations by torch's own table; torch's counter tracks layers, and fails if they compute gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import the compiler, which takes a second
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(getattr(func, "_overloadpacket", func))
+        self.operations += int(count(*args, **(kwargs or {}), out_val=out)) if count else 0
+        return out
 
 
 def measure_activations(plan: Plan, data: Data) -> int:
@@ -66,7 +79,7 @@ def measure_activations(plan: Plan, data: Data) -> int:
 
     hooks = [layer.register_forward_hook(count) for layer in plan.layers if not any(layer.children())]
     try:
-        forward(plan, plan.initial, next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
+        forward(plan, clone(plan.initial), next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
     finally:
         for hook in hooks:
             hook.remove()
