@@ -91,7 +91,7 @@ def prepare(
     _refuse_unsupported(model)
     template = use_fast_convolutions(use_fast_linear(key_dropouts(apply_surgery(method, model))))
     model_entries = entries(template)
-    tensors = dict(template.named_parameters()) | dict(template.named_buffers())
+    tensors = _list_tensors(template)
     initial = {entry.name: tensors[entry.name].detach().clone() for entry in model_entries}
     loaded, sent = method.scope.load.names(model_entries), method.scope.send.names(model_entries)
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
@@ -131,6 +131,7 @@ def prepare(
         _check_functions(plan, sample)
         _check_groups(plan, sample)
         plan = replace(plan, smallest_batch=_smallest_batch(plan, sample, model))
+        _refuse_late_tensors(template, tensors)
         _check_features(plan, sample)
         _check_freezing(plan, sample)
         _check_single_samples(plan, sample)
@@ -193,16 +194,27 @@ def _check_sends(plan: Plan) -> None:
 
 def _refuse_unsupported(module: nn.Module) -> None:
     """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called functionally."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    tensors = _list_tensors(module)
+    if {id(each) for each in module.parameters()} != {id(each) for _, each in nn.Module.named_parameters(module)}:
+        raise UsageError(
+            f"the model {type(module).__name__} overrides parameters(), so that it is not known what is trained: set "
+            "requires_grad=False on parameters that are not, and leave parameters() as it is"
+        )
+    for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
                 f"entry {name!r} of the model has no shape yet (a lazy layer): run one batch through the model first"
             )
-    for entry, tensor in module.state_dict().items():
+    for name, tensor in ((entry.name, tensors[entry.name]) for entry in entries(module)):
         if tensor.is_complex():
             raise UsageError(
-                f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
+                f"entry {name!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
                 "support: store its real and imaginary parts as real entries (torch.view_as_real)"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise UsageError(
+                f"entry {name!r} of the model is {tensor.layout} with {tensor.dtype}, which uploads and checkpoints "
+                "cannot hold: store it dense, or, if it is constant, register it with persistent=False"
             )
     registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
@@ -224,6 +236,19 @@ def _refuse_unsupported(module: nn.Module) -> None:
                     f"layer {name!r} of the model uses the old {type(hook).__name__} hook of torch.nn.utils, which "
                     "writes into the layer at each call: use torch.nn.utils.parametrizations instead"
                 )
+
+
+def _list_tensors(module: nn.Module) -> State:
+    return dict(nn.Module.named_parameters(module)) | dict(module.named_buffers())
+
+
+def _refuse_late_tensors(module: nn.Module, known: State) -> None:
+    """Raise :class:`UsageError` naming a parameter or buffer that ``module`` made when it ran: not one of ``known``."""
+    for name in _list_tensors(module).keys() - known.keys():
+        raise UsageError(
+            f"entry {name!r} of the model is made when the model runs, after the optimizer and the server have listed "
+            "its entries: make it in __init__, or run one batch through the model in the function that makes it"
+        )
 
 
 def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:

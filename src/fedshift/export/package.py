@@ -136,7 +136,8 @@ def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, re
 
 def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> ExportReport:
     network = _load_state(model)
-    entries = {name: x.detach().contiguous().clone() for name, x in network.state_dict().items()}
+    state = network.state_dict()  # may have extra state, which is no tensor
+    entries = {name: x.detach().contiguous().clone() for name, x in state.items() if isinstance(x, Tensor)}
     names = {"method": model.facts.method, "client": model.facts.client or "", "seed": str(model.facts.seed)}
     header = {**names, "round": str(model.facts.round)}
     (folder / WEIGHTS).write_bytes(save(entries, metadata=header))

@@ -69,7 +69,8 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int, prec
 def _shape_lazy_layers(network: nn.Module, shape: tuple[int, ...]) -> None:
     """Give lazy layers their shapes, without moving statistics, by a sample of floats or, failing that, of tokens."""
     failed: Exception | None = None
-    for dtype in (torch.float32, torch.int64):
+    floats = next((each.dtype for each in network.parameters() if each.is_floating_point()), torch.float32)
+    for dtype in (floats, torch.int64):
         try:
             with torch.no_grad():
                 network.eval()(torch.zeros(1, *shape, dtype=dtype))
