@@ -91,7 +91,7 @@ def prepare(
     _refuse_unsupported(model)
     template = use_fast_convolutions(use_fast_linear(key_dropouts(apply_surgery(method, model))))
     model_entries = entries(template)
-    tensors = _list_tensors(template)
+    tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     initial = {entry.name: tensors[entry.name].detach().clone() for entry in model_entries}
     loaded, sent = method.scope.load.names(model_entries), method.scope.send.names(model_entries)
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
@@ -131,7 +131,6 @@ def prepare(
         _check_functions(plan, sample)
         _check_groups(plan, sample)
         plan = replace(plan, smallest_batch=_smallest_batch(plan, sample, model))
-        _refuse_late_tensors(template, tensors)
         _check_features(plan, sample)
         _check_freezing(plan, sample)
         _check_single_samples(plan, sample)
@@ -194,7 +193,7 @@ def _check_sends(plan: Plan) -> None:
 
 def _refuse_unsupported(module: nn.Module) -> None:
     """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called functionally."""
-    tensors = _list_tensors(module)
+    tensors = dict(nn.Module.named_parameters(module)) | dict(module.named_buffers())
     if {id(each) for each in module.parameters()} != {id(each) for _, each in nn.Module.named_parameters(module)}:
         raise UsageError(
             f"the model {type(module).__name__} overrides parameters(), so that it is not known what is trained: set "
@@ -236,19 +235,6 @@ def _refuse_unsupported(module: nn.Module) -> None:
                     f"layer {name!r} of the model uses the old {type(hook).__name__} hook of torch.nn.utils, which "
                     "writes into the layer at each call: use torch.nn.utils.parametrizations instead"
                 )
-
-
-def _list_tensors(module: nn.Module) -> State:
-    return dict(nn.Module.named_parameters(module)) | dict(module.named_buffers())
-
-
-def _refuse_late_tensors(module: nn.Module, known: State) -> None:
-    """Raise :class:`UsageError` naming a parameter or buffer that ``module`` made when it ran: not one of ``known``."""
-    for name in _list_tensors(module).keys() - known.keys():
-        raise UsageError(
-            f"entry {name!r} of the model is made when the model runs, after the optimizer and the server have listed "
-            "its entries: make it in __init__, or run one batch through the model in the function that makes it"
-        )
 
 
 def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
