@@ -18,6 +18,7 @@ from fedshift.core.plan import forward
 from fedshift.core.work import Work, iterate_batches
 from fedshift.data.assembly import federation
 from fedshift.methods.fedavg import fedavg
+from fedshift.methods.gn import gn
 from fedshift.methods.single import single
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import torch_stream
@@ -202,3 +203,22 @@ def test_training_alone_does_not_depend_on_other_clients_data(name):
             trial.advance()
         states.append(trial.model_state("s0"))
     assert is_equal(*states)
+
+
+@pytest.mark.parametrize("shared", ["network", "layer"])
+def test_a_function_that_returns_what_it_returned_before_serves_several_trials(shared):
+    """Trials train the networks that functions make, and surgery changes them: another trial's would be changed, too."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
+    whole = nn.Sequential(layer, nn.Linear(5, CLASSES)).double()
+    before, states = clone(whole.state_dict()), []
+    for method in (fedavg(), gn(), fedavg()):
+        trial = make_trial(
+            method, data=federation(draw_samples((6,))), optimizer=SGD(lr=0.1), moments=("loaded",),
+            model=lambda *_: whole if shared == "network" else nn.Sequential(layer, copy.deepcopy(whole[1])),
+        )  # fmt: skip
+        trial.advance()
+        states.append(trial.server.shared)
+    assert is_equal(whole.state_dict(), before)
+    assert is_equal(states[0], states[2])
+    assert states[1].keys() == {"0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias", "1.weight", "1.bias"}

@@ -35,13 +35,13 @@ def test_streams_are_the_same_in_every_process_and_version():
 
 def test_a_stream_keys_the_generators_of_torch_python_and_numpy_and_restores_them():
     def draw():
-        return float(torch.rand(())), random.random(), np.random.normal()
+        return float(torch.rand(())), random.random(), np.random.normal()  # noqa: NPY002
 
     torch.manual_seed(5)
     random.seed(5)
-    np.random.seed(5)
-    np.random.normal()  # the second of the pair that it draws is kept for later
-    before, drawn = (random.getstate(), repr(np.random.get_state())), []
+    np.random.seed(5)  # noqa: NPY002
+    np.random.normal()  # noqa: NPY002 - the second of the pair that it draws is kept for later
+    before, drawn = (random.getstate(), repr(np.random.get_state())), []  # noqa: NPY002
     expected = torch.get_rng_state()
     for seed in (1, 1, 2):
         with torch_stream(seed, "init"):
@@ -51,7 +51,7 @@ def test_a_stream_keys_the_generators_of_torch_python_and_numpy_and_restores_the
             drawn[-1] += draw()
     assert drawn[0] == drawn[1]
     assert not set(drawn[0]) & set(drawn[2])
-    assert (random.getstate(), repr(np.random.get_state())) == before
+    assert (random.getstate(), repr(np.random.get_state())) == before  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), expected)
 
 
