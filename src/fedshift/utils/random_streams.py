@@ -67,6 +67,12 @@ def kept_generators() -> Iterator[None]:
         np.random.set_state(before[2])  # noqa: NPY002
 
 
+def peek_generators() -> tuple[object, ...]:
+    """Return a value that every draw from the global generators of torch (the CPU's), Python and NumPy changes."""
+    _, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), *rest
+
+
 def seed_generators(seed: int, purpose: str, *key: Key) -> None:
     """Set the global generators of torch, Python and NumPy from this key.
 
