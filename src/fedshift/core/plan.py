@@ -448,6 +448,12 @@ def compute_outputs(plan: Plan, state: State, x: Tensor, *, in_place: bool | Non
     if in_place is None:
         differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.values())
         in_place = not (differentiated or plan._mode["resident"] or torch._C._functorch.peek_interpreter_stack())
+    if plan.traits.exchange and not in_place:
+        raise UsageError(
+            f"the model cannot run with other weights than its own in their place ({plan.traits.exchange}), because "
+            "something else holds its parameters, such as a closure, a list, a hook or a checkpoint: call the layers "
+            "themselves in forward, or use a method that runs no second model, and the sequential engine"
+        )
     autocast = torch.autocast(x.device.type, plan.autocast) if plan.autocast else nullcontext()
     with (_in_place if in_place else _exchanged)(plan, state), plan.switched(), autocast:
         outputs = plan.module(x.clone() if plan.traits.writes_inputs else x)

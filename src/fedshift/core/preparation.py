@@ -190,9 +190,11 @@ def _probe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Trait
     except UsageError:
         raise
     except Exception as error:  # a user's network may raise any type
-        raise UsageError(
-            _unsupported_sample_error(sample, error, _find_failing(plan, to_inputs(plan, sample)))
-        ) from error
+        _check_functions(plan, sample)
+        _check_groups(plan, sample)
+        _smallest_batch(plan, sample, remake)
+        where = _find_failing(plan, to_inputs(plan, sample))
+        raise UsageError(_unsupported_sample_error(sample, error, where)) from error
 
 
 def resolve_work(method: Method, work: Work, clients: int) -> Work:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.attributes import Attribute, list_attributes
+from ..nn.dropout import dropout_key
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone
+from ..utils.user_code import describe_error
 from .kernel import client_init, init_client, init_server
 from .optimizer import SGD
-from .plan import Plan, Traits, forward, to_inputs
+from .plan import Plan, Traits, compute_outputs, forward, to_inputs, to_memory_format
 from .step import client_step_
 
 SAMPLES = 4
@@ -64,6 +66,7 @@ def probe_network(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -
             raise _describe_state(changed)
         probe.advance(_list_changed(middle, end), first)
     return plan.traits._replace(
+        exchange=probe.compare_exchange(),
         writes_inputs=probe.writes_inputs(),
         writes_in_evaluation=probe.writes_in_evaluation(),
         changing=frozenset(
@@ -121,6 +124,37 @@ class _Probe:
         if not same:
             raise _describe_state(counters)
 
+    def compare_exchange(self) -> str:
+        """Return where a pass with other tensors in place of the network's own goes wrong; empty: nowhere."""
+        plan, state = self.plan, {**self.others}
+        active = sorted(plan.trained)
+        with torch_stream(0, "probe"), torch.enable_grad(), plan.resident(clone(state), active) as leaves:
+            plan.set_mode(training=True)
+            weigh_outputs(self._run({**clone(state), **leaves}, in_place=True), self.x).backward()  # type: ignore[no-untyped-call]
+            expected = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        try:
+            with torch_stream(0, "probe"), torch.enable_grad():
+                inputs = {name: state[name].detach().clone().requires_grad_() for name in active}
+                loss = weigh_outputs(self._run({**clone(state), **inputs}, in_place=False), self.x)
+                with torch.no_grad():  # as between two clients
+                    self._run(clone(plan.initial), in_place=True)
+                found = torch.autograd.grad(loss, tuple(inputs.values()), allow_unused=True)
+        except Exception as error:  # a user's network may raise any type
+            return describe_error(error)
+        grads = {name: grad for name, grad in zip(active, found, strict=True) if grad is not None}
+        wrong = [
+            name for name in active
+            if (name in grads) != (name in expected)
+            or (name in grads and not is_close({"": grads[name]}, {"": expected[name]}, 1e-3))
+        ]  # fmt: skip
+        return f"the gradient of {wrong[0]!r} is lost or another" if wrong else ""
+
+    def _run(self, state: State, *, in_place: bool) -> Tensor:
+        plan, key = self.plan, torch.zeros((), dtype=torch.int64, device=self.x.device)
+        with dropout_key(key):
+            x = to_memory_format(self.x.clone(), plan.image_format)
+            return compute_outputs(plan, state, x, in_place=in_place)
+
     def writes_inputs(self) -> bool:
         given = self.x.clone()
         for training in (True, False):
@@ -147,22 +181,19 @@ def _needs_torch_format(plan: Plan, x: Tensor) -> bool:
         return not is_close({"": outputs}, {"": forward(usual, clone(plan.initial), x.clone())})
 
 
-def is_close(one: State, other: State) -> bool:
-    """Return whether two courses are equal up to rounding; NaN equals NaN."""
+def is_close(one: State, other: State, tolerance: float = CLOSE) -> bool:
+    """Return whether two states are equal up to ``tolerance`` times the largest value; NaN equals NaN."""
     return one.keys() == other.keys() and all(
         tensor.shape == other[name].shape
-        and (
-            torch.equal(tensor, other[name])
-            or torch.allclose(tensor.double(), other[name].double(), rtol=CLOSE, atol=_round(tensor), equal_nan=True)
-        )
+        and (torch.equal(tensor, other[name]) or _differ_little(tensor.double(), other[name].double(), tolerance))
         for name, tensor in one.items()
     )
 
 
-def _round(tensor: Tensor) -> float:
-    """Return the absolute tolerance of values that are equal up to rounding."""
-    finite = tensor.double()[tensor.double().isfinite()]
-    return CLOSE * float(finite.abs().max()) if finite.numel() else 0.0
+def _differ_little(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    finite = one[one.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
