@@ -5,6 +5,7 @@ the sequential engine, where a network of ``REFUSED`` must be refused by an erro
 ``EITHER`` must be right or refused. Other engines may refuse any network, and equal plain PyTorch otherwise.
 """
 
+import copy
 import math
 import random
 import sys
@@ -41,6 +42,7 @@ class Case:
     refused: str | None = None
     shape: tuple[int, ...] = (6,)
     draws: bool = False
+    dtype: torch.dtype = torch.float64
     kind: "type[Net] | None" = None
 
 
@@ -66,7 +68,7 @@ def make(case: Case) -> ModelFactory:
 
     def make_network(shape: tuple[int, ...], classes: int) -> nn.Module:
         torch.manual_seed(3)
-        return kind(case).double()
+        return kind(case).double() if case.dtype == torch.float64 else kind(case)
 
     return make_network
 
@@ -234,7 +236,9 @@ CHECKPOINTS = {
         lambda net, x: checkpoint(lambda x: checkpoint(net.c, net.a(x), use_reentrant=False), x, use_reentrant=False),
         deepen(),
     ),
-    "of a sequence": Case(lambda net, x: checkpoint_sequential(net.c, 2, net.a(x), use_reentrant=False), deepen(nn.LayerNorm(1))),
+    "of a sequence": Case(
+        lambda net, x: checkpoint_sequential(net.c, 2, net.a(x), use_reentrant=False), deepen(nn.LayerNorm(1))
+    ),
     "with draws": Case(
         lambda net, x: checkpoint(lambda x: F.dropout(net.a(x), 0.3, net.training), x, use_reentrant=False), draws=True
     ),
@@ -284,6 +288,12 @@ def warm_up(net: nn.Module, x: Tensor) -> Tensor:
 
 MASK = torch.tensor([0.0, -math.inf, 0.0, 0.0, 0.0])
 BUFFERS = {
+    "own BatchNorm": Case(
+        lambda net, x: F.batch_norm(net.a(x), net.running_mean, net.running_var, None, None, net.training),
+        lambda net: [
+            net.register_buffer(f"running_{name}", torch.full((5,), v)) for name, v in (("mean", 0.0), ("var", 1.0))
+        ],
+    ),
     "assigned": Case(lambda net, x: average(net, net.a(x)), buffer("mean", torch.zeros(5))),
     "assigned in evaluation too": Case(
         lambda net, x: (setattr(net, "last", net.last + 1), net.a(x))[1], buffer("last", torch.zeros(()))
@@ -374,6 +384,17 @@ def add_scale(net: nn.Module) -> None:
     net.register_buffer("ready", torch.tensor(False))
 
 
+def teach(net: nn.Module, x: Tensor) -> Tensor:
+    if net.training:
+        with torch.no_grad():
+            net.teacher.mul_(0.5).add_(net.a.weight, alpha=0.5)
+    return net.a(x) - F.linear(x, net.teacher)
+
+
+def add_teacher(net: nn.Module) -> None:
+    net.teacher = nn.Parameter(torch.zeros(5, 6), requires_grad=False)
+
+
 WRITES = {
     name: Case(partial(write, act=act))
     for name, act in {
@@ -396,6 +417,7 @@ WRITES = {
         lambda net, x: (setattr(net.a, "weight", nn.Parameter(limit(net.a.weight))), net.a(x))[1], refused=""
     ),
     "Embedding's max_norm": Case(look_up, lambda net: setattr(net, "words", nn.Embedding(2, 5, max_norm=0.4))),
+    "teacher without gradient": Case(teach, add_teacher),
     "data-dependent at the first call": Case(scale_at_first_call, add_scale),
 }
 
@@ -458,6 +480,13 @@ class Frozen(Moded):
         return self.b(self.norm(self.a(x)).tanh())
 
 
+class Thawed(Moded):
+    """The first layer is trained in training mode alone."""
+
+    def act(self, mode: bool) -> None:
+        self.a.requires_grad_(mode)
+
+
 class Switched(Net):
     """``eval()`` alone is overridden, and replaces the layer."""
 
@@ -466,7 +495,7 @@ class Switched(Net):
         return super().eval()
 
 
-MODES = {kind.__name__: Case(kind=kind) for kind in (Merged, Fused, Normed, Frozen, Switched)}
+MODES = {kind.__name__: Case(kind=kind) for kind in (Merged, Fused, Normed, Frozen, Thawed, Switched)}
 
 
 # Pruning, parametrizations, subclasses; what cannot be copied -----------------------------------------------------
@@ -592,6 +621,17 @@ def count_globally(net: nn.Module, x: Tensor) -> Tensor:
     return net.a(x) * GLOBAL["calls"]
 
 
+def count_in_hook(net: nn.Module) -> None:
+    calls = 0
+
+    def scale(grad: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return grad * calls
+
+    net.a.weight.register_hook(scale)
+
+
 def count_in_closure(net: nn.Module) -> None:
     calls = 0
 
@@ -621,6 +661,18 @@ def of_layer(net: nn.Module, x: Tensor) -> Tensor:
 
 
 STATE = {
+    "counter with a late effect": Case(
+        lambda net, x: (setattr(net, "calls", net.calls + net.training), net.a(x) * (1 + (net.calls > 100)))[1],
+        keep(calls=0),
+        refused="calls",
+    ),
+    "moving mean in place": Case(move_in_place, lambda net: keep(mean=torch.zeros(5).double())(net), refused="mean"),
+    "counter in a parameter's hook": Case(setup=count_in_hook, refused="calls|hook|something else"),
+    "last gradient": Case(
+        lambda net, x: net.a(x) * (1 + net.slope),
+        lambda net: [keep(slope=0.0)(net), net.b.bias.register_hook(lambda g: net.__dict__.update(slope=float(g[0])))],
+        refused="slope",
+    ),
     "counter": Case(count_calls, keep(calls=0), refused="calls"),
     "moving mean": Case(lambda net, x: average(net, net.a(x)), keep(mean=torch.zeros(5)), refused="mean"),
     "moving mean of numbers": Case(
@@ -677,6 +729,11 @@ STATE = {
     "draws of the system": Case(lambda net, x: net.a(x) * np.random.default_rng().random(), refused="something else"),
 }
 RECORDS = {
+    "activations with their graph": Case(lambda net, x: (setattr(net, "seen", net.a(x)), net.seen)[1]),
+    "constant tensor": Case(
+        lambda net, x: net.a(x) * net.scale, lambda net: keep(scale=torch.arange(5.0).double())(net)
+    ),
+    "gradients": Case(setup=lambda net: [keep(past=[])(net), net.a.weight.register_hook(lambda g: net.past.append(g))]),
     "attention map": Case(
         lambda net, x: (setattr(net, "map", net.a(x).softmax(1)), net.a(x) * net.map)[1], keep(map=None)
     ),
@@ -717,6 +774,9 @@ DRAWS = {
     "AlphaDropout": Case(
         lambda net, x: net.drop(net.a(x)), lambda net: setattr(net, "drop", nn.AlphaDropout(0.3)), draws=True
     ),
+    "seeded in forward": Case(
+        lambda net, x: (torch.manual_seed(1), random.seed(1), net.a(x) + torch.rand(5) + random.random())[2]
+    ),
     "RReLU": Case(lambda net, x: net.leak(net.a(x)), lambda net: setattr(net, "leak", nn.RReLU()), draws=True),
 }
 
@@ -738,6 +798,18 @@ def embed(**options: object) -> Case:
 
 
 LAYOUTS = {
+    **{
+        f"float32 images: {name}": Case(hidden, shape=(1, 6, 6), dtype=torch.float32)
+        for name, hidden in {
+            "view": lambda net, x: net.a(x).view(len(x), -1),
+            "as_strided": lambda net, x: net.a(x).as_strided((len(x), 32), (32, 1)),
+            "strides": lambda net, x: net.a(x) * (1 + (net.a(x).stride(1) == 1)),
+            "is_contiguous": lambda net, x: net.a(x) * (1 + net.a(x).is_contiguous()),
+            "values in memory": lambda net, x: (
+                net.a(x) * (1 + torch.from_numpy(net.a(x).detach().numpy().ravel("K"))[:2].sum())
+            ),
+        }.items()
+    },
     "padding_idx": embed(padding_idx=1),
     "scale_grad_by_freq": embed(scale_grad_by_freq=True),
     "sparse gradients": embed(sparse=True),
@@ -757,7 +829,9 @@ LAYOUTS = {
     "branch by values": Case(lambda net, x: net.a(x) if x.sum() > 0 else -net.a(x)),
     "number by item": Case(lambda net, x: net.a(x) * float(x.mean().item())),
     "through numpy": Case(lambda net, x: net.a(torch.from_numpy(np.sort(x.detach().numpy(), axis=1)))),
-    "rows by a mask": Case(lambda net, x: torch.zeros(len(x), 5).double().index_put((x[:, 0] > 0,), net.a(x[x[:, 0] > 0]))),
+    "rows by a mask": Case(
+        lambda net, x: torch.zeros(len(x), 5).double().index_put((x[:, 0] > 0,), net.a(x[x[:, 0] > 0]))
+    ),
     "sorted": Case(lambda net, x: net.a(x).sort(1).values),
     "own function": Case(lambda net, x: Reversed.apply(net.a(x))),
 }
@@ -781,7 +855,18 @@ def add_spare(net: nn.Module) -> None:
     net.spare = nn.Linear(5, 5)
 
 
+def adapt(net: nn.Module, x: Tensor) -> Tensor:
+    """Take a differentiable step on the batch, as MAML does."""
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(net.a(x).square().mean(), net.a.weight, create_graph=True)
+    return F.linear(x, net.a.weight - 0.5 * slope, net.a.bias)
+
+
 GRADIENTS = {
+    "inner step": Case(adapt),
+    "copy of the layer": Case(lambda net, x: copy.deepcopy(net.a)(x) + net.a(x), refused=None),
+    "requires_grad by the mode": Case(lambda net, x: net.a.requires_grad_(net.training)(x)),
+    "gradient of the inputs kept": Case(lambda net, x: net.a(x.detach().requires_grad_())),
     "unused layer": Case(setup=add_spare),
     "unused parameter": Case(setup=lambda net: setattr(net, "scale", nn.Parameter(torch.ones(3)))),
     "detached layer": Case(lambda net, x: net.a(x) + net.spare(net.a(x)).detach(), add_spare),
@@ -873,23 +958,35 @@ def layer(
 
 
 STRUCTURE = {
+    "fake quantization": layer(lambda: torch.ao.quantization.FakeQuantize(), lambda c, h: c(h.float()).double()),
+    "wrapped": Case(lambda net, x: net.c(x), lambda net: setattr(net, "c", nn.DataParallel(net.a))),
+    "dictionary of layers": Case(
+        lambda net, x: sum(layer(x) for layer in net.c.values()),
+        lambda net: setattr(net, "c", nn.ModuleDict({"one": net.a, "two": nn.Linear(6, 5)})),
+    ),
     "extra state": Case(kind=WithExtra),
     "extra state that changes": Case(kind=Counting, refused="calls|extra"),
     "overridden parameters()": Case(kind=FewParameters, refused="parameters"),
     "overridden state_dict()": Case(kind=Prefixed, refused=""),
     "layer made at the first call": Case(build_layer, refused="late"),
     "buffer made at the first call": Case(build_buffer, refused="mean"),
-    "buffer filled at the first call": Case(fill_buffer, buffer_none := lambda net: net.register_buffer("mean", None), refused="mean"),
+    "buffer filled at the first call": Case(fill_buffer, lambda net: net.register_buffer("mean", None), refused="mean"),
     "observer": Case(observe, add_range),
     "LSTM": layer(lambda: nn.LSTM(5, 5, batch_first=True), lambda c, h: c(h[:, None])[0][:, 0]),
     "GRU": layer(lambda: nn.GRU(5, 5), lambda c, h: c(h[None])[0][0]),
-    "attention": layer(lambda: nn.MultiheadAttention(5, 1, batch_first=True), lambda c, h: c(*[h[:, None]] * 3)[0][:, 0]),
+    "attention": layer(
+        lambda: nn.MultiheadAttention(5, 1, batch_first=True), lambda c, h: c(*[h[:, None]] * 3)[0][:, 0]
+    ),
     "transformer": layer(
         lambda: nn.TransformerEncoderLayer(5, 1, 8, dropout=0, batch_first=True), lambda c, h: c(h[:, None])[:, 0]
     ),
     "BatchNorm": layer(lambda: nn.BatchNorm1d(5), lambda c, h: c(h)),
     "BatchNorm, cumulative": layer(lambda: nn.BatchNorm1d(5, momentum=None), lambda c, h: c(h)),
-    "BatchNorm of batches": layer(lambda: nn.BatchNorm1d(5, track_running_stats=False), lambda c, h: c(h), refused="no variance|running statistics"),
+    "BatchNorm of batches": layer(
+        lambda: nn.BatchNorm1d(5, track_running_stats=False),
+        lambda c, h: c(h),
+        refused="no variance|running statistics",
+    ),
     "BatchNorm twice": layer(lambda: nn.BatchNorm1d(5), lambda c, h: c(c(h))),
     "BatchNorm of images": Case(
         lambda net, x: net.c(net.a(x)), lambda net: setattr(net, "c", nn.BatchNorm2d(2)), shape=(1, 6, 6)

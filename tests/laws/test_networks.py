@@ -70,7 +70,9 @@ def average_by_hand(nets):
     for key in tensors["s0"].keys() - list_tensors(nets["s0"])[1]:
         value = tensors["s0"][key].detach()
         if key in dict(nets["s0"].named_parameters()) or key.rpartition(".")[2] in STATISTICS:
-            mean = sum(tensors[name][key].detach().double() * size for name, size in SIZES.items()) / sum(SIZES.values())
+            mean = sum(tensors[name][key].detach().double() * size for name, size in SIZES.items()) / sum(
+                SIZES.values()
+            )
             value = mean if value.is_floating_point() else mean.round()
         for held in tensors.values():
             held[key].data = value.to(held[key].dtype).clone()
@@ -82,7 +84,8 @@ def train_plainly(case, batch_size):
     nets = {name: make(case)(case.shape, CLASSES) for name in SIZES}
     for _ in range(ROUNDS):
         for name, net in nets.items():
-            x, y = map(torch.from_numpy, clients[name][:2])
+            x, y = (torch.from_numpy(values) for values in clients[name][:2])
+            x = x.to(case.dtype)
             starts = range(0, len(y), batch_size or len(y))
             bounds = tuple((start, min(start + starts.step, len(y))) for start in starts)
             sgd = torch.optim.SGD(net.train().parameters(), **SGD_SETTINGS)
@@ -116,13 +119,13 @@ def plain():
 
 def assert_plain(trial, nets):
     """Assert that entries, and outputs in evaluation and in training, are those of plain networks."""
-    x = torch.from_numpy(draw_samples(trial.data.sample_shape)["s0"][2])
+    x = torch.from_numpy(draw_samples(trial.data.sample_shape)["s0"][2]).to(trial.plan.dtype)
     for name, (net, expected) in nets.items():
         state, (tensors, hidden) = trial.model_state(name), list_tensors(net)
         assert tensors.keys() - hidden <= state.keys() <= tensors.keys()
         for key, tensor in state.items():
             assert tensor.dtype == expected[key].dtype, key
-            assert is_close(tensor.double(), expected[key].double()), key
+            assert is_close(tensor, expected[key]), key
         exported = trial.make_network()
         for training in (False, True):
             outputs = run(net, expected, x, training)
@@ -139,7 +142,7 @@ def run(net, entries, x, training):
 
 
 def is_close(one, other):
-    return torch.allclose(one, other, rtol=0, atol=1e-9)
+    return torch.allclose(one.double(), other.double(), rtol=0, atol=1e-9 if one.dtype == torch.float64 else 1e-5)
 
 
 def assert_right_or_refused(name, engine, plain):
