@@ -1,8 +1,7 @@
-"""Tiny networks for law 11, one idea each, by kind: what each one must do is stated here, not measured.
+"""Tiny networks for law 11, one idea each, by kind: what must happen to each is stated here, not measured.
 
-Every network is a :class:`Net`, whose first layer an idea replaces or surrounds. ``RIGHT`` must equal plain PyTorch on
-the sequential engine, where a network of ``REFUSED`` must be refused by an error that matches its words, and one of
-``EITHER`` must be right or refused. Other engines may refuse any network, and equal plain PyTorch otherwise.
+Every network is a :class:`Net`, in which an idea replaces or surrounds the first layer. The sequential engine must
+train it as plain PyTorch does, or refuse it in the words of ``refused``; other engines may refuse any network.
 """
 
 import copy
@@ -12,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, cycle
@@ -32,16 +31,17 @@ CLASSES = 3
 
 @dataclass(frozen=True)
 class Case:
-    """An idea: ``hidden`` is the first layer's call, after ``setup`` and, for :class:`Moded`, ``mode``.
+    """An idea: ``hidden`` calls the first layer, which ``setup`` has changed.
 
-    ``refused``: words of the refusal; None: right; "": right or refused. ``draws``: whether training is random.
+    ``refused``: words of the refusal; None: it must be right; empty: right or refused. ``averaged``: whether the server
+    averages the buffers that change (moving averages); otherwise each client keeps its own. ``kind``: another network.
     """
 
-    hidden: Callable[..., Tensor] = lambda net, x: net.a(x)
-    setup: Callable[..., object] = lambda net: None
+    hidden: Callable[["Net", Tensor], Tensor] = lambda net, x: net.a(x)
+    setup: Callable[["Net"], object] = lambda net: None
     refused: str | None = None
+    averaged: bool = False
     shape: tuple[int, ...] = (6,)
-    draws: bool = False
     dtype: torch.dtype = torch.float64
     kind: "type[Net] | None" = None
 
@@ -73,22 +73,56 @@ def make(case: Case) -> ModelFactory:
     return make_network
 
 
-def average(net: nn.Module, h: Tensor, name: str = "mean") -> Tensor:
-    """Move ``net``'s attribute ``name`` toward the mean of ``h`` in training, and return ``h`` without it."""
+def keep(**makers: Callable[[], object]) -> Callable[[nn.Module], object]:
+    """Set attributes, of which layers become layers of the network."""
+    return lambda net: [setattr(net, name, maker()) for name, maker in makers.items()]
+
+
+def buffer(persistent: bool = True, **values: Tensor) -> Callable[[nn.Module], object]:
+    return lambda net: [net.register_buffer(name, value.clone(), persistent) for name, value in values.items()]
+
+
+def last(*values: object) -> object:
+    """Return the last of several values, after all of them are made."""
+    return values[-1]
+
+
+def center(net: nn.Module, h: Tensor, name: str = "mean") -> Tensor:
+    """Move an attribute toward the mean of ``h [B, ...]`` in training, and subtract it."""
     if net.training:
         setattr(net, name, 0.5 * getattr(net, name) + 0.5 * h.detach().mean(0))
     return h - getattr(net, name)
 
 
-def keep(**attributes: object) -> Callable[[nn.Module], None]:
-    return lambda net: net.__dict__.update(attributes)
+def center_in_place(net: nn.Module, x: Tensor) -> Tensor:
+    h = net.a(x)
+    if net.training:
+        net.mean.mul_(0.5).add_(0.5 * h.detach().mean(0))
+    return h - net.mean
 
 
-def buffer(name: str, value: Tensor, **options: bool) -> Callable[[nn.Module], None]:
-    return lambda net: net.register_buffer(name, value.clone(), **options)
+def write(act: Callable[[nn.Parameter], object]) -> Callable[[nn.Module, Tensor], Tensor]:
+    def hidden(net: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            act(net.a.weight)
+        return net.a(x)
+
+    return hidden
 
 
-# Weights held elsewhere -------------------------------------------------------------------------------------------
+def limit(weight: Tensor) -> Tensor:
+    return torch.renorm(weight.detach(), p=2, dim=0, maxnorm=0.4)
+
+
+def look_up(net: nn.Module, x: Tensor) -> Tensor:
+    return net.words(x.gt(0).long()).mean(1)
+
+
+def add(
+    make_layer: Callable[[], nn.Module], call: Callable[..., Tensor] = lambda c, h: c(h), **options: object
+) -> Case:
+    """Return the case of a layer ``c`` after the first one."""
+    return Case(lambda net, x: call(net.c, net.a(x)), keep(c=make_layer), **options)
 
 
 class Weights:
@@ -102,20 +136,10 @@ class Weights:
         return F.linear(x, *(held.values() if isinstance(held, dict) else held))
 
 
-HOLD: dict[str, Callable[[nn.Linear], Callable[[Tensor], Tensor]]] = {
-    "partial": lambda a: partial(F.linear, weight=a.weight, bias=a.bias),
-    "default": lambda a: lambda x, w=a.weight, b=a.bias: F.linear(x, w, b),
-    "closure": lambda a: (lambda w, b: lambda x: F.linear(x, w, b))(a.weight, a.bias),
-    "list": lambda a: Weights([a.weight, a.bias]),
-    "tuple": lambda a: Weights((a.weight, a.bias)),
-    "dictionary": lambda a: Weights(dict(a.named_parameters())),
-    "namespace": lambda a: partial(lambda held, x: F.linear(x, held.w, held.b), SimpleNamespace(w=a.weight, b=a.bias)),
-    "bound method": lambda a: a.forward,
-    "bound method of the weight": lambda a: lambda x, transpose=a.weight.t: x @ transpose() + a.bias,
-    "weak reference": lambda a: lambda x, w=weakref.ref(a.weight): F.linear(x, w(), a.bias),
-    "functional call": lambda a: partial(torch.func.functional_call, a, dict(a.named_parameters())),
-    "iterator's items": lambda a: Weights(tuple(a.parameters())),
-}
+def flatten_weights(net: nn.Module) -> None:
+    net.flat = [torch.cat([p.data.flatten() for p in net.a.parameters()]).double()]
+    net.a.double()
+    net.a.weight.data, net.a.bias.data = net.flat[0][:30].view(5, 6), net.flat[0][30:]
 
 
 def tie(net: nn.Module) -> None:
@@ -123,18 +147,21 @@ def tie(net: nn.Module) -> None:
     net.c.weight = net.a.weight
 
 
-def own_alias(net: nn.Module) -> None:
-    net.alias = net.a.weight.data
-
-
-def flatten_weights(net: nn.Module) -> None:
-    net.flat = [torch.cat([p.data.flatten() for p in net.a.parameters()]).double()]
-    net.a.double()
-    net.a.weight.data, net.a.bias.data = net.flat[0][:30].view(5, 6), net.flat[0][30:]
-
-
+HOLD = {
+    "partial": lambda a: partial(F.linear, weight=a.weight, bias=a.bias),
+    "default": lambda a: lambda x, w=a.weight, b=a.bias: F.linear(x, w, b),
+    "closure": lambda a: (lambda w, b: lambda x: F.linear(x, w, b))(a.weight, a.bias),
+    "list": lambda a: Weights([a.weight, a.bias]),
+    "tuple": lambda a: Weights(tuple(a.parameters())),
+    "dictionary": lambda a: Weights(dict(a.named_parameters())),
+    "namespace": lambda a: partial(lambda held, x: F.linear(x, held.w, held.b), SimpleNamespace(w=a.weight, b=a.bias)),
+    "bound method": lambda a: a.forward,
+    "bound method of the weight": lambda a: lambda x, transpose=a.weight.t: x @ transpose() + a.bias,
+    "weak reference": lambda a: (lambda w: lambda x: F.linear(x, w(), a.bias))(weakref.ref(a.weight)),
+    "functional call": lambda a: partial(torch.func.functional_call, a, dict(a.named_parameters())),
+}
 HELD = {
-    name: Case(lambda net, x: net.first(x), lambda net, hold=hold: keep(first=hold(net.a))(net))
+    name: Case(lambda net, x: net.first(x), lambda net, hold=hold: setattr(net, "first", hold(net.a)))
     for name, hold in HOLD.items()
 } | {
     "tied weight": Case(lambda net, x: net.a(x) + net.c(x), tie),
@@ -143,22 +170,21 @@ HELD = {
         lambda net, x: F.linear(x, net.all[0]) + F.linear(x, net.all[1]),
         lambda net: setattr(net, "all", nn.ParameterList([net.a.weight, net.a.weight])),
     ),
-    "alias of the values": Case(lambda net, x: net.a(x) * net.alias.norm(), own_alias, refused=""),
-    "views of one flat vector": Case(lambda net, x: net.a(x) * net.flat[0].norm(), flatten_weights, refused=""),
+    "alias of the values": Case(
+        lambda net, x: net.a(x) * net.alias.norm(), lambda net: setattr(net, "alias", net.a.weight.data), ""
+    ),
+    "views of one flat vector": Case(lambda net, x: net.a(x) * net.flat[0].norm(), flatten_weights, ""),
     "unregistered list": Case(
         lambda net, x: F.linear(x, net.all[0]),
-        lambda net: keep(all=[nn.Parameter(torch.ones(5, 6).double())])(net),
-        refused="holds a Parameter in its attribute 'all'",
+        keep(all=lambda: [nn.Parameter(torch.ones(5, 6).double())]),
+        "holds a Parameter in its attribute 'all'",
     ),
     "unregistered layer": Case(
         lambda net, x: net.layers["first"](x),
-        lambda net: keep(layers={"first": nn.Linear(6, 5).double()})(net),
-        refused="holds a Linear in its attribute 'layers'",
+        keep(layers=lambda: {"first": nn.Linear(6, 5).double()}),
+        "holds a Linear in its attribute 'layers'",
     ),
 }
-
-
-# Hooks and checkpointing ------------------------------------------------------------------------------------------
 
 
 def halve(weight: Tensor) -> None:
@@ -170,82 +196,60 @@ def step_at_once(weight: Tensor) -> None:
     weight.grad = None
 
 
-PARAMETER_HOOKS: dict[str, Callable[[nn.Module], object]] = {
-    "gradient scaled": lambda net: net.a.weight.register_hook(lambda grad: 3 * grad),
-    "gradient clipped": lambda net: net.a.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01)),
-    "gradient masked": lambda net: net.b.bias.register_hook(lambda grad: grad * torch.tensor([0.0, 1.0, 1.0])),
-    "two hooks": lambda net: [net.a.bias.register_hook(lambda grad, k=k: grad * k + k) for k in (2, 3)],
-    "after accumulation": lambda net: net.a.weight.register_post_accumulate_grad_hook(halve),
-    "gradient removed": lambda net: net.a.weight.register_post_accumulate_grad_hook(lambda w: setattr(w, "grad", None)),
-    "step in backward": lambda net: net.a.weight.register_post_accumulate_grad_hook(step_at_once),
-    "hook on a layer's every weight": lambda net: [p.register_hook(torch.sign) for p in net.a.parameters()],
-}
-LAYER_HOOKS: dict[str, Callable[[nn.Module], object]] = {
-    "outputs": lambda net: net.a.register_forward_hook(lambda layer, inputs, outputs: 2 * outputs),
-    "inputs": lambda net: net.a.register_forward_pre_hook(lambda layer, inputs: (inputs[0] + 1,)),
-    "outputs in place": lambda net: net.a.register_forward_hook(lambda layer, inputs, outputs: outputs.mul_(2)),
-    "backward": lambda net: net.b.register_full_backward_hook(lambda layer, grads, _: tuple(5 * g for g in grads)),
-    "before backward": lambda net: net.b.register_full_backward_pre_hook(lambda layer, grads: (grads[0] * 2,)),
-}
+def pack(pack_tensor: Callable[..., object], unpack: Callable[..., Tensor]) -> Case:
+    hooks = torch.autograd.graph.saved_tensors_hooks
+
+    def hidden(net: nn.Module, x: Tensor) -> Tensor:
+        with hooks(pack_tensor, unpack):
+            return net.a(x).sigmoid() ** 2
+
+    return Case(hidden)
 
 
-def reverse(h: Tensor) -> Tensor:
-    if h.requires_grad:
-        h.register_hook(torch.neg)
-    return h
+def hook(act: Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]) -> Case:
+    return Case(lambda net, x: last(h := net.a(x), h.requires_grad and h.register_hook(act(net, h)), h))
 
 
-def compress(net: nn.Module, x: Tensor) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone().float() * 2, lambda t: t.double()):
-        return net.a(x).sigmoid() ** 2
-
-
-def offload(net: nn.Module, x: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return net.a(x).sigmoid() ** 2
-
-
-def deepen(*layers: nn.Module) -> Callable[[nn.Module], None]:
-    return lambda net: setattr(net, "c", nn.Sequential(nn.Linear(5, 5), *(type(layer)(5) for layer in layers)))
-
-
-def run_again(net: nn.Module, x: Tensor, *, reentrant: bool) -> Tensor:
-    return checkpoint(net.c, net.a(x), use_reentrant=reentrant)
-
-
-HOOKS = (
-    {f"parameter: {name}": Case(setup=hook) for name, hook in PARAMETER_HOOKS.items()}
-    | {f"layer: {name}": Case(setup=hook) for name, hook in LAYER_HOOKS.items()}
-    | {
-        "activation: reversed gradient": Case(lambda net, x: reverse(net.a(x))),
-        "activation: closure over the weight": Case(
-            lambda net, x: (h := net.a(x), h.requires_grad and h.register_hook(lambda g: g * net.a.weight.sum()))[0]
+HOOKS = {
+    name: Case(setup=setup)
+    for name, setup in {
+        "gradient scaled": lambda net: net.a.weight.register_hook(lambda grad: 3 * grad),
+        "gradient clipped": lambda net: net.a.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01)),
+        "gradient masked": lambda net: net.b.bias.register_hook(lambda grad: grad * torch.tensor([0.0, 1.0, 1.0])),
+        "two hooks": lambda net: [net.a.bias.register_hook(lambda grad, k=k: grad * k + k) for k in (2, 3)],
+        "all weights": lambda net: [weight.register_hook(torch.sign) for weight in net.a.parameters()],
+        "after accumulation": lambda net: net.a.weight.register_post_accumulate_grad_hook(halve),
+        "gradient removed": lambda net: net.a.weight.register_post_accumulate_grad_hook(
+            lambda weight: setattr(weight, "grad", None)
         ),
-        "saved tensors compressed": Case(compress),
-        "saved tensors offloaded": Case(offload),
-    }
-)
-CHECKPOINTS = {
-    f"{'reentrant' if reentrant else 'not reentrant'}{name}": Case(partial(run_again, reentrant=reentrant), setup)
-    for reentrant in (True, False)
-    for name, setup in {"": deepen(), " with BatchNorm": deepen(nn.BatchNorm1d(1))}.items()
+        "step in backward": lambda net: net.a.weight.register_post_accumulate_grad_hook(step_at_once),
+        "outputs": lambda net: net.a.register_forward_hook(lambda layer, inputs, outputs: 2 * outputs),
+        "outputs in place": lambda net: net.a.register_forward_hook(lambda layer, inputs, outputs: outputs.mul_(2)),
+        "inputs": lambda net: net.a.register_forward_pre_hook(lambda layer, inputs: (inputs[0] + 1,)),
+        "backward": lambda net: net.b.register_full_backward_hook(lambda layer, grads, _: tuple(5 * g for g in grads)),
+        "before backward": lambda net: net.b.register_full_backward_pre_hook(lambda layer, grads: (grads[0] * 2,)),
+    }.items()
 } | {
-    "of the first layer": Case(lambda net, x: checkpoint(net.a, x, use_reentrant=False)),
-    "of a closure": Case(lambda net, x: checkpoint(lambda x: net.a(x).sin() * net.a(x), x, use_reentrant=False)),
-    "nested": Case(
-        lambda net, x: checkpoint(lambda x: checkpoint(net.c, net.a(x), use_reentrant=False), x, use_reentrant=False),
-        deepen(),
-    ),
-    "of a sequence": Case(
-        lambda net, x: checkpoint_sequential(net.c, 2, net.a(x), use_reentrant=False), deepen(nn.LayerNorm(1))
-    ),
-    "with draws": Case(
-        lambda net, x: checkpoint(lambda x: F.dropout(net.a(x), 0.3, net.training), x, use_reentrant=False), draws=True
-    ),
+    "activations": hook(lambda net, h: torch.neg),
+    "activations with a weight": hook(lambda net, h: lambda grad: grad * net.a.weight.sum()),
+    "saved tensors rounded": pack(lambda t: t.detach().float() * 2, lambda t: t.double()),
+    "saved tensors in a list": pack(lambda t: [t.detach()], lambda held: held[0]),
 }
-
-
-# Buffers ----------------------------------------------------------------------------------------------------------
+again = partial(checkpoint, use_reentrant=False)
+CHECKPOINTS = {
+    "reentrant": add(lambda: nn.Linear(5, 5), lambda c, h: checkpoint(c, h, use_reentrant=True)),
+    "not reentrant": add(lambda: nn.Linear(5, 5), again),
+    "reentrant, BatchNorm": add(lambda: nn.BatchNorm1d(5), lambda c, h: checkpoint(c, h, use_reentrant=True)),
+    "not reentrant, BatchNorm": add(lambda: nn.BatchNorm1d(5), again),
+    "nested": add(lambda: nn.Linear(5, 5), lambda c, h: again(lambda h: again(c, h).sin(), h)),
+    "a sequence": add(
+        lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)),
+        lambda c, h: checkpoint_sequential(c, 2, h, use_reentrant=False),
+    ),
+    "first layer": Case(lambda net, x: again(net.a, x)),
+    "a closure": Case(lambda net, x: again(lambda x: net.a(x).sin() * net.a(x), x)),
+    "draws": Case(lambda net, x: again(lambda x: F.dropout(net.a(x), 0.3, net.training), x)),
+}
 
 
 def grow(net: nn.Module, x: Tensor) -> Tensor:
@@ -253,13 +257,6 @@ def grow(net: nn.Module, x: Tensor) -> Tensor:
     if net.training:
         net.seen = torch.cat([net.seen, h.detach().mean(0, keepdim=True)])
     return h - net.seen.mean(0)
-
-
-def move_in_place(net: nn.Module, x: Tensor) -> Tensor:
-    h = net.a(x)
-    if net.training:
-        net.mean.mul_(0.5).add_(0.5 * h.detach().mean(0))
-    return h - net.mean
 
 
 def replace_rows(net: nn.Module, x: Tensor) -> Tensor:
@@ -270,12 +267,7 @@ def replace_rows(net: nn.Module, x: Tensor) -> Tensor:
     return h - net.queue.mean(0)
 
 
-def add_queue(net: nn.Module) -> None:
-    net.register_buffer("queue", torch.zeros(4, 5))
-    net.register_buffer("pointer", torch.tensor(0))
-
-
-def follow_weights(net: nn.Module, x: Tensor) -> Tensor:
+def follow_weight(net: nn.Module, x: Tensor) -> Tensor:
     if net.training:
         net.smooth = 0.5 * net.smooth + 0.5 * net.a.weight.detach()
     return net.a(x) - F.linear(x, net.smooth)
@@ -286,88 +278,64 @@ def warm_up(net: nn.Module, x: Tensor) -> Tensor:
     return net.a(x) * (1 - 0.5 ** (net.count + 1))
 
 
-MASK = torch.tensor([0.0, -math.inf, 0.0, 0.0, 0.0])
+def observe(net: nn.Module, x: Tensor) -> Tensor:
+    """Record the range of activations, in evaluation too, as observers of quantization do, and clip to its half."""
+    h = net.a(x)
+    net.low.copy_(torch.minimum(net.low, h.detach().min()))
+    net.high.copy_(torch.maximum(net.high, h.detach().max()))
+    return h.clamp(net.low / 2, net.high / 2)
+
+
+def use_buffer(call: Callable[[nn.Module, Tensor], Tensor], persistent: bool = True, **values: Tensor) -> Case:
+    return Case(lambda net, x: call(net, net.a(x)), buffer(persistent, **values))
+
+
 BUFFERS = {
-    "own BatchNorm": Case(
-        lambda net, x: F.batch_norm(net.a(x), net.running_mean, net.running_var, None, None, net.training),
-        lambda net: [
-            net.register_buffer(f"running_{name}", torch.full((5,), v)) for name, v in (("mean", 0.0), ("var", 1.0))
-        ],
+    "own BatchNorm": use_buffer(
+        lambda net, h: F.batch_norm(h, net.running_mean, net.running_var, None, None, net.training),
+        running_mean=torch.zeros(5),
+        running_var=torch.ones(5),
     ),
-    "assigned": Case(lambda net, x: average(net, net.a(x)), buffer("mean", torch.zeros(5))),
-    "assigned in evaluation too": Case(
-        lambda net, x: (setattr(net, "last", net.last + 1), net.a(x))[1], buffer("last", torch.zeros(()))
+    "assigned": Case(lambda net, x: center(net, net.a(x)), buffer(mean=torch.zeros(5)), averaged=True),
+    "in place": Case(center_in_place, buffer(mean=torch.zeros(5)), averaged=True),
+    "moving mean of a weight": Case(follow_weight, buffer(smooth=torch.zeros(5, 6)), averaged=True),
+    "assigned in evaluation too": use_buffer(
+        lambda net, h: last(setattr(net, "calls", net.calls + 1), h), calls=torch.zeros(())
     ),
-    "in place": Case(move_in_place, buffer("mean", torch.zeros(5))),
-    "grows": Case(grow, buffer("seen", torch.zeros(1, 5)), refused=""),
-    "queue": Case(replace_rows, add_queue),
-    "moving mean of a weight": Case(follow_weights, buffer("smooth", torch.zeros(5, 6))),
-    "counter": Case(warm_up, buffer("count", torch.tensor(0))),
-    "counter of floats": Case(warm_up, buffer("count", torch.tensor(0.0))),
-    "last batch": Case(
-        lambda net, x: (h := net.a(x), h - net.last.sum(), net.last.copy_(h.detach().mean(0)))[1],
-        buffer("last", torch.zeros(5)),
+    "observer": Case(observe, buffer(low=torch.zeros(()), high=torch.zeros(()))),
+    "grows": Case(grow, buffer(seen=torch.zeros(1, 5)), ""),
+    "queue": Case(replace_rows, buffer(queue=torch.zeros(4, 5), pointer=torch.tensor(0))),
+    "counter": Case(warm_up, buffer(count=torch.tensor(0))),
+    "counter of floats": Case(warm_up, buffer(count=torch.tensor(0.0))),
+    "last batch": use_buffer(
+        lambda net, h: last(before := h - net.last.sum(), net.last.copy_(h.detach().mean(0)), before),
+        last=torch.zeros(5),
     ),
-    "not persistent": Case(lambda net, x: net.a(x) * net.mask, buffer("mask", torch.arange(5.0), persistent=False)),
-    "not persistent, moved": Case(move_in_place, buffer("mean", torch.zeros(5), persistent=False)),
-    "not persistent, assigned": Case(
-        lambda net, x: average(net, net.a(x)), buffer("mean", torch.zeros(5), persistent=False)
+    "not persistent": use_buffer(lambda net, h: h * net.mask, False, mask=torch.arange(5.0)),
+    "not persistent, moved": Case(center_in_place, buffer(False, mean=torch.zeros(5))),
+    "not persistent, assigned": Case(lambda net, x: center(net, net.a(x)), buffer(False, mean=torch.zeros(5))),
+    "not persistent, made anew": use_buffer(
+        lambda net, h: last(setattr(net, "mask", torch.arange(5.0).double()), h * net.mask), False, mask=torch.zeros(5)
     ),
-    "not persistent, made anew": Case(
-        lambda net, x: (setattr(net, "mask", torch.arange(5.0).double()), net.a(x) * net.mask)[1],
-        buffer("mask", torch.zeros(5), persistent=False),
-    ),
-    "minus infinity": Case(lambda net, x: (net.a(x) + net.mask).softmax(1), buffer("mask", MASK)),
-    "Boolean": Case(lambda net, x: net.a(x) * net.mask, buffer("mask", torch.tensor([True, False] * 2 + [True]))),
-    "large integer": Case(lambda net, x: net.a(x) * (net.large % 7), buffer("large", torch.tensor(2**60 + 3))),
-    "bytes": Case(lambda net, x: net.a(x) * net.codes, buffer("codes", torch.tensor([0, 255, 7, 3, 1]).byte())),
-    "permutation": Case(lambda net, x: net.a(x[:, net.order]), buffer("order", torch.tensor([3, 1, 5, 0, 2, 4]))),
-    "empty": Case(setup=buffer("empty", torch.zeros(0, 3))),
-    "expanded": Case(lambda net, x: net.a(x) * net.row, lambda net: buffer("row", torch.ones(1))(net)),
+    "minus infinity": use_buffer(lambda net, h: (h + net.mask).softmax(1), mask=torch.tensor([0, -math.inf, 0, 0, 0])),
+    "Boolean": use_buffer(lambda net, h: h * net.mask, mask=torch.tensor([True, False, True, False, True])),
+    "large integer": use_buffer(lambda net, h: h * (net.large % 7), large=torch.tensor(2**60 + 3)),
+    "bytes": use_buffer(lambda net, h: h * net.codes, codes=torch.tensor([0, 255, 7, 3, 1]).byte()),
+    "permutation": use_buffer(lambda net, h: h[:, net.order], order=torch.tensor([3, 1, 0, 2, 4])),
+    "empty": Case(setup=buffer(empty=torch.zeros(0, 3))),
+    "float16": Case(setup=buffer(scale=torch.full((5,), 0.3).half())),
+    "expanded": use_buffer(lambda net, h: h * net.row, row=torch.ones(1).expand(5)),
     "one by two names": Case(
         lambda net, x: net.a(x) * net.scale + net.same,
         lambda net: [net.register_buffer(name, net.a.bias.detach()) for name in ("scale", "same")],
-        refused="",
-    ),
-    "float16": Case(
-        lambda net, x: net.a(x) * net.scale[0].double(),
-        lambda net: net.register_buffer("scale", [torch.full((5,), 0.3).half()][0]),
+        "",
     ),
     "sparse": Case(
-        lambda net, x: torch.sparse.mm(net.edges, net.a(x).t()).t(),
-        buffer("edges", torch.eye(5).double().to_sparse()),
-        refused="",
+        setup=buffer(edges=torch.eye(5).double().to_sparse()), refused="'edges' of the model is torch.sparse"
     ),
-    "complex": Case(
-        lambda net, x: (net.a(x) * net.waves).real,
-        buffer("waves", torch.ones(5, dtype=torch.complex128)),
-        refused="'waves' of the model is complex",
-    ),
-    "complex, not persistent": Case(
-        lambda net, x: (net.a(x) * net.waves).real, buffer("waves", torch.ones(5) + 1j, persistent=False)
-    ),
+    "complex": Case(setup=buffer(waves=torch.ones(5) + 1j), refused="'waves' of the model is complex"),
+    "complex, not persistent": use_buffer(lambda net, h: (h * net.waves).real, False, waves=torch.ones(5) + 1j),
 }
-
-
-# Weights written by the network -----------------------------------------------------------------------------------
-
-
-def limit(weight: Tensor) -> Tensor:
-    return torch.renorm(weight.detach(), p=2, dim=0, maxnorm=0.4)
-
-
-def write(net: nn.Module, x: Tensor, act: Callable[[nn.Parameter], object]) -> Tensor:
-    with torch.no_grad():
-        act(net.a.weight)
-    return net.a(x)
-
-
-def assign(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[nn.Parameter], object]:
-    return lambda weight: setattr(weight, name, value(weight))
-
-
-def look_up(net: nn.Module, x: Tensor) -> Tensor:
-    return net.words(x.gt(0).long()).mean(1)
 
 
 def scale_at_first_call(net: nn.Module, x: Tensor) -> Tensor:
@@ -379,11 +347,6 @@ def scale_at_first_call(net: nn.Module, x: Tensor) -> Tensor:
     return h * net.scale
 
 
-def add_scale(net: nn.Module) -> None:
-    net.scale = nn.Parameter(torch.ones(5))
-    net.register_buffer("ready", torch.tensor(False))
-
-
 def teach(net: nn.Module, x: Tensor) -> Tensor:
     if net.training:
         with torch.no_grad():
@@ -391,34 +354,31 @@ def teach(net: nn.Module, x: Tensor) -> Tensor:
     return net.a(x) - F.linear(x, net.teacher)
 
 
-def add_teacher(net: nn.Module) -> None:
-    net.teacher = nn.Parameter(torch.zeros(5, 6), requires_grad=False)
+def shrink_vector(net: nn.Module, x: Tensor) -> Tensor:
+    weights = list(net.a.parameters())
+    nn.utils.vector_to_parameters(0.9 * nn.utils.parameters_to_vector(weights), weights)
+    return net.a(x)
 
 
 WRITES = {
-    name: Case(partial(write, act=act))
-    for name, act in {
-        ".data assigned": assign("data", limit),
-        "copied without gradient": lambda weight: weight.copy_(limit(weight)),
-        ".data clamped": lambda weight: weight.data.clamp_(-0.2, 0.2),
-        ".data indexed": lambda weight: weight.data.__setitem__(slice(0, 2), 0.1),
-        ".data assigned twice": lambda weight: [assign("data", limit)(weight) for _ in range(2)],
-        "set to another storage": lambda weight: weight.set_(limit(weight)),
-    }.items()
-} | {
-    "in training alone": Case(lambda net, x: write(net, x, assign("data", limit)) if net.training else net.a(x)),
-    "all weights as one vector": Case(
-        lambda net, x: (
-            nn.utils.vector_to_parameters(0.9 * nn.utils.parameters_to_vector(net.a.parameters()), net.a.parameters()),
-            net.a(x),
-        )[1]
+    ".data assigned": Case(write(lambda weight: setattr(weight, "data", limit(weight)))),
+    ".data assigned in training": Case(
+        lambda net, x: last(net.training and setattr(net.a.weight, "data", limit(net.a.weight)), net.a(x))
     ),
+    ".data clamped": Case(write(lambda weight: weight.data.clamp_(-0.2, 0.2))),
+    ".data indexed": Case(write(lambda weight: weight.data.__setitem__(slice(0, 2), 0.1))),
+    "copied without gradient": Case(write(lambda weight: weight.copy_(limit(weight)))),
+    "set to another storage": Case(write(lambda weight: weight.set_(limit(weight)))),
+    "all weights as one vector": Case(shrink_vector),
     "new parameter": Case(
-        lambda net, x: (setattr(net.a, "weight", nn.Parameter(limit(net.a.weight))), net.a(x))[1], refused=""
+        lambda net, x: last(setattr(net.a, "weight", nn.Parameter(limit(net.a.weight))), net.a(x)), refused=""
     ),
-    "Embedding's max_norm": Case(look_up, lambda net: setattr(net, "words", nn.Embedding(2, 5, max_norm=0.4))),
-    "teacher without gradient": Case(teach, add_teacher),
-    "data-dependent at the first call": Case(scale_at_first_call, add_scale),
+    "Embedding's max_norm": Case(look_up, keep(words=lambda: nn.Embedding(2, 5, max_norm=0.4))),
+    "teacher without gradient": Case(teach, keep(teacher=lambda: nn.Parameter(torch.zeros(5, 6), requires_grad=False))),
+    "first call": Case(
+        scale_at_first_call,
+        lambda net: [keep(scale=lambda: nn.Parameter(torch.ones(5)))(net), buffer(ready=torch.tensor(False))(net)],
+    ),
 }
 
 
@@ -427,7 +387,7 @@ class Moded(Net):
 
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
-        getattr(self, "act", lambda mode: None)(mode)
+        self.act(mode)
         return self
 
 
@@ -458,7 +418,7 @@ class Fused(Moded):
         return self.b(F.linear(x, 2 * self.a.weight if self.training else self.cached).tanh())
 
 
-class Normed(Moded):
+class Limited(Moded):
     """``train()`` limits the weight."""
 
     def act(self, mode: bool) -> None:
@@ -488,17 +448,14 @@ class Thawed(Moded):
 
 
 class Switched(Net):
-    """``eval()`` alone is overridden, and replaces the layer."""
+    """``eval()`` alone is overridden."""
 
     def eval(self) -> nn.Module:
         self.a.weight.data.mul_(1.0)
         return super().eval()
 
 
-MODES = {kind.__name__: Case(kind=kind) for kind in (Merged, Fused, Normed, Frozen, Thawed, Switched)}
-
-
-# Pruning, parametrizations, subclasses; what cannot be copied -----------------------------------------------------
+MODES = {kind.__name__: Case(kind=kind) for kind in (Merged, Fused, Limited, Frozen, Thawed, Switched)}
 
 
 class Doubled(nn.Module):
@@ -514,36 +471,33 @@ class OwnParameter(nn.Parameter):
     """A parameter's subclass."""
 
 
-def own_weight(kind: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
-    return lambda net: setattr(net.a, "weight", kind(net.a.weight.detach()))
-
-
 def run_cached(net: nn.Module, x: Tensor) -> Tensor:
     with parametrize.cached():
         return net.a(x) + net.a(2 * x)
 
 
+def replace_weight(kind: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    return lambda net: setattr(net.a, "weight", kind(net.a.weight.detach()))
+
+
 PARAMETRIZED = {
-    name: Case(hidden, setup, refused=refused)
-    for name, hidden, setup, refused in (
-        ("pruned by size", Case.hidden, lambda net: prune.l1_unstructured(net.a, "weight", 0.5), None),
-        ("pruned by a mask", Case.hidden, lambda net: prune.custom_from_mask(net.a, "bias", torch.eye(5)[0]), None),
-        ("pruned twice", Case.hidden, lambda net: [prune.random_unstructured(net.a, "weight", 2) for _ in "ab"], None),
-        ("weight_norm", Case.hidden, lambda net: parametrizations.weight_norm(net.a), None),
-        ("spectral_norm", Case.hidden, lambda net: parametrizations.spectral_norm(net.a), None),
-        ("orthogonal", Case.hidden, lambda net: parametrizations.orthogonal(net.a), None),
-        ("own", Case.hidden, lambda net: parametrize.register_parametrization(net.a, "weight", Doubled()), None),
-        ("cached", run_cached, lambda net: parametrize.register_parametrization(net.a, "weight", Doubled()), None),
-        ("tensor subclass", Case.hidden, own_weight(lambda w: nn.Parameter(w.as_subclass(Tagged))), ""),
-        ("parameter subclass", Case.hidden, own_weight(OwnParameter), None),
-        ("transposed", Case.hidden, own_weight(lambda w: nn.Parameter(w.t().contiguous().t())), None),
-        ("old weight_norm", Case.hidden, lambda net: nn.utils.weight_norm(net.a), ""),
-        ("old spectral_norm", Case.hidden, lambda net: nn.utils.spectral_norm(net.a), ""),
-    )
+    "pruned by size": Case(setup=lambda net: prune.l1_unstructured(net.a, "weight", 0.5)),
+    "pruned by a mask": Case(setup=lambda net: prune.custom_from_mask(net.a, "bias", torch.eye(5)[0])),
+    "pruned twice": Case(setup=lambda net: [prune.random_unstructured(net.a, "weight", 2) for _ in range(2)]),
+    "weight_norm": Case(setup=lambda net: parametrizations.weight_norm(net.a)),
+    "spectral_norm": Case(setup=lambda net: parametrizations.spectral_norm(net.a)),
+    "orthogonal": Case(setup=lambda net: parametrizations.orthogonal(net.a)),
+    "own": Case(setup=lambda net: parametrize.register_parametrization(net.a, "weight", Doubled())),
+    "cached": Case(run_cached, lambda net: parametrize.register_parametrization(net.a, "weight", Doubled())),
+    "tensor subclass": Case(setup=replace_weight(lambda w: nn.Parameter(w.as_subclass(Tagged))), refused=""),
+    "parameter subclass": Case(setup=replace_weight(OwnParameter)),
+    "transposed": Case(setup=replace_weight(lambda w: nn.Parameter(w.t().contiguous().t()))),
+    "old weight_norm": Case(setup=lambda net: nn.utils.weight_norm(net.a), refused=""),
+    "old spectral_norm": Case(setup=lambda net: nn.utils.spectral_norm(net.a), refused=""),
 }
 
 
-def endless():
+def yield_twos() -> Iterator[float]:
     while True:
         yield 2.0
 
@@ -554,17 +508,23 @@ def lock(net: nn.Module, x: Tensor) -> Tensor:
 
 
 UNCOPIED = {
-    "lock": Case(lock, lambda net: keep(lock=threading.Lock())(net)),
-    "file": Case(setup=lambda net: keep(log=sys.__stderr__)(net)),
-    "generator of one value": Case(lambda net, x: net.a(x) * next(net.values), lambda net: keep(values=endless())(net)),
-    "weak reference": Case(lambda net, x: net.first()(x), lambda net: keep(first=weakref.ref(net.a))(net)),
-    "module of Python": Case(lambda net, x: net.a(x) * net.math.pi, keep(math=math)),
-    "thread's own": Case(setup=lambda net: keep(local=threading.local())(net)),
-    "key of a layer": Case(lambda net, x: net.a(x) * net.of[net.a], lambda net: keep(of={net.a: 2.0})(net)),
+    "lock": Case(lock, keep(lock=threading.Lock)),
+    "file": Case(setup=keep(log=lambda: sys.__stderr__)),
+    "generator of one value": Case(lambda net, x: net.a(x) * next(net.values), keep(values=yield_twos)),
+    "weak reference": Case(lambda net, x: net.ref()(x), lambda net: setattr(net, "ref", weakref.ref(net.a))),
+    "module of Python": Case(lambda net, x: net.a(x) * net.math.pi, keep(math=lambda: math)),
+    "thread's own": Case(setup=keep(local=threading.local)),
+    "key of a layer": Case(lambda net, x: net.a(x) * net.of[net.a], lambda net: setattr(net, "of", {net.a: 2.0})),
 }
+GLOBAL = {"calls": 0}
 
 
-# State outside of the entries -------------------------------------------------------------------------------------
+class Shared(Net):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Shared.calls += self.training
+        return super().forward(x) * Shared.calls
 
 
 def count_calls(net: nn.Module, x: Tensor) -> Tensor:
@@ -600,20 +560,8 @@ def initialize(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def anneal(net: nn.Module, x: Tensor) -> Tensor:
-    if net.training:
-        net.norm.momentum *= 0.5
+    net.norm.momentum *= 0.5 if net.training else 1
     return net.norm(net.a(x))
-
-
-class Shared(Net):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        Shared.calls += self.training
-        return super().forward(x) * Shared.calls
-
-
-GLOBAL = {"calls": 0}
 
 
 def count_globally(net: nn.Module, x: Tensor) -> Tensor:
@@ -621,26 +569,20 @@ def count_globally(net: nn.Module, x: Tensor) -> Tensor:
     return net.a(x) * GLOBAL["calls"]
 
 
-def count_in_hook(net: nn.Module) -> None:
-    calls = 0
-
-    def scale(grad: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return grad * calls
-
-    net.a.weight.register_hook(scale)
-
-
 def count_in_closure(net: nn.Module) -> None:
     calls = 0
 
-    def first(x: Tensor) -> Tensor:
+    def call(x: Tensor) -> Tensor:
         nonlocal calls
         calls += net.training
         return net.a(x) * calls
 
-    net.first = first
+    net.first = call
+
+
+def count_in_hook(net: nn.Module) -> None:
+    calls = count()
+    net.a.weight.register_hook(lambda grad: grad * next(calls))
 
 
 def unfreeze(net: nn.Module, x: Tensor) -> Tensor:
@@ -650,134 +592,105 @@ def unfreeze(net: nn.Module, x: Tensor) -> Tensor:
     return h
 
 
-def hook_again(net: nn.Module, x: Tensor) -> Tensor:
-    net.a.register_forward_hook(lambda layer, inputs, outputs: 1.1 * outputs)
-    return net.a(x)
+def keep_slope(net: nn.Module) -> None:
+    net.slope = 0.0
+    net.b.bias.register_hook(lambda grad: setattr(net, "slope", float(grad[0])))
 
 
-def of_layer(net: nn.Module, x: Tensor) -> Tensor:
-    net.a.scale = net.a.scale * 0.9
-    return net.a(x) * net.a.scale
+def draw_from(maker: Callable[[], object], call: Callable[..., object] = lambda dice: dice.random()) -> Case:
+    return Case(lambda net, x: net.a(x) * call(net.dice), keep(dice=maker), "dice")
 
 
 STATE = {
+    "counter": Case(count_calls, keep(calls=int), "calls"),
     "counter with a late effect": Case(
-        lambda net, x: (setattr(net, "calls", net.calls + net.training), net.a(x) * (1 + (net.calls > 100)))[1],
-        keep(calls=0),
-        refused="calls",
+        lambda net, x: last(setattr(net, "calls", net.calls + 1), net.a(x) * (1 + (net.calls > 100))),
+        keep(calls=int),
+        "calls",
     ),
-    "moving mean in place": Case(move_in_place, lambda net: keep(mean=torch.zeros(5).double())(net), refused="mean"),
-    "counter in a parameter's hook": Case(setup=count_in_hook, refused="calls|hook|something else"),
-    "last gradient": Case(
-        lambda net, x: net.a(x) * (1 + net.slope),
-        lambda net: [keep(slope=0.0)(net), net.b.bias.register_hook(lambda g: net.__dict__.update(slope=float(g[0])))],
-        refused="slope",
-    ),
-    "counter": Case(count_calls, keep(calls=0), refused="calls"),
-    "moving mean": Case(lambda net, x: average(net, net.a(x)), keep(mean=torch.zeros(5)), refused="mean"),
-    "moving mean of numbers": Case(
-        lambda net, x: net.a(x) + average(net, net.a(x).sum(1, keepdim=True), "level"), keep(level=0.0), refused="level"
-    ),
-    "last batch": Case(mix_last, keep(last=None), refused="last"),
-    "list": Case(extend, lambda net: keep(past=[])(net), refused="past"),
-    "deque": Case(extend, lambda net: keep(past=deque(maxlen=2))(net), refused="past"),
-    "LSTM's state": Case(
-        recur, lambda net: (setattr(net, "cell", nn.LSTM(6, 4)), keep(state=None)(net)), refused="state"
-    ),
-    "initialized": Case(initialize, keep(initialized=False, shift=0.0), refused="initialized|shift"),
-    "annealed momentum": Case(anneal, lambda net: setattr(net, "norm", nn.BatchNorm1d(5)), refused="norm.*momentum"),
+    "moving mean": Case(lambda net, x: center(net, net.a(x)), keep(mean=lambda: torch.zeros(5).double()), "mean"),
+    "moving mean in place": Case(center_in_place, keep(mean=lambda: torch.zeros(5).double()), "mean"),
+    "moving mean of numbers": Case(lambda net, x: net.a(x) + center(net, x.sum(1))[:, None], keep(mean=float), "mean"),
+    "last batch": Case(mix_last, keep(last=lambda: None), "last"),
+    "last gradient": Case(lambda net, x: net.a(x) * (1 + net.slope), keep_slope, "slope"),
+    "list": Case(extend, keep(past=list), "past"),
+    "deque": Case(extend, keep(past=lambda: deque(maxlen=2)), "past"),
+    "LSTM's state": Case(recur, keep(cell=lambda: nn.LSTM(6, 4), state=lambda: None), "state"),
+    "initialized": Case(initialize, keep(initialized=bool, shift=float), "initialized|shift"),
+    "annealed momentum": Case(anneal, keep(norm=lambda: nn.BatchNorm1d(5)), "norm.*momentum"),
     "class attribute": Case(kind=Shared, refused="calls"),
-    "global": Case(count_globally, refused="GLOBAL|calls|outside|global"),
-    "closure": Case(lambda net, x: net.first(x), count_in_closure, refused="first|calls"),
-    "unfrozen later": Case(unfreeze, keep(calls=0), refused="calls|weight"),
-    "hooks that add up": Case(hook_again, refused="'a'.*hook"),
-    "attribute of a layer": Case(of_layer, lambda net: setattr(net.a, "scale", 1.0), refused="'a'.*scale"),
+    "global": Case(count_globally, refused="GLOBAL"),
+    "closure": Case(lambda net, x: net.first(x), count_in_closure, "first|calls"),
+    "hook of a weight": Case(setup=count_in_hook, refused="hook|something else"),
+    "unfrozen later": Case(unfreeze, keep(calls=int), "calls|weight"),
+    "hooks that add up": Case(
+        lambda net, x: last(net.a.register_forward_hook(lambda layer, inputs, h: 1.1 * h), net.a(x)),
+        refused="'a'.*hook",
+    ),
+    "attribute of a layer": Case(
+        lambda net, x: last(setattr(net.a, "scale", net.a.scale * 0.9), net.a(x) * net.a.scale),
+        lambda net: setattr(net.a, "scale", 1.0),
+        "'a'.*scale",
+    ),
     "array of numpy": Case(
-        lambda net, x: (net.sums.__iadd__(1.0), net.a(x) * float(net.sums[0]))[1],
-        lambda net: keep(sums=np.zeros(3))(net),
-        refused="sums",
+        lambda net, x: last(np.add(net.sums, 1, out=net.sums), net.a(x) * net.sums[0]),
+        keep(sums=lambda: np.zeros(3)),
+        "sums",
     ),
     "dictionary": Case(
-        lambda net, x: (net.seen.update(calls=net.seen["calls"] + 1), net.a(x) * net.seen["calls"])[1],
-        lambda net: keep(seen={"calls": 0})(net),
-        refused="seen",
+        lambda net, x: last(net.seen.update({len(net.seen): 1}), net.a(x) * len(net.seen)), keep(seen=dict), "seen"
     ),
     "plain object": Case(
-        lambda net, x: (setattr(net.box, "calls", net.box.calls + 1), net.a(x) * net.box.calls)[1],
-        lambda net: keep(box=SimpleNamespace(calls=0))(net),
-        refused="box",
+        lambda net, x: last(setattr(net.box, "calls", net.box.calls + 1), net.a(x) * net.box.calls),
+        keep(box=lambda: SimpleNamespace(calls=0)),
+        "box",
     ),
-    "endless count": Case(
-        lambda net, x: net.a(x) * (1 + next(net.numbers)), lambda net: keep(numbers=count())(net), refused="numbers"
-    ),
+    "endless count": Case(lambda net, x: net.a(x) * (1 + next(net.numbers)), keep(numbers=count), "numbers"),
     "cycle": Case(
-        lambda net, x: net.a(x) * next(net.signs), lambda net: keep(signs=cycle([1, -1]))(net), refused="signs"
+        lambda net, x: net.a(x) * next(net.signs), keep(signs=lambda: cycle([1, -1])), "signs|something else"
     ),
-    "random.Random": Case(
-        lambda net, x: net.a(x) * net.dice.random(), lambda net: keep(dice=random.Random(1))(net), refused="dice"
-    ),
-    "generator of numpy": Case(
-        lambda net, x: net.a(x) * net.dice.random(),
-        lambda net: keep(dice=np.random.default_rng(1))(net),
-        refused="dice",
-    ),
-    "generator of torch": Case(
-        lambda net, x: net.a(x) * torch.rand((), generator=net.dice),
-        lambda net: keep(dice=torch.Generator().manual_seed(1))(net),
-        refused="dice",
+    "random.Random": draw_from(lambda: random.Random(1)),
+    "generator of numpy": draw_from(lambda: np.random.default_rng(1)),
+    "generator of torch": draw_from(
+        lambda: torch.Generator().manual_seed(1), lambda dice: torch.rand((), generator=dice)
     ),
     "draws of the system": Case(lambda net, x: net.a(x) * np.random.default_rng().random(), refused="something else"),
 }
 RECORDS = {
-    "activations with their graph": Case(lambda net, x: (setattr(net, "seen", net.a(x)), net.seen)[1]),
-    "constant tensor": Case(
-        lambda net, x: net.a(x) * net.scale, lambda net: keep(scale=torch.arange(5.0).double())(net)
+    "attention map": Case(lambda net, x: last(setattr(net, "map", net.a(x).softmax(1)), net.a(x) * net.map)),
+    "activations": Case(lambda net, x: last(setattr(net, "seen", net.a(x).detach()), net.a(x))),
+    "activations with their graph": Case(lambda net, x: last(setattr(net, "seen", net.a(x)), net.seen)),
+    "list": Case(lambda net, x: last(net.past.append(float(x.sum())), net.a(x)), keep(past=list)),
+    "counter": Case(lambda net, x: last(setattr(net, "calls", net.calls + 1), net.a(x)), keep(calls=int)),
+    "shape": Case(lambda net, x: last(setattr(net, "batch", len(x)), net.a(x) / net.batch)),
+    "of a hook": Case(setup=lambda net: net.a.register_forward_hook(lambda layer, _, h: setattr(layer, "seen", h))),
+    "gradients": Case(
+        setup=lambda net: [keep(past=list)(net), net.a.weight.register_hook(lambda grad: net.past.append(grad))]
     ),
-    "gradients": Case(setup=lambda net: [keep(past=[])(net), net.a.weight.register_hook(lambda g: net.past.append(g))]),
-    "attention map": Case(
-        lambda net, x: (setattr(net, "map", net.a(x).softmax(1)), net.a(x) * net.map)[1], keep(map=None)
-    ),
-    "detached activations": Case(lambda net, x: (setattr(net, "seen", net.a(x).detach()), net.a(x))[1]),
-    "list": Case(lambda net, x: (net.past.append(float(x.sum())), net.a(x))[1], lambda net: keep(past=[])(net)),
-    "counter": Case(lambda net, x: (setattr(net, "calls", net.calls + 1), net.a(x))[1], keep(calls=0)),
-    "shape": Case(lambda net, x: (setattr(net, "batch", len(x)), net.a(x) / net.batch)[1]),
-    "by a hook": Case(setup=lambda net: net.a.register_forward_hook(lambda layer, _, h: keep(seen=h)(layer))),
     "cache by size": Case(
-        lambda net, x: net.a(x) * net.masks.setdefault(x.shape[1], torch.arange(5.0).double()),
-        lambda net: keep(masks={})(net),
+        lambda net, x: net.a(x) * net.masks.setdefault(x.shape[1], torch.arange(5.0).double()), keep(masks=dict)
     ),
+    "constant tensor": Case(lambda net, x: net.a(x) * net.scale, keep(scale=lambda: torch.arange(5.0).double())),
 }
-
-
-# Randomness, layouts, gradients, structure ------------------------------------------------------------------------
-
-
-def only_training(draw: Callable[..., object]) -> Case:
-    return Case(lambda net, x: net.a(x) * draw() if net.training else net.a(x), draws=True)
-
-
 DRAWS = {
-    name: only_training(draw)
+    name: Case(lambda net, x, draw=draw: net.a(x) * draw() if net.training else net.a(x))
     for name, draw in {
         "torch.rand": lambda: torch.rand(5),
         "torch.randperm": lambda: torch.randperm(5),
         "random.random": random.random,
-        "random.shuffle": lambda: random.sample([0.1, 0.2, 0.3], 1)[0],
+        "random.sample": lambda: random.sample([0.1, 0.2, 0.3], 1)[0],
         "random.gauss": lambda: random.gauss(0, 1),
-        "np.random.rand": lambda: np.random.rand(),
-        "np.random.permutation": lambda: torch.from_numpy(np.random.permutation(5)),
-        "np.random.normal": lambda: np.random.normal(),
+        "np.random.rand": lambda: np.random.rand(),  # noqa: NPY002
+        "np.random.permutation": lambda: torch.from_numpy(np.random.permutation(5)),  # noqa: NPY002
+        "np.random.normal": lambda: np.random.normal(),  # noqa: NPY002
         "stochastic depth": lambda: random.random() < 0.5,
+        "seeded in forward": lambda: last(torch.manual_seed(1), random.seed(1), torch.rand(5) + random.random()),
     }.items()
 } | {
-    "F.dropout": Case(lambda net, x: F.dropout(net.a(x), 0.4, net.training), draws=True),
-    "AlphaDropout": Case(
-        lambda net, x: net.drop(net.a(x)), lambda net: setattr(net, "drop", nn.AlphaDropout(0.3)), draws=True
-    ),
-    "seeded in forward": Case(
-        lambda net, x: (torch.manual_seed(1), random.seed(1), net.a(x) + torch.rand(5) + random.random())[2]
-    ),
-    "RReLU": Case(lambda net, x: net.leak(net.a(x)), lambda net: setattr(net, "leak", nn.RReLU()), draws=True),
+    "F.dropout": Case(lambda net, x: F.dropout(net.a(x), 0.4, net.training)),
+    "AlphaDropout": add(lambda: nn.AlphaDropout(0.3)),
+    "RReLU": add(nn.RReLU),
+    "in evaluation too": Case(lambda net, x: net.a(x) + torch.rand(5) * random.random()),
 }
 
 
@@ -794,40 +707,34 @@ class Reversed(torch.autograd.Function):
 
 
 def embed(**options: object) -> Case:
-    return Case(look_up, lambda net: setattr(net, "words", nn.Embedding(2, 5, **options)))
+    return Case(look_up, keep(words=lambda: nn.Embedding(2, 5, **options)))
 
 
 LAYOUTS = {
-    **{
-        f"float32 images: {name}": Case(hidden, shape=(1, 6, 6), dtype=torch.float32)
-        for name, hidden in {
-            "view": lambda net, x: net.a(x).view(len(x), -1),
-            "as_strided": lambda net, x: net.a(x).as_strided((len(x), 32), (32, 1)),
-            "strides": lambda net, x: net.a(x) * (1 + (net.a(x).stride(1) == 1)),
-            "is_contiguous": lambda net, x: net.a(x) * (1 + net.a(x).is_contiguous()),
-            "values in memory": lambda net, x: (
-                net.a(x) * (1 + torch.from_numpy(net.a(x).detach().numpy().ravel("K"))[:2].sum())
-            ),
-        }.items()
-    },
+    f"float32 images: {name}": Case(hidden, shape=(1, 6, 6), dtype=torch.float32)
+    for name, hidden in {
+        "view": lambda net, x: net.a(x).view(len(x), -1),
+        "as_strided": lambda net, x: net.a(x).as_strided((len(x), 32), (32, 1)),
+        "strides": lambda net, x: net.a(x) * (1 + (net.a(x).stride(1) == 1)),
+        "is_contiguous": lambda net, x: net.a(x) * (1 + net.a(x).is_contiguous()),
+        "values in memory": lambda net, x: net.a(x) * float(net.a(x).detach().numpy().ravel("K")[1]),
+    }.items()
+} | {
     "padding_idx": embed(padding_idx=1),
     "scale_grad_by_freq": embed(scale_grad_by_freq=True),
     "sparse gradients": embed(sparse=True),
-    "bag": Case(
-        lambda net, x: net.words(x.gt(0).long()), lambda net: setattr(net, "words", nn.EmbeddingBag(2, 5, mode="sum"))
-    ),
+    "bag": Case(lambda net, x: net.words(x.gt(0).long()), keep(words=lambda: nn.EmbeddingBag(2, 5, mode="sum"))),
     "inputs in place": Case(lambda net, x: net.a(x.mul_(2))),
-    "inputs indexed in place": Case(lambda net, x: (x.__setitem__((slice(None), 0), 1.0), net.a(x))[1]),
-    "inputs in place, images": Case(lambda net, x: net.a(x.add_(1)), shape=(1, 6, 6)),
+    "inputs indexed in place": Case(lambda net, x: last(x.__setitem__((slice(None), 0), 1.0), net.a(x))),
+    "images in place": Case(lambda net, x: net.a(x.add_(1)), shape=(1, 6, 6)),
     "relu in place": Case(lambda net, x: net.a(x).relu_()),
     "as_strided": Case(lambda net, x: net.a(x.as_strided((len(x), 6), (6, 1), x.storage_offset()).flip(1))),
     "strides": Case(lambda net, x: net.a(x) * (1 + x.stride()[0] % 5)),
     "view of images": Case(lambda net, x: net.a(x.view(len(x), 1, 6, 6)), shape=(1, 6, 6)),
-    "view across samples": Case(lambda net, x: net.a(x.view(3, -1).view(-1, 6)) if len(x) % 3 == 0 else net.a(x)),
     "mean over the batch": Case(lambda net, x: net.a(x) - net.a(x).mean(0)),
     "size of the batch": Case(lambda net, x: net.a(x) * len(x)),
     "branch by values": Case(lambda net, x: net.a(x) if x.sum() > 0 else -net.a(x)),
-    "number by item": Case(lambda net, x: net.a(x) * float(x.mean().item())),
+    "number by item": Case(lambda net, x: net.a(x) * x.mean().item()),
     "through numpy": Case(lambda net, x: net.a(torch.from_numpy(np.sort(x.detach().numpy(), axis=1)))),
     "rows by a mask": Case(
         lambda net, x: torch.zeros(len(x), 5).double().index_put((x[:, 0] > 0,), net.a(x[x[:, 0] > 0]))
@@ -842,17 +749,7 @@ def penalize(net: nn.Module, x: Tensor) -> Tensor:
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         h = net.a(x).sigmoid()
-        (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
-    return h + slope.norm()
-
-
-def freeze_first(net: nn.Module, x: Tensor) -> Tensor:
-    net.a.requires_grad_(False)
-    return net.a(x)
-
-
-def add_spare(net: nn.Module) -> None:
-    net.spare = nn.Linear(5, 5)
+        return h + torch.autograd.grad(h.sum(), x, create_graph=True)[0].norm()
 
 
 def adapt(net: nn.Module, x: Tensor) -> Tensor:
@@ -862,21 +759,22 @@ def adapt(net: nn.Module, x: Tensor) -> Tensor:
     return F.linear(x, net.a.weight - 0.5 * slope, net.a.bias)
 
 
+SPARE = keep(spare=lambda: nn.Linear(5, 5))
 GRADIENTS = {
-    "inner step": Case(adapt),
-    "copy of the layer": Case(lambda net, x: copy.deepcopy(net.a)(x) + net.a(x), refused=None),
-    "requires_grad by the mode": Case(lambda net, x: net.a.requires_grad_(net.training)(x)),
-    "gradient of the inputs kept": Case(lambda net, x: net.a(x.detach().requires_grad_())),
-    "unused layer": Case(setup=add_spare),
-    "unused parameter": Case(setup=lambda net: setattr(net, "scale", nn.Parameter(torch.ones(3)))),
-    "detached layer": Case(lambda net, x: net.a(x) + net.spare(net.a(x)).detach(), add_spare),
-    "used for some batches": Case(lambda net, x: net.spare(net.a(x)) if x.sum() > 0 else net.a(x), add_spare),
-    "used in evaluation alone": Case(lambda net, x: net.a(x) if net.training else net.spare(net.a(x)), add_spare),
+    "unused layer": Case(setup=SPARE),
+    "unused parameter": Case(setup=keep(scale=lambda: nn.Parameter(torch.ones(3)))),
+    "detached layer": Case(lambda net, x: net.a(x) + net.spare(net.a(x)).detach(), SPARE),
+    "used for some batches": Case(lambda net, x: net.spare(net.a(x)) if x.sum() > 0 else net.a(x), SPARE),
+    "used in evaluation alone": Case(lambda net, x: net.a(x) if net.training else net.spare(net.a(x)), SPARE),
     "frozen layer": Case(setup=lambda net: net.a.requires_grad_(False)),
+    "frozen in forward": Case(lambda net, x: net.a.requires_grad_(False)(x), refused=""),
+    "frozen by the mode": Case(lambda net, x: net.a.requires_grad_(net.training)(x)),
     "without gradient": Case(lambda net, x: torch.no_grad()(net.a)(x)),
     "gradient penalty": Case(penalize),
+    "inner step": Case(adapt),
     "Jacobian": Case(lambda net, x: net.a(x) + torch.func.vmap(torch.func.jacrev(net.a))(x).sum(2)),
-    "frozen in forward": Case(freeze_first, refused=""),
+    "of the inputs": Case(lambda net, x: net.a(x.detach().requires_grad_())),
+    "copy of the layer": Case(lambda net, x: copy.deepcopy(net.a)(x) + net.a(x)),
     "autocast": Case(lambda net, x: torch.autocast("cpu", torch.bfloat16)(net.a)(x).double(), refused=""),
 }
 
@@ -899,9 +797,6 @@ class Counting(WithExtra):
     def get_extra_state(self) -> object:
         return self.calls
 
-    def set_extra_state(self, state: int) -> None:
-        self.calls = state
-
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
         return super().forward(x) * self.calls
@@ -910,14 +805,14 @@ class Counting(WithExtra):
 class FewParameters(Net):
     """``parameters()`` leaves out the first layer, so that an optimizer of them does not train it."""
 
-    def parameters(self, recurse: bool = True):
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.b.parameters()
 
 
 class Prefixed(Net):
     """``state_dict`` has other names than the parameters."""
 
-    def state_dict(self, *arguments, **options):
+    def state_dict(self, *arguments: object, **options: object) -> dict[str, object]:
         return {f"net.{name}": tensor for name, tensor in super().state_dict(*arguments, **options).items()}
 
 
@@ -928,75 +823,40 @@ def build_layer(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def build_buffer(net: nn.Module, x: Tensor) -> Tensor:
-    if not hasattr(net, "mean"):
+    if getattr(net, "mean", None) is None:
         net.register_buffer("mean", torch.zeros(5).double())
-    return average(net, net.a(x))
+    return center(net, net.a(x))
 
 
-def fill_buffer(net: nn.Module, x: Tensor) -> Tensor:
-    net.mean = torch.zeros(5).double() if net.mean is None else net.mean
-    return average(net, net.a(x))
-
-
-def observe(net: nn.Module, x: Tensor) -> Tensor:
-    """Record the range of activations, in evaluation too, and round to it, as observers of quantization do."""
-    h = net.a(x)
-    net.low.copy_(torch.minimum(net.low, h.detach().min()))
-    net.high.copy_(torch.maximum(net.high, h.detach().max()))
-    return h.clamp(net.low / 2, net.high / 2)
-
-
-def add_range(net: nn.Module) -> None:
-    net.register_buffer("low", torch.zeros(()))
-    net.register_buffer("high", torch.zeros(()))
-
-
-def layer(
-    module: Callable[[], nn.Module], call: Callable[[nn.Module, Tensor], Tensor], refused: str | None = None
-) -> Case:
-    return Case(lambda net, x: call(net.c, net.a(x)), lambda net: setattr(net, "c", module()), refused)
+def add_to_images(make_layer: Callable[[], nn.Module]) -> Case:
+    return Case(lambda net, x: net.c(net.a(x)), keep(c=make_layer), shape=(1, 6, 6))
 
 
 STRUCTURE = {
-    "fake quantization": layer(lambda: torch.ao.quantization.FakeQuantize(), lambda c, h: c(h.float()).double()),
-    "wrapped": Case(lambda net, x: net.c(x), lambda net: setattr(net, "c", nn.DataParallel(net.a))),
-    "dictionary of layers": Case(
-        lambda net, x: sum(layer(x) for layer in net.c.values()),
-        lambda net: setattr(net, "c", nn.ModuleDict({"one": net.a, "two": nn.Linear(6, 5)})),
-    ),
     "extra state": Case(kind=WithExtra),
-    "extra state that changes": Case(kind=Counting, refused="calls|extra"),
-    "overridden parameters()": Case(kind=FewParameters, refused="parameters"),
+    "extra state that changes": Case(kind=Counting, refused="calls"),
+    "overridden parameters()": Case(kind=FewParameters, refused=r"overrides parameters\(\)"),
     "overridden state_dict()": Case(kind=Prefixed, refused=""),
     "layer made at the first call": Case(build_layer, refused="late"),
     "buffer made at the first call": Case(build_buffer, refused="mean"),
-    "buffer filled at the first call": Case(fill_buffer, lambda net: net.register_buffer("mean", None), refused="mean"),
-    "observer": Case(observe, add_range),
-    "LSTM": layer(lambda: nn.LSTM(5, 5, batch_first=True), lambda c, h: c(h[:, None])[0][:, 0]),
-    "GRU": layer(lambda: nn.GRU(5, 5), lambda c, h: c(h[None])[0][0]),
-    "attention": layer(
-        lambda: nn.MultiheadAttention(5, 1, batch_first=True), lambda c, h: c(*[h[:, None]] * 3)[0][:, 0]
+    "buffer filled at the first call": Case(build_buffer, lambda net: net.register_buffer("mean", None), "mean"),
+    "fake quantization": add(torch.ao.quantization.FakeQuantize, lambda c, h: c(h.float()).double()),
+    "wrapped": Case(lambda net, x: net.c(x), lambda net: setattr(net, "c", nn.DataParallel(net.a))),
+    "dictionary of layers": Case(
+        lambda net, x: net.c["one"](x) + net.c["two"](x),
+        lambda net: setattr(net, "c", nn.ModuleDict({"one": net.a, "two": nn.Linear(6, 5)})),
     ),
-    "transformer": layer(
-        lambda: nn.TransformerEncoderLayer(5, 1, 8, dropout=0, batch_first=True), lambda c, h: c(h[:, None])[:, 0]
-    ),
-    "BatchNorm": layer(lambda: nn.BatchNorm1d(5), lambda c, h: c(h)),
-    "BatchNorm, cumulative": layer(lambda: nn.BatchNorm1d(5, momentum=None), lambda c, h: c(h)),
-    "BatchNorm of batches": layer(
-        lambda: nn.BatchNorm1d(5, track_running_stats=False),
-        lambda c, h: c(h),
-        refused="no variance|running statistics",
-    ),
-    "BatchNorm twice": layer(lambda: nn.BatchNorm1d(5), lambda c, h: c(c(h))),
-    "BatchNorm of images": Case(
-        lambda net, x: net.c(net.a(x)), lambda net: setattr(net, "c", nn.BatchNorm2d(2)), shape=(1, 6, 6)
-    ),
-    "InstanceNorm": Case(
-        lambda net, x: net.c(net.a(x)),
-        lambda net: setattr(net, "c", nn.InstanceNorm2d(2, track_running_stats=True)),
-        shape=(1, 6, 6),
-    ),
-    "Bilinear": layer(lambda: nn.Bilinear(5, 5, 5), lambda c, h: c(h, h)),
+    "LSTM": add(lambda: nn.LSTM(5, 5, batch_first=True), lambda c, h: c(h[:, None])[0][:, 0]),
+    "GRU": add(lambda: nn.GRU(5, 5), lambda c, h: c(h[None])[0][0]),
+    "attention": add(lambda: nn.MultiheadAttention(5, 1, batch_first=True), lambda c, h: c(*[h[:, None]] * 3)[0][:, 0]),
+    "transformer": add(lambda: nn.TransformerEncoderLayer(5, 1, 8, dropout=0), lambda c, h: c(h[None])[0]),
+    "Bilinear": add(lambda: nn.Bilinear(5, 5, 5), lambda c, h: c(h, h)),
+    "BatchNorm": add(lambda: nn.BatchNorm1d(5)),
+    "BatchNorm, cumulative": add(lambda: nn.BatchNorm1d(5, momentum=None)),
+    "BatchNorm twice": add(lambda: nn.BatchNorm1d(5), lambda c, h: c(c(h))),
+    "BatchNorm of batches": add(lambda: nn.BatchNorm1d(5, track_running_stats=False), refused="running statistics"),
+    "BatchNorm of images": add_to_images(lambda: nn.BatchNorm2d(2)),
+    "InstanceNorm": add_to_images(lambda: nn.InstanceNorm2d(2, track_running_stats=True)),
 }
 KINDS = {
     "held": HELD, "hooks": HOOKS, "checkpoint": CHECKPOINTS, "buffers": BUFFERS, "writes": WRITES, "modes": MODES,
