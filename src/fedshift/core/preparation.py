@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
@@ -284,12 +283,11 @@ def _refuse_unsupported(module: nn.Module) -> None:
                     "it: it would not be trained, sent or exported; register it (nn.ModuleList, nn.ModuleDict, "
                     "nn.ParameterList, self.register_buffer)"
                 )
-        for hook in layer._forward_pre_hooks.values():
-            if isinstance(hook, WeightNorm | SpectralNorm):
-                raise UsageError(
-                    f"layer {name!r} of the model uses the old {type(hook).__name__} hook of torch.nn.utils, which "
-                    "writes into the layer at each call: use torch.nn.utils.parametrizations instead"
-                )
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise UsageError(
+                f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors do not belong "
+                "to an averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
+            )
 
 
 def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:

@@ -47,14 +47,14 @@ def count_operations(plan: Plan, data: Data) -> int:
     x = next(iter(data.values())).inputs(slice(0, 1), plan.dtype)
     with _Counter() as counter, use_torch_linear():
         forward(plan, clone(plan.initial), x)
-    return 3 * counter.operations
+    return 3 * int(counter.operations)
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations by torch's own table; torch's counter tracks layers, and fails if they compute gradients."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
 
     @classmethod

@@ -149,7 +149,8 @@ def find_backbone(plan: Plan, splits: Iterable[Samples], augment: Augmentation |
     changing = frozenset(plan.initial) - plan.entries_fixed_in(0)
     inputs_change = augment is not None or any(split.draws or not split.repeats for split in splits)
     rules_read = plan.feature_layers or any(map(plan.defines, ("batch", "look", "loss")))
-    if not splits or inputs_change or rules_read or plan.autocast or plan.overrides_mode or len(changing) == len(plan.initial):
+    acts = plan.overrides_mode or plan.autocast or changing == frozenset(plan.initial)
+    if not splits or inputs_change or rules_read or acts:
         return None
     x = splits[0].inputs(slice(0, 3), plan.dtype)
     x = x if len(x) > 1 else torch.cat([x, x])  # one sample has no variance

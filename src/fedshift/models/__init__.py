@@ -76,7 +76,7 @@ _NEW: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def _returns_new(model: ModelFactory, network: nn.Module, shape: tuple[int, ...], classes: int) -> bool:
-    """Return whether ``model`` shares no layer or parameter with ``network`` when it is called again: trials train it."""
+    """Return whether ``model`` makes all of ``network`` anew when it is called again: trials train and change it."""
     if isinstance(model, LibraryModel) or getattr(model, "__module__", "").startswith(__name__):
         return True
 

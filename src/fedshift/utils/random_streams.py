@@ -7,6 +7,7 @@ Keys are hashed to 128 bits (BLAKE2b), so that streams of different keys do not 
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,8 +70,7 @@ def kept_generators() -> Iterator[None]:
 
 def peek_generators() -> tuple[object, ...]:
     """Return a value that every draw from the global generators of torch (the CPU's), Python and NumPy changes."""
-    _, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), *rest
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
 
 
 def seed_generators(seed: int, purpose: str, *key: Key) -> None:
