@@ -285,8 +285,8 @@ def _refuse_unsupported(module: nn.Module) -> None:
                 )
         if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
             raise UsageError(
-                f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors do not belong "
-                "to an averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
+                f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors belong "
+                "to no averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
             )
 
 

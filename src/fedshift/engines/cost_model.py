@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from math import ceil
 from statistics import median
@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-from typing_extensions import override
+from torch.utils import flop_counter
 
 from ..core.plan import Plan, forward
 from ..nn.linear import FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
@@ -44,29 +42,20 @@ def count_operations(plan: Plan, data: Data) -> int:
     Matrix products and convolutions count two operations per multiply-add; the backward pass costs two forward passes,
     one for the gradients of inputs and one for the gradients of weights.
     """
-    x = next(iter(data.values())).inputs(slice(0, 1), plan.dtype)
-    with _Counter() as counter, use_torch_linear():
+    split = next(iter(data.values()))
+    x = split.inputs(slice(0, 1), plan.dtype)
+    _keep_compiler_out()
+    counter = flop_counter.FlopCounterMode(display=False)  # its tracker of layers fails where these differentiate
+    with flop_counter._FlopCounterMode(counter), use_torch_linear():
         forward(plan, clone(plan.initial), x)
-    return 3 * int(counter.operations)
+    return 3 * int(counter.get_total_flops())
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations by torch's own table; torch's counter tracks layers, and fails if they compute gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping would import the compiler, which takes a second
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(getattr(func, "_overloadpacket", func))
-        self.operations += int(count(*args, **(kwargs or {}), out_val=out)) if count else 0
-        return out
+def _keep_compiler_out() -> None:
+    """Keep torch's counter from importing the compiler at its first use, which takes a second."""
+    dispatch: Any = flop_counter._FlopCounterMode.__torch_dispatch__
+    with suppress(AttributeError):  # other versions of torch import it
+        vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
 
 
 def measure_activations(plan: Plan, data: Data) -> int:

@@ -27,23 +27,23 @@ _MASK = 0xFFFFFFFF
 
 
 class _Draws(NamedTuple):
-    """The key of a step, an iterator over the numbers of its masks, and the numbers that each layer has drawn."""
+    """The key of a step, the numbers of its masks, and those that each layer has drawn."""
 
     key: Tensor
-    calls: Iterator[int]
-    numbers: WeakKeyDictionary[nn.Module, set[int]]
+    numbers: Iterator[int]
+    drawn: WeakKeyDictionary[nn.Module, set[int]]
 
 
 _current: ContextVar[_Draws | None] = ContextVar("dropout_draws", default=None)
 _latest: list[_Draws] = []
-"""The last step's draws; checkpointing (``torch.utils.checkpoint``) runs layers again in the backward pass after it."""
+"""The last step's draws: checkpointing (``torch.utils.checkpoint``) runs layers again, in its backward pass."""
 
 
 @contextmanager
 def dropout_key(key: Tensor) -> Iterator[None]:
-    """Key the draws of dropout layers inside the block, and in a backward pass after it, by ``key`` (int64 scalar)."""
+    """Key the draws of layers inside the block, and in a backward pass after it, by ``key`` (int64 scalar)."""
     again = bool(_latest) and _latest[0].key is key
-    draws = _Draws(key, count(), _latest[0].numbers if again else WeakKeyDictionary())
+    draws = _Draws(key, count(), _latest[0].drawn if again else WeakKeyDictionary())
     if torch._C._functorch.peek_interpreter_stack() is None:  # lanes are not checkpointed
         _latest[:] = [draws]
     token = _current.set(draws)
@@ -53,34 +53,34 @@ def dropout_key(key: Tensor) -> Iterator[None]:
         _current.reset(token)
 
 
-def _is_run_again() -> bool:
-    """Return whether a backward pass is running a layer again."""
-    return bool(_latest) and torch._C._current_graph_task_id() != -1
+def _read_draws() -> tuple[_Draws, bool]:
+    """Return the draws of the step, and whether its backward pass is running layers again."""
+    again = bool(_latest) and torch._C._current_graph_task_id() != -1
+    if draws := _latest[0] if again else _current.get():
+        return draws, again
+    raise RuntimeError(
+        "a layer with random draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
+    )
 
 
 def current_key() -> Tensor:
     """Return the key of the current step, for layers with random draws; raise RuntimeError outside of a step."""
-    draws = _latest[0] if _is_run_again() else _current.get()
-    if draws is None:
-        raise RuntimeError(
-            "a layer with random draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
-        )
-    return draws.key
+    return _read_draws()[0].key
 
 
 def _number_mask(layer: nn.Module) -> int:
     """Return the number of the layer's next mask, or of the one that it drew, if a backward pass runs it again."""
-    if draws := None if _is_run_again() else _current.get():
-        number = next(draws.calls)
-        draws.numbers.setdefault(layer, set()).add(number)
+    draws, again = _read_draws()
+    drawn = draws.drawn.setdefault(layer, set())
+    if not again:
+        drawn.add(number := next(draws.numbers))
         return number
-    numbers = _latest[0].numbers.get(layer, set())
-    if len(numbers) != 1:
+    if len(drawn) != 1:
         raise UsageError(
-            f"a dropout layer (p={getattr(layer, 'p', None)}) drew {len(numbers)} masks in a step that checkpointing "
-            "runs again: call it once in a forward pass, or leave it out of torch.utils.checkpoint"
+            f"a dropout layer drew {len(drawn)} masks in a step that checkpointing runs again: call it once in a "
+            "forward pass, or leave it out of torch.utils.checkpoint"
         )
-    return next(iter(numbers))
+    return next(iter(drawn))
 
 
 def _mix(x: Tensor) -> Tensor:
