@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
@@ -250,16 +249,27 @@ def _check_sends(plan: Plan) -> None:
 
 def _refuse_unsupported(module: nn.Module) -> None:
     """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called functionally."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    tensors = dict(nn.Module.named_parameters(module)) | dict(module.named_buffers())
+    if {id(each) for each in module.parameters()} != {id(each) for _, each in nn.Module.named_parameters(module)}:
+        raise UsageError(
+            f"the model {type(module).__name__} overrides parameters(), so that it is not known what is trained: set "
+            "requires_grad=False on parameters that are not, and leave parameters() as it is"
+        )
+    for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
                 f"entry {name!r} of the model has no shape yet (a lazy layer): run one batch through the model first"
             )
-    for entry, tensor in module.state_dict().items():
+    for name, tensor in ((entry.name, tensors[entry.name]) for entry in entries(module)):
         if tensor.is_complex():
             raise UsageError(
-                f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
+                f"entry {name!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
                 "support: store its real and imaginary parts as real entries (torch.view_as_real)"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise UsageError(
+                f"entry {name!r} of the model is {tensor.layout} with {tensor.dtype}, which uploads and checkpoints "
+                "cannot hold: store it dense, or, if it is constant, register it with persistent=False"
             )
     registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
@@ -275,12 +285,11 @@ def _refuse_unsupported(module: nn.Module) -> None:
                     "it: it would not be trained, sent or exported; register it (nn.ModuleList, nn.ModuleDict, "
                     "nn.ParameterList, self.register_buffer)"
                 )
-        for hook in layer._forward_pre_hooks.values():
-            if isinstance(hook, WeightNorm | SpectralNorm):
-                raise UsageError(
-                    f"layer {name!r} of the model uses the old {type(hook).__name__} hook of torch.nn.utils, which "
-                    "writes into the layer at each call: use torch.nn.utils.parametrizations instead"
-                )
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise UsageError(
+                f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors belong "
+                "to no averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
+            )
 
 
 def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
