@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..nn.dropout import Keyed, dropout_key
 from ..utils.errors import UsageError
@@ -20,7 +19,7 @@ from .declarations import Bound, Reads, RulePhase
 from .method import Method
 from .optimizer import SGD, Optimizer
 from .rule import HOOKS, Rule
-from .selection import Entry, hybrid_factors, norm_statistics
+from .selection import WHOLE, Entry, hybrid_factors, norm_statistics
 from .work import Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -127,7 +126,13 @@ class Plan:
     @property
     def has_global(self) -> bool:
         """Whether the server holds one complete model for all clients (with FedBN it does not)."""
-        return self.sent == frozenset(self.initial) and not self.mixes
+        hidden = {entry.name for entry in self.entries if entry.kind == "hidden"}
+        return self.sent | hidden == frozenset(self.initial) and not self.mixes
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Buffers without a mean (:mod:`fedshift.core.buffers`)."""
+        return frozenset(entry.name for entry in self.entries if entry.kind in WHOLE)
 
     @property
     def mixes(self) -> bool:
@@ -138,9 +143,11 @@ class Plan:
     def personalizes(self) -> bool:
         """Whether each client has its own model, so that clients that never trained have none.
 
-        HybridBatchNorm's factors affect only training and do not personalize the model.
+        HybridBatchNorm's factors affect only training and do not personalize the model, nor does state that the server
+        has too (:mod:`fedshift.core.buffers`).
         """
-        keeps = any(entry.name in self.personal and not hybrid_factors(entry) for entry in self.entries)
+        kept = (each for each in self.entries if each.name in self.personal and not hybrid_factors(each))
+        keeps = any(each.kind != "hidden" and each.name not in self.adopted & self.whole for each in kept)
         adapts = self.method.finetune or any(bound.rule.personalizes for bound in self.rules)
         return keeps or self.mixes or bool(adapts)
 
@@ -273,8 +280,9 @@ class Plan:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Floating-point dtype of the model and its inputs."""
-        return next((t.dtype for t in self.initial.values() if t.is_floating_point()), torch.float32)
+        """Floating-point dtype of the model's parameters, and so of its inputs."""
+        dtypes = (self.initial[entry.name].dtype for entry in sorted(self.entries, key=lambda each: each.is_buffer))
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
     @cached_property
     def image_format(self) -> torch.memory_format:
@@ -293,6 +301,11 @@ class Plan:
     def layers(self) -> tuple[nn.Module, ...]:
         """All modules of the template, starting with the template itself."""
         return tuple(self.module.modules())
+
+    @cached_property
+    def normalizing(self) -> frozenset[nn.Module]:
+        """Layers that own running statistics of BatchNorm."""
+        return frozenset(entry.owner for entry in self.entries if norm_statistics(entry))
 
     @cached_property
     def feature_layers(self) -> dict[int, nn.Module]:
@@ -357,9 +370,8 @@ class Plan:
             self._freeze()
 
     def _freeze(self) -> None:
-        for layer in self.layers if self._mode["frozen"] else ():
-            if isinstance(layer, _BatchNorm):
-                layer.training = False  # without its children, such as a dropout
+        for layer in self.normalizing if self._mode["frozen"] else ():
+            layer.training = False  # without its children, such as a dropout
 
     @contextmanager
     def switched(self) -> Iterator[None]:

@@ -73,8 +73,8 @@ def probe_network(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -
         writes_inputs=probe.writes_inputs(),
         writes_in_evaluation=probe.writes_in_evaluation(),
         changing=frozenset(
-            name for name, tensor in plan.initial.items()
-            if name not in plan.trained and not _equal(tensor, first[f"second/{name}"])
+            name for name in plan.initial.keys() - plan.trained for step in ("first", "second")
+            if not _equal(plan.initial[name], first[f"{step}/{name}"])
         ),
     )  # fmt: skip
 

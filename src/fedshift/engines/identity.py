@@ -25,7 +25,7 @@ from ..core.step import client_step_, update_
 from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section
-from ..utils.state import State, clone, move_together, nbytes
+from ..utils.state import State, clone, move_together, nbytes, pick
 from .engine import ClientResult, Data, Diverged, Engine, find_broken, find_exchange, move_batches
 from .sequential import Sequential
 
@@ -66,16 +66,16 @@ class Identity(Engine):
             job = update_(plan, job, grads, job.rest, len(together))
         shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
         per_client = losses.detach().double().cpu()
-        if broken := find_broken(per_client, shared):
+        if broken := find_broken(per_client, pick(shared, shared.keys() - plan.whole)):
             sequential = Sequential(plan, self.data, self.seed, augment=self.augment)
             for name, client in clients.items():
                 sequential.train_client(server, name, client)  # raises, naming the client
             raise Diverged(f"training diverged: round {server.round + 1}: {broken[1]}. Lower the learning rate")
         summed = None
         if not self.separate_uploads:
-            summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(shared))
-            summed.mean.add(shared, sum(raw))
-            shared = {}
+            averaged, shared = pick(shared, shared.keys() - plan.whole), pick(shared, plan.whole)
+            summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(averaged))
+            summed.mean.add(averaged, sum(raw))
         sizes = [len(labels) for labels in y]
         sums = (per_client * torch.tensor(sizes)).tolist()
         for (name, client), size, loss_sum in zip(clients.items(), sizes, sums, strict=True):

@@ -150,7 +150,7 @@ class Stacked(Engine):
         losses_KS = losses_KS.cpu()
         most = losses_KS.shape[1]
         sizes_KS = torch.tensor([lane.sizes + [0] * (most - len(lane.sizes)) for lane in lanes], dtype=torch.float64)
-        if not (losses_KS.isfinite().all() and _is_finite(stack)):
+        if not (losses_KS.isfinite().all() and _is_finite(self.plan, stack)):
             if self._shared or updates:  # lanes have no individual parameters to check
                 sequential = Sequential(self.plan, self.data, self.seed, augment=self.augment)
                 return [(lane.name, sequential.train_client(server, lane.name, lane.client)) for lane in lanes]
@@ -252,12 +252,13 @@ class Stacked(Engine):
         entries = {**params, **rest}
         sent = {name: entries[name] for name in plan.initial if name in plan.sent}
         samples = [sum(lane.sizes) for lane in lanes]
-        mean = StreamingMean()
+        whole, mean = pick(sent, plan.whole), StreamingMean()
+        averaged = pick(sent, sent.keys() - plan.whole)
         with timed_section("aggregation"):
-            mean.add_stacked(sent, list(map(self._weigh, lanes)))
-        summed = SummedUploads(mean=mean, nbytes=nbytes(sent) // len(lanes))
+            mean.add_stacked(averaged, list(map(self._weigh, lanes)))
+        summed = SummedUploads(mean=mean, nbytes=nbytes(averaged) // len(lanes))
         memory: tuple[State, ...] = ({},) * len(job.memory)
-        personal = _list_lanes(pick(entries, plan.personal), len(lanes))
+        personal, shared = (_list_lanes(state, len(lanes)) for state in (pick(entries, plan.personal), whole))
         kept = _list_lanes(optimizer if plan.optimizer.keep else {}, len(lanes))
         for number, (lane, count, loss_sum) in enumerate(zip(lanes, samples, loss_sums, strict=True)):
             client = ClientState(
@@ -266,7 +267,7 @@ class Stacked(Engine):
                 memory=memory,
                 steps=lane.client.steps + len(lane.batches),
             )
-            update = Update(shared={}, memory=memory, weight=float(count), steps=len(lane.batches))
+            update = Update(shared=shared[number], memory=memory, weight=float(count), steps=len(lane.batches))
             yield ClientResult(client=client, update=update, loss_sum=loss_sum, summed=summed)
 
     def _finish_separately(
@@ -581,8 +582,9 @@ def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
     )
 
 
-def _is_finite(stack: Stack) -> bool:
+def _is_finite(plan: Plan, stack: Stack) -> bool:
     """Return whether all trained parameters and statistics are finite, by their sums."""
-    tensors = [drop_equal(tensor) for state in stack[:2] for tensor in state.values()]
+    names = plan.whole.union(*({own[each] for each in own.keys() & plan.whole} for own in plan.own_names))
+    tensors = [drop_equal(tensor) for state in stack[:2] for name, tensor in state.items() if name not in names]
     sums = [tensor.sum() for tensor in tensors if tensor.is_floating_point()]
     return bool(torch.stack([value.double() for value in sums]).isfinite().all())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
+from ..core.buffers import describe_buffers
 from ..core.optimizer import SGD, Optimizer
 from ..engines.half_precision import list_underflows
 from ..engines.sequential import Sequential
@@ -37,6 +38,7 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
         yield from _list_low_rates(plan.optimizer)
     if trial.settings.adapter:
         yield Information(f"{plan.method.label}: {describe_adapter(trial)}")
+    yield from describe_buffers(plan)
     for bound in plan.rules:
         yield from bound.notices
     if mechanism := find_mechanism((trial.plan.method.gradient,)):
