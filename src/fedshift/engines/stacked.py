@@ -43,7 +43,7 @@ from ..data.augmentation import Augmentation
 from ..data.samples import Samples, are_alike, gather_rows
 from ..nn.deferred import FEW
 from ..utils.profiling import timed_section
-from ..utils.state import State, drop_equal, move_together, nbytes, pick
+from ..utils.state import State, clone, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
 from .deferral import choose_held, hold
@@ -180,6 +180,7 @@ class Stacked(Engine):
         first = load_state(self.plan, lanes[0].client, server)
         kept = [personal_entries(self.plan, lane.client, server) for lane in lanes]
         personal = {name: torch.stack([state[name] for state in kept]) for name in self.plan.personal}
+        start = clone(personal) if self.plan.reads.start else {}
         fresh = self.plan.optimizer.init(first.params)
         optimizer = _stack_states([lane.client.optimizer or fresh for lane in lanes])
         params, rest = (
@@ -187,7 +188,7 @@ class Stacked(Engine):
              for name, tensor in state.items()}
             for state in (first.params, first.rest)
         )  # fmt: skip
-        return first, (params, rest, optimizer, {}, *({} for _ in first.memory))
+        return first, (params, rest, optimizer, {}, *({} for _ in first.memory), start)
 
     def _load_lane(self, server: ServerState, lane: _Lane) -> LocalTrainingState:
         seen = self.see(lane.name, lane.batches)
@@ -525,7 +526,8 @@ def prepare_steps(
 
 def _stack_jobs(plan: Plan, jobs: Sequence[LocalTrainingState]) -> Stack:
     parts = [
-        (job.params, job.rest, job.optimizer, job.global_params if plan.mixes else {}, *job.memory) for job in jobs
+        (job.params, job.rest, job.optimizer, job.global_params if plan.mixes else {}, *job.memory, job.personal)
+        for job in jobs
     ]
     return tuple(map(_stack_states, zip(*parts, strict=True)))
 
