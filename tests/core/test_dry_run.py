@@ -61,7 +61,6 @@ MEMORY, SERVER = Own(memory={"one": ONE}), Own(server={"one": ONE})
 WRONG = {
     r"loss\(\): Faulty reads features .*features='last'": loss(lambda step: step.features.sum()),
     r"loss\(\): Faulty reads features ": loss(lambda step: step.run(step.params).features.sum()),
-    r"loss\(\): Faulty reads start .*start=True": loss(lambda step: len(step.start)),
     r"loss\(\): Faulty reads round .*round=True": loss(lambda step: step.round),
     r"batch\(\): Faulty reads key .*draws=True": rule(batch=lambda x, y, step: (x + step.key, y)),
     r"gradients\(\): Faulty reads key": rule(gradients=lambda grads, step: grads | {"key": step.key}),

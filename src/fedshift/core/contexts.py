@@ -151,13 +151,10 @@ class StepContext(ClientContext):
 
     @property
     def start(self) -> State:
-        """Return the server's model as the client has it: all entries when local work began; needs ``Reads.start``.
+        """Return all entries of the client's model when the round began: loaded ones, and those that it keeps.
 
-        They are the loaded entries, and those that the client keeps; constants, whatever the method keeps on clients.
-        A teacher is ``step.run(step.start, training=False)``.
+        They are constants, whatever the method keeps on clients: ``step.run(step.start, training=False)`` is a teacher.
         """
-        if not self.bound.reads.start:
-            raise _refuse(self.bound, "start", "start=True")
         return self.loaded | self._personal
 
     @property

@@ -116,7 +116,6 @@ class Reads:
             that uses fewer in the round provides those.
         features: Name of the layer whose input :meth:`Rule.loss` receives, or ``"last"`` for the last layer with
             parameters, so that features are the classifier's input. They come from the pass of the loss.
-        start: Whether the rule reads :attr:`StepContext.start`, which each client keeps for the round.
         draws: Whether the rule reads :attr:`StepContext.key` for random draws.
         round: Whether the rule reads :attr:`StepContext.round`, which disables the recording of steps.
         entries: Whether :meth:`Rule.fold` receives the entries of each client, and not only their mean.
@@ -126,7 +125,6 @@ class Reads:
     targets: bool = False
     first: int = 0
     features: str = ""
-    start: bool = False
     draws: bool = False
     round: bool = False
     entries: bool = False

@@ -34,7 +34,7 @@ from .kernel import (
     personal_state,
     restart,
 )
-from .plan import Plan, compute_features, to_inputs, to_memory_format
+from .plan import Plan, compute_features, forward, to_inputs, to_memory_format
 from .rule import HOOKS, Rule
 from .server_round import ClientSizes, server_prelude, server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
@@ -60,27 +60,28 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
     if not (plan.rules or method.gradient or method.server or not method.aggregate.sums):
         return
     kind = _identify(plan, sample, task, classes)
+    for bound in plan.rules:
+        _check_own(plan, bound)
+    _check_features(plan, sample)
     if kind in _PASSED:
         return
     with torch_stream(plan.seed, "dry run"):
-        for bound in plan.rules:
-            _check_own(plan, bound)
-        outputs = _check_features(plan, sample)
         watched = replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules))
-        _run_rounds(watched, _make_samples(plan, sample, outputs, task, classes))
+        _run_rounds(watched, _make_samples(plan, sample, task, classes))
     if kind is not None:
         _PASSED.add(kind)
 
 
 def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
-    """Return what the verdict depends on; None: a component cannot be compared."""
-    method, entries = plan.method, tuple((each.name, plan.initial[each.name]) for each in plan.entries)
-    kind = (
-        method.rules, method.aggregate, method.gradient, method.server, plan.work, plan.optimizer, plan.loss, task,
-        classes, plan.precision, plan.loaded, plan.sent, plan.trained, plan.adopted, tuple(sample.shape), sample.dtype,
-        tuple((name, tuple(x.shape), x.dtype, x.device) for name, x in entries), tuple(map(type, plan.layers)),
-    )  # fmt: skip
+    """Return what the verdict depends on, with the code of layers: a function may make their class anew."""
+    components = (*plan.method.rules, plan.method.aggregate, plan.method.gradient, plan.method.server)
     try:
+        kind = (
+            *((type(each), *vars(each).items()) for each in components if each), plan.work, plan.optimizer, plan.loss,
+            plan.precision, task, classes, plan.loaded, plan.sent, plan.trained, plan.adopted,
+            *(getattr(type(layer).forward, "__code__", type(layer)) for layer in plan.layers),
+            *((name, x.shape, x.dtype, x.device) for name, x in {"": sample, **plan.initial}.items()),
+        )  # fmt: skip
         hash(kind)
     except TypeError:
         return None
@@ -88,11 +89,11 @@ def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Ha
 
 
 @torch.no_grad()
-def _check_features(plan: Plan, sample: Tensor) -> Tensor:
-    """Return the network's outputs; raise :class:`UsageError` if a rule that needs vectors reads other features."""
+def _check_features(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` if the model does not call a layer that a rule reads, or its input is no vector."""
     plan.set_mode(training=False)
     inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-    outputs, features = compute_features(plan, clone(plan.initial), inputs)
+    features = compute_features(plan, clone(plan.initial), inputs)[1] if plan.feature_layers else {}
     for bound, z in ((plan.rules[index], z) for index, z in features.items()):
         if bound.rule.requires.classes and z.ndim != 2:
             raise UsageError(
@@ -100,27 +101,25 @@ def _check_features(plan: Plan, sample: Tensor) -> Tensor:
                 f"the input of layer {bound.reads.features!r} has shape {tuple(z.shape[1:])}: choose a model whose "
                 "classifier receives a vector"
             )
-    return outputs
 
 
-def _make_samples(
-    plan: Plan, sample: Tensor, outputs: Tensor, task: Task | None, classes: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _make_samples(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs ``[B, ...]`` and targets ``[B, ...]`` of clients, without end."""
     size, shape, inputs = max(SAMPLES, plan.smallest_batch), tuple(sample.shape[1:]), to_inputs(plan, sample)
+    outputs = forward(plan, clone(plan.initial), inputs) if task is None else inputs
     while True:
         x = torch.cat([inputs.roll(number, -1) for number in range(size)])
         if x.is_floating_point():  # in the sample's range; whole numbers remain valid when they are rounded down
             x = inputs * torch.rand_like(x) + torch.rand_like(x) / 2
             x = x.clamp(inputs.min(), inputs.max()) if inputs.min() < inputs.max() else x
         if task is None:
-            y = torch.zeros((size, *outputs.shape[2:]), dtype=torch.int64, device=x.device)
+            y = torch.zeros((size, *outputs.shape[2:]), dtype=torch.int64)
         else:
-            y = task.encode(task.make_blank_targets(size, shape, classes)).to(x.device)
+            y = task.encode(task.make_blank_targets(size, shape, classes))
         if not y.is_floating_point():
-            row = torch.arange(size, device=y.device).reshape(-1, *[1] * (y.ndim - 1))
+            row = torch.arange(size).reshape(-1, *[1] * (y.ndim - 1))
             y = (y.long() + row) % (classes or outputs.shape[min(1, outputs.ndim - 1)])
-        yield x, y
+        yield x, y.to(x.device)
 
 
 def _run_rounds(plan: Plan, samples: Iterator[tuple[Tensor, Tensor]]) -> None:

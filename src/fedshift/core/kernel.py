@@ -121,7 +121,7 @@ def load_state(
         params=params,
         rest={name: tensor for name, tensor in state.items() if name not in trained},
         global_params=pick(server.shared, plan.loaded),
-        personal=pick(merged, plan.personal) if plan.reads.start else {},
+        personal=pick(merged, plan.personal) if plan.rules else {},
         optimizer=client.optimizer or plan.optimizer.init(params),
         memory=tuple(context.memory for context in contexts),
         server_memory=server.memory,

@@ -157,7 +157,6 @@ class Plan:
         return Reads(
             targets=any(reads.targets for reads in each),
             first=max((reads.first for reads in each), default=0),
-            start=any(reads.start for reads in each),
             draws=any(reads.draws for reads in each),
             round=any(reads.round for reads in each),
             entries=any(reads.entries for reads in each),

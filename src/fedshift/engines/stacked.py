@@ -180,7 +180,7 @@ class Stacked(Engine):
         first = load_state(self.plan, lanes[0].client, server)
         kept = [personal_entries(self.plan, lane.client, server) for lane in lanes]
         personal = {name: torch.stack([state[name] for state in kept]) for name in self.plan.personal}
-        start = clone(personal) if self.plan.reads.start else {}
+        start = clone(personal) if self.plan.rules else {}
         fresh = self.plan.optimizer.init(first.params)
         optimizer = _stack_states([lane.client.optimizer or fresh for lane in lanes])
         params, rest = (

@@ -36,7 +36,7 @@ class PreviousModel(Rule):
 
     @override
     def bind(self, plan: Plan) -> Bound:
-        return Bound(self, own=Own(memory=plan.initial), reads=Reads(features=self.features, start=True))
+        return Bound(self, own=Own(memory=plan.initial), reads=Reads(features=self.features))
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
