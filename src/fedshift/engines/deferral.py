@@ -50,4 +50,4 @@ def _is_plain_sgd(plan: Plan) -> bool:
 def _linear_layers(plan: Plan) -> list[tuple[str, nn.Linear]]:
     """Return the linear layers with the names of their weights; a shared weight occurs once per layer."""
     layers = {id(layer._parameters): layer for layer in plan.layers if isinstance(layer, nn.Linear)}
-    return [(name, layers[id(held)]) for held, key, name in plan.slots if key == "weight" and id(held) in layers]
+    return [(name, layers[id(held)]) for held, key, name, _ in plan.slots if key == "weight" and id(held) in layers]
