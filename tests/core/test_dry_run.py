@@ -73,14 +73,13 @@ WRONG = {
         lambda step: step.run({"0.bias": step.loaded["0.bias"]}).outputs.sum()
     ),
     r"loss\(\): Faulty runs a model without": loss(lambda step: step.loss_at({})),
-    r"loss\(\): returns a Tensor of shape \(2,\): return one number": loss(lambda step: ONE.expand(2)),
-    r"loss\(\): returns a float: return one number": rule(loss=lambda loss, step: 1.0),
+    r"loss\(\): returns a tensor of shape \(2,\) .*: return one number": loss(lambda step: ONE.expand(2)),
+    r"loss\(\): returns a float: return 1 tensor": rule(loss=lambda loss, step: 1.0),
     r"objective that does not depend on the loss": rule(loss=lambda loss, step: step.criterion(step.outputs, step.y)),
     r"loss\(\): returns an objective that does not": rule(loss=lambda loss, step: 0 * loss + step.outputs.sum()),
     r"loss\(\): returns a tensor with numbers that are not finite": loss(lambda step: step.outputs.sum() / 0),
-    r"batch\(\): returns inputs of shape \(2, 2\)": rule(batch=lambda x, y, step: (x[:, 1:], y)),
-    r"batch\(\): returns inputs of .* and 1 targets": rule(batch=lambda x, y, step: (x, y[:1])),
-    r"batch\(\): returns a Tensor: return a pair": rule(batch=lambda x, y, step: x),
+    r"batch\(\): returns 'x' of shape \(2, 2\) .*, given as \(2, 3\)": rule(batch=lambda x, y, step: (x[:, 1:], y)),
+    r"batch\(\): returns a Tensor: return 2 tensors": rule(batch=lambda x, y, step: x),
     r"gradients\(\): is given '0.bias' but does not return it": rule(gradients=without_bias),
     r"gradients\(\): returns '0.bias' of .*, given as \(4,\)": grads(lambda bias: {"0.bias": ONE}),
     r"gradients\(\): returns '0.bias' of .* float64, given .* float32": grads(lambda bias: {"0.bias": bias.double()}),
@@ -91,22 +90,22 @@ WRONG = {
         "use", personalize=lambda state, client: state | {"one": ONE}
     ),
     r"personalize\(\): is given '0.bias' but does not return": rule("start", personalize=without_bias),
-    r"look\(\): declares 'one' but does not return it: return all": rule(own=MEMORY, look=lambda client: {}),
+    r"look\(\): declares 'one' but does not return it: Own.memory must": rule(own=MEMORY, look=lambda client: {}),
     r"look\(\): returns a int": rule(look=lambda client: 3),
-    r"keeps 'one' of shape \(2,\) .*, declared as \(1,\) .*: Own.memory": end({"one": ONE.expand(2)}, {}, own=MEMORY),
-    r"keeps 'one' of .* float64, declared as .* float32: Own.memory": end({"one": ONE.double()}, {}, own=MEMORY),
-    r"keeps 'two' of .* without declaring it: Own.memory": end({"two": ONE}, {}),
-    r"end\(\): returns a dict: return a pair of Mappings": rule(end=lambda client: {}),
+    r"keeps 'one' of shape \(2,\) .*, declared as .*: Own.memory must": end({"one": ONE.expand(2)}, {}, own=MEMORY),
+    r"keeps 'one' of .* float64, declared as .* float32: Own.memory must": end({"one": ONE.double()}, {}, own=MEMORY),
+    r"keeps 'two' of .* without declaring it: Own.memory must": end({"two": ONE}, {}),
+    r"end\(\): returns a dict: return 2 states": rule(end=lambda client: {}),
     r"end\(\): returns 'one' with numbers that are not finite": end({}, {"one": ONE / 0}, sends=SENT),
-    r"keeps 'one' of shape \(2,\) .*: Own.server": rule(
+    r"keeps 'one' of shape \(2,\) .*: Own.server must": rule(
         own=SERVER, fold=lambda server: Folded({"one": ONE.expand(2)})
     ),
-    r"declares 'one' but does not keep it: Own.server": rule(own=SERVER, fold=lambda server: Folded({})),
+    r"declares 'one' but does not keep it: Own.server must": rule(own=SERVER, fold=lambda server: Folded({})),
     r"computes '2.bias' .* without declaring it: Bound.sets": rule(fold=lambda server: Folded({}, {"2.bias": ONE})),
     r"fold\(\): returns a dict": rule(fold=lambda server: {}),
     r"declares Own.memory 'one' on meta, and the model is on cpu": rule(own=Own(memory={"one": ONE.to("meta")})),
     r"declares Own.params 'one' as .*float64, and the model is .*float32": rule(own=Own(params={"one": ONE.double()})),
-    r"declares Own.server 'one' as a float: give a tensor": rule(own=Own(server={"one": 1.0})),
+    r"declares Own.server 'one' as a float, not a tensor": rule(own=Own(server={"one": 1.0})),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..utils.errors import UsageError
-from ..utils.state import State, is_equal, join_states, pick
+from ..utils.state import State, join_states, pick
 from .declarations import Send
 from .plan import Plan
 
@@ -20,48 +20,14 @@ def check_sends(plan: Plan, index: int, sent: State, *, prelude: bool = False) -
     where, when = ("prelude", "uploads before round 1") if prelude else ("sends", "uploads")
     if why := find_difference(_list_declared(plan, index, prelude=prelude), sent):
         raise UsageError(
-            f"{_name(plan, index)} {why}: the {where} of its bind() must be exactly what its end() {when} "
-            "(fedshift.Send), since the consent of sites, policies and differential privacy rely on them"
+            f"method {plan.method.label!r}: {plan.rules[index].rule.source_method} {why}: the {where} of its bind() "
+            f"must be exactly what its end() {when} (fedshift.Send), since the consent of sites, policies and "
+            "differential privacy rely on them"
         )
-
-
-def _name(plan: Plan, index: int) -> str:
-    return f"method {plan.method.label!r}: {plan.rules[index].rule.source_method}"
 
 
 def _list_declared(plan: Plan, index: int, *, prelude: bool) -> Mapping[str, Send]:
     return plan.rules[index].prelude if prelude else plan.rules[index].sends
-
-
-def check_end(plan: Plan, index: int, kept: State, sent: State, *, prelude: bool = False) -> None:
-    """Raise :class:`UsageError` unless a rule's memory and upload match its declarations."""
-    check_sends(plan, index, sent, prelude=prelude)
-    memory = plan.rules[index].own.memory
-    _check_state(plan, index, kept, memory, "keep", "Own.memory of its bind() must be exactly what its end() keeps")
-    if prelude and not is_equal(kept, memory):
-        raise UsageError(
-            f"{_name(plan, index)}: before round 1, end() returns memory that differs from Own.memory in its bind(), "
-            "but clients keep no memory of that exchange: return the initial values if client.prelude is true, and "
-            "compute what to keep in look() of round 1"
-        )
-
-
-def check_fold(plan: Plan, index: int, memory: State, entries: Mapping[str, Tensor], *, prelude: bool = False) -> None:
-    """Raise :class:`UsageError` unless the rule's results on the server match its declarations."""
-    bound = plan.rules[index]
-    fix = "Own.server of its bind() must be exactly what its fold() keeps, but for growing axes"
-    _check_state(plan, index, memory, bound.own.server, "keep", fix, bound.own.growing)
-    sets = {} if prelude else pick(plan.initial, bound.sets)
-    fix = f"Bound.sets of its bind() must be exactly what its fold() computes{', and nothing before round 1' * prelude}"
-    _check_state(plan, index, entries, sets, "compute", fix)
-
-
-def _check_state(
-    plan: Plan, index: int, actual: Mapping[str, Tensor], declared: State, verb: str, fix: str,
-    growing: Mapping[str, tuple[int, ...]] | None = None,
-) -> None:  # fmt: skip
-    if why := find_difference(declared, actual, verb, growing=growing or {}):
-        raise UsageError(f"{_name(plan, index)} {why}: {fix}")
 
 
 def check_upload(plan: Plan, shared: State, memory: Sequence[State], *, prelude: bool = False) -> None:
@@ -86,26 +52,23 @@ def like_sends(plan: Plan, *, prelude: bool = False) -> State:
 
 
 def find_difference(
-    expected: Mapping[str, Send | Tensor],
-    actual: Mapping[str, Tensor],
-    verb: str = "upload",
-    *,
-    declared: bool = True,
-    growing: Mapping[str, tuple[int, ...]] | None = None,
-) -> str:
+    expected: Mapping[str, Send | Tensor], actual: Mapping[str, Tensor], verb: str = "upload", *, declared: bool = True,
+    where: str = "", growing: Mapping[str, tuple[int, ...]] | None = None,
+) -> str:  # fmt: skip
     """Return how ``actual`` differs in names, shapes and types from ``expected``; empty if it does not.
 
-    The text is a predicate with ``verb``. ``declared``: whether ``expected`` was declared, or else given. ``growing``:
-    axes by name whose lengths may differ.
+    The text is a predicate with ``verb``. ``declared``: whether ``expected`` was declared (``where``), or else given.
+    ``growing``: axes by name whose lengths may differ.
     """
-    known, says = ("declared", "declares") if declared else ("given", "is given")
+    fix = f": {where} must be exactly that" if where else ""
     for name, tensor in actual.items():
         what = f"{verb}s {name!r} of shape {tuple(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}"
         if name not in expected:
-            return f"{what} without declaring it" if declared else f"{what}, which it was not given"
+            return f"{what} without declaring it{fix}" if declared else f"{what}, which it was not given"
         like, axes = expected[name], (growing or {}).get(name, ())
         shape = tuple(tensor.shape[axis] if axis in axes else size for axis, size in enumerate(like.shape))
         if tensor.ndim != len(shape) or (tuple(tensor.shape), tensor.dtype) != (shape, like.dtype):
-            return f"{what}, {known} as {tuple(like.shape)} and {str(like.dtype).removeprefix('torch.')}"
+            known = f"{'declared' if declared else 'given'} as {tuple(like.shape)}"
+            return f"{what}, {known} and {str(like.dtype).removeprefix('torch.')}{fix}"
     missing = expected.keys() - actual.keys()
-    return f"{says} {min(missing)!r} but does not {verb} it" if missing else ""
+    return f"{'declares' if declared else 'is given'} {min(missing)!r} but does not {verb} it{fix}" if missing else ""

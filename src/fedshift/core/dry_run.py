@@ -19,11 +19,11 @@ from torch import Tensor
 from ..tasks import Task
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
-from ..utils.state import clone, pick
+from ..utils.state import State, clone, is_equal, pick
 from ..utils.user_code import describe_error
-from .contexts import ClientContext, FoldContext
+from .contexts import ClientContext, EndContext, FoldContext, Folded, LookContext
 from .declarations import Bound, RulePhase
-from .disclosure import check_upload, find_difference
+from .disclosure import find_difference
 from .kernel import (
     broadcast,
     client_final,
@@ -35,15 +35,16 @@ from .kernel import (
     restart,
 )
 from .plan import Plan, compute_features, forward, to_inputs, to_memory_format
+from .probe import make_batch
 from .rule import HOOKS, Rule
 from .server_round import ClientSizes, server_prelude, server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_step_
 
-CLIENTS, ROUNDS, SAMPLES = 2, 2, 2
-"""Smallest number of clients, number of rounds, and smallest number of samples of a client."""
+CLIENTS, ROUNDS = 2, 2
+"""Smallest number of clients, and number of rounds."""
 _PASSED: set[Hashable] = set()
-"""What the plans differed in that passed in this process, so that seeds of a comparison are not tried again."""
+"""Plans that passed in this process (:func:`_identify`), so that the seeds of a comparison are not tried again."""
 
 
 def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: int = 0) -> None:
@@ -51,7 +52,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
     Args:
         plan: The plan.
-        sample: Inputs ``[1, ...]``; generated samples have its shape, type and device, and are not larger in value.
+        sample: Inputs ``[1, ...]``, whose shape, type and device generated samples have.
         task: The data's task; None: the network's outputs are scores of classes.
         classes: The number of classes, labels or targets of ``task``.
 
@@ -59,21 +60,22 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
     method = plan.method
     if not (plan.rules or method.gradient or method.server or not method.aggregate.sums):
         return
-    kind = _identify(plan, sample, task, classes)
     for bound in plan.rules:
         _check_own(plan, bound)
     _check_features(plan, sample)
+    kind = _identify(plan, sample, task, classes)
     if kind in _PASSED:
         return
     with torch_stream(plan.seed, "dry run"):
-        watched = replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules))
-        _run_rounds(watched, _make_samples(plan, sample, task, classes))
+        x = make_batch(plan, sample)
+        y = _make_targets(plan, x, task, classes)
+        _run_rounds(replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules)), x, y)
     if kind is not None:
         _PASSED.add(kind)
 
 
 def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
-    """Return what the verdict depends on, with the code of layers: a function may make their class anew."""
+    """Return what the verdict depends on; None: unknown. Layers are told by code, as a function may make a class anew."""
     components = (*plan.method.rules, plan.method.aggregate, plan.method.gradient, plan.method.server)
     try:
         kind = (
@@ -86,6 +88,24 @@ def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Ha
     except TypeError:
         return None
     return kind
+
+
+def _check_own(plan: Plan, bound: Bound) -> None:
+    """Raise :class:`UsageError` if a tensor of a rule's initial state is on another device or of another type."""
+    like, own, why = next(iter(plan.initial.values())), bound.own, ""
+    trained: Mapping[str, State] = {"params": own.params, "model": plan.params}
+    for kind in ("model", "params", "buffers", "memory", "server"):
+        for name, tensor in getattr(own, kind).items():
+            if not isinstance(tensor, Tensor):
+                why = f"as a {type(tensor).__name__}, not a tensor"
+            elif tensor.device != like.device:
+                why = f"on {tensor.device}, and the model is on {like.device}"
+            elif tensor.dtype != plan.dtype and name in trained.get(kind, {}):
+                why = f"as {tensor.dtype}, and the model is {plan.dtype}"
+            if why:
+                where = f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares Own.{kind} {name!r}"
+                fix = "make it from an entry of the plan, for example next(iter(plan.params.values())).new_zeros(3)"
+                raise UsageError(f"{where} {why}: {fix}")
 
 
 @torch.no_grad()
@@ -103,45 +123,37 @@ def _check_features(plan: Plan, sample: Tensor) -> None:
             )
 
 
-def _make_samples(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs ``[B, ...]`` and targets ``[B, ...]`` of clients, without end."""
-    size, shape, inputs = max(SAMPLES, plan.smallest_batch), tuple(sample.shape[1:]), to_inputs(plan, sample)
-    outputs = forward(plan, clone(plan.initial), inputs) if task is None else inputs
-    while True:
-        x = torch.cat([inputs.roll(number, -1) for number in range(size)])
-        if x.is_floating_point():  # in the sample's range; whole numbers remain valid when they are rounded down
-            x = inputs * torch.rand_like(x) + torch.rand_like(x) / 2
-            x = x.clamp(inputs.min(), inputs.max()) if inputs.min() < inputs.max() else x
-        if task is None:
-            y = torch.zeros((size, *outputs.shape[2:]), dtype=torch.int64)
-        else:
-            y = task.encode(task.make_blank_targets(size, shape, classes))
-        if not y.is_floating_point():
-            row = torch.arange(size).reshape(-1, *[1] * (y.ndim - 1))
-            y = (y.long() + row) % (classes or outputs.shape[min(1, outputs.ndim - 1)])
-        yield x, y.to(x.device)
+def _make_targets(plan: Plan, x: Tensor, task: Task | None, classes: int) -> Tensor:
+    """Return targets ``[B, ...]`` for inputs ``x [B, ...]``; classes take turns."""
+    if task is None:
+        outputs = forward(plan, clone(plan.initial), x)
+        y = outputs.new_zeros((len(x), *outputs.shape[2:]), dtype=torch.int64)
+        classes = outputs.shape[1] if outputs.ndim > 1 else 1
+    else:
+        y = task.encode(task.make_blank_targets(len(x), tuple(x.shape[1:]), classes)).to(x.device)
+    turn = torch.arange(len(x), device=x.device).reshape(-1, *[1] * (y.ndim - 1))
+    return y if y.is_floating_point() else (y.long() + turn) % classes
 
 
-def _run_rounds(plan: Plan, samples: Iterator[tuple[Tensor, Tensor]]) -> None:
-    method = plan.method
-    names = [f"dry{number}" for number in range(1 if method.pooled else max(CLIENTS, method.aggregate.min_clients))]
-    data = dict(zip(names, samples, strict=False))
+def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
+    method, halves = plan.method, list(zip(x.chunk(CLIENTS), y.chunk(CLIENTS), strict=True))
+    count = 1 if method.pooled else max(CLIENTS, method.aggregate.min_clients)
+    data = {str(number): halves[number % CLIENTS] for number in range(count)}
     sizes = {name: len(y) for name, (_, y) in data.items()}
-    server, clients = init_server(plan), {name: init_client(plan) for name in names}
+    server, clients = init_server(plan), dict.fromkeys(data, init_client(plan))
     if plan.prelude:
-        sent = {name: client_prelude(plan, sizes[name], _see(plan, *data[name])) for name in names}
+        sent = {name: client_prelude(plan, sizes[name], _see(plan, *data[name])) for name in data}
         server = server_prelude(plan, server, sent, ClientSizes(plan, sizes))
     for _ in range(ROUNDS):
         updates = {}
-        for name in names:
-            clients[name], updates[name] = _train(plan, clients[name], broadcast(server, name), *data[name])
+        for name, samples in data.items():
+            clients[name], updates[name] = _train(plan, clients[name], broadcast(server, name), *samples)
         with _named(plan, " and ".join(map(repr, filter(None, (method.aggregate, method.server))))):
             server = server_round(plan, server, updates, sizes)
-            given = [pair for update in updates.values() for pair in update.shared.items()]
-            why = _check_state(server.shared, pick(plan.initial, plan.sent))
-            if why := why or _check_numbers(plan, server.shared.items(), given):
-                raise UsageError(why)
-        for name in names:
+            uploaded = [pair for update in updates.values() for pair in update.shared.items()]
+            _require(find_difference(pick(plan.initial, plan.sent), server.shared, "return", declared=False))
+            _require(_check_numbers(plan, server.shared.items(), uploaded))
+        for name in data:
             personal_state(plan, clients[name], broadcast(server, name))
 
 
@@ -159,9 +171,7 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
             job = restart(plan, take(job, *plan.before))
             job = replace(job, params=plan.clone_for_training(job.params))
         job = take(job, None, *plan.after)
-    done, update = client_final(plan, job)
-    check_upload(plan, update.shared, update.memory)
-    return done, update
+    return client_final(plan, job)
 
 
 def _make_key(x: Tensor) -> Tensor:
@@ -187,40 +197,35 @@ def _named(plan: Plan, what: str) -> Iterator[None]:
         ) from error
 
 
-def _check_own(plan: Plan, bound: Bound) -> None:
-    """Raise :class:`UsageError` if a tensor of a rule's initial state is on another device or of another type."""
-    like = next(iter(plan.initial.values()))
-    for kind, state in ((each.name, getattr(bound.own, each.name)) for each in fields(bound.own)):
-        for name, tensor in state.items() if kind not in ("bounds", "growing") else ():
-            trained = kind == "params" or (kind == "model" and name in plan.trained)
-            where = f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares Own.{kind} {name!r}"
-            if not isinstance(tensor, Tensor):
-                raise UsageError(f"{where} as a {type(tensor).__name__}: give a tensor")
-            why = f"on {tensor.device}, and the model is on {like.device}" if tensor.device != like.device else ""
-            if trained and tensor.dtype != plan.dtype:
-                why = why or f"as {tensor.dtype}, and the model is {plan.dtype}"
-            if why:
-                fix = "make it from an entry of the plan, for example next(iter(plan.params.values())).new_zeros(3)"
-                raise UsageError(f"{where} {why}: {fix}")
+def _require(why: str) -> None:
+    if why:
+        raise UsageError(why)
 
 
 def _watch(plan: Plan, bound: Bound) -> Bound:
     """Return ``bound`` with a copy of the rule whose hooks are checked."""
     rule, kind = copy(bound.rule), type(bound.rule)
-    defined = [hook for hook in HOOKS if getattr(kind, hook) is not getattr(Rule, hook)]
     members = {name: getattr(kind, name) for name in ("__module__", "__qualname__")} | {"__slots__": ()}
-    members |= {hook: _check_hook(plan, bound.rule, hook) for hook in defined}
+    for hook in HOOKS:
+        if getattr(kind, hook) is not getattr(Rule, hook):
+            members[hook] = _check_hook(plan, bound, hook)
     object.__setattr__(rule, "__class__", type(kind.__name__, (kind,), members))
     return replace(bound, rule=rule)
 
 
-def _check_hook(plan: Plan, rule: Rule, hook: str) -> Callable[..., Any]:
+def _check_hook(plan: Plan, bound: Bound, hook: str) -> Callable[..., Any]:
+    kind, check = _CHECKS[hook]
+    count = 2 if hook in ("batch", "end", "fold") else 1
+
     def run(_: Rule, *given: Any) -> Any:
-        with _named(plan, f"{type(rule).__name__}.{hook}()"):
-            result = getattr(rule, hook)(*given)
-            why = _CHECKS[hook](result, *given)
-            if why := why or _check_numbers(plan, _list_tensors(result), _list_tensors(given)):
-                raise UsageError(why)
+        with _named(plan, f"{type(bound.rule).__name__}.{hook}()"):
+            result = getattr(bound.rule, hook)(*given)
+            returned = result if count > 1 and isinstance(result, tuple) else (result,)
+            if len(returned) != count or not all(isinstance(each, kind) for each in returned):
+                what = ("tensor" if kind is Tensor else "state") + "s" * (count - 1)
+                raise UsageError(f"returns a {type(result).__name__}: return {count} {what}")
+            _require(check(bound, result, *given))
+            _require(_check_numbers(plan, _list_tensors(result), _list_tensors(given)))
         return result
 
     return run
@@ -233,12 +238,9 @@ def _check_numbers(plan: Plan, returned: Iterable[tuple[str, Tensor]], given: It
         if tensor.device != device:
             return f"returns {name} on {tensor.device}, and the model is on {device}: move it there"
         broken = broken or ("" if _is_finite(tensor) else name)
-    if broken and all(_is_finite(tensor) for _, tensor in given):
-        return (
-            f"returns {broken} with numbers that are not finite, from finite ones: guard divisions, logarithms and "
-            "roots, for example by clamp(min=1e-12)"
-        )
-    return ""
+    if not broken or not all(_is_finite(tensor) for _, tensor in given):
+        return ""
+    return f"returns {broken} with numbers that are not finite: guard divisions, logarithms and roots (clamp)"
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -250,46 +252,31 @@ def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Ten
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, ClientContext | FoldContext):
-        for each in fields(value):
-            yield from _list_tensors(getattr(value, each.name), each.name)
+        yield from _list_tensors({each.name: getattr(value, each.name) for each in fields(value)})
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _list_tensors(each, repr(key))
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _list_tensors(each, f"{name} {number}")
+        for each in value:
+            yield from _list_tensors(each, name)
 
 
-def _check_look(result: Any, client: Any) -> str:
-    if not isinstance(result, Mapping):
-        return _check_state(result, {})
-    kept = client.bound.own.memory
-    why = find_difference(kept, pick(result, kept), "return")
-    return why and f"{why}: return all of Own.memory"
+def _check_look(bound: Bound, result: State, _: LookContext) -> str:
+    return find_difference(bound.own.memory, pick(result, bound.own.memory), "return", where="Own.memory")
 
 
-def _check_state(result: Any, given: Mapping[str, Tensor], *_: object) -> str:
-    if not isinstance(result, Mapping):
-        return f"returns a {type(result).__name__}: return a dict of tensors"
-    why = find_difference(given, result, "return", declared=False)
-    return why and f"{why}: return the same names, shapes and types"
+def _check_same(_: Bound, result: State, given: State, *__: object) -> str:
+    return find_difference(given, result, "return", declared=False)
 
 
-def _check_batch(result: Any, x: Tensor, y: Tensor, *_: object) -> str:
-    why = _check_pair(result, Tensor)
-    if why or (result[0].shape, result[0].dtype, len(result[1])) == (x.shape, x.dtype, len(y)):
-        return why
-    return (
-        f"returns inputs of shape {tuple(result[0].shape)} and type {result[0].dtype} and {len(result[1])} targets, "
-        f"given {tuple(x.shape)}, {x.dtype} and {len(y)}: return batches as they are given"
-    )
+def _check_batch(bound: Bound, result: tuple[Tensor, Tensor], x: Tensor, *_: object) -> str:
+    return _check_same(bound, {"x": result[0]}, {"x": x})
 
 
-def _check_loss(result: Any, loss: Tensor, *_: object) -> str:
-    if not isinstance(result, Tensor) or result.ndim or not result.is_floating_point():
-        shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
-        return f"returns a {type(result).__name__}{shape}: return one number, a floating-point tensor of shape ()"
-    if not loss.requires_grad:
+def _check_loss(_: Bound, result: Tensor, loss: Tensor, *__: object) -> str:
+    if result.ndim or not result.is_floating_point():
+        return f"returns a tensor of shape {tuple(result.shape)} and type {result.dtype}: return one number of shape ()"
+    if not loss.requires_grad:  # in phases without the model
         return ""
     slope = torch.autograd.grad(result, loss, retain_graph=True, allow_unused=True)[0] if result.requires_grad else None
     if slope is None or not slope:
@@ -297,17 +284,25 @@ def _check_loss(result: Any, loss: Tensor, *_: object) -> str:
     return ""
 
 
-def _check_pair(result: Any, kind: type) -> str:
-    right = isinstance(result, tuple) and len(result) == 2 and all(isinstance(each, kind) for each in result)
-    return "" if right else f"returns a {type(result).__name__}: return a pair of {kind.__name__}s"
+def _check_end(bound: Bound, result: tuple[State, State], client: EndContext) -> str:
+    if client.prelude and not is_equal(result[0], bound.own.memory):
+        return (
+            "returns memory before round 1 that differs from Own.memory, but clients keep none of that exchange: "
+            "return the initial values if client.prelude is true, and compute what to keep in look() of round 1"
+        )
+    return find_difference(bound.own.memory, result[0], "keep", where="Own.memory")
 
 
-_CHECKS: Mapping[str, Callable[..., str]] = {
-    "look": _check_look,
-    "personalize": _check_state,
-    "batch": _check_batch,
-    "loss": _check_loss,
-    "gradients": _check_state,
-    "end": lambda result, *_: _check_pair(result, Mapping),
-    "fold": lambda result, *_: _check_pair(result, Mapping),
-}
+def _check_fold(bound: Bound, result: Folded, server: FoldContext) -> str:
+    own, sets = bound.own, {} if server.prelude else pick(server.plan.initial, bound.sets)
+    why = find_difference(own.server, result[0], "keep", where="Own.server", growing=own.growing)
+    where = "before round 1 nothing, and Bound.sets" if server.prelude else "Bound.sets"
+    return why or find_difference(sets, result[1], "compute", where=where)
+
+
+_CHECKS: Mapping[str, tuple[type, Callable[..., str]]] = {
+    "look": (Mapping, _check_look), "personalize": (Mapping, _check_same), "batch": (Tensor, _check_batch),
+    "loss": (Tensor, _check_loss), "gradients": (Mapping, _check_same), "end": (Mapping, _check_end),
+    "fold": (Mapping, _check_fold),
+}  # fmt: skip
+"""The type of what each hook returns once or twice, and the check of its content."""
