@@ -75,7 +75,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
 
 def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
-    """Return what the verdict depends on; None: unknown. Layers are told by code, as a function may make a class anew."""
+    """Return what the verdict depends on; None: unknown. The code of layers counts: functions make classes anew."""
     components = (*plan.method.rules, plan.method.aggregate, plan.method.gradient, plan.method.server)
     try:
         kind = (
