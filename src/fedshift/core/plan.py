@@ -355,14 +355,15 @@ class Plan:
 
     @cached_property
     def _mode(self) -> dict[str, bool]:
-        return {"training": True, "frozen": False, "resident": False}
+        return {"training": True, "frozen": False, "first": True, "resident": False}
 
-    def set_mode(self, *, training: bool, frozen: bool = False) -> None:
+    def set_mode(self, *, training: bool, frozen: bool = False, first: bool = True) -> None:
         """Put the template in training or evaluation mode; ``frozen``: BatchNorm layers always in evaluation mode.
 
-        Layers that override the switch are switched when entries are in place, and back to training after a pass.
+        Layers that override the switch are switched when entries are in place: to training in the ``first`` pass, as at
+        the start of a round, and to evaluation and back in each pass in evaluation.
         """
-        self._mode.update(training=training, frozen=frozen)
+        self._mode.update(training=training, frozen=frozen, first=first)
         if not self.overrides_mode:
             for layer in self.layers:
                 layer.training = training
@@ -374,16 +375,17 @@ class Plan:
 
     @contextmanager
     def switched(self) -> Iterator[None]:
-        """Switch layers that override the switch to the current mode for a pass, with entries in place."""
-        if not self.overrides_mode:
-            yield
-            return
-        _ = self.module.train() if self._mode["training"] else self.module.eval()
+        """Switch layers that override the switch for a pass, with entries in place."""
+        if not self._mode["training"]:
+            self.module.eval()
+        elif self._mode["first"]:
+            self.module.train()
         self._freeze()
         try:
             yield
         finally:
-            self.module.train()
+            if not self._mode["training"]:
+                self.module.train()
 
     @contextmanager
     def resident(self, params: State, active: Collection[str]) -> Iterator[State]:
@@ -394,11 +396,15 @@ class Plan:
         """
         leaves = State()
         for name, tensor in params.items():
-            if (own := self.parameters.get(name)) is not None:
-                own.data, own.grad = tensor, None
-                own.requires_grad_(name in active)
+            own = self.parameters.get(name)
+            if own is not None:
+                if own.data_ptr() != tensor.data_ptr():
+                    own.data = tensor
+                if own.requires_grad is not (name in active):
+                    own.requires_grad_(name in active)
             if name in active:
                 leaves[name] = tensor.detach().requires_grad_() if own is None else own
+                leaves[name].grad = None
         self._mode["resident"] = True
         try:
             yield leaves
@@ -417,13 +423,9 @@ class Plan:
 
     @cached_property
     def rule_names(self) -> tuple[str, ...]:
-        """Names of the rules' types, which prefix their states in checkpoints and uploads."""
-        kinds = [type(bound.rule) for bound in self.rules]
-        names = [kind.__name__.lower() for kind in kinds]
-        return tuple(
-            name if names.count(name) == 1 else f"{kind.__module__}.{name}"
-            for kind, name in zip(kinds, names, strict=True)
-        )
+        """Names of the rules' types, numbered if equal, which prefix their states in checkpoints and uploads."""
+        names = [type(bound.rule).__name__.lower() for bound in self.rules]
+        return tuple(name if names.count(name) == 1 else f"{number}.{name}" for number, name in enumerate(names))
 
     @cached_property
     def own_names(self) -> tuple[dict[str, str], ...]:
@@ -476,28 +478,35 @@ def compute_outputs(plan: Plan, state: State, x: Tensor, *, in_place: bool | Non
             "something else holds its parameters, such as a closure, a list, a hook or a checkpoint: call the layers "
             "themselves in forward, or use a method that runs no second model, and the sequential engine"
         )
-    autocast = torch.autocast(x.device.type, plan.autocast) if plan.autocast else nullcontext()
-    with (_in_place if in_place else _exchanged)(plan, state), plan.switched(), autocast:
-        outputs = plan.module(x.clone() if plan.traits.writes_inputs else x)
+    x = x.clone() if plan.traits.writes_inputs else x
+    with (_in_place if in_place else _exchanged)(plan, state):
+        outputs = _call(plan, x) if plan.autocast or plan.overrides_mode else plan.module(x)
     if not isinstance(outputs, Tensor):
         raise UsageError(_describe_wrong_outputs(plan.module, outputs))
     return outputs.to(plan.dtype) if plan.autocast else outputs
 
 
+def _call(plan: Plan, x: Tensor) -> Any:
+    autocast = torch.autocast(x.device.type, plan.autocast) if plan.autocast else nullcontext()
+    with plan.switched() if plan.overrides_mode else nullcontext(), autocast:
+        return plan.module(x)
+
+
 @contextmanager
 def _in_place(plan: Plan, state: State) -> Iterator[None]:
-    for slot in plan.slots:
-        if not slot.name:
-            slot.held[slot.key] = slot.tensor.clone()
-        elif slot.tensor is not state[slot.name]:
-            slot.tensor.data = state[slot.name]
+    for held, key, name, own in plan.slots:
+        if not name:
+            held[key] = own.clone()
+        elif own is not (tensor := state[name]) and own.data_ptr() != tensor.data_ptr():
+            own.data = tensor
     try:
         yield
     finally:
         for held, key, name, own in plan.slots:
             now = held.get(key, own)
-            held[key] = own
-            if name and now is not state[name] and (now is not own or own.data_ptr() != state[name].data_ptr()):
+            if now is not own:
+                held[key] = own
+            if name and now is not (tensor := state[name]) and now.data_ptr() != tensor.data_ptr():
                 _write(state, name, now.detach())
 
 

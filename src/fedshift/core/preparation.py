@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
 from ..nn.linear import use_fast_linear, use_torch_func
 from ..nn.recognition import FunctionCalls, torch_kind
 from ..nn.surgery import NORMALIZATION
+from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .compatibility import check_compatibility, check_rules
 from .declarations import Bound
-from .kernel import client_final, client_prelude, init_client, init_server, load_state
+from .dry_run import check_rounds
 from .method import Method
 from .optimizer import SGD, Optimizer
-from .plan import Loss, Plan, Precision, Traits, compute_features, compute_outputs, forward, to_inputs, to_memory_format
+from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
 from .probe import make_batch, probe_network, weigh_outputs
 from .selection import entries, everything, norm_statistics
 from .work import Work
@@ -68,6 +68,8 @@ def prepare(
     loss: Loss = nn.functional.cross_entropy,
     precision: Precision = "float32",
     sample: Tensor | None = None,
+    task: Task | None = None,
+    classes: int = 0,
     rounds: int = 1,
     clients: int = 1,
     seed: int = 0,
@@ -84,7 +86,9 @@ def prepare(
         optimizer: The experiment's local optimizer; the method may override fields.
         loss: Computes the mean loss of a batch from outputs and labels.
         precision: Precision in which layers compute.
-        sample: Inputs ``[1, ...]`` of one sample for a trial run of the model; None: skip checks that need it.
+        sample: Inputs ``[1, ...]`` of one sample, for a trial of the model and a dry run; None: skip both.
+        task: Task of the data; None: outputs are scores of classes.
+        classes: Number of classes, labels or targets of ``task``.
         rounds: Number of rounds in the trial.
         clients: Number of clients that train in the trial.
         seed: Keys the server's random draws.
@@ -92,7 +96,8 @@ def prepare(
 
     Raises:
         UsageError: The scope matches no entry or loads entries that no client sends, parts of the method are
-            incompatible, or the model has unsupported entries, keeps state outside of them, or rejects the sample.
+            incompatible or fail the dry run, or the model has unsupported entries, keeps state outside of them, rejects
+            the sample, or does not fit the task.
 
     """
     if optimizer is None:
@@ -141,6 +146,8 @@ def prepare(
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
+    for name, parameter in plan.parameters.items():
+        parameter.requires_grad_(name in trained)
     check_rules(plan)
     plan = bind_rules(plan)
     if method.freeze:
@@ -148,10 +155,8 @@ def prepare(
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
     plan.optimizer.check(plan.params, rounds)
-    _check_sends(plan)
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
-        _check_features(plan, sample)
         _check_freezing(plan, sample)
         _check_single_samples(plan, sample)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
@@ -159,6 +164,10 @@ def prepare(
             "batch_size=1, but BatchNorm in this model cannot compute a variance over one sample: use a batch size of "
             "2 or more, or a model without BatchNorm"
         ).about("batch_size")
+    if sample is not None:
+        if task is not None:
+            _check_outputs(plan, sample, task, classes)
+        check_rounds(plan, sample, task, classes)
     return plan
 
 
@@ -242,28 +251,29 @@ def bind_rules(plan: Plan) -> Plan:
     return replace(plan, rules=tuple(rules))
 
 
-def _check_sends(plan: Plan) -> None:
-    """Raise :class:`UsageError` if the upload of a client without steps differs from the rules' declarations.
-
-    Uploads of rules with :meth:`Rule.look` depend on data, and are checked when the first client ends its work.
-    """
-    if not plan.defines("look"):
-        client_final(plan, load_state(plan, init_client(plan), init_server(plan)))
-        client_prelude(plan, 1, None)
-
-
 def _refuse_unsupported(module: nn.Module) -> None:
     """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called functionally."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    tensors = dict(nn.Module.named_parameters(module)) | dict(module.named_buffers())
+    if {id(each) for each in module.parameters()} != {id(each) for _, each in nn.Module.named_parameters(module)}:
+        raise UsageError(
+            f"the model {type(module).__name__} overrides parameters(), so that it is not known what is trained: set "
+            "requires_grad=False on parameters that are not, and leave parameters() as it is"
+        )
+    for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
                 f"entry {name!r} of the model has no shape yet (a lazy layer): run one batch through the model first"
             )
-    for entry, tensor in module.state_dict().items():
+    for name, tensor in ((entry.name, tensors[entry.name]) for entry in entries(module)):
         if tensor.is_complex():
             raise UsageError(
-                f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
+                f"entry {name!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
                 "support: store its real and imaginary parts as real entries (torch.view_as_real)"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise UsageError(
+                f"entry {name!r} of the model is {tensor.layout} with {tensor.dtype}, which uploads and checkpoints "
+                "cannot hold: store it dense, or, if it is constant, register it with persistent=False"
             )
     registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
@@ -279,12 +289,11 @@ def _refuse_unsupported(module: nn.Module) -> None:
                     "it: it would not be trained, sent or exported; register it (nn.ModuleList, nn.ModuleDict, "
                     "nn.ParameterList, self.register_buffer)"
                 )
-        for hook in layer._forward_pre_hooks.values():
-            if isinstance(hook, WeightNorm | SpectralNorm):
-                raise UsageError(
-                    f"layer {name!r} of the model uses the old {type(hook).__name__} hook of torch.nn.utils, which "
-                    "writes into the layer at each call: use torch.nn.utils.parametrizations instead"
-                )
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise UsageError(
+                f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors belong "
+                "to no averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
+            )
 
 
 def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
@@ -437,21 +446,16 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
             )
 
 
-@torch.no_grad()
-def _check_features(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if a rule reads a layer that the model lacks or does not call."""
-    if plan.feature_layers:
-        plan.set_mode(training=False)
-        inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-        _, features = compute_features(plan, clone(plan.initial), inputs)
-        for index, each in features.items():
-            bound = plan.rules[index]
-            if bound.rule.requires.classes and each.ndim != 2:
-                raise UsageError(
-                    f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, "
-                    f"but the input of layer {bound.reads.features!r} has shape {tuple(each.shape[1:])}: choose a "
-                    "model whose classifier receives a vector"
-                )
+def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
+    """Raise :class:`UsageError` unless the model has the outputs of ``task``."""
+    scores = tuple(forward(plan, clone(plan.initial), to_inputs(plan, sample)).shape[1:])
+    wanted = task.output_shape(tuple(sample.shape[1:]), classes)
+    if scores != wanted:
+        each = f"one score a {task.output}" + ("" if len(wanted) == 1 else " and pixel")
+        raise UsageError(
+            f"the model's outputs for a sample have shape {scores}, but the data have {classes} "
+            f"{PLURALS[task.output]}: make it give {wanted}, {each}"
+        )
 
 
 def _check_single_samples(plan: Plan, sample: Tensor) -> None:
