@@ -85,7 +85,10 @@ def fit_spectral_norm(net):
 
 
 def train_plainly(case, batch_size):
-    """Return each client's network, and its tensors after the rounds."""
+    """Return each client's network, and the tensors of its model after the rounds.
+
+    Buffers that are not averaged are those of the largest client; those that are not persistent are a new network's.
+    """
     clients, steps = draw_samples(case.shape), dict.fromkeys(SIZES, 0)
     nets = {name: make(case)(case.shape, CLASSES) for name in SIZES}
     for _ in range(ROUNDS):
@@ -108,11 +111,9 @@ def train_plainly(case, batch_size):
         average_by_hand(nets, case)
         for net in nets.values():
             fit_spectral_norm(net)
-    (largest, hidden), *_ = map(list_tensors, nets.values())  # whose buffers the server has
-    return {
-        name: (net, clone(list_tensors(net)[0] | {key: largest[key] for key in largest.keys() - hidden}))
-        for name, net in nets.items()
-    }
+    (largest, hidden), new = list_tensors(nets["s0"]), list_tensors(make(case)(case.shape, CLASSES))[0]
+    whole = largest | {key: new[key] for key in hidden}
+    return {name: (net, clone(whole)) for name, net in nets.items()}
 
 
 @pytest.fixture(scope="module")
