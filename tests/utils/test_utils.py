@@ -7,7 +7,17 @@ import torch
 
 from fedshift.utils.errors import FedshiftError, UsageError, unknown_name
 from fedshift.utils.random_streams import key_bits, stream, torch_stream
-from fedshift.utils.state import add_prefix, clone, entries_under, is_equal, nbytes, pick
+from fedshift.utils.state import (
+    add_prefix,
+    clone,
+    entries_under,
+    group_entries,
+    is_equal,
+    join_states,
+    nbytes,
+    pick,
+    split_state,
+)
 
 
 def test_streams_depend_on_every_part_of_the_key_and_on_nothing_else():
@@ -59,6 +69,11 @@ def test_state_arithmetic():
     state = {"a.w": torch.ones(2, 3), "b": torch.tensor(4)}
     assert pick(state, ["b"]) == {"b": state["b"]}
     assert entries_under("x", add_prefix("x", state) | {"y/a.w": torch.zeros(1)}) == state
+    names = ["a", "a/b", "a%2Fb", "b"]  # of clients, with which entries' names must not mix
+    joined = join_states(names, states := [{"b/c": torch.tensor(n), "c": torch.tensor(-n)} for n in range(4)])
+    assert len(joined) == 8
+    assert group_entries(joined) == dict(zip(names, states, strict=True))
+    assert list(split_state(names, joined)) == states
     assert nbytes(state) == 2 * 3 * 4 + 8
     copy = clone(state)
     assert is_equal(copy, state)

@@ -15,24 +15,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
 from ..nn.linear import use_fast_linear, use_torch_func
-from ..nn.recognition import torch_kind
-from ..nn.surgery import FunctionCalls
+from ..nn.recognition import FunctionCalls, torch_kind
+from ..nn.surgery import NORMALIZATION
+from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
+from .buffers import list_kept, observe_entries
 from .compatibility import check_compatibility, check_rules
 from .declarations import Bound
-from .kernel import client_final, client_prelude, init_client, init_server, load_state
+from .dry_run import check_rounds
 from .method import Method
 from .optimizer import SGD, Optimizer
-from .plan import Loss, Plan, Precision, Traits, compute_features, compute_outputs, forward, to_inputs, to_memory_format
-from .probe import probe_network, weigh_outputs
-from .selection import entries, everything, find_hidden, norm_statistics
+from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
+from .probe import make_batch, probe_network, weigh_outputs
+from .selection import entries, everything, norm_statistics
 from .work import Work
 
 
@@ -64,6 +68,8 @@ def prepare(
     loss: Loss = nn.functional.cross_entropy,
     precision: Precision = "float32",
     sample: Tensor | None = None,
+    task: Task | None = None,
+    classes: int = 0,
     rounds: int = 1,
     clients: int = 1,
     seed: int = 0,
@@ -80,7 +86,9 @@ def prepare(
         optimizer: The experiment's local optimizer; the method may override fields.
         loss: Computes the mean loss of a batch from outputs and labels.
         precision: Precision in which layers compute.
-        sample: Inputs ``[1, ...]`` of one sample for a trial run of the model; None: skip checks that need it.
+        sample: Inputs ``[1, ...]`` of one sample, for a trial of the model and a dry run; None: skip both.
+        task: Task of the data; None: outputs are scores of classes.
+        classes: Number of classes, labels or targets of ``task``.
         rounds: Number of rounds in the trial.
         clients: Number of clients that train in the trial.
         seed: Keys the server's random draws.
@@ -88,7 +96,8 @@ def prepare(
 
     Raises:
         UsageError: The scope matches no entry or loads entries that no client sends, parts of the method are
-            incompatible, or the model has unsupported entries, keeps state outside of them, or rejects the sample.
+            incompatible or fail the dry run, or the model has unsupported entries, keeps state outside of them, rejects
+            the sample, or does not fit the task.
 
     """
     if optimizer is None:
@@ -103,11 +112,12 @@ def prepare(
     if sample is not None:
         traits = _probe(bare, sample, remake)
         bare = replace(bare, traits=traits)
+        bare = replace(bare, entries=observe_entries(bare, make_batch(bare, sample)))
         _check_functions(bare, sample)
         _check_groups(bare, sample)
         smallest = _smallest_batch(bare, sample, remake)
-    hidden = frozenset(traits.changing or ()) & find_hidden(template)
-    model_entries = entries(template, hidden)
+    model_entries = tuple(e for e in bare.entries if e.kind != "hidden" or e.name in (traits.changing or ()))
+    hidden = frozenset(entry.name for entry in model_entries if entry.kind == "hidden")
     initial = {entry.name: bare.initial[entry.name] for entry in model_entries}
     loaded, sent = (select.names(model_entries) - hidden for select in (method.scope.load, method.scope.send))
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
@@ -116,11 +126,13 @@ def prepare(
             f"method {method.label!r} loads {min(loaded - sent)!r}, which no client sends: "
             "the server would always broadcast the initial value; send it too, or do not load it"
         )
-    if method.pooled and loaded != frozenset(initial):
+    if method.pooled and loaded | hidden != frozenset(initial):
         raise UsageError(
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             "use centralized without a personal method"
         )
+    kept = frozenset[str]() if method.pooled else list_kept(model_entries, loaded)
+    loaded, adopted = loaded - kept, adopted | kept
     trained = bare.trained
     if method.trains is not everything:
         trained &= method.trains.names(model_entries, "left untrained")
@@ -134,6 +146,8 @@ def prepare(
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
+    for name, parameter in plan.parameters.items():
+        parameter.requires_grad_(name in trained)
     check_rules(plan)
     plan = bind_rules(plan)
     if method.freeze:
@@ -141,10 +155,8 @@ def prepare(
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
     plan.optimizer.check(plan.params, rounds)
-    _check_sends(plan)
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
-        _check_features(plan, sample)
         _check_freezing(plan, sample)
         _check_single_samples(plan, sample)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
@@ -152,6 +164,10 @@ def prepare(
             "batch_size=1, but BatchNorm in this model cannot compute a variance over one sample: use a batch size of "
             "2 or more, or a model without BatchNorm"
         ).about("batch_size")
+    if sample is not None:
+        if task is not None:
+            _check_outputs(plan, sample, task, classes)
+        check_rounds(plan, sample, task, classes)
     return plan
 
 
@@ -171,7 +187,7 @@ def _make_template(method: Method, network: nn.Module) -> nn.Module:
 
 def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -> Plan:
     """Return a plan of FedAvg for trial runs of the network; all buffers are entries."""
-    found = entries(template, find_hidden(template))
+    found = entries(template, hidden=True)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     names = frozenset(entry.name for entry in found)
     return Plan(
@@ -233,16 +249,6 @@ def bind_rules(plan: Plan) -> Plan:
             )
         rules.append(bound)
     return replace(plan, rules=tuple(rules))
-
-
-def _check_sends(plan: Plan) -> None:
-    """Raise :class:`UsageError` if the upload of a client without steps differs from the rules' declarations.
-
-    Uploads of rules with :meth:`Rule.look` depend on data, and are checked when the first client ends its work.
-    """
-    if not plan.defines("look"):
-        client_final(plan, load_state(plan, init_client(plan), init_server(plan)))
-        client_prelude(plan, 1, None)
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
@@ -380,7 +386,8 @@ def _check_functions(plan: Plan, sample: Tensor) -> None:
         return
     with suppress(Exception), FunctionCalls(plan.module, functions) as calls:  # errors are reported by _smallest_batch
         forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    for name, layer, function in calls.found[:1]:
+    others = [call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))]
+    for name, layer, function, *_ in others[:1]:
         where = f"its layer {name!r}" if name else "it"
         raise UsageError(
             f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "
@@ -426,6 +433,11 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
         moved = inputs + 0.5 if inputs.is_floating_point() else inputs
         compute_outputs(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]))
     for entry in plan.entries:
+        if norm_statistics(entry) and not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children()):
+            raise UsageError(
+                f"method {plan.method.label!r} freezes statistics, but {entry.name!r} belongs to a {entry.layer}, with "
+                "other layers that would be frozen, too: move the normalization to a separate layer"
+            )
         if norm_statistics(entry) and not torch.equal(state[entry.name], plan.initial[entry.name]):
             raise UsageError(
                 f"method {plan.method.label!r} freezes statistics, but layer {entry.name.rpartition('.')[0]!r} is a "
@@ -434,21 +446,16 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
             )
 
 
-@torch.no_grad()
-def _check_features(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if a rule reads a layer that the model lacks or does not call."""
-    if plan.feature_layers:
-        plan.set_mode(training=False)
-        inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-        _, features = compute_features(plan, clone(plan.initial), inputs)
-        for index, each in features.items():
-            bound = plan.rules[index]
-            if bound.rule.requires.classes and each.ndim != 2:
-                raise UsageError(
-                    f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, "
-                    f"but the input of layer {bound.reads.features!r} has shape {tuple(each.shape[1:])}: choose a "
-                    "model whose classifier receives a vector"
-                )
+def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
+    """Raise :class:`UsageError` unless the model has the outputs of ``task``."""
+    scores = tuple(forward(plan, clone(plan.initial), to_inputs(plan, sample)).shape[1:])
+    wanted = task.output_shape(tuple(sample.shape[1:]), classes)
+    if scores != wanted:
+        each = f"one score a {task.output}" + ("" if len(wanted) == 1 else " and pixel")
+        raise UsageError(
+            f"the model's outputs for a sample have shape {scores}, but the data have {classes} "
+            f"{PLURALS[task.output]}: make it give {wanted}, {each}"
+        )
 
 
 def _check_single_samples(plan: Plan, sample: Tensor) -> None:

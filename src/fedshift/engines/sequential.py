@@ -15,7 +15,7 @@ from ..core.states import ClientState, LocalTrainingState, ServerState
 from ..core.step import client_step_
 from ..utils.profiling import timed_section
 from ..utils.random_streams import kept_generators, seed_generators
-from .engine import Batches, ClientResult, Engine, move_batches, refuse_divergence, total_loss
+from .engine import Batches, ClientResult, Engine, move_batches, total_loss
 
 
 class Sequential(Engine):
@@ -46,7 +46,7 @@ class Sequential(Engine):
             losses.append(loss)
         done, update = client_final(plan, self._take_separate(name, client, job, plan.after))
         per_step = torch.stack(losses).double().cpu()
-        refuse_divergence(per_step, {**done.personal, **update.shared}, name, server)
+        self.refuse_divergence(per_step, {**done.personal, **update.shared}, name, client, server)
         return ClientResult(client=done, update=update, loss_sum=total_loss(per_step, batches))
 
     def _take_separate(
