@@ -50,7 +50,7 @@ from ..utils.state import State, clone, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
 from .deferral import choose_held, hold
-from .engine import Batches, ClientResult, Data, Engine, find_exchange, move_batches, refuse_divergence
+from .engine import Batches, ClientResult, Data, Engine, find_exchange, move_batches
 from .sequential import Sequential
 from .stepper import Held, Stack, Stepper, replace_parts
 
@@ -150,7 +150,7 @@ class Stacked(Engine):
         losses_KS = losses_KS.cpu()
         most = losses_KS.shape[1]
         sizes_KS = torch.tensor([lane.sizes + [0] * (most - len(lane.sizes)) for lane in lanes], dtype=torch.float64)
-        if not (losses_KS.isfinite().all() and _is_finite(stack)):
+        if not (losses_KS.isfinite().all() and _is_finite(self.plan, stack)):
             if self._shared or updates:  # lanes have no individual parameters to check
                 sequential = Sequential(self.plan, self.data, self.seed, augment=self.augment)
                 return [(lane.name, sequential.train_client(server, lane.name, lane.client)) for lane in lanes]
@@ -174,6 +174,7 @@ class Stacked(Engine):
         first = load_state(self.plan, lanes[0].client, server)
         kept = [personal_entries(self.plan, lane.client, server) for lane in lanes]
         personal = {name: torch.stack([state[name] for state in kept]) for name in self.plan.personal}
+        start = clone(personal) if self.plan.rules else {}
         fresh = self.plan.optimizer.init(first.params)
         optimizer = _stack_states([lane.client.optimizer or fresh for lane in lanes])
         params, rest = (
@@ -181,7 +182,7 @@ class Stacked(Engine):
              for name, tensor in state.items()}
             for state in (first.params, first.rest)
         )  # fmt: skip
-        return first, (params, rest, optimizer, {}, *({} for _ in first.memory))
+        return first, (params, rest, optimizer, {}, *({} for _ in first.memory), start)
 
     def _load_lane(self, server: ServerState, lane: _Lane) -> LocalTrainingState:
         seen = self.see(lane.name, lane.batches)
@@ -252,12 +253,13 @@ class Stacked(Engine):
         entries = {**params, **rest}
         sent = {name: entries[name] for name in plan.initial if name in plan.sent}
         samples = [sum(lane.sizes) for lane in lanes]
-        mean = StreamingMean()
+        whole, mean = pick(sent, plan.whole), StreamingMean()
+        averaged = pick(sent, sent.keys() - plan.whole)
         with timed_section("aggregation"):
-            mean.add_stacked(sent, list(map(self._weigh, lanes)))
-        summed = SummedUploads(mean=mean, nbytes=nbytes(sent) // len(lanes))
+            mean.add_stacked(averaged, list(map(self._weigh, lanes)))
+        summed = SummedUploads(mean=mean, nbytes=nbytes(averaged) // len(lanes))
         memory: tuple[State, ...] = ({},) * len(job.memory)
-        personal = _list_lanes(pick(entries, plan.personal), len(lanes))
+        personal, shared = (_list_lanes(state, len(lanes)) for state in (pick(entries, plan.personal), whole))
         kept = _list_lanes(optimizer if plan.optimizer.keep else {}, len(lanes))
         for number, (lane, count, loss_sum) in enumerate(zip(lanes, samples, loss_sums, strict=True)):
             client = ClientState(
@@ -266,7 +268,7 @@ class Stacked(Engine):
                 memory=memory,
                 steps=lane.client.steps + len(lane.batches),
             )
-            update = Update(shared={}, memory=memory, weight=float(count), steps=len(lane.batches))
+            update = Update(shared=shared[number], memory=memory, weight=float(count), steps=len(lane.batches))
             yield ClientResult(client=client, update=update, loss_sum=loss_sum, summed=summed)
 
     def _finish_separately(
@@ -292,7 +294,8 @@ class Stacked(Engine):
         for number, (lane, done) in enumerate(zip(lanes, self._split_lanes(lanes, job, stack), strict=True)):
             client, update = client_final(self.plan, done)
             after = {**client.personal, **update.shared}
-            refuse_divergence(losses_KS[number, : len(lane.batches)], after, lane.name, server)
+            with self._stepper.template:  # it may run the model
+                self.refuse_divergence(losses_KS[number, : len(lane.batches)], after, lane.name, lane.client, server)
 
 
 def _try_lanes(plan: Plan, data: Data) -> str | None:
@@ -538,7 +541,8 @@ def prepare_steps(
 
 def _stack_jobs(plan: Plan, jobs: Sequence[LocalTrainingState]) -> Stack:
     parts = [
-        (job.params, job.rest, job.optimizer, job.global_params if plan.mixes else {}, *job.memory) for job in jobs
+        (job.params, job.rest, job.optimizer, job.global_params if plan.mixes else {}, *job.memory, job.personal)
+        for job in jobs
     ]
     return tuple(map(_stack_states, zip(*parts, strict=True)))
 
@@ -580,8 +584,9 @@ def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
     )
 
 
-def _is_finite(stack: Stack) -> bool:
+def _is_finite(plan: Plan, stack: Stack) -> bool:
     """Return whether all trained parameters and statistics are finite, by their sums."""
-    tensors = [drop_equal(tensor) for state in stack[:2] for tensor in state.values()]
+    names = plan.whole.union(*({own[each] for each in own.keys() & plan.whole} for own in plan.own_names))
+    tensors = [drop_equal(tensor) for state in stack[:2] for name, tensor in state.items() if name not in names]
     sums = [tensor.sum() for tensor in tensors if tensor.is_floating_point()]
     return bool(torch.stack([value.double() for value in sums]).isfinite().all())
