@@ -110,8 +110,9 @@ class _Probe:
             job = client_init(plan, init_client(plan), replace(init_server(plan), shared=clone(state)))
             for step in ("first", "second"):
                 job, _ = client_step_(plan, job, x.clone(), y, key)
-                course |= {f"{step}/{name}": tensor.clone() for name, tensor in job.state.items()}
-            return course | {"outputs": forward(plan, clone(job.state), x.clone())}
+                course |= {f"{step}/{name}": tensor.clone() for name, tensor in job.rest.items()}
+            outputs = forward(plan, clone(job.state), x.clone())
+            return course | job.params | {"outputs": outputs}
 
     def advance(self, counters: list[Attribute], first: State) -> None:
         """Raise :class:`UsageError` if the course is not ``first`` after many more calls, counted by ``counters``."""
