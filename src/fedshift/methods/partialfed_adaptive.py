@@ -39,7 +39,7 @@ class Gates(Rule):
 
     @override
     def bind(self, plan: Plan) -> Bound:
-        kept = plan.personal - (plan.adopted & plan.whole)
+        kept = plan.personal - plan.whole
         if kept or not plan.loaded:
             raise UsageError(
                 "partialfed_adaptive chooses which layers to load, but another part of the method already keeps "
