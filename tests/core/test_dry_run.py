@@ -192,3 +192,19 @@ def reads_key(base):
 def test_inspect_refuses_too():
     with pytest.raises(UsageError, match="Faulty reads key without declaring it"):
         list(describe_method("fnn2", "tests.core.test_dry_run:reads_key", (3,), 2))
+
+
+class Tokens(nn.Module):
+    """Embeds the first two numbers of a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 4), nn.Linear(5, 2)
+
+    def forward(self, rows):
+        return self.head(torch.cat([self.embedding(rows[:, :2].long()).mean(1), rows[:, 2:]], 1))
+
+
+@pytest.mark.parametrize("size", [-3.0, 30.0])
+def test_generated_samples_keep_whole_numbers_valid(size):
+    prepare(fedavg().with_rule(rule()), Tokens(), optimizer=SGD(lr=0.1), sample=torch.tensor([[9.0, 0.0, size]]))
