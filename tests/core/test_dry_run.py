@@ -72,18 +72,18 @@ WRONG = {
     r"objective that does not depend on the loss": rule(loss=lambda loss, step: step.criterion(step.outputs, step.y)),
     r"loss\(\): returns an objective that does not": rule(loss=lambda loss, step: 0 * loss + step.outputs.sum()),
     r"loss\(\): returns a tensor with numbers that are not finite": loss(lambda step: step.outputs.sum() / 0),
-    r"batch\(\): returns 'x' of shape \(2, 2\) .*, given as \(2, 3\)": rule(batch=lambda x, y, step: (x[:, 1:], y)),
+    r"batch\(\): returns 'x' of shape \(2, 2\) .*, received as \(2, 3\)": rule(batch=lambda x, y, step: (x[:, 1:], y)),
     r"batch\(\): returns a Tensor: return 2 tensors": rule(batch=lambda x, y, step: x),
-    r"gradients\(\): is given '0.bias' but does not return it": rule(gradients=without_bias),
-    r"gradients\(\): returns '0.bias' of .*, given as \(4,\)": grads(lambda bias: {"0.bias": ONE}),
-    r"gradients\(\): returns '0.bias' of .* float64, given .* float32": grads(lambda bias: {"0.bias": bias.double()}),
+    r"gradients\(\): receives '0.bias' but does not return it": rule(gradients=without_bias),
+    r"gradients\(\): returns '0.bias' of .*, received as \(4,\)": grads(lambda bias: {"0.bias": ONE}),
+    r"gradients\(\): returns '0.bias' of .* float64, received .*32": grads(lambda bias: {"0.bias": bias.double()}),
     r"gradients\(\): returns '0.bias' with .* not finite": grads(lambda bias: {"0.bias": bias - np.inf}),
     r"gradients\(\): returns '0.bias' on meta, .* is on cpu": grads(lambda bias: {"0.bias": bias.to("meta")}),
     r"gradients\(\): returns a NoneType": rule(gradients=lambda grads, step: None),
-    r"personalize\(\): returns 'one' .*, which it was not given": rule(
+    r"personalize\(\): returns 'one' .*, which it did not receive": rule(
         "use", personalize=lambda state, client: state | {"one": ONE}
     ),
-    r"personalize\(\): is given '0.bias' but does not return": rule("start", personalize=without_bias),
+    r"personalize\(\): receives '0.bias' but does not return": rule("start", personalize=without_bias),
     r"look\(\): declares 'one' but does not return it: Own.memory must": rule(own=MEMORY, look=lambda client: {}),
     r"look\(\): returns a int": rule(look=lambda client: 3),
     r"keeps 'one' of shape \(2,\) .*, declared as .*: Own.memory must": end({"one": ONE.expand(2)}, {}, own=MEMORY),
@@ -134,10 +134,10 @@ class Halves(ServerOptimizer):
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        (fedavg().with_aggregation(lambda *_: {}), "lambda.*is given '0.bias' but does not return"),
+        (fedavg().with_aggregation(lambda *_: {}), "lambda.*receives '0.bias' but does not return"),
         (fedavg().with_aggregation(lambda *_: 1 / 0), "lambda.* failed .*division by zero"),
         (fedavg().with_aggregation(lambda *given: {n: t / 0 for n, t in given[2][0].entries.items()}), "not finite"),
-        (fedavg().with_server(Halves()), r"Halves.*: returns '0.weight' of shape \(1, 3\) .*, given as \(4, 3\)"),
+        (fedavg().with_server(Halves()), r"Halves.*: returns '0.weight' of shape \(1, 3\) .*, received as \(4, 3\)"),
     ],
 )
 def test_what_the_server_computes_otherwise_is_refused(method, why):

@@ -1,8 +1,8 @@
 """The dry run: two rounds of a plan on generated samples, before anything trains.
 
 Two clients, or as many as the aggregation needs, do all that a round asks of them with the plan's own rules: look,
-personalize, step, end and upload; the server folds, and the next round starts. What a hook returns must have the names,
-shapes, types and devices of its declaration or of what it was given, and only finite numbers.
+personalize, step, end and upload; the server folds, and the next round starts. A hook must return the names, shapes,
+types and devices of its declaration or of its argument, and only finite numbers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
 
 def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
-    """Return what the verdict depends on; None: unknown. The code of layers counts: functions make classes anew."""
+    """Return all that the verdict depends on; None: unknown. Layers count by code: functions may define classes."""
     components = (*plan.method.rules, plan.method.aggregate, plan.method.gradient, plan.method.server)
     try:
         kind = (
@@ -107,7 +107,7 @@ def _check_own(plan: Plan, bound: Bound) -> None:
 
 @torch.no_grad()
 def _check_features(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if the model does not call a layer that a rule reads, or its input is no vector."""
+    """Raise :class:`UsageError` if the model does not call a layer that a rule reads, or vectors are missing there."""
     plan.set_mode(training=False)
     inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
     features = compute_features(plan, clone(plan.initial), inputs)[1] if plan.feature_layers else {}
@@ -254,7 +254,7 @@ def _check_loss(result: Tensor, loss: Tensor) -> str:
     slope = torch.autograd.grad(result, loss, retain_graph=True, allow_unused=True)[0] if result.requires_grad else None
     if slope is None or not slope:
         return (
-            "returns an objective that does not depend on the loss that it is given: add to the loss or scale it, and "
+            "returns an objective that does not depend on the loss: add to the loss or scale it, and "
             "change what it is computed from in outputs()"
         )
     return ""
