@@ -67,7 +67,7 @@ def list_tensors(net):
 def average_by_hand(nets, case):
     """Average parameters, and statistics, counters and moving averages; other buffers stay on the client."""
     tensors = {name: list_tensors(net)[0] for name, net in nets.items()}
-    averaged = {name for name, _ in nets["s0"].named_parameters()} | {
+    averaged = {name for name, weight in nets["s0"].named_parameters() if weight.is_floating_point()} | {
         name for name in tensors["s0"] if case.averaged or name.rpartition(".")[2] in STATISTICS
     }
     for key in averaged - list_tensors(nets["s0"])[1]:

@@ -165,9 +165,12 @@ class _Probe:
         return not torch.equal(given, self.x)
 
     def writes_in_evaluation(self) -> bool:
-        state = clone(self.plan.initial)
-        forward(self.plan, state, self.x.clone())
-        return not all(_equal(tensor, self.plan.initial[name]) for name, tensor in state.items())
+        for before in (self.plan.initial, self.others):  # a copy of a weight may be equal to it at first
+            state = clone(before)
+            forward(self.plan, state, self.x.clone())
+            if not all(_equal(tensor, before[name]) for name, tensor in state.items()):
+                return True
+        return False
 
 
 def _needs_torch_format(plan: Plan, x: Tensor) -> bool:
