@@ -135,7 +135,8 @@ class Plan:
         return frozenset(
             entry.name
             for entry in self.entries
-            if entry.kind in WHOLE or not (entry.name in self.trained or _has_mean(self.initial[entry.name]))
+            if entry.kind in WHOLE
+            or (not entry.is_buffer and entry.name not in self.trained and not _has_mean(self.initial[entry.name]))
         )
 
     @property
