@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -296,6 +297,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
                 f"entry {name!r} of the model is {tensor.layout} with {tensor.dtype}, which uploads and checkpoints "
                 "cannot hold: store it dense, or, if it is constant, register it with persistent=False"
             )
+    _refuse_overlap(dict(nn.Module.named_parameters(module)))
     registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
@@ -314,6 +316,21 @@ def _refuse_unsupported(module: nn.Module) -> None:
             raise UsageError(
                 f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors belong "
                 "to no averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
+            )
+
+
+def _refuse_overlap(parameters: Mapping[str, Tensor]) -> None:
+    """Raise :class:`UsageError` naming two parameters that share memory, so that a step of one moves the other."""
+    ranges = []
+    for name, tensor in parameters.items():
+        if tensor.numel() and not tensor.is_meta:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size(), name))
+    for (_, end, one), (start, _, other) in pairwise(sorted(ranges)):
+        if start <= end:
+            raise UsageError(
+                f"entries {one!r} and {other!r} of the model share memory, but would be trained apart: use one "
+                "parameter in both places"
             )
 
 
