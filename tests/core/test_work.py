@@ -20,19 +20,9 @@ def test_bounds_cover_every_sample_once(samples, size, smallest):
         assert all(stop - start >= smallest for start, stop in bounds)
 
 
-def test_the_last_batch_is_kept_although_smaller():
-    # FedBN's digits: 743 samples in batches of 32 make 24 batches, the last of 7.
-    bounds = Work(batch_size=32, epochs=1).batch_bounds(743)
-    assert (len(bounds), bounds[-1][1] - bounds[-1][0]) == (24, 7)
-
-
 def test_a_single_left_over_sample_joins_the_batch_before_it_only_where_it_must():
     assert Work(batch_size=4, epochs=1).batch_bounds(9) == ((0, 4), (4, 8), (8, 9))
     assert Work(batch_size=4, epochs=1).batch_bounds(9, smallest=2) == ((0, 4), (4, 9))
-
-
-def test_full_batch_is_all_samples():
-    assert Work(batch_size=None, epochs=1).batch_bounds(17) == ((0, 17),)
 
 
 def test_groups_follow_fedmmbs_algorithm_1():

@@ -260,23 +260,6 @@ def test_models_just_after_local_work_are_those_of_a_plain_pytorch_loop_before_i
         assert row["loss_sum"] != pytest.approx(loaded[row["client"]]["loss_sum"], rel=1e-3)
 
 
-def test_reported_loss_and_accuracy_are_those_of_the_plain_models():
-    trial = Trial(fedbn(), model, data(), Settings(rounds=1, work=Work(batch_size=BATCH, epochs=1)), SEED)
-    rows = trial.advance().rows
-    for client in trial.data.clients:
-        network = model((3, 8, 8), 4)
-        network.load_state_dict(trial.model_state(client.name))
-        network.eval()
-        with torch.no_grad():
-            logits = network(client.test.x / 127.5 - 1.0)
-        (row,) = [row for row in rows if row["split"] == "test" and row["client"] == client.name]
-        assert row["model"] == "personal"
-        assert sum(row["hits"]) == int((logits.argmax(1) == client.test.y).sum())
-        assert row["loss_sum"] == pytest.approx(
-            float(nn.functional.cross_entropy(logits, client.test.y, reduction="sum")), rel=1e-6
-        )
-
-
 def test_what_a_network_draws_itself_differs_by_client_and_round_and_comes_again():
     """A network of the user may draw from torch's generator; a draw is a function of seed, client and steps done."""
     seen = []
