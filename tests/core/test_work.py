@@ -44,18 +44,6 @@ def test_rounds_are_told_from_the_steps_that_were_done(per_pass, count, kind):
         done = work.steps_of_round(done, per_pass).stop
 
 
-@given(samples=st.integers(1, 60), size=st.integers(1, 9), count=st.integers(1, 9), kind=st.sampled_from(AMOUNTS))
-def test_an_average_round_is_that_of_many_rounds(samples, size, count, kind):
-    work, steps, used = Work(batch_size=size, **{kind: count}), 0, 0
-    bounds = work.batch_bounds(samples)
-    rounds = len(bounds) * -(-len(bounds) // count) if kind == "batches" else len(bounds)  # whole passes
-    for _ in range(rounds):
-        coming = work.steps_of_round(steps, len(bounds))
-        used += sum(bounds[step % len(bounds)][1] - bounds[step % len(bounds)][0] for step in coming)
-        steps = coming.stop
-    assert work.average_round(samples) == pytest.approx((steps / rounds, used / rounds))
-
-
 def test_a_round_of_steps_goes_on_through_passes_where_the_last_one_ended():
     work, bounds = Work(batch_size=4, steps=4), Work(batch_size=4, steps=4).batch_bounds(11)
     done, seen = 0, []

@@ -30,7 +30,7 @@ from fedshift.methods.single import single
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.utils.state import is_equal, nbytes, pick
 from tests.laws.conftest import FEDERATED, by_name
-from tests.laws.course import ROUNDS, client_tensors, make_trial, unequal
+from tests.laws.course import CONSTANTS, ROUNDS, client_tensors, make_trial, unequal
 
 BATCH_NORM = {"first", "downsample.1", "second"}
 
@@ -203,6 +203,13 @@ def test_uploads_fold_alike_in_whatever_order_they_arrive(course, federated):
     )
     assert is_equal(first.shared, second.shared)
     assert all(map(is_equal, first.memory, second.memory))
+
+
+def test_constants_keep_their_bits_everywhere(course, method, engine):
+    last = course(method, engine)[ROUNDS]
+    for state in (*last.states.values(), last.server.shared if not method.pooled else {}):
+        assert all(torch.equal(state[name], value) for name, value in CONSTANTS.items() if name in state)
+    assert all(CONSTANTS.keys() <= state.keys() for state in last.states.values())
 
 
 def test_fedbn_keeps_every_batch_norm_whatever_its_name(course, engine):

@@ -1,5 +1,7 @@
 """Streams, states and errors."""
 
+import random
+
 import numpy as np
 import torch
 
@@ -41,17 +43,26 @@ def test_streams_are_the_same_in_every_process_and_version():
     assert stream(0, "order", "mnist").permutation(8).tolist() == [6, 2, 3, 7, 1, 4, 5, 0]
 
 
-def test_torch_stream_is_keyed_and_leaves_torchs_generator_alone():
+def test_a_stream_keys_the_generators_of_torch_python_and_numpy_and_restores_them():
+    def draw():
+        return float(torch.rand(())), random.random(), np.random.normal()  # noqa: NPY002
+
     torch.manual_seed(5)
-    before = torch.get_rng_state()
-    with torch_stream(1, "init"):
-        first = torch.randn(3)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.randn(10)
-    with torch_stream(1, "init"):
-        assert torch.equal(torch.randn(3), first)
-    with torch_stream(2, "init"):
-        assert not torch.equal(torch.randn(3), first)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    np.random.normal()  # noqa: NPY002 - the second of the pair that it draws is kept for later
+    before, drawn = (random.getstate(), repr(np.random.get_state())), []  # noqa: NPY002
+    expected = torch.get_rng_state()
+    for seed in (1, 1, 2):
+        with torch_stream(seed, "init"):
+            drawn.append(draw())
+            with torch_stream(seed, "item"):
+                draw()
+            drawn[-1] += draw()
+    assert drawn[0] == drawn[1]
+    assert not set(drawn[0]) & set(drawn[2])
+    assert (random.getstate(), repr(np.random.get_state())) == before  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
 def test_state_arithmetic():

@@ -144,6 +144,12 @@ def _check_needs(plan: Plan, needs: Requirements) -> None:
     name = f"method {plan.method.label!r}"
     if needs.plain_steps:
         _check_plain_steps(plan, needs.plain_steps, momentum=needs.momentum)
+    state = [entry for entry in plan.entries if entry.kind == "state" and entry.name in plan.sent]
+    if needs.entries_only and state:
+        raise UsageError(
+            f"{name}: training changes the buffer {state[0].name!r} of a {state[0].layer}, of which the server would "
+            "take one client's values as they are: register it with persistent=False, or keep it on clients"
+        )
     for bound in plan.rules if needs.entries_only else ():
         if bound.uploads:
             raise UsageError(

@@ -259,35 +259,32 @@ class BinaryFocal(BinaryCrossEntropy):
 
 @dataclass(frozen=True, kw_only=True)
 class Unweighted(Loss):
-    """A loss of numeric targets ``[B, T]``, without class weights."""
+    """A loss of numeric targets ``[B, T]``, without class weights; ``measure``: torch's function."""
 
     tasks = ("regression",)
+    measure: ClassVar[Callable[..., Tensor]]
 
     def __post_init__(self) -> None:
         if self.weights is not None:
             raise UsageError(f"{self.name}: weights={self.weights!r}: this loss has no weights; leave them out")
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        return type(self).measure(logits, y.to(logits.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredError(Unweighted):
     """Mean squared error."""
 
-    name = "mse"
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(logits, y.to(logits.dtype))
+    name, measure = "mse", staticmethod(nn.functional.mse_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AbsoluteError(Unweighted):
     """Mean absolute error."""
 
-    name = "mae"
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.l1_loss(logits, y.to(logits.dtype))
+    name, measure = "mae", staticmethod(nn.functional.l1_loss)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd as take_sgd_step
 from typing_extensions import override
 
 from ..config.catalog import Catalog
@@ -77,30 +78,12 @@ class SGD(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        if may_join(params.values()):
-            self._join_(params, grads, state, lr)
-            return
-        for name, param in params.items():
-            grad = grads[name]
-            if self.weight_decay:
-                grad = grad.add(param, alpha=self.weight_decay)
-            if self.momentum:
-                velocity = state[f"momentum/{name}"].mul_(self.momentum).add_(grad)
-                grad = grad.add(velocity, alpha=self.momentum) if self.nesterov else velocity
-            param.sub_(grad, alpha=lr)
-
-    def _join_(self, params: State, grads: State, state: State, lr: float) -> None:
-        """Take the step of :meth:`update_` in one operation for all parameters each, with the same bits."""
-        now = [*params.values()]
-        slopes: list[Tensor] | tuple[Tensor, ...] = [grads[name] for name in params]
-        if self.weight_decay:
-            slopes = torch._foreach_add(slopes, now, alpha=self.weight_decay)
-        if self.momentum:
-            velocities = [state[f"momentum/{name}"] for name in params]
-            torch._foreach_mul_(velocities, self.momentum)
-            torch._foreach_add_(velocities, slopes)
-            slopes = torch._foreach_add(slopes, velocities, alpha=self.momentum) if self.nesterov else velocities
-        torch._foreach_sub_(now, slopes, alpha=lr)
+        velocities = [state.get(f"momentum/{name}") for name in params]
+        take_sgd_step(
+            [*params.values()], [grads[name] for name in params], velocities,
+            foreach=may_join(params.values()), fused=False, weight_decay=self.weight_decay, momentum=self.momentum,
+            lr=lr, dampening=0.0, nesterov=self.nesterov, maximize=False,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

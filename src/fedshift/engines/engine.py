@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +27,7 @@ from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits, stream, torch_stream
-from ..utils.state import State, move_together
+from ..utils.state import State, move_together, pick
 from ..utils.threads import limit_threads
 from .half_precision import LARGEST, Step, describe_overflow
 
@@ -52,7 +52,7 @@ class ClientResult:
         client: the client's state after the round; for a remote client, only its number of steps.
         update: the client's upload.
         loss_sum: the data loss, summed over samples.
-        summed: the sum that includes the upload's entries, if ``update.shared`` is empty; None: not summed.
+        summed: the sum with the upload's averaged entries, if ``update.shared`` lacks them; None: not summed.
         rows: measurements of the model after local work, if the engine evaluates it; None: the caller does.
 
     """
@@ -87,8 +87,6 @@ class Engine(ABC):
     workers: int | None = None
     augment: Augmentation | None = None
     separate_uploads: bool = True
-    notices: list[str] = field(default_factory=list, init=False)
-    """Notices about the trial, shown at its end."""
     reads_ahead: ClassVar[bool] = True
     """Whether the engine reads the next batch of lazy samples during the current step."""
 
@@ -161,8 +159,11 @@ class Engine(ABC):
     def refuse_divergence(
         self, losses: Tensor, state: State, name: str, client: ClientState, server: ServerState
     ) -> None:
-        """Raise :class:`Diverged` if ``losses [steps]`` or entries of ``state`` after the round are not finite."""
-        broken = find_broken(losses, state)
+        """Raise :class:`Diverged` if ``losses [steps]`` or entries of ``state`` after the round are not finite.
+
+        Constants and other buffers without a mean may hold any value.
+        """
+        broken = find_broken(losses, pick(state, state.keys() - self.plan.whole))
         if broken is None:
             return
         number, what = broken

@@ -205,11 +205,6 @@ class Trial:
             self._engine = self._make_engine(self.engine_choice)
         return self._engine
 
-    @property
-    def engine_notices(self) -> list[str]:
-        """Notices of the engine, shown at the end of the trial."""
-        return self._engine.notices if self._engine else []
-
     def _renew_engine(self) -> None:
         """Make the engine again if steps run on other inputs than it was made for."""
         if self._engine and self.choice and not self._remote and self._engine.plan is not self.inputs.plan:

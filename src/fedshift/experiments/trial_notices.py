@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
+from ..core.buffers import describe_buffers
 from ..core.optimizer import SGD, Optimizer
 from ..engines.half_precision import list_underflows
 from ..engines.sequential import Sequential
@@ -37,6 +38,7 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
         yield from _list_low_rates(plan.optimizer)
     if trial.settings.adapter:
         yield Information(f"{plan.method.label}: {describe_adapter(trial)}")
+    yield from describe_buffers(plan)
     for bound in plan.rules:
         yield from bound.notices
     if mechanism := find_mechanism((trial.plan.method.gradient,)):
@@ -113,7 +115,6 @@ def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> It
     if stopped:
         round = f"round {trial.server.round} of {settings.rounds}"
         yield f"{method.label}, seed {trial.seed}: stopped after {round}: {stopped}"
-    yield from (f"{method.label}, seed {trial.seed}: {text}" for text in trial.engine_notices)
     untrained = [name for name in _needing(experiment, trial.data.names) if not trial.clients.has_trained(name)]
     if untrained and trial.plan.personalizes:
         which = join_some(untrained, shown=MAX_NAMED)

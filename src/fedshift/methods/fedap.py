@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.selection import SELECTIONS, batch_norm
+from ..core.selection import SELECTIONS, batch_norm, norm_statistics
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.state import State, group_entries, join_states, pick
@@ -65,9 +64,9 @@ class StatisticsMix(Aggregation):
 
 def _find_layers(plan: Plan) -> list[tuple[str, str]]:
     """Return the names of the running mean and variance of each BatchNorm layer whose statistics clients send."""
-    owners = {entry.name: entry.owner for entry in plan.entries if isinstance(entry.owner, _BatchNorm)}
-    means = [name for name in owners if name in plan.sent and name.endswith("running_mean")]
-    return [(name, name.removesuffix("mean") + "var") for name in means]
+    sent = [entry for entry in plan.entries if norm_statistics(entry) and entry.name in plan.sent]
+    means, variances = ([entry.name for entry in sent if entry.kind == kind] for kind in ("mean", "variance"))
+    return list(zip(means, variances, strict=True))
 
 
 def _measure(known: Statistics, layer: tuple[str, str], clients: Sequence[str], others: Sequence[str]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 State = dict[str, Tensor]
 
@@ -56,6 +56,13 @@ def join_states(names: Iterable[str], states: Iterable[Mapping[str, Tensor]]) ->
 def split_state(names: Iterable[str], state: Mapping[str, Tensor]) -> tuple[State, ...]:
     """Return the inverse of :func:`join_states`: one state for each name, empty where it has no entries."""
     return tuple(entries_under(name, state) for name in names)
+
+
+def load_entries(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give ``network`` copies of the entries ``state``, of buffers that are not persistent or have grown as well."""
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if name in state:
+            tensor.data = state[name].to(tensor.device, copy=True)
 
 
 def nbytes(state: Mapping[str, Tensor]) -> int:
