@@ -74,7 +74,7 @@ class Loss(ABC):
         """Return the loss of a batch, a scalar."""
 
     def to(self: LossT, device: torch.device, dtype: torch.dtype | None = None) -> LossT:
-        """Return the loss with its tensors on ``device``, those of floating point in ``dtype``, if given."""
+        """Return the loss with its tensors on ``device``, floating-point ones in ``dtype``, if given."""
         return self
 
     def resolve(self: LossT, counts: Tensor) -> LossT:
@@ -354,7 +354,7 @@ class CustomLoss(Loss):
 
     @override
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> CustomLoss:
-        """Return the loss with its buffers as in :meth:`Loss.to`; copy it only if they are others."""
+        """Return the loss with its buffers as in :meth:`Loss.to`; copy it only if these differ."""
         module = self.function
         buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
         if not isinstance(module, nn.Module) or all(each.device == device and not dtype for each in buffers):

@@ -170,7 +170,7 @@ class TorchOptimizer(Optimizer):
     lasts from step to step is in the state: ``{"square_avg/conv.weight": tensor}``. Numbers are kept as tensors with
     their type in the name, ``"step:int/conv.weight"``.
 
-    ``settings``: those of its parameter group, without ``lr`` and ``weight_decay``. ``attributes``: attributes that
+    ``settings``: its parameter group's, without ``lr`` and ``weight_decay``. ``attributes``: attributes that
     a subclass sets, which no step may change. ``decays``: whether it has ``weight_decay``.
     """
 
@@ -310,7 +310,7 @@ NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
     torch.optim.Adam: {"amsgrad": False, "weight_decay": 0, "decoupled_weight_decay": False},
     torch.optim.AdamW: {"amsgrad": False, "decoupled_weight_decay": True},
 }
-"""Arguments that :class:`SGD` and :class:`AdamW` lack, with the value at which they equal torch's."""
+"""Arguments that :class:`SGD` and :class:`AdamW` lack, and the values at which they equal torch's."""
 IMPLEMENTATION: Mapping[str, Any] = {
     "maximize": False,
     "foreach": None,
@@ -426,7 +426,7 @@ def _accept(optimizer: object, _text: str | None) -> Optimizer:
 
 
 def _adapt(optimizer: Callable[..., Any], _own: bool) -> Callable[..., Any]:
-    """Return what makes an optimizer of an expression's arguments, those of a class of torch's without parameters."""
+    """Return a factory of optimizers from an expression's arguments, for a class of torch's all but the parameters."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         return optimizer
     kind: Any = optimizer
