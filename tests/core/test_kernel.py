@@ -8,13 +8,13 @@ from torch import nn
 
 from fedshift.core.contexts import Folded
 from fedshift.core.declarations import Bound, Own, Send
-from fedshift.core.kernel import client_final, client_init, global_state, init_client, init_server, personal_state
+from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.plan import forward
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
-from fedshift.core.selection import Scope, everything, name_matches
+from fedshift.core.selection import Scope, name_matches
 from fedshift.core.server_round import server_round
 from fedshift.core.step import client_step, client_step_
 from fedshift.core.work import Work
@@ -123,30 +123,6 @@ def test_rules_chain_in_order_and_never_meet():
     assert client.memory == ({"seen": 4.0}, {"seen": 20.0})
     # a quarter of what this client, who has a quarter of the samples, uploaded
     assert server.memory == ({"total": 1.5}, {"total": 7.5})
-
-
-def test_a_method_decides_what_is_trained():
-    plan = plan_of(fedavg().leave_untrained(~name_matches("5.*")))
-    assert plan.trained == {"5.weight", "5.bias"}
-    job, _ = client_step(plan, client_init(plan, init_client(plan), init_server(plan)), *batch(0), KEY)
-    client, update = client_final(plan, job)
-    assert torch.equal(update.shared["0.weight"], plan.initial["0.weight"])
-    assert not client.personal
-
-
-def test_loading_less_than_is_sent_gives_each_client_its_own_part_and_the_server_a_whole_model():
-    method = Method(name="partial", scope=Scope(load=~name_matches("5.*"), send=everything))
-    plan = plan_of(method)
-    server, clients = init_server(plan), {name: init_client(plan) for name in "ab"}
-    updates = {}
-    for number, name in enumerate(clients):
-        job, _ = client_step(plan, client_init(plan, clients[name], server), *batch(number), KEY)
-        clients[name], updates[name] = client_final(plan, job)
-    server = server_round(plan, server, updates, {"a": 4, "b": 4})
-    mean = (clients["a"].personal["5.weight"] + clients["b"].personal["5.weight"]) / 2
-    assert (global_state(plan, server)["5.weight"] - mean).abs().max() <= 1e-15
-    assert torch.equal(personal_state(plan, clients["a"], server)["5.weight"], clients["a"].personal["5.weight"])
-    assert torch.equal(personal_state(plan, clients["a"], server)["0.weight"], server.shared["0.weight"])
 
 
 def test_evaluation_changes_nothing_and_hidden_buffers_do_not_leak():
