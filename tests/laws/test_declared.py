@@ -91,7 +91,7 @@ def test_without_its_term_a_method_is_fedavg_bit_for_bit(trial, course, strength
 @pytest.mark.parametrize("guard", GUARDED, ids=lambda guard: guard.__name__)
 @pytest.mark.parametrize("reveals", GRAINS)
 def test_dp_and_robust_aggregation_refuse_every_send(guard, reveals):
-    with pytest.raises(UsageError, match=r"test_declared sends more than the entries that .* \(sent\): remove one"):
+    with pytest.raises(UsageError, match=r"Sends sends more than the entries that .* \(sent\): remove one"):
         plan_of(guard().with_rule(Sends(reveals)))
 
 
@@ -126,7 +126,7 @@ def test_an_estimator_of_gradients_refuses_what_reveals_more_than_the_update(rev
     ],
 )
 def test_an_estimator_of_gradients_refuses_rules_that_see_samples_beside_it(rule, why):
-    with pytest.raises(UsageError, match=f"dp_sgd combines the gradients of single samples, and test_declared {why}"):
+    with pytest.raises(UsageError, match=f"dp_sgd combines the gradients of single samples, and {type(rule).__name__} {why}"):
         plan_of(dp_sgd(Method().with_rule(rule)))
 
 

@@ -252,11 +252,11 @@ class Foreign(Rule):
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (Foreign("client"), r"test_dp_sgd sends information that does not follow from gradients \(client: 'total'\)"),
+        (Foreign("client"), r"Foreign sends information that does not follow from gradients \(client: 'total'\)"),
         (Foreign("class"), r"\(class: 'total'\)"),
         (Foreign("image"), r"\(image: 'total'\)"),
-        (Foreign(first=1), "test_dp_sgd runs the model on samples before local work"),
-        (Foreign(targets=True), "test_dp_sgd reads the targets of all samples"),
+        (Foreign(first=1), "Foreign runs the model on samples before local work"),
+        (Foreign(targets=True), "Foreign reads the targets of all samples"),
     ],
 )
 def test_rules_of_others_are_refused_where_noise_does_not_cover_what_they_send(rule, why):
@@ -318,7 +318,7 @@ WEIGHTED = CrossEntropy(weights=(1.0, 2.0, 3.0))
         (lambda: dp_sgd(delta=0.0), "delta=0: give"),
         (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* through BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
         (lambda: plan_of(dp_sgd(fedfa(gn()))), r"'dp_sgd\+fedfa\+gn': the model writes into '.*running_mean' during"),
-        (lambda: dp_sgd(dp_sgd(gn())), "dp_sgd.gn already combines the gradients of samples; choose one of the two"),
+        (lambda: dp_sgd(dp_sgd(gn())), "dp_sgd already combines the gradients of samples; choose one of the two"),
         (
             lambda: plan_of(dp_sgd(), nn.Sequential(Counts(), nn.Flatten(), nn.Linear(25, 3)).double()),
             r"'dp_sgd': the model writes into '0\.seen' during training, which dp_sgd cannot clip sample by sample",

@@ -150,7 +150,7 @@ def stream_order(client, number):
     [
         (lambda: fedpac(lam=-1.0), "fedpac: lam=-1 is negative"),
         (lambda: fedpac(body=0), "fedpac: head=1 and body=0: give 1 or more for each"),
-        (lambda: trial(fedpac(fedper())), "FedPAC mixes classifiers of clients, but another part keeps '2.bias'"),
+        (lambda: trial(fedpac(fedper())), "FedPAC mixes classifiers of clients, but fedper keeps '2.bias'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, said):

@@ -202,12 +202,12 @@ def test_arguments_without_sense_are_refused(arguments, said):
     [
         (
             lambda: fedper(hbn(), layers="1.*"),
-            "computes '1.global_mean' from what clients measure, but another",
+            "computes '1.global_mean' from what clients measure for hbn, but fedper",
         ),
         (lambda: single(hbn()), "hbn selects exchanged entries, but single exchanges nothing"),
         (
             lambda: ditto(hbn()),
-            "ditto keeps another model on each client, but the server computes",
+            "ditto keeps another model on each client, but for hbn the server computes",
         ),
         (lambda: hbn(hbn()), "both replace normalization layers"),
     ],

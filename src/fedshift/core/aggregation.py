@@ -91,6 +91,7 @@ class Aggregation(ABC):
         requires: Requirements on the rest of the method, checked before training starts.
         sums: Whether the result is the weighted mean of the uploads, so that the server stores their sum instead of
             them.
+        weighs: Whether the result depends on the clients' weights by the method's weighting.
         keeps: Whether state about clients stays on the server between rounds (``Aggregated.kept``).
         mixes: Whether clients load mixes of the round's uploads (``Aggregated.mixes``).
         passes_on: Whether clients may receive entries exactly as another client sent them; sites are informed of it.
@@ -99,6 +100,7 @@ class Aggregation(ABC):
 
     requires: Requirements = Requirements()
     sums: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
     keeps: ClassVar[bool] = False
     mixes: ClassVar[bool] = False
     passes_on: ClassVar[bool] = True

@@ -26,10 +26,10 @@ from ..nn.surgery import FunctionCalls
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
-from .compatibility import check_compatibility, check_rules
+from .compatibility import check_compatibility, check_rules, select_entries
 from .declarations import Bound
 from .kernel import client_final, client_prelude, init_client, init_server, load_state
-from .method import Method
+from .method import Method, decides_normalization
 from .optimizer import Optimizer
 from .plan import Loss, Plan, Precision, compute_features, compute_outputs, forward, to_inputs, to_memory_format
 from .selection import entries, everything, norm_statistics
@@ -39,9 +39,9 @@ from .work import Work
 def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` after the method's surgery; errors name the method."""
     module = copy.deepcopy(model)
-    replacements = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
+    replacements = list(filter(decides_normalization, method.surgery))
     if len(replacements) > 1:
-        both = " and ".join(map(str, replacements))
+        both = method.norm_replacers or " and ".join(map(str, replacements))
         raise UsageError(f"method {method.label!r}: {both} both replace normalization layers: remove one of the two")
     for change in method.surgery:
         try:
@@ -93,7 +93,8 @@ def prepare(
     model_entries = entries(template)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     initial = {entry.name: tensors[entry.name].detach().clone() for entry in model_entries}
-    loaded, sent = method.scope.load.names(model_entries), method.scope.send.names(model_entries)
+    selected = [part.names for part in (method.scope.load, method.scope.send)]
+    loaded, sent = select_entries(method, lambda each: each.scope, lambda: [names(model_entries) for names in selected])
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
     if loaded - sent:
         raise UsageError(
@@ -103,7 +104,7 @@ def prepare(
     if method.pooled and loaded != frozenset(initial):
         raise UsageError(
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
-            "use centralized without a personal method"
+            f"use centralized without {method.name_sources(lambda each: each.scope, 'a personal method')}"
         )
     trained = frozenset(name for name in initial if tensors[name].requires_grad)
     if method.trains is not everything:
@@ -121,7 +122,7 @@ def prepare(
     check_rules(plan)
     plan = bind_rules(plan)
     if method.freeze:
-        norm_statistics.names(model_entries)
+        select_entries(method, lambda each: each.freeze, lambda: norm_statistics.names(model_entries))
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
     plan.optimizer.check(plan.params, rounds)
@@ -168,8 +169,9 @@ def bind_rules(plan: Plan) -> Plan:
     """
     plan, rules = replace(plan, rules=()), []
     for rule in plan.method.rules:
+        source = plan.method.name_source(rule)
         try:
-            bound = rule.bind(plan)
+            bound = rule.named(source).bind(plan)
         except UsageError as error:
             raise UsageError(f"method {plan.method.label!r}: {error}") from error
         if not isinstance(bound, Bound):
@@ -177,7 +179,7 @@ def bind_rules(plan: Plan) -> Plan:
                 f"method {plan.method.label!r}: {type(rule).__name__}.bind() returned a {type(bound).__name__}: return "
                 "fedshift.Bound(self, ...)"
             )
-        rules.append(bound)
+        rules.append(replace(bound, rule=bound.rule.named(source)))
     return replace(plan, rules=tuple(rules))
 
 
@@ -328,7 +330,7 @@ def _check_functions(plan: Plan, sample: Tensor) -> None:
 @torch.no_grad()
 def _check_groups(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if surgery created a GroupNorm with one value per group, whose output is constant."""
-    if not any(getattr(change, "decides_normalization", False) for change in plan.method.surgery):
+    if not any(map(decides_normalization, plan.method.surgery)):
         return
     layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm)}
     problems: list[str] = []

@@ -65,7 +65,7 @@ class AlignedFeatures(Prototypes):
         }
         body = tuple(sorted((plan.trained & plan.loaded) - head))
         if not body:
-            raise UsageError("FedPAC averages features of clients, of which these share none: use another method")
+            raise plan.refuse_kept("FedPAC averages features of clients", plan.trained - head or head)
         return replace(bound, rule=replace(self, body=body), own=own, sends=sends)
 
     @override
@@ -109,11 +109,8 @@ class ClassifierMix(Aggregation):
     @override
     def bind(self, plan: Plan) -> Self:
         head = _name_classifier(plan, self.source_method)
-        if missing := sorted(head - (plan.sent & plan.loaded)):
-            raise UsageError(
-                f"method {plan.method.label!r}: FedPAC mixes classifiers of clients, but another part keeps "
-                f"{missing[0]!r} on clients: use one of the two"
-            )
+        if kept := head - (plan.sent & plan.loaded):
+            raise plan.refuse_kept(f"method {plan.method.label!r}: FedPAC mixes classifiers of clients", kept)
         return replace(self, head=tuple(sorted(head)))
 
     @override

@@ -40,10 +40,7 @@ class Gates(Rule):
     @override
     def bind(self, plan: Plan) -> Bound:
         if plan.personal or not plan.loaded:
-            raise UsageError(
-                "partialfed_adaptive chooses which layers to load, but another part of the method already keeps "
-                f"{min(plan.personal)!r} on the client: use one of the two"
-            )
+            raise plan.refuse_kept("partialfed_adaptive chooses which layers to load", plan.personal)
         layers: dict[int, list[str]] = {}
         statistics = tuple(entry.name for entry in plan.entries if norm_statistics(entry))
         for entry in plan.entries:
