@@ -72,14 +72,21 @@ def list_active(plan: Plan, job: LocalTrainingState) -> list[str]:
 
 
 def compute_objective(
-    plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor
+    plan: Plan,
+    job: LocalTrainingState,
+    params: State,
+    x: Tensor,
+    y: Tensor,
+    key: Tensor,
+    *,
+    in_place: bool | None = None,
 ) -> tuple[Tensor, Tensor, State]:
     """Return the training objective at ``params`` on one batch, the data loss, and the updated ``rest``. Pure.
 
     ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In separate phases the model does not run,
     and the data loss is 0.
     """
-    objectives, rest = _list_objectives(plan, job, params, x, y, key)
+    objectives, rest = _list_objectives(plan, job, params, x, y, key, in_place=in_place)
     return objectives[-1], objectives[0], rest
 
 
@@ -110,7 +117,14 @@ def _list_losses(plan: Plan, job: LocalTrainingState) -> list[int]:
 
 
 def _list_objectives(
-    plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor
+    plan: Plan,
+    job: LocalTrainingState,
+    params: State,
+    x: Tensor,
+    y: Tensor,
+    key: Tensor,
+    *,
+    in_place: bool | None = None,
 ) -> tuple[list[Tensor], State]:
     """Return the data loss and the objective after each of :func:`_list_losses`, and the updated ``rest``. Pure."""
     plan.set_mode(training=True, frozen=job.frozen)
@@ -125,7 +139,8 @@ def _list_objectives(
         if job.separate_phase:
             objectives = [torch.zeros((), dtype=plan.dtype, device=x.device)]
         else:
-            outputs, features = compute_features(plan, model, x)
+            outputs, features = compute_features(plan, model, x, in_place=in_place)
+            rest |= {name: model[name] for name in rest if name in model}
             batch.passed = batch.change_outputs(outputs, state, features), features
             objectives = [plan.loss(batch.passed[0], y)]
         for index in _list_losses(plan, job):
@@ -207,12 +222,12 @@ def compute_gradients(
     if plan.method.gradient is not None:
         grads, rest, loss = combine_samples(plan, job, x, y, key)
         return transform_gradients(plan, job, grads, key), rest, loss
-    leaves = {name: job.params[name].detach().requires_grad_() for name in list_active(plan, job)}
-    with torch.enable_grad():
-        total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key)
-    gradients = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
+    with plan.resident(job.params, list_active(plan, job)) as leaves, torch.enable_grad():
+        total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key, in_place=True)
+        total.backward()  # type: ignore[no-untyped-call]
+        grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     after = {name: tensor.detach() for name, tensor in rest.items()}
-    return transform_gradients(plan, job, dict(zip(leaves, gradients, strict=True)), key), after, loss.detach()
+    return transform_gradients(plan, job, grads, key), after, loss.detach()
 
 
 def combine_samples(
@@ -274,7 +289,7 @@ def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samp
     """Take the optimizer's step along ``grads``, computed on ``samples`` samples, in place in ``job``'s tensors."""
     for each in list_updates(plan, job):
         optimizer = plan.optimizer if each.decay else plan.undecayed_optimizer
-        optimizer.update_(pick(job.params, each.names), grads, job.optimizer, job.lr * each.lr_scale)
+        optimizer.update_(pick(job.params, each.names & grads.keys()), grads, job.optimizer, job.lr * each.lr_scale)
         if each.rule is not None:
             _clamp_(plan, job, each.rule)
     if job.separate_phase:
