@@ -113,11 +113,6 @@ class Aggregation(ABC):
         """Minimum number of clients in a round."""
         return 1
 
-    @property
-    def source_method(self) -> str:
-        """Name of the method that defines the aggregation (its module), used in messages."""
-        return type(self).__module__.rpartition(".")[2]
-
     def bind(self, plan: Plan) -> Self:
         """Return the aggregation for ``plan``; raise :class:`UsageError` to refuse it."""
         return self
@@ -150,11 +145,6 @@ class FunctionAggregation(Aggregation):
 
     def __repr__(self) -> str:
         return getattr(self.function, "__qualname__", repr(self.function))
-
-    @property
-    @override
-    def source_method(self) -> str:
-        return repr(self)
 
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:

@@ -103,7 +103,7 @@ def check_compatibility(plan: Plan) -> None:
             "a batch size of 2 or more, say 32"
         ).about("batch_size")
     if method.gradient is not None:
-        _check_separate_samples(plan, f"{method.gradient.source_method} combines the gradients of single samples")
+        _check_separate_samples(plan, f"{method.name_source(method.gradient)} combines the gradients of single samples")
     if inputs := find_inputs(plan.module):
         _check_several_inputs(plan, name_inputs(inputs))
     source = method.name_source(method.aggregate)

@@ -140,11 +140,16 @@ class Method:
         """Return :meth:`list_sources` in words, for messages; ``otherwise``: if no component made that choice."""
         return " and ".join(dict.fromkeys(self.list_sources(choose))) or otherwise
 
-    def name_source(self, part: Rule | Aggregation) -> str:
-        """Return the name of the component that last chose a rule or an aggregation of this type, else its class's."""
+    def name_source(self, part: Rule | Aggregation | GradientEstimator) -> str:
+        """Return the name of the component that last chose a part of this type, for messages; else its class's."""
         kind = type(part)
-        sources = self.list_sources(lambda method: [x for x in (*method.rules, method.aggregate) if type(x) is kind])
-        return sources[-1] if sources else part.source_method
+
+        def choose(method: Method) -> list[object]:
+            return [each for each in (*method.rules, method.aggregate, method.gradient) if type(each) is kind]
+
+        sources = self.list_sources(choose)
+        named = part.source_method if isinstance(part, Rule) else repr(part).partition("(")[0]
+        return sources[-1] if sources else named
 
     @property
     def norm_replacers(self) -> str:
@@ -233,15 +238,9 @@ class Method:
 
 
 class Component(NamedTuple):
-    """A function that composed a method.
+    """A function that composed a method: its name, with the options that differ as in the method's name, and place.
 
-    Args:
-        name: The function's name.
-        title: The name with the options that differ from their defaults.
-        place: Where the title stands in a method's name: :data:`METHOD`, :data:`FOUNDATION` or :data:`MODIFIER`.
-        before: The method that the function was applied to.
-        after: The method that it returned.
-
+    ``before``: the method that it was applied to; ``after``: the method that it returned.
     """
 
     name: str

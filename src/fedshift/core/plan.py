@@ -440,6 +440,16 @@ class Plan:
             for names, bound in zip(self.own_names, self.rules, strict=True)
         )
 
+    def verdict(self, engine: str, judge: Callable[[], str | None]) -> str | None:
+        """Return why ``engine`` cannot run the plan, which ``judge`` finds once; None if it can."""
+        if engine not in self._verdicts:
+            self._verdicts[engine] = judge()
+        return self._verdicts[engine]
+
+    @cached_property
+    def _verdicts(self) -> dict[str, str | None]:
+        return {}
+
     @cached_property
     def undecayed_optimizer(self) -> Optimizer:
         """The optimizer without weight decay, for parameters that do not decay."""

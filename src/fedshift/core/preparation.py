@@ -460,7 +460,7 @@ def _check_single_samples(plan: Plan, sample: Tensor) -> None:
     if moved:
         raise UsageError(
             f"method {plan.method.label!r}: the model writes into {moved[0]!r} during training, which "
-            f"{gradient.source_method} cannot clip sample by sample: use a model without running statistics"
+            f"{plan.method.name_source(gradient)} cannot clip sample by sample: use a model without running statistics"
         )
 
     def add_outputs(params: State, x: Tensor) -> Tensor:
@@ -473,7 +473,7 @@ def _check_single_samples(plan: Plan, sample: Tensor) -> None:
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(
-            f"method {plan.method.label!r}: {gradient.source_method} computes the gradient of each sample with "
+            f"method {plan.method.label!r}: {plan.method.name_source(gradient)} computes the gradient of each sample with "
             f"torch.func, which cannot run this model (in {plan.precision}): {reason}"
         ) from error
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from torch import Tensor
 
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, unknown_name
 from ..utils.state import State
 from .contexts import EndContext, FoldContext, Folded, LookContext, LossContext, RoundContext, StepContext
 from .declarations import Bound
@@ -57,9 +57,7 @@ class Rule:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.gradient_stage not in GRADIENT_STAGES:
-            raise UsageError(
-                f"{cls.__name__}: gradient_stage={cls.gradient_stage!r}: give one of {', '.join(GRADIENT_STAGES)}"
-            )
+            raise unknown_name(f"gradient_stage of {cls.__name__}", cls.gradient_stage, GRADIENT_STAGES)
         if (cls.personalize is not Rule.personalize) != bool(cls.personalizes):
             raise UsageError(
                 f"{cls.__name__}: personalize() and the class attribute personalizes ('use' or 'start') go together: "

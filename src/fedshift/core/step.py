@@ -97,7 +97,7 @@ def check_objectives(plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, 
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
     with torch.enable_grad():
-        objectives, _ = _list_objectives(plan, job, leaves, x, y, key)
+        objectives, _ = _list_objectives(plan, job, leaves, x, y, key, in_place=None)
     for index, (before, after) in zip(_list_losses(plan, job), pairwise(objectives), strict=True):
         parts = torch.autograd.grad(after, before, retain_graph=True, allow_unused=True) if after.requires_grad else ()
         if not any(part is not None and part.any() for part in parts):
@@ -117,14 +117,7 @@ def _list_losses(plan: Plan, job: LocalTrainingState) -> list[int]:
 
 
 def _list_objectives(
-    plan: Plan,
-    job: LocalTrainingState,
-    params: State,
-    x: Tensor,
-    y: Tensor,
-    key: Tensor,
-    *,
-    in_place: bool | None = None,
+    plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor, *, in_place: bool | None
 ) -> tuple[list[Tensor], State]:
     """Return the data loss and the objective after each of :func:`_list_losses`, and the updated ``rest``. Pure."""
     plan.set_mode(training=True, frozen=job.frozen)
