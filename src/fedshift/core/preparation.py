@@ -473,8 +473,8 @@ def _check_single_samples(plan: Plan, sample: Tensor) -> None:
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(
-            f"method {plan.method.label!r}: {plan.method.name_source(gradient)} computes the gradient of each sample with "
-            f"torch.func, which cannot run this model (in {plan.precision}): {reason}"
+            f"method {plan.method.label!r}: {plan.method.name_source(gradient)} computes the gradient of each sample "
+            f"with torch.func, which cannot run this model (in {plan.precision}): {reason}"
         ) from error
 
 

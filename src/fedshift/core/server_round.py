@@ -134,8 +134,8 @@ def _check_declared(plan: Plan, result: Aggregated) -> Aggregated:
     for field, flag, value in (("kept", "keeps", result.kept), ("mixes", "mixes", result.mixes)):
         if value and not getattr(aggregate, flag):
             raise UsageError(
-                f"method {plan.method.label!r}: {plan.method.name_source(aggregate)} returns Aggregated({field}=...) without "
-                f"informing sites: declare {flag} = True in an Aggregation"
+                f"method {plan.method.label!r}: {plan.method.name_source(aggregate)} returns Aggregated({field}=...) "
+                f"without informing sites: declare {flag} = True in an Aggregation"
             )
     return result
 
