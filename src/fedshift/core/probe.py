@@ -255,14 +255,14 @@ def _describe_state(attributes: list[Attribute]) -> UsageError:
     if not attributes:
         return UsageError(
             "the model returns something else for the same inputs at each call, by what it keeps outside of its "
-            "entries: make that a buffer (self.register_buffer), so that each client keeps its own, and it is saved"
+            "entries: make that a buffer (self.register_buffer), and each client keeps one, which is saved"
         )
     first = attributes[0]
     names = " or ".join(dict.fromkeys(repr(each.name) for each in attributes if each.where == first.where))
     return UsageError(
         f"{first.where} keeps {names} outside of its entries, and a call changes what the next one returns: clients "
         f"would share it, and a resumed run would lose it. Make it a buffer (self.register_buffer({first.name!r}, "
-        "...)), so that each client keeps its own, and it is saved"
+        "...)), and each client keeps one, which is saved"
     )
 
 

@@ -22,7 +22,7 @@ USUAL = frozenset(vars(nn.Module())) | {"training"}
 NUMBERS = (int, float)
 PLAIN = (bool, *NUMBERS, complex, str, bytes, type(None))
 DEPTH = 4
-"""Depth to which search of containers, functions and objects."""
+"""Depth of the search in containers, functions and objects."""
 
 
 class Attribute(NamedTuple):
