@@ -15,7 +15,6 @@ from torch import nn
 
 from fedshift.config.expressions import list_catalog
 from fedshift.core.kernel import client_init, init_client, init_server
-from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
@@ -38,7 +37,7 @@ from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
-from tests.methods.others import clipped, small_features
+from tests.methods.others import calibrated, clipped, small_features
 
 METHODS = list_catalog("methods")
 NAMES = sorted(METHODS)
@@ -226,23 +225,11 @@ def test_gradients_are_the_objectives_clipped_then_corrected_in_whatever_order(p
             assert (found[name] - expected).abs().max() <= 1e-12
 
 
-class Calibrated(Rule):
-    """FedLC's calibration (arXiv:2209.00189, equation 7) for known class counts."""
-
-    shift = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-
-    def outputs(self, outputs, step):
-        return outputs - self.shift
-
-
-class Replaced(Calibrated):
-    """The same, as a loss that forgets the one that it was given."""
-
-    def outputs(self, outputs, step):
-        return outputs
+class Replaced(Rule):
+    """A loss that forgets the one that it was given."""
 
     def loss(self, loss, step):
-        return step.criterion(step.outputs - self.shift, step.y)
+        return step.criterion(step.outputs - 1.0, step.y)
 
 
 class Detached(Replaced):
@@ -251,7 +238,7 @@ class Detached(Replaced):
 
 
 def start(method):
-    plan = prepare(method, nn.Linear(4, 3).double(), optimizer=SGD(lr=0.1))
+    plan = prepare(method, nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double(), optimizer=SGD(lr=0.1))
     return plan, client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
 
 
@@ -260,12 +247,16 @@ def start(method):
 def test_outputs_are_changed_before_every_loss_and_other_terms_stay(other, outside):
     torch.manual_seed(0)
     x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
-    method = other(Method().with_rule(Calibrated())) if outside else other().with_rule(Calibrated())
-    plan, job = start(method)
+    plan, job = start(other(calibrated()) if outside else calibrated(other()))
+    lower = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    memory = ({"lower": lower} if "lower" in held else held for held in job.memory)
+    job = replace(job, memory=tuple(memory))
     found = compute_gradients(plan, job, x, y, torch.tensor(0))[0]
     check_objectives(plan, job, x, y, torch.tensor(0))
     leaves = [tensor.clone().requires_grad_() for tensor in plan.params.values()]
-    loss = nn.functional.cross_entropy(nn.functional.linear(x, *leaves) - Calibrated.shift, y)
+    hidden = nn.functional.linear(x, *leaves[:2])
+    loss = nn.functional.cross_entropy(nn.functional.linear(hidden, *leaves[2:]) - lower, y)
+    loss = loss + 0.1 * hidden.square().mean() if other is small_features else loss
     for name, grad in zip(plan.params, torch.autograd.grad(loss, leaves), strict=True):
         for each in (name, f"personalmodel/{name}") if other is ditto else (name,):
             assert (found[each] - grad).abs().max() <= 1e-14
