@@ -275,7 +275,7 @@ def test_an_objective_that_forgets_its_loss_is_refused(rule):
     [
         (lambda: fedbn(compose("gn")), "fedbn needs BatchNorm, which gn replaces: remove one of the two"),
         (lambda: fixbn(compose("hbn")), "fixbn needs BatchNorm, which hbn replaces"),
-        (lambda: compose("fedpac", "fedrep"), "fedrep and fedpac both compose HeadThenBody, twice: remove one"),
+        (lambda: compose("fedpac", "fedrep"), "fedrep and fedpac both add the rule HeadThenBody: remove one"),
         (lambda: fedprox(fedprox()), "has fedprox twice: remove one of the two"),
         (lambda: compose("dp", "fedavg"), r"fedavg already weighs clients; choose one of the two"),
         (lambda: fedavg(compose("median"), weighting="used"), r"'used'\) has no effect, because median weighs clients"),

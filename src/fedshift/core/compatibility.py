@@ -55,8 +55,8 @@ def check_rules(plan: Plan) -> None:
         _check_shared(plan, rule.requires, method.name_source(rule))
     for kind in {type(rule) for rule in method.rules if sum(type(rule) is type(other) for other in method.rules) > 1}:
         sources = method.list_sources(partial(_count_rules, kind)) or (kind.__name__,)
-        twice = f"{' and '.join(sources)} both compose {kind.__name__}," if len({*sources}) > 1 else f"has {sources[0]}"
-        raise UsageError(f"{name} {twice} twice: remove one of the two")
+        both = f": {' and '.join(sources)} both add the rule {kind.__name__}"
+        raise UsageError(f"{name}{both if len({*sources}) > 1 else f' has {sources[0]} twice'}: remove one of the two")
     tuning = method.name_sources(lambda each: each.finetune, "fine-tuning for use")
     if method.finetune:
         _check_shared(plan, Requirements(shared_entries="fine-tuning for use starts from what clients share"), tuning)
