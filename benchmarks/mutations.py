@@ -62,7 +62,7 @@ CORE = (
           "sorted(names, reverse=True)", "list(names)[::-1]", "tests/laws/test_methods.py"),
     Fault("frozen-a-round-late", "core/kernel.py", "load_state", "server.round >= plan.freeze_from",
           "server.round > plan.freeze_from", "tests/methods/test_fixbn.py"),
-    Fault("statistics-move-when-frozen", "core/step.py", "_list_objectives",
+    Fault("statistics-move-when-frozen", "core/step.py", "compute_objective",
           "plan.set_mode(training=True, frozen=job.frozen)\n    rest = clone(job.rest)",
           "plan.set_mode(training=True)\n    rest = clone(job.rest)",
           "tests/methods/test_fixbn.py"),
@@ -141,10 +141,8 @@ METHODS = (
           "tests/methods/test_composition.py"),
     Fault("refused-for-a-lost-batch-norm", "core/compatibility.py", "select_entries",
           "if replacing and", "if False and", "tests/methods/test_composition.py"),
-    Fault("an-objective-forgets-its-loss", "core/step.py", "check_objectives", "if not any", "if False and not any",
-          "tests/methods/test_composition.py"),
     Fault("outputs-changed-for-one-network-alone", "core/step.py", "_Batch._loss_at",
-          "self.change_outputs(outputs, own | state, features)", "outputs", "tests/methods/test_composition.py"),
+          "self.change_outputs(*passed, {**self._params, **self._job.rest, **model})", "passed", "tests/methods/test_composition.py"),
 )  # fmt: skip
 
 ENGINES = (

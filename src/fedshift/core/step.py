@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from ..nn.dropout import draw_bits, dropout_key
 from ..nn.linear import use_torch_func
-from ..utils.errors import UsageError
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, nbytes, pick
 from .contexts import ForwardPass, LossContext, Owned, StepContext
@@ -86,40 +84,6 @@ def compute_objective(
     ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In separate phases the model does not run,
     and the data loss is 0.
     """
-    objectives, rest = _list_objectives(plan, job, params, x, y, key, in_place=in_place)
-    return objectives[-1], objectives[0], rest
-
-
-def check_objectives(plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor) -> None:
-    """Raise :class:`UsageError` if a rule's objective in the model's steps does not depend on the loss it was given.
-
-    For arguments, see :func:`compute_objective`.
-    """
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
-    with torch.enable_grad():
-        objectives, _ = _list_objectives(plan, job, leaves, x, y, key, in_place=None)
-    for index, (before, after) in zip(_list_losses(plan, job), pairwise(objectives), strict=True):
-        parts = torch.autograd.grad(after, before, retain_graph=True, allow_unused=True) if after.requires_grad else ()
-        if not any(part is not None and part.any() for part in parts):
-            source = plan.rules[index].rule.source_method
-            raise UsageError(
-                f"method {plan.method.label!r}: the objective of {source} does not depend on the loss that it was "
-                "given, so that the data's loss and the terms of other rules are lost: return loss + ..., and change "
-                "what the loss is computed from in outputs()"
-            )
-
-
-def _list_losses(plan: Plan, job: LocalTrainingState) -> list[int]:
-    """Return the positions of the rules whose objective the next step of ``job`` follows."""
-    if job.separate_phase:
-        return [index for index in plan.defines("loss") if index == job.separate_phase[0]]
-    return [index for index in plan.defines("loss") if not plan.rules[index].has_separate_passes]
-
-
-def _list_objectives(
-    plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor, *, in_place: bool | None
-) -> tuple[list[Tensor], State]:
-    """Return the data loss and the objective after each of :func:`_list_losses`, and the updated ``rest``. Pure."""
     plan.set_mode(training=True, frozen=job.frozen)
     rest = clone(job.rest)
     state = {**params, **rest}
@@ -130,15 +94,17 @@ def _list_objectives(
             x, y = plan.rules[index].rule.batch(x, y, StepContext(**facts))
         batch = _Batch(plan, job, params, x, y, key)
         if job.separate_phase:
-            objectives = [torch.zeros((), dtype=plan.dtype, device=x.device)]
+            total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
         else:
-            outputs, features = compute_features(plan, model, x, in_place=in_place)
+            batch.passed = compute_features(plan, model, x, in_place=in_place)
             rest |= {name: model[name] for name in rest if name in model}
-            batch.passed = batch.change_outputs(outputs, state, features), features
-            objectives = [plan.loss(batch.passed[0], y)]
-        for index in _list_losses(plan, job):
-            objectives.append(plan.rules[index].rule.loss(objectives[-1], batch.make_context(index, state)))
-    return objectives, rest
+            batch.passed = batch.change_outputs(*batch.passed, state)
+            total = loss = plan.loss(batch.passed[0], y)
+        for index in plan.defines("loss"):
+            separate = plan.rules[index].has_separate_passes
+            if job.separate_phase[0] == index if job.separate_phase else not separate:
+                total = plan.rules[index].rule.loss(total, batch.make_context(index, state))
+    return total, loss, rest
 
 
 class _Batch:
@@ -168,20 +134,22 @@ class _Batch:
             for name in self._plan.initial
         }  # fmt: skip
 
-    def change_outputs(self, outputs: Tensor, state: State, features: dict[int, Tensor]) -> Tensor:
-        """Return the network's ``outputs`` as the rules change them; ``state``: all entries, some of the network's."""
-        before = self.passed
+    def change_outputs(
+        self, outputs: Tensor, features: dict[int, Tensor], state: State
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return a pass with the outputs as rules change them; ``state``: all entries, those of the pass included."""
+        passed = self.passed
         for index in self._plan.defines("outputs"):
             self.passed = outputs, features
             outputs = self._plan.rules[index].rule.outputs(outputs, self.make_context(index, state))
-        self.passed = before
-        return outputs
+        self.passed = passed
+        return outputs, features
 
     def _loss_at(self, entries: State) -> Tensor:
-        state = self._fill(entries)
-        outputs, features = compute_features(self._plan, state, self._x)
-        own = {**self._params, **self._job.rest}
-        return self._plan.loss(self.change_outputs(outputs, own | state, features), self._y)
+        model = self._fill(entries)
+        passed = compute_features(self._plan, model, self._x)
+        outputs, _ = self.change_outputs(*passed, {**self._params, **self._job.rest, **model})
+        return self._plan.loss(outputs, self._y)
 
     def _run(self, index: int, entries: State, x: Tensor, *, training: bool) -> ForwardPass:
         self._plan.set_mode(training=training, frozen=self._job.frozen)
