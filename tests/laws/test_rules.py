@@ -216,9 +216,8 @@ READS = {
 
 @pytest.mark.parametrize("declaration", READS)
 def test_what_is_read_without_a_declaration_is_refused_with_it(declaration):
-    running = make_trial(fedavg().with_rule(Peeks(*READS[declaration])), moments=("loaded",))
     with pytest.raises(UsageError, match=re.escape(f"reads=Reads({declaration})")):
-        running.advance()
+        make_trial(fedavg().with_rule(Peeks(*READS[declaration])), moments=("loaded",))
 
 
 def test_every_read_is_tried():

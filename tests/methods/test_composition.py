@@ -50,8 +50,9 @@ OPTIONS = {
 STRENGTHLESS = {
     "agc": {"clip": 1e9}, "fedprox": {"mu": 0.0}, "fedproto": {"lam": 0.0}, "fpl": {"lam": 0.0}, "moon": {"mu": 0.0}
 }  # fmt: skip
-LATER = {("krum", "moon"), ("moon", "multi_krum")}
-"""Pairs with an effect from round 3 on: Krum selects a client whose model before was the loaded one."""
+LATER = {("krum", "moon"), ("moon", "multi_krum"), ("fedprox", "fedsmb"), ("fednova", "fedsmb")}
+"""Pairs with an effect from round 3 on (Krum selects a client whose model before was the loaded one), or on more steps
+a round, as a notice says."""
 
 
 def network(shape, classes):
@@ -117,9 +118,14 @@ def find_wrong(one, other):
     """Yield what is wrong with a pair of methods."""
     both, reverse = outcome(one, other), outcome(other, one)
     if isinstance(both, str) or isinstance(reverse, str):
-        if not (isinstance(both, str) and isinstance(reverse, str)):
-            yield f"only one order is refused: {both if isinstance(both, str) else reverse}"
-        for message in (each for each in (both, reverse) if isinstance(each, str)):
+        refusals = [each for each in (both, reverse) if isinstance(each, str)]
+        if (
+            len(refusals) == 1
+            and f"write {one}+{other}" not in refusals[0]
+            and f"write {other}+{one}" not in refusals[0]
+        ):
+            yield f"only one order is refused: {refusals[0]}"
+        for message in refusals:
             alone = {name for name in (one, other) if isinstance(outcome(name), str)}  # needs another network
             if not (names_in(message, {one, other}) >= {one, other} or names_in(message, alone)):
                 yield f"the refusal names not both: {message}"
@@ -180,7 +186,7 @@ def test_a_component_of_strength_0_is_left_out(partner):
             both = run(METHODS[name](compose(partner), **options))
         except UsageError:
             continue
-        if name != partner:
+        if name != partner and (name, partner) != ("agc", "fedwon"):  # whose clipping it replaces
             assert all(map(is_equal, both, outcome(partner))), name
 
 

@@ -73,7 +73,7 @@ def describe_method(
     factory = resolve_model(model, shape, inputs=inputs)
     model = getattr(factory, "__name__", model).replace("_", "-") if model == "auto" else model
     network = make_network(factory, shape, classes)
-    plan = prepare(chosen, network, optimizer=SGD(lr=0.0), sample=torch.zeros(1, *shape))
+    plan = prepare(chosen, network, optimizer=SGD(lr=0.01), sample=torch.zeros(1, *shape))
     facts = summarize_method(plan)
     taken = ", ".join(map(str, inputs)) or str(shape)
     also = "" if adapted is None else f" with {adapted}"

@@ -23,15 +23,16 @@ from ..nn.dropout import dropout_key, key_dropouts
 from ..nn.linear import use_fast_linear, use_torch_func
 from ..nn.recognition import torch_kind
 from ..nn.surgery import FunctionCalls
+from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .compatibility import check_compatibility, check_rules, select_entries
 from .declarations import Bound
-from .kernel import client_final, client_prelude, init_client, init_server, load_state
+from .dry_run import check_rounds
 from .method import Method, decides_normalization
 from .optimizer import SGD, Optimizer
-from .plan import Loss, Plan, Precision, Traits, compute_features, compute_outputs, forward, to_inputs, to_memory_format
+from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
 from .probe import probe_network, weigh_outputs
 from .selection import entries, everything, find_hidden, norm_statistics
 from .work import Work
@@ -65,6 +66,8 @@ def prepare(
     loss: Loss = nn.functional.cross_entropy,
     precision: Precision = "float32",
     sample: Tensor | None = None,
+    task: Task | None = None,
+    classes: int = 0,
     rounds: int = 1,
     clients: int = 1,
     seed: int = 0,
@@ -81,7 +84,9 @@ def prepare(
         optimizer: The experiment's local optimizer; the method may override fields.
         loss: Computes the mean loss of a batch from outputs and labels.
         precision: Precision in which layers compute.
-        sample: Inputs ``[1, ...]`` of one sample for a trial run of the model; None: skip checks that need it.
+        sample: Inputs ``[1, ...]`` of one sample, for a trial of the model and a dry run; None: skip both.
+        task: Task of the data; None: outputs are scores of classes.
+        classes: Number of classes, labels or targets of ``task``.
         rounds: Number of rounds in the trial.
         clients: Number of clients that train in the trial.
         seed: Keys the server's random draws.
@@ -89,7 +94,8 @@ def prepare(
 
     Raises:
         UsageError: The scope matches no entry or loads entries that no client sends, parts of the method are
-            incompatible, or the model has unsupported entries, keeps state outside of them, or rejects the sample.
+            incompatible or fail the dry run, or the model has unsupported entries, keeps state outside of them, rejects
+            the sample, or does not fit the task.
 
     """
     if optimizer is None:
@@ -144,10 +150,8 @@ def prepare(
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
     plan.optimizer.check(plan.params, rounds)
-    _check_sends(plan)
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
-        _check_features(plan, sample)
         _check_freezing(plan, sample)
         _check_single_samples(plan, sample)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
@@ -155,6 +159,10 @@ def prepare(
             "batch_size=1, but BatchNorm in this model cannot compute a variance over one sample: use a batch size of "
             "2 or more, or a model without BatchNorm"
         ).about("batch_size")
+    if sample is not None:
+        if task is not None:
+            _check_outputs(plan, sample, task, classes)
+        check_rounds(plan, sample, task, classes)
     return plan
 
 
@@ -237,16 +245,6 @@ def bind_rules(plan: Plan) -> Plan:
             )
         rules.append(replace(bound, rule=bound.rule.named(source)))
     return replace(plan, rules=tuple(rules))
-
-
-def _check_sends(plan: Plan) -> None:
-    """Raise :class:`UsageError` if the upload of a client without steps differs from the rules' declarations.
-
-    Uploads of rules with :meth:`Rule.look` depend on data, and are checked when the first client ends its work.
-    """
-    if not plan.defines("look"):
-        client_final(plan, load_state(plan, init_client(plan), init_server(plan)))
-        client_prelude(plan, 1, None)
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
@@ -428,21 +426,16 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
             )
 
 
-@torch.no_grad()
-def _check_features(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if a rule reads a layer that the model lacks or does not call."""
-    if plan.feature_layers:
-        plan.set_mode(training=False)
-        inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-        _, features = compute_features(plan, clone(plan.initial), inputs)
-        for index, each in features.items():
-            bound = plan.rules[index]
-            if bound.rule.requires.classes and each.ndim != 2:
-                raise UsageError(
-                    f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, "
-                    f"but the input of layer {bound.reads.features!r} has shape {tuple(each.shape[1:])}: choose a "
-                    "model whose classifier receives a vector"
-                )
+def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
+    """Raise :class:`UsageError` unless the model has the outputs of ``task``."""
+    scores = tuple(forward(plan, clone(plan.initial), to_inputs(plan, sample)).shape[1:])
+    wanted = task.output_shape(tuple(sample.shape[1:]), classes)
+    if scores != wanted:
+        each = f"one score a {task.output}" + ("" if len(wanted) == 1 else " and pixel")
+        raise UsageError(
+            f"the model's outputs for a sample have shape {scores}, but the data have {classes} "
+            f"{PLURALS[task.output]}: make it give {wanted}, {each}"
+        )
 
 
 def _check_single_samples(plan: Plan, sample: Tensor) -> None:

@@ -9,7 +9,6 @@ from ..utils.errors import UsageError
 from ..utils.state import State, pick
 from .aggregation import Aggregated, Received
 from .contexts import FoldContext
-from .disclosure import check_fold
 from .means import StreamingMean, SummedUploads
 from .mixes import Mixes
 from .plan import Plan
@@ -143,10 +142,7 @@ def _check_declared(plan: Plan, result: Aggregated) -> Aggregated:
 def fold_rules(
     plan: Plan, server: ServerState, received: Sequence[Received], *, prelude: bool = False
 ) -> tuple[tuple[State, ...], State]:
-    """Return the rules' memories on the server, and the entries that they compute.
-
-    Raises :class:`UsageError` if a rule's result differs from its declarations.
-    """
+    """Return the rules' memories on the server, and the entries that they compute."""
     memory, computed, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
     for index in plan.defines("fold"):
         if prelude and not plan.rules[index].prelude:
@@ -157,7 +153,6 @@ def fold_rules(
             memory=memory[index], uploads=uploads, received=visible, plan=plan, server=server, prelude=prelude
         )
         folded = plan.rules[index].rule.fold(context)
-        check_fold(plan, index, *folded, prelude=prelude)
         memory[index] = folded.memory
         computed |= folded.entries
     return tuple(memory), computed

@@ -53,6 +53,7 @@ def _step_facts(plan: Plan, job: LocalTrainingState, index: int, state: State, k
         "params": {name: state[name] for name in plan.params},
         "buffers": {name: job.rest[name] for name in plan.buffers},
         "steps": job.steps,
+        "_personal": job.personal,
         "_round": job.round,
         "_key": key,
     }
@@ -127,12 +128,9 @@ class _Batch:
         )
 
     def _fill(self, entries: State) -> State:
-        """Complete ``entries``, which are not copied, by the model's parameters and copies of its buffers."""
-        return {
-            name: entries[name] if name in entries else self._params[name] if name in self._params
-            else self._job.rest[name].clone()
-            for name in self._plan.initial
-        }  # fmt: skip
+        """Complete ``entries``, which are not copied, by copies of the model's buffers and untrained parameters."""
+        rest = self._job.rest
+        return {name: entries[name] if name in entries else rest[name].clone() for name in self._plan.initial}
 
     def change_outputs(
         self, outputs: Tensor, features: dict[int, Tensor], state: State
@@ -163,7 +161,7 @@ class _Batch:
     def _make_pass(self, index: int) -> ForwardPass:
         if self.passed is None:
             with dropout_key(self._key):
-                self.passed = compute_features(self._plan, self._fill({}), self._x)
+                self.passed = compute_features(self._plan, self._fill(self._params), self._x)
         return self._wrap(index, self._x, self.passed)
 
     def _wrap(self, index: int, x: Tensor, result: tuple[Tensor, dict[int, Tensor]]) -> ForwardPass:

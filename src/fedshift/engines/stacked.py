@@ -179,6 +179,7 @@ class Stacked(Engine):
         first = load_state(self.plan, lanes[0].client, server)
         kept = [personal_entries(self.plan, lane.client, server) for lane in lanes]
         personal = {name: torch.stack([state[name] for state in kept]) for name in self.plan.personal}
+        start = clone(personal) if self.plan.rules else {}
         fresh = self.plan.optimizer.init(first.params)
         optimizer = _stack_states([lane.client.optimizer or fresh for lane in lanes])
         params, rest = (
@@ -186,7 +187,7 @@ class Stacked(Engine):
              for name, tensor in state.items()}
             for state in (first.params, first.rest)
         )  # fmt: skip
-        return first, (params, rest, optimizer, {}, *({} for _ in first.memory))
+        return first, (params, rest, optimizer, {}, *({} for _ in first.memory), start)
 
     def _load_lane(self, server: ServerState, lane: _Lane) -> LocalTrainingState:
         seen = self.see(lane.name, lane.batches)
@@ -563,7 +564,8 @@ def prepare_steps(
 
 def _stack_jobs(plan: Plan, jobs: Sequence[LocalTrainingState]) -> Stack:
     parts = [
-        (job.params, job.rest, job.optimizer, job.global_params if plan.mixes else {}, *job.memory) for job in jobs
+        (job.params, job.rest, job.optimizer, job.global_params if plan.mixes else {}, *job.memory, job.personal)
+        for job in jobs
     ]
     return tuple(map(_stack_states, zip(*parts, strict=True)))
 

@@ -33,7 +33,7 @@ from .tape import Factors, Tape, Untraceable
 TAPES = 64
 """Maximum number of kinds of recorded steps, if recording does not affect results."""
 Stack = tuple[State, ...]
-"""The lanes' parameters, other entries, optimizer states, loaded entries and memories of each rule.
+"""The lanes' parameters, other entries, optimizer states, loaded entries, memories of each rule, and entries kept.
 
 Each entry is ``[lanes, ...]``. Loaded entries are omitted if all lanes load the same.
 """
@@ -270,6 +270,8 @@ def _subtract_(params: State, grads: Gradients, lr: float, held: Held) -> None:
 
 def replace_parts(job: LocalTrainingState, parts: Stack) -> LocalTrainingState:
     """Return the job with the ``parts`` of a stack, or of one of its lanes."""
-    params, rest, optimizer, loaded, *memory = parts
-    loaded = loaded or job.global_params
-    return replace(job, params=params, rest=rest, optimizer=optimizer, global_params=loaded, memory=tuple(memory))
+    params, rest, optimizer, loaded, *memory, personal = parts
+    return replace(
+        job, params=params, rest=rest, optimizer=optimizer, global_params=loaded or job.global_params,
+        memory=tuple(memory), personal=personal,
+    )  # fmt: skip
