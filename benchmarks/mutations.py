@@ -99,12 +99,102 @@ CORE = (
           'stream(seed, "order", number)', "tests/core/test_work.py"),
     Fault("every-pass-in-one-order", "core/work.py", "_draw_order", 'stream(seed, "order", client, number)',
           'stream(seed, "order", client)', "tests/core/test_work.py"),
+    Fault("names-of-clients-collide", "utils/state.py", "_escape", '.replace("/", "%2F")', "",
+          "tests/utils/test_utils.py"),
+    Fault("a-second-rate-is-dropped", "experiments/python_settings.py", "_refuse_second_values",
+          "value != getattr(optimizer, name)", "False", "tests/test_api.py"),
+    Fault("a-rate-fixed-by-a-tape", "engines/stepper.py", "Stepper._differentiate", "counter=steps, lr=lr)",
+          "counter=steps)", "tests/engines/test_stacked.py"),
+    Fault("range-of-float16-not-said", "engines/half_precision.py", "describe_overflow", "output == inf", "False",
+          "tests/engines/test_precision.py"),
     Fault("server-momentum-damped", "core/server_optimizer.py", "Momentum.step", "+ change for",
           "+ (1 - self.beta) * change for", "tests/core/test_server_optimizer.py"),
     Fault("weight-decay-without-the-rate", "core/optimizer.py", "AdamW.update_", "1 - lr * self.weight_decay",
           "1 - self.weight_decay", "tests/core/test_optimizer.py"),
 )  # fmt: skip
 
+BUFFERS = (
+    Fault(
+        "buffers-averaged",
+        "core/plan.py",
+        "Plan.whole",
+        "if entry.kind in WHOLE",
+        "if False",
+        "tests/core/test_buffers.py",
+    ),
+    Fault(
+        "state-of-the-last-client",
+        "core/server_round.py",
+        "StreamingAggregator._take_whole",
+        "weight > self._largest",
+        "True",
+        "tests/core/test_buffers.py",
+    ),
+    Fault(
+        "state-loaded-every-round",
+        "core/buffers.py",
+        "list_kept",
+        'entry.kind == "state"',
+        "False",
+        "tests/core/test_buffers.py",
+    ),
+    Fault(
+        "vectors-of-another-weight",
+        "core/buffers.py",
+        "fit_spectral_norms",
+        "isinstance(step, _SpectralNorm) and own",
+        "False",
+        "tests/core/test_buffers.py",
+    ),
+    Fault(
+        "batch-norm-by-class-alone",
+        "core/buffers.py",
+        "_apply_kinds",
+        "entry.in_batch_norm or entry.name in kinds",
+        "entry.in_batch_norm",
+        "tests/core/test_buffers.py",
+    ),
+    Fault(
+        "running-sums-averaged",
+        "core/buffers.py",
+        "_find_averages",
+        "< 1 - CLOSE / 10",
+        "< 2",
+        "tests/core/test_buffers.py",
+    ),
+    Fault(
+        "infinite-constants-diverge",
+        "engines/engine.py",
+        "refuse_divergence",
+        "state.keys() - plan.whole",
+        "state",
+        "tests/core/test_buffers.py",
+    ),
+    Fault(
+        "frozen-statistics-estimated",
+        "evaluation/batch_norm.py",
+        "list_batch_norms",
+        "and entry.moves",
+        "",
+        "tests/core/test_buffers.py",
+    ),
+    Fault(
+        "uncalled-layers-estimated",
+        "evaluation/batch_norm.py",
+        "reestimate_statistics",
+        "not moments.count",
+        "False",
+        "tests/evaluation/test_policies.py",
+    ),
+    Fault(
+        "permutations-averaged",
+        "aggregation/__init__.py",
+        "has_mean",
+        "value.ndim == 0 and",
+        "",
+        "tests/aggregation/test_aggregation.py",
+    ),
+)
 METHODS = (
     Fault("dp-noise-on-the-mean", "methods/dp.py", "PrivateMean.__call__", " / len(received) if", " if",
           "tests/methods/test_dp.py"),
@@ -328,7 +418,7 @@ EVALUATION = (
           "tests/evaluation/test_metrics.py"),
 )  # fmt: skip
 
-FAULTS = (*CORE, *METHODS, *ENGINES, *DATA, *JUDGMENTS, *FLOWER, *EVALUATION)
+FAULTS = (*CORE, *BUFFERS, *METHODS, *ENGINES, *DATA, *JUDGMENTS, *FLOWER, *EVALUATION)
 
 
 def find_function(source: str, name: str) -> tuple[int, int] | None:

@@ -53,7 +53,7 @@ class ClientContext:
         memory: The rule's memory on this client.
         own: The current values of the rule's :class:`Own` entries.
         server: The rule's memory on the server, as broadcast.
-        lr: The model's learning rate in this round.
+        lr: The model's learning rate in this round; for stacked clients, a scalar tensor in a batch and a loss.
 
     """
 

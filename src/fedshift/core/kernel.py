@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from torch import Tensor
 
 from ..utils.state import State, clone, pick
+from .buffers import fit_spectral_norms
 from .contexts import EndContext, Glimpse, Hook, LookContext, Owned, RoundContext
 from .disclosure import check_sends
 from .plan import Plan, forward
@@ -73,7 +74,7 @@ def personal_state(plan: Plan, client: ClientState, server: ServerState) -> Stat
     state = _merge_loaded_and_personal(plan, client, server)
     for index in plan.defines("personalize"):
         state = plan.rules[index].rule.personalize(state, _context_between_rounds(plan, client, server, index))
-    return state
+    return fit_spectral_norms(plan, state) if plan.mixes or plan.defines("personalize") else state
 
 
 def trained_state(plan: Plan, client: ClientState, update: Update, server: ServerState) -> State:
@@ -83,7 +84,8 @@ def trained_state(plan: Plan, client: ClientState, update: Update, server: Serve
 
 def global_state(plan: Plan, server: ServerState) -> State | None:
     """Return the server's model, or None if it holds no complete model."""
-    return {name: server.shared[name] for name in plan.initial} if plan.has_global else None
+    complete = plan.initial | server.shared  # buffers that are not persistent are not sent
+    return {name: complete[name] for name in plan.initial} if plan.has_global else None
 
 
 def client_init(

@@ -15,26 +15,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
 from ..nn.linear import use_fast_linear, use_torch_func
-from ..nn.recognition import torch_kind
-from ..nn.surgery import FunctionCalls
+from ..nn.recognition import FunctionCalls, torch_kind
+from ..nn.surgery import NORMALIZATION
 from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
+from .buffers import list_kept, observe_entries
 from .compatibility import check_compatibility, check_rules, select_entries
 from .declarations import Bound
 from .dry_run import check_rounds
 from .method import Method, decides_normalization
 from .optimizer import SGD, Optimizer
 from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
-from .probe import probe_network, weigh_outputs
-from .selection import entries, everything, find_hidden, norm_statistics
+from .probe import make_batch, probe_network, weigh_outputs
+from .selection import entries, everything, norm_statistics
 from .work import Work
 
 
@@ -110,14 +112,15 @@ def prepare(
     if sample is not None:
         traits = _probe(bare, sample, remake)
         bare = replace(bare, traits=traits)
+        bare = replace(bare, entries=observe_entries(bare, make_batch(bare, sample)))
         _check_functions(bare, sample)
         _check_groups(bare, sample)
         smallest = _smallest_batch(bare, sample, remake)
-    hidden = frozenset(traits.changing or ()) & find_hidden(template)
-    model_entries = entries(template, hidden)
+    model_entries = tuple(e for e in bare.entries if e.kind != "hidden" or e.name in (traits.changing or ()))
+    hidden = frozenset(entry.name for entry in model_entries if entry.kind == "hidden")
     initial = {entry.name: bare.initial[entry.name] for entry in model_entries}
-    selected = [part.names for part in (method.scope.load, method.scope.send)]
-    names = select_entries(method, lambda each: each.scope, lambda: [select(model_entries) for select in selected])
+    selections = method.scope.load, method.scope.send
+    names = select_entries(method, lambda each: each.scope, lambda: [each.names(model_entries) for each in selections])
     loaded, sent = (each - hidden for each in names)
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
     if loaded - sent:
@@ -125,14 +128,17 @@ def prepare(
             f"method {method.label!r} loads {min(loaded - sent)!r}, which no client sends: "
             "the server would always broadcast the initial value; send it too, or do not load it"
         )
-    if method.pooled and loaded != frozenset(initial):
+    if method.pooled and loaded | hidden != frozenset(initial):
         raise UsageError(
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             f"use centralized without {method.name_sources(lambda each: each.scope, 'a personal method')}"
         )
+    kept = frozenset[str]() if method.pooled else list_kept(model_entries, loaded)
+    loaded, adopted = loaded - kept, adopted | kept
     trained = bare.trained
     if method.trains is not everything:
-        trained &= method.trains.names(model_entries, "left untrained")
+        left = partial(method.trains.names, model_entries, "left untrained")
+        trained &= select_entries(method, lambda each: each.trains, left)
     if not trained:
         raise UsageError(f"method {method.label!r} trains no parameter of the model: set requires_grad=True on some")
     work = resolve_work(method, work or Work(epochs=1), clients)
@@ -143,6 +149,8 @@ def prepare(
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
+    for name, parameter in plan.parameters.items():
+        parameter.requires_grad_(name in trained)
     check_rules(plan)
     plan = bind_rules(plan)
     if method.freeze:
@@ -182,7 +190,7 @@ def _make_template(method: Method, network: nn.Module) -> nn.Module:
 
 def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -> Plan:
     """Return a plan of FedAvg for trial runs of the network; all buffers are entries."""
-    found = entries(template, find_hidden(template))
+    found = entries(template, hidden=True)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     names = frozenset(entry.name for entry in found)
     return Plan(
@@ -249,16 +257,27 @@ def bind_rules(plan: Plan) -> Plan:
 
 def _refuse_unsupported(module: nn.Module) -> None:
     """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called functionally."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    tensors = dict(nn.Module.named_parameters(module)) | dict(module.named_buffers())
+    if {id(each) for each in module.parameters()} != {id(each) for _, each in nn.Module.named_parameters(module)}:
+        raise UsageError(
+            f"the model {type(module).__name__} overrides parameters(), so that it is not known what is trained: set "
+            "requires_grad=False on parameters that are not, and leave parameters() as it is"
+        )
+    for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
                 f"entry {name!r} of the model has no shape yet (a lazy layer): run one batch through the model first"
             )
-    for entry, tensor in module.state_dict().items():
+    for name, tensor in ((entry.name, tensors[entry.name]) for entry in entries(module)):
         if tensor.is_complex():
             raise UsageError(
-                f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
+                f"entry {name!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
                 "support: store its real and imaginary parts as real entries (torch.view_as_real)"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise UsageError(
+                f"entry {name!r} of the model is {tensor.layout} with {tensor.dtype}, which uploads and checkpoints "
+                "cannot hold: store it dense, or, if it is constant, register it with persistent=False"
             )
     registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
@@ -274,12 +293,11 @@ def _refuse_unsupported(module: nn.Module) -> None:
                     "it: it would not be trained, sent or exported; register it (nn.ModuleList, nn.ModuleDict, "
                     "nn.ParameterList, self.register_buffer)"
                 )
-        for hook in layer._forward_pre_hooks.values():
-            if isinstance(hook, WeightNorm | SpectralNorm):
-                raise UsageError(
-                    f"layer {name!r} of the model uses the old {type(hook).__name__} hook of torch.nn.utils, which "
-                    "writes into the layer at each call: use torch.nn.utils.parametrizations instead"
-                )
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise UsageError(
+                f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors belong "
+                "to no averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
+            )
 
 
 def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
@@ -372,7 +390,8 @@ def _check_functions(plan: Plan, sample: Tensor) -> None:
         return
     with suppress(Exception), FunctionCalls(plan.module, functions) as calls:  # errors are reported by _smallest_batch
         forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    for name, layer, function in calls.found[:1]:
+    others = [call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))]
+    for name, layer, function, *_ in others[:1]:
         where = f"its layer {name!r}" if name else "it"
         raise UsageError(
             f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "
@@ -418,6 +437,11 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
         moved = inputs + 0.5 if inputs.is_floating_point() else inputs
         compute_outputs(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]))
     for entry in plan.entries:
+        if norm_statistics(entry) and not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children()):
+            raise UsageError(
+                f"method {plan.method.label!r} freezes statistics, but {entry.name!r} belongs to a {entry.layer}, with "
+                "other layers that would be frozen, too: move the normalization to a separate layer"
+            )
         if norm_statistics(entry) and not torch.equal(state[entry.name], plan.initial[entry.name]):
             raise UsageError(
                 f"method {plan.method.label!r} freezes statistics, but layer {entry.name.rpartition('.')[0]!r} is a "

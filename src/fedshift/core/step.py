@@ -85,7 +85,7 @@ def compute_objective(
     ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In separate phases the model does not run,
     and the data loss is 0.
     """
-    plan.set_mode(training=True, frozen=job.frozen)
+    plan.set_mode(training=True, frozen=job.frozen, first=job.done == job.start)
     rest = clone(job.rest)
     state = {**params, **rest}
     model = {name: state[name] for name in plan.initial} if len(state) > len(plan.initial) else state
@@ -155,7 +155,7 @@ class _Batch:
             with dropout_key(self._key):
                 result = compute_features(self._plan, self._fill(entries), x)
         finally:
-            self._plan.set_mode(training=True, frozen=self._job.frozen)
+            self._plan.set_mode(training=True, frozen=self._job.frozen, first=False)
         return self._wrap(index, x, result)
 
     def _make_pass(self, index: int) -> ForwardPass:
@@ -184,7 +184,11 @@ def compute_gradients(
     with plan.resident(job.params, list_active(plan, job)) as leaves, torch.enable_grad():
         total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key, in_place=True)
         total.backward()  # type: ignore[no-untyped-call]
-        grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        grads = {
+            name: leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+            for name, leaf in leaves.items()
+            if leaf.grad is not None
+        }
     after = {name: tensor.detach() for name, tensor in rest.items()}
     return transform_gradients(plan, job, grads, key), after, loss.detach()
 

@@ -39,8 +39,9 @@ class Gates(Rule):
 
     @override
     def bind(self, plan: Plan) -> Bound:
-        if plan.personal or not plan.loaded:
-            raise plan.refuse_kept("partialfed_adaptive chooses which layers to load", plan.personal)
+        kept = plan.personal - (plan.adopted & plan.whole)
+        if kept or not plan.loaded:
+            raise plan.refuse_kept("partialfed_adaptive chooses which layers to load", kept or plan.personal)
         layers: dict[int, list[str]] = {}
         statistics = tuple(entry.name for entry in plan.entries if norm_statistics(entry))
         for entry in plan.entries:

@@ -12,38 +12,75 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
 from math import pi, prod
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..utils.errors import UsageError
 from .recognition import find_hooks, runs_as_torch
 from .surgery import replace_modules
 
 _MASK = 0xFFFFFFFF
 
-_current: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("dropout_draws", default=None)
-"""The key of the current step, and an iterator over the numbers of its masks."""
+
+class _Draws(NamedTuple):
+    """The key of a step, the numbers of its masks, and those that each layer has drawn."""
+
+    key: Tensor
+    numbers: Iterator[int]
+    drawn: WeakKeyDictionary[nn.Module, set[int]]
+
+
+_current: ContextVar[_Draws | None] = ContextVar("dropout_draws", default=None)
+_latest: list[_Draws] = []
+"""The last step's draws: checkpointing (``torch.utils.checkpoint``) runs layers again, in its backward pass."""
 
 
 @contextmanager
 def dropout_key(key: Tensor) -> Iterator[None]:
-    """Key the draws of dropout layers inside the block by ``key`` (int64 scalar)."""
-    token = _current.set((key, count()))
+    """Key the draws of layers inside the block, and in a backward pass after it, by ``key`` (int64 scalar)."""
+    again = bool(_latest) and _latest[0].key is key
+    draws = _Draws(key, count(), _latest[0].drawn if again else WeakKeyDictionary())
+    if torch._C._functorch.peek_interpreter_stack() is None:  # lanes are not checkpointed
+        _latest[:] = [draws]
+    token = _current.set(draws)
     try:
         yield
     finally:
         _current.reset(token)
 
 
+def _read_draws() -> tuple[_Draws, bool]:
+    """Return the draws of the step, and whether its backward pass is running layers again."""
+    again = bool(_latest) and torch._C._current_graph_task_id() != -1
+    if draws := _latest[0] if again else _current.get():
+        return draws, again
+    raise RuntimeError(
+        "a layer with random draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
+    )
+
+
 def current_key() -> Tensor:
     """Return the key of the current step, for layers with random draws; raise RuntimeError outside of a step."""
-    draws = _current.get()
-    if draws is None:
-        raise RuntimeError(
-            "a layer with random draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
+    return _read_draws()[0].key
+
+
+def _number_mask(layer: nn.Module) -> int:
+    """Return the number of the layer's next mask, or of the one that it drew, if a backward pass runs it again."""
+    draws, again = _read_draws()
+    drawn = draws.drawn.setdefault(layer, set())
+    if not again:
+        drawn.add(number := next(draws.numbers))
+        return number
+    if len(drawn) != 1:
+        raise UsageError(
+            f"a dropout layer drew {len(drawn)} masks in a step that checkpointing runs again: call it once in a "
+            "forward pass, or leave it out of torch.utils.checkpoint"
         )
-    return draws[0]
+    return next(iter(drawn))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -89,12 +126,8 @@ class KeyedDropout(Keyed):
         """Apply dropout to ``x`` of any shape (``[N, C, ...]`` to drop whole channels)."""
         if not self.training or self.p == 0.0:
             return x
-        draws = _current.get()
-        if draws is None:
-            raise RuntimeError("keyed dropout in training mode outside dropout_key(...): call .eval(), or give a key")
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else x.shape
-        key, calls = draws
-        keep = draw_bits(key, next(calls), prod(shape)) >= int(self.p * 2**32)
+        keep = draw_bits(current_key(), _number_mask(self), prod(shape)) >= int(self.p * 2**32)
         return x * keep.reshape(shape).to(x.dtype) / (1.0 - self.p) if self.p < 1.0 else torch.zeros_like(x)
 
     def extra_repr(self) -> str:
