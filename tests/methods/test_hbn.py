@@ -207,7 +207,7 @@ def test_arguments_without_sense_are_refused(arguments, said):
         (lambda: single(hbn()), "hbn selects exchanged entries, but single exchanges nothing"),
         (
             lambda: ditto(hbn()),
-            "ditto keeps another model on each client, but for hbn the server computes",
+            "ditto keeps another model on each client, but the server computes",
         ),
         (lambda: hbn(hbn()), "both replace normalization layers"),
     ],

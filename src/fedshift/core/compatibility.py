@@ -134,7 +134,7 @@ def _check_unread_statistics(plan: Plan, bound: Bound) -> None:
     if kept and not reads_model and all(norm_statistics(entry) and entry.name in bound.own.model for entry in kept):
         raise UsageError(
             f"method {plan.method.label!r}: {plan.name_keepers(kept[0].name)} keeps {kept[0].name!r} on clients, which "
-            f"only evaluation reads, but {bound.rule.source_method} evaluates a network with statistics of its own: "
+            f"only evaluation reads, but {bound.rule.source_method} evaluates another network with other statistics: "
             "remove one of the two"
         )
 
@@ -266,9 +266,8 @@ def _check_sets(plan: Plan, bound: Bound) -> None:
     for other in plan.rules:
         if bound.sets & other.own.model.keys():
             raise UsageError(
-                f"{name}: {other.rule.source_method} keeps another model on each client, but for "
-                f"{bound.rule.source_method} the server computes {min(bound.sets)!r} only for the shared model: remove "
-                "one of the two"
+                f"{name}: {other.rule.source_method} keeps another model on each client, but the server computes "
+                f"{min(bound.sets)!r} of {bound.rule.source_method} only for the shared model: remove one of the two"
             )
 
 

@@ -285,8 +285,8 @@ def _check_loss(_: Bound, result: Tensor, loss: Tensor, *__: object) -> str:
     slope = torch.autograd.grad(result, loss, retain_graph=True, allow_unused=True)[0] if result.requires_grad else None
     if slope is None or not slope:
         return (
-            "returns an objective that does not depend on the loss that it is given, so that terms of other rules are "
-            "lost: add to the loss, or scale it; change what it is computed from in outputs()"
+            "returns an objective that does not depend on the given loss, so that terms of other rules are lost: add "
+            "to the loss, or scale it; change the outputs, from which it is computed, in outputs()"
         )
     return ""
 

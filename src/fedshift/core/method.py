@@ -26,7 +26,7 @@ from .work import Work
 Surgery = Callable[[nn.Module], nn.Module]
 """A transformation of a copy of the model, before entries are named; its repr describes it.
 
-Surgery that ``decides_normalization`` comes first; the rest follows by its attribute ``stage``, 1 without one.
+Surgery that ``decides_normalization`` comes first, then all other surgery by its attribute ``stage`` (default 1).
 """
 
 
@@ -72,7 +72,7 @@ class Method:
             the model is evaluated or exported; federated training is unaffected.
         gradient: Combines the gradients of samples into a batch's, before any rule sees it; None: their mean.
         rules: Changes of local training and of persistent state, in order of application: rules that change gradients
-            come last, by :attr:`Rule.gradient_stage` and name, whatever the order of composition.
+            are last, sorted by :attr:`Rule.gradient_stage` and name.
         freeze: When BatchNorm's statistics are frozen.
         aggregate: Combines the uploads.
         weighting: Weights of clients in an average, a :data:`Weighting`.
@@ -333,7 +333,7 @@ def _compose(function: Callable[Concatenate[Method, Options], Method], place: in
 
 
 def _name(title: str, place: int, base: Method) -> str:
-    """Return the expression that composes what ``title`` makes of ``base``, the same for equal methods."""
+    """Return the expression for ``base`` with the component ``title``; equal methods have equal expressions."""
     titles = [(each.place, each.title) for each in base.components]
     if base.name != _join_titles(titles):  # its user named it
         return _join(title, place, base.name)

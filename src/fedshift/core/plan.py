@@ -157,7 +157,7 @@ class Plan:
         return self.method.name_sources(lambda method: (method.scope.load(entry), method.scope.send(entry)))
 
     def refuse_kept(self, use: str, names: Collection[str]) -> UsageError:
-        """Return the error for the ``use`` of shared entries ``names``, some of which clients keep."""
+        """Return the error for a ``use`` of shared entries if clients keep some of ``names``."""
         kept = min({*names} - self.loaded or names)
         why = f"but {self.name_keepers(kept)} keeps {kept!r} on clients"
         return UsageError(f"{use}, {why}: use one of the two, or choose other layers")

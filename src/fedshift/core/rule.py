@@ -2,7 +2,7 @@
 
 A rule declares its state, trained parameters, reads and uploads in :meth:`Rule.bind`, and acts in the other hooks,
 which do nothing by default. A method holds a tuple of rules, at most one per type; each hook receives the value that
-the previous rule returned. Gradients pass through three stages, in whatever order methods are composed: terms of the
+the previous rule returned. Gradients pass through three stages, independent of the order of composition: terms of the
 client's objective (FedProx, equation 2; FedDyn, Algorithm 1), transformations of the objective's gradient (AGC, whose
 equation 4 bounds an update by the weights), and corrections of the step (SCAFFOLD, Algorithm 1, whose control variates
 are means of the gradients that they correct). In a stage, rules act in the order of their names.

@@ -135,7 +135,7 @@ class _Batch:
     def change_outputs(
         self, outputs: Tensor, features: dict[int, Tensor], state: State
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return a pass with the outputs as rules change them; ``state``: all entries, those of the pass included."""
+        """Return a pass with the outputs that rules return; ``state``: all entries, including the network's."""
         passed = self.passed
         for index in self._plan.defines("outputs"):
             self.passed = outputs, features
