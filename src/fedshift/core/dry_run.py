@@ -166,7 +166,9 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
         return replace(job, separate_phase=None)
 
     job = client_init(plan, client, server, 1, _see(plan, x, y))
-    with _named(plan, "a step" if plan.method.gradient is None else repr(plan.method.gradient)):
+    runs = f"computes the gradient of each sample with torch.func, which cannot run this model (in {plan.precision})"
+    gradient = plan.method.gradient
+    with _named(plan, plan.method.name_source(gradient), runs) if gradient else _named(plan, "a step"):
         if plan.before:
             job = restart(plan, take(job, *plan.before))
             job = replace(job, params=plan.clone_for_training(job.params))
@@ -184,7 +186,7 @@ def _see(plan: Plan, x: Tensor, y: Tensor) -> Seen | None:
 
 
 @contextmanager
-def _named(plan: Plan, what: str) -> Iterator[None]:
+def _named(plan: Plan, what: str, failed: str = "failed on generated samples") -> Iterator[None]:
     """Raise errors of the block as :class:`UsageError` about ``what``."""
     name = f"method {plan.method.label!r}"
     try:
@@ -192,9 +194,7 @@ def _named(plan: Plan, what: str) -> Iterator[None]:
     except UsageError as error:
         raise error if str(error).startswith(name) else UsageError(f"{name}: {what}: {{}}", error) from error
     except Exception as error:
-        raise UsageError(
-            f"{name}: {what} failed on generated samples: {describe_error(error)}. Correct it, or leave it out"
-        ) from error
+        raise UsageError(f"{name}: {what} {failed}: {describe_error(error)}. Correct it, or leave it out") from error
 
 
 def _require(why: str) -> None:
@@ -273,10 +273,6 @@ def _check_batch(bound: Bound, result: tuple[Tensor, Tensor], x: Tensor, *_: obj
     return _check_same(bound, {"x": result[0]}, {"x": x})
 
 
-def _check_outputs(bound: Bound, result: Tensor, given: Tensor, *_: object) -> str:
-    return _check_same(bound, {"outputs": result}, {"outputs": given})
-
-
 def _check_loss(_: Bound, result: Tensor, loss: Tensor, *__: object) -> str:
     if result.ndim or not result.is_floating_point():
         return f"returns a tensor of shape {tuple(result.shape)} and type {result.dtype}: return one number of shape ()"
@@ -285,8 +281,8 @@ def _check_loss(_: Bound, result: Tensor, loss: Tensor, *__: object) -> str:
     slope = torch.autograd.grad(result, loss, retain_graph=True, allow_unused=True)[0] if result.requires_grad else None
     if slope is None or not slope:
         return (
-            "returns an objective that does not depend on the given loss, so that terms of other rules are lost: add "
-            "to the loss, or scale it; change the outputs, from which it is computed, in outputs()"
+            "returns an objective that does not depend on the loss passed to it, so that terms of other rules are "
+            "lost: add to that loss, or scale it; change the outputs that it is computed from in outputs()"
         )
     return ""
 
@@ -309,7 +305,8 @@ def _check_fold(bound: Bound, result: Folded, server: FoldContext) -> str:
 
 _CHECKS: Mapping[str, tuple[type, Callable[..., str]]] = {
     "look": (Mapping, _check_look), "personalize": (Mapping, _check_same), "batch": (Tensor, _check_batch),
-    "outputs": (Tensor, _check_outputs), "loss": (Tensor, _check_loss), "gradients": (Mapping, _check_same),
-    "end": (Mapping, _check_end), "fold": (Mapping, _check_fold),
+    "outputs": (Tensor, lambda bound, result, given, _: _check_same(bound, {"outputs": result}, {"outputs": given})),
+    "loss": (Tensor, _check_loss), "gradients": (Mapping, _check_same), "end": (Mapping, _check_end),
+    "fold": (Mapping, _check_fold),
 }  # fmt: skip
 """The type of what each hook returns once or twice, and the check of its content."""

@@ -21,12 +21,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
-from ..nn.linear import use_fast_linear, use_torch_func
+from ..nn.linear import use_fast_linear
 from ..nn.recognition import FunctionCalls, torch_kind
 from ..nn.surgery import NORMALIZATION
 from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
-from ..utils.state import State, clone, pick
+from ..utils.state import clone
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .compatibility import check_compatibility, check_rules, select_entries
@@ -161,7 +161,7 @@ def prepare(
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
         _check_freezing(plan, sample)
-        _check_single_samples(plan, sample)
+        _check_single_samples(plan)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
             "batch_size=1, but BatchNorm in this model cannot compute a variance over one sample: use a batch size of "
@@ -462,37 +462,14 @@ def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None
         )
 
 
-def _check_single_samples(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if the method combines gradients of single samples and the model does not have them.
-
-    They do not exist if the model writes into an entry during training, or if ``torch.func`` cannot run it.
-    """
-    gradient, state, inputs = plan.method.gradient, clone(plan.initial), to_inputs(plan, sample)
-    if gradient is None:
-        return
-    if inputs.is_floating_point():  # its values do not matter, and may be zeros
-        inputs = torch.linspace(0, 1, inputs.numel(), dtype=inputs.dtype, device=inputs.device).reshape(inputs.shape)
-    forward(plan, state, inputs, training=True)
-    moved = [name for name, tensor in state.items() if not torch.equal(tensor, plan.initial[name])]
-    if moved:
+def _check_single_samples(plan: Plan) -> None:
+    """Raise :class:`UsageError` if the method combines gradients of single samples, and the model writes an entry."""
+    gradient, moved = plan.method.gradient, sorted(plan.traits.changing or ())
+    if gradient is not None and moved:
         raise UsageError(
             f"method {plan.method.label!r}: the model writes into {moved[0]!r} during training, which "
             f"{plan.method.name_source(gradient)} cannot clip sample by sample: use a model without running statistics"
         )
-
-    def add_outputs(params: State, x: Tensor) -> Tensor:
-        return compute_outputs(plan, {**state, **params}, x[None]).sum()
-
-    differentiate = torch.vmap(torch.func.grad(add_outputs), in_dims=(None, 0), randomness="different")
-    try:
-        with dropout_key(torch.zeros((), dtype=torch.int64, device=inputs.device)), use_torch_func():
-            differentiate(pick(state, plan.trained), inputs)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(
-            f"method {plan.method.label!r}: {plan.method.name_source(gradient)} computes the gradient of each sample "
-            f"with torch.func, which cannot run this model (in {plan.precision}): {reason}"
-        ) from error
 
 
 def _unsupported_sample_error(sample: Tensor, error: Exception, where: str) -> str:

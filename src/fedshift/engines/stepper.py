@@ -268,8 +268,9 @@ def _subtract_(params: State, grads: Gradients, lr: float, held: Held) -> None:
 
 def replace_parts(job: LocalTrainingState, parts: Stack) -> LocalTrainingState:
     """Return the job with the ``parts`` of a stack, or of one of its lanes."""
-    params, rest, optimizer, loaded, *memory, personal = parts
+    params, rest, optimizer, loaded, *others = parts
+    memory, personal = others[: len(job.memory)], others[len(job.memory) :]
     return replace(
         job, params=params, rest=rest, optimizer=optimizer, global_params=loaded or job.global_params,
-        memory=tuple(memory), personal=personal,
+        memory=tuple(memory), personal=personal[0] if personal else {},
     )  # fmt: skip

@@ -82,7 +82,8 @@ def _list_entries(plan: Plan) -> Iterator[Disclosure]:
     made = frozenset().union(*(bound.sets for bound in plan.rules))
     for entry in plan.entries:
         if entry.name in plan.sent:
-            loaded = "each" if passed_on and entry.name not in made else "all"
+            alone = (passed_on or entry.kind == "state") and entry.name not in made
+            loaded = "each" if alone else "all"
             send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, made))[entry.name]
             yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.received else "server")
 

@@ -39,7 +39,7 @@ class Gates(Rule):
 
     @override
     def bind(self, plan: Plan) -> Bound:
-        kept = plan.personal - (plan.adopted & plan.whole)
+        kept = plan.personal - plan.whole
         if kept or not plan.loaded:
             raise plan.refuse_kept("partialfed_adaptive chooses which layers to load", kept or plan.personal)
         layers: dict[int, list[str]] = {}
