@@ -56,12 +56,6 @@ def test_a_strong_term_holds_clients_near_the_server():
     assert distance(fedprox(mu=5.0)) < 0.5 * distance(fedavg())
 
 
-def test_name_says_a_strength_that_is_not_the_default():
-    assert [fedprox().name, fedprox(mu=0.2).name, fedbn(fedprox()).name] == [
-        "fedprox", "fedprox(mu=0.2)", "fedbn+fedprox",
-    ]  # fmt: skip
-
-
 def test_a_negative_strength_is_refused():
     with pytest.raises(UsageError, match="mu=-1"):
         fedprox(mu=-1)
