@@ -231,6 +231,21 @@ METHODS = (
           "step.params[name]", "tests/methods/test_gperxan.py"),
     Fault("fn-unit-length", "methods/fn.py", "FeatureScaling.forward", " * sqrt(z.shape[-1])", "",
           "tests/methods/test_fn.py"),
+    Fault("clipping-in-the-order-of-writing", "core/method.py", "_place_rule", "if changes else", "if False else",
+          "tests/methods/test_composition.py"),
+    Fault("modifiers-in-the-order-of-writing", "core/method.py", "_join_titles", "each[0]", "0",
+          "tests/methods/test_composition.py"),
+    Fault("a-weighting-that-nothing-reads", "core/method.py", "Method.resolve_weighting", "not self.aggregate.weighs",
+          "False", "tests/methods/test_composition.py"),
+    Fault("statistics-that-nothing-reads", "core/compatibility.py", "_check_unread_statistics",
+          "if kept and", "if False and", "tests/methods/test_composition.py"),
+    Fault("entries-kept-that-nothing-trains", "core/compatibility.py", "_check_kept", "if kept and", "if False and",
+          "tests/methods/test_composition.py"),
+    Fault("refused-for-a-lost-batch-norm", "core/compatibility.py", "select_entries",
+          "if replacing and", "if False and", "tests/methods/test_composition.py"),
+    Fault("outputs-changed-for-one-network-alone", "core/step.py", "_Batch._loss_at",
+          "self.change_outputs(*passed, {**self._params, **self._job.rest, **model})", "passed",
+          "tests/methods/test_composition.py"),
 )  # fmt: skip
 
 ENGINES = (
