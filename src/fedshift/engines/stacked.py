@@ -43,7 +43,7 @@ from ..data.augmentation import Augmentation
 from ..data.samples import Samples, are_alike, gather_rows
 from ..nn.deferred import FEW
 from ..utils.profiling import timed_section
-from ..utils.state import State, drop_equal, move_together, nbytes, pick
+from ..utils.state import State, clone, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
 from .deferral import choose_held, hold
@@ -108,7 +108,7 @@ class Stacked(Engine):
         if isinstance(plan.optimizer, TorchOptimizer):
             return f"cannot run {plan.optimizer}: torch's own optimizers step one client at a time"
         try:
-            prepare_steps(plan, data, 2, 1)()
+            prepare_steps(plan, data, 2, 1, max(2, plan.smallest_batch))()  # the layout of one image hides refusals
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if "randomness error mode" in reason:
@@ -199,7 +199,7 @@ class Stacked(Engine):
 
         def restart_lane(parts: Stack) -> tuple[State, State]:
             lane = restart(self.plan, replace_parts(job, parts))
-            return lane.params, lane.rest
+            return clone(lane.params), clone(lane.rest)  # loaded entries may be among them, and steps write
 
         return *torch.vmap(restart_lane)(stack), *stack[2:]
 
@@ -560,11 +560,12 @@ def _list_lanes(state: State, lanes: int) -> list[State]:
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
-    """Return ``stack`` with the rows at ``index`` replaced by the rows of ``changed``."""
-    return tuple(
+    """Return ``stack`` with the rows at ``index`` of what a step changes replaced by the rows of ``changed``."""
+    written = (
         {entry: tensor.contiguous().index_copy_(0, index, rows[entry]) for entry, tensor in state.items()}
-        for state, rows in zip(stack, changed, strict=True)
+        for state, rows in zip(stack[:3], changed, strict=False)
     )
+    return *written, *stack[3:]
 
 
 def _is_finite(stack: Stack) -> bool:
