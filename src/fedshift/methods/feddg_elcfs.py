@@ -37,7 +37,6 @@ from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.state import State
 
-DRAW = 2**21
 CLIP = 100.0
 """Maximum absolute value in the gradient of the inner step, as in the authors' code."""
 AROUND = 5
@@ -151,9 +150,9 @@ class SentAmplitudes(Rule):
         """Return the images, each with amplitudes moved toward one of ``others [M, C, ...]`` from another client."""
         is_own_M = (others[:, None] == step.memory["amplitudes"]).flatten(2).all(dim=2).any(dim=1)
         count = len(x_BCHW)
-        score_BM = draw_uniform(step.key, DRAW, count * len(others), x_BCHW.dtype).reshape(count, -1)
+        score_BM = draw_uniform(step.key, 0, count * len(others), x_BCHW.dtype).reshape(count, -1)
         target = others[torch.where(is_own_M, -1, score_BM).argmax(dim=1)].to(x_BCHW.dtype)
-        share_B = draw_uniform(step.key, DRAW + 1, count, x_BCHW.dtype) * ~is_own_M.all()
+        share_B = draw_uniform(step.key, 1, count, x_BCHW.dtype) * ~is_own_M.all()
         parts = low_frequencies(x_BCHW, self.frequencies)
         moved = share_B[:, None, None, None] * (target - amplitudes(parts))
         return x_BCHW + sum_waves(move_amplitudes(parts, moved), x_BCHW)

@@ -1,8 +1,10 @@
 """Dropout with masks determined by a key, so that every engine, and a resumed run, draws the same masks.
 
-The mask of element ``i`` in the ``c``-th dropout call of a forward pass is a hash of ``(key, c, i)``: a counter-based
-generator (Salmon et al. 2011, doi:10.1145/2063384.2063405) with the 32-bit finalizer of MurmurHash3, in integer tensor
-arithmetic, which has the same results on every device and under ``torch.vmap``.
+The mask of element ``i`` in the ``c``-th draw of a forward pass is a hash of ``(key, c, i)``: a counter-based generator
+(Salmon et al. 2011, doi:10.1145/2063384.2063405) with the 32-bit finalizer of MurmurHash3, in integer tensor
+arithmetic, which has the same results on every device and under ``torch.vmap``. Layers draw under the step's key, each
+call with numbers of its own (:func:`take_draws`); whatever else draws in a step does so under a key of its own
+(:func:`derive_key`), so that no two draws are alike.
 """
 
 from __future__ import annotations
@@ -11,20 +13,21 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import count
+from itertools import count, islice
 from math import pi, prod
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..utils.random_streams import key_bits
 from .recognition import find_hooks, runs_as_torch
 from .surgery import replace_modules
 
 _MASK = 0xFFFFFFFF
 
 _current: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("dropout_draws", default=None)
-"""The key of the current step, and an iterator over the numbers of its masks."""
+"""The key of the current step, and an iterator over the numbers of its layers' draws."""
 
 
 @contextmanager
@@ -37,14 +40,24 @@ def dropout_key(key: Tensor) -> Iterator[None]:
         _current.reset(token)
 
 
-def current_key() -> Tensor:
-    """Return the key of the current step, for layers with random draws; raise RuntimeError outside of a step."""
+def derive_key(key: Tensor, purpose: str) -> Tensor:
+    """Return the key of draws for ``purpose``, such as a rule's name, in the step of ``key`` (int64 scalar)."""
+    return key ^ (key_bits(0, purpose) >> 65)
+
+
+def take_draws(numbers: int = 1) -> tuple[Tensor, int]:
+    """Return the step's key and the first of ``numbers`` draws for a layer, which no other call in the pass makes.
+
+    Raise RuntimeError outside of a step.
+    """
     draws = _current.get()
     if draws is None:
         raise RuntimeError(
             "a layer with random draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
         )
-    return draws[0]
+    key, unused = draws
+    first, *_ = islice(unused, numbers)
+    return key, first
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -76,7 +89,7 @@ def draw_normal(key: Tensor, call: int, shape: Sequence[int]) -> Tensor:
 
 
 class Keyed(nn.Module):
-    """Base class of layers whose random draws in training are keyed by the step (:func:`current_key`)."""
+    """Base class of layers whose random draws in training are keyed by the step (:func:`take_draws`)."""
 
 
 class KeyedDropout(Keyed):
@@ -90,12 +103,8 @@ class KeyedDropout(Keyed):
         """Apply dropout to ``x`` of any shape (``[N, C, ...]`` to drop whole channels)."""
         if not self.training or self.p == 0.0:
             return x
-        draws = _current.get()
-        if draws is None:
-            raise RuntimeError("keyed dropout in training mode outside dropout_key(...): call .eval(), or give a key")
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else x.shape
-        key, calls = draws
-        keep = draw_bits(key, next(calls), prod(shape)) >= int(self.p * 2**32)
+        keep = draw_bits(*take_draws(), prod(shape)) >= int(self.p * 2**32)
         return x * keep.reshape(shape).to(x.dtype) / (1.0 - self.p) if self.p < 1.0 else torch.zeros_like(x)
 
     def extra_repr(self) -> str:
