@@ -149,6 +149,7 @@ REFUSED = {
     "both replace normalization layers": both_ways(DECIDES_NORM, DECIDES_NORM),
     "another model on each client, but the server computes": both_ways(FROM_SERVER, ["ditto", "apfl"]),
     "from what clients measure, but another part keeps it on clients": both_ways(ALONE, ["harmofl", *READS_UPLOADS]),
+    "feddg_elcfs trains on amplitudes of other clients' images, but harmofl": both_ways(["harmofl"], ["feddg_elcfs"]),
     "images are normalized before their amplitudes are: write harmofl+fedrdn": {("fedrdn", "harmofl")},
 }
 """Words of the reason, and the ordered pairs (outer, inner) that are refused for it."""

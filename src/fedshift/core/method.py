@@ -160,8 +160,8 @@ class Method:
         return replace(self, rules=(*self.rules, rule))
 
     def with_surgery(self, *surgery: Surgery) -> Self:
-        """Return the method with ``surgery`` appended to its surgery."""
-        return replace(self, surgery=(*self.surgery, *surgery))
+        """Return the method with ``surgery`` appended to its surgery, before any whose attribute ``last`` is true."""
+        return replace(self, surgery=tuple(sorted((*self.surgery, *surgery), key=lambda s: getattr(s, "last", False))))
 
     def with_aggregation(self, aggregate: Aggregation | AggregationFunction) -> Self:
         """Return the method with another aggregation; raise :class:`UsageError` if it already replaces the mean.

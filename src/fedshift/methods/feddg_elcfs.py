@@ -32,7 +32,7 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
-from ..nn.amplitude_norm import amplitudes, low_frequencies, move_amplitudes, sum_waves
+from ..nn.amplitude_norm import AmplitudeNorm, amplitudes, low_frequencies, move_amplitudes, sum_waves
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.state import State
@@ -105,6 +105,11 @@ class SentAmplitudes(Rule):
 
     @override
     def bind(self, plan: Plan) -> Bound:
+        if any(isinstance(entry.owner, AmplitudeNorm) for entry in plan.entries):
+            raise UsageError(
+                "feddg_elcfs trains on amplitudes of other clients' images, but harmofl gives all images the same: use "
+                "one of the two"
+            )
         first = next((entry.owner for entry in plan.entries if isinstance(entry.owner, _ConvNd)), None)
         if not isinstance(first, nn.Conv2d):
             raise UsageError(
