@@ -128,7 +128,7 @@ METHODS = (
           "tests/laws/test_rules.py"),
     Fault("amplitudes-exchanged-and-overwritten", "methods/feddg_elcfs.py", "SentAmplitudes.bind",
           "any(isinstance(entry.owner, AmplitudeNorm) for entry in plan.entries)", "False",
-          "tests/methods/test_composition.py"),
+          "tests/methods/test_feddg_elcfs.py"),
     Fault("fn-before-what-replaces-the-classifier", "core/method.py", "Method.with_surgery",
           'getattr(s, "last", False)', "False", "tests/methods/test_fn.py"),
     Fault("fn-unit-length", "methods/fn.py", "FeatureScaling.forward", " * sqrt(z.shape[-1])", "",

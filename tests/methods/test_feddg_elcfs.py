@@ -16,6 +16,7 @@ from fedshift.data.samples import Samples
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.feddg_elcfs import AROUND, _contrast, feddg_elcfs
+from fedshift.methods.harmofl import harmofl
 from fedshift.nn.dropout import derive_key, draw_bits
 from fedshift.tasks import Segmentation
 from fedshift.tasks.segmentation import IGNORED, LEFT_OUT
@@ -184,6 +185,9 @@ def test_what_does_not_fit_is_refused():
     for name, value in wrongs.items():
         with pytest.raises(UsageError, match=name):
             feddg_elcfs(**{name: value})
+    for pair in (feddg_elcfs(harmofl()), harmofl(feddg_elcfs())):
+        with pytest.raises(UsageError, match="but harmofl gives all images the same: use one of the two"):
+            trial_of_classes(pair)
     with pytest.raises(UsageError, match="images of 4 x 4 pixels allow at most 1 in each direction"):
         trial_of_classes(feddg_elcfs(frequencies=2)).advance()
     with pytest.raises(UsageError, match="first convolution"):
