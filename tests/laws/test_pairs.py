@@ -102,7 +102,7 @@ def test_every_engine_equals_the_loop_and_resumes(outer, method):
 
 @pytest.mark.parametrize("mix", [fedap, fedcac, fedpac])
 def test_lanes_that_restart_from_mixes_keep_their_steps_and_what_they_loaded(mix):
-    assert_engines_agree(fedala(mix(fedprox(mu=2.0))), batch_size=None)
+    assert_engines_agree(fedala(mix(fedprox(mu=2.0))), batch_size=4)
 
 
 def in_float32(shape, classes):
