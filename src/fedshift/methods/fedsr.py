@@ -11,7 +11,7 @@ probability over 20 samples; here evaluation uses the mean features, so that pre
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -78,21 +78,15 @@ class Representation(Rule):
 
     l2: float
     cmi: float
-    features: str = "sampler.drawn"
     requires = Requirements(classes="FedSR keeps features near a Gaussian for each class")
 
     @override
     def bind(self, plan: Plan) -> Bound:
         classifier = find_classifier(plan.entries, self.source_method)
-        sampler = next(name for name, layer in plan.module.named_modules() if isinstance(layer, Sampler)) + ".drawn"
+        sampler = next(name for name, layer in plan.module.named_modules() if isinstance(layer, Sampler))
         ones_KZ = torch.ones_like(classifier.weight, requires_grad=False)
         own = {"means": torch.zeros_like(ones_KZ), "deviations": ones_KZ, "scale": ones_KZ.new_ones(())}
-        return Bound(
-            replace(self, features=sampler),
-            own=Own(params=own),
-            phases=(Phase(decay=True),),
-            reads=Reads(features=sampler),
-        )
+        return Bound(self, own=Own(params=own), phases=(Phase(decay=True),), reads=Reads(features=f"{sampler}.drawn"))
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
