@@ -25,7 +25,7 @@ from fedshift.data.files import dicom, image_store, volume_decoding, volumes
 from fedshift.data.sources import SPLITS
 from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import shifts
-from fedshift.engines import auto, cost_model, deferral, stacked
+from fedshift.engines import auto, cost_model, stacked
 from fedshift.evaluation import statistics_lag
 from fedshift.evaluation.policy import list_policies
 from fedshift.experiments import client_store, jobs
@@ -341,10 +341,6 @@ def list_stated_numbers():
         ("docs/performance.md", f"Linear layers (float32, from {linear.LEAST:,} weights)"),
         ("docs/performance.md", f"at least {cost_model.FASTER} times as fast"),
         ("docs/performance.md", f"in {cost_model.SPAN} to {cost_model.LONGEST} s for each layer shape"),
-        (
-            "docs/performance.md",
-            f"(from {deferral.LEAST:,} weights) are kept as factors of a product for {deferred.ROWS} samples",
-        ),
         ("docs/performance.md", f"For less than {auto.LITTLE / 1e9:g} GFLOP in total"),
         ("docs/performance.md", f"the median of {WORDS[auto.TURNS]} turns"),
         ("docs/performance.md", f"for at least {auto.SHORT} s"),

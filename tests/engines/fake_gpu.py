@@ -68,6 +68,14 @@ class FakeTensor(Tensor):
     def untyped_storage(self) -> Any:
         return self.host.untyped_storage()
 
+    @property
+    def data(self) -> FakeTensor:
+        return FakeTensor(self.host)
+
+    @data.setter
+    def data(self, value: FakeTensor) -> None:
+        self.host = value.host
+
     def tolist(self) -> Any:
         count("to host")
         return self.host.tolist()

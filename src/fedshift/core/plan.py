@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
@@ -27,6 +27,34 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 LOW: Mapping[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Number formats of ``torch.autocast``, which decides by layer what is computed in them."""
+
+
+class Slot(NamedTuple):
+    """A tensor of the template: the layer's dictionary that holds it, its key there, and its entry's name."""
+
+    held: dict[str, Any]
+    key: str
+    name: str
+    tensor: Tensor
+
+
+class Traits(NamedTuple):
+    """What a trial of the network shows (:mod:`fedshift.core.probe`).
+
+    Args:
+        writes_inputs: Whether the network changes its inputs, so that it is given copies.
+        writes_in_evaluation: Whether it writes entries in evaluation, so that it is given copies.
+        contiguous: Whether channels-last images give other outputs or errors.
+        changing: Buffers that steps of training change; None: not tried.
+        exchange: Why passes with other tensors in place of the template's differ; empty: they do not.
+
+    """
+
+    writes_inputs: bool = False
+    writes_in_evaluation: bool = False
+    contiguous: bool = False
+    changing: frozenset[str] | None = None
+    exchange: str = ""
 
 
 class Updated(NamedTuple):
@@ -64,6 +92,7 @@ class Plan:
         precision: Precision in which layers compute; parameters, statistics, losses and updates keep their dtype, which
             is float32, or float64 with that precision.
         seed: Seed of the trial, which keys the server's random draws.
+        traits: What a trial of the network showed.
 
     """
 
@@ -83,6 +112,7 @@ class Plan:
     smallest_batch: int
     precision: Precision = "float32"
     seed: int = 0
+    traits: Traits = field(default_factory=Traits)
 
     @property
     def personal(self) -> frozenset[str]:
@@ -249,7 +279,11 @@ class Plan:
     @cached_property
     def image_format(self) -> torch.memory_format:
         """Memory format of images and kernels: channels last if faster (float32 on the CPU)."""
-        if self.dtype == torch.float32 and all(tensor.device.type == "cpu" for tensor in self.initial.values()):
+        if (
+            not self.traits.contiguous
+            and self.dtype == torch.float32
+            and all(tensor.device.type == "cpu" for tensor in self.initial.values())
+        ):
             for kind, layout in ((nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)):
                 if any(isinstance(layer, kind) for layer in self.layers):
                     return layout
@@ -280,31 +314,88 @@ class Plan:
         return named[wanted]
 
     @cached_property
-    def slots(self) -> tuple[tuple[dict[str, Any], str, str], ...]:
-        """Locations of the template's tensors: the layer's dictionary, the key in it, and the entry's name.
+    def slots(self) -> tuple[Slot, ...]:
+        """The template's tensors.
 
-        A shared parameter has several locations and one entry. Non-persistent buffers have empty names.
+        A shared parameter has several slots and one entry. Non-persistent buffers that are no entries have empty names.
         """
         names = {id(tensor): name for name, tensor in self.module.named_parameters()}
         names |= {id(tensor): name for name, tensor in self.module.named_buffers()}
         return tuple(
-            (held, key, "" if key in layer._non_persistent_buffers_set else names[id(tensor)])
+            Slot(held, key, names[id(tensor)] if names[id(tensor)] in self.initial else "", tensor)
             for layer in self.layers
             for held in (cast("dict[str, Any]", layer._parameters), cast("dict[str, Any]", layer._buffers))
             for key, tensor in held.items()
             if tensor is not None
         )
 
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The template's own parameters, by the names of their entries."""
+        return {slot.name: slot.tensor for slot in self.slots if isinstance(slot.tensor, nn.Parameter)}
+
+    @cached_property
+    def overrides_mode(self) -> bool:
+        """Whether a layer overrides ``train`` or ``eval``, which may read and write entries (a merged LoRA)."""
+        usual = nn.Module
+        return any(type(layer).train is not usual.train or type(layer).eval is not usual.eval for layer in self.layers)
+
+    @cached_property
+    def _mode(self) -> dict[str, bool]:
+        return {"training": True, "frozen": False, "resident": False}
+
     def set_mode(self, *, training: bool, frozen: bool = False) -> None:
-        """Put the template in training or evaluation mode; ``frozen``: BatchNorm layers always in evaluation mode."""
-        if any(type(layer).train is not nn.Module.train for layer in self.layers):  # the network overrides train()
-            self.module.train(training)
-        else:
+        """Put the template in training or evaluation mode; ``frozen``: BatchNorm layers always in evaluation mode.
+
+        Layers that override the switch are switched when entries are in place, and back to training after a pass.
+        """
+        self._mode.update(training=training, frozen=frozen)
+        if not self.overrides_mode:
             for layer in self.layers:
                 layer.training = training
-        for layer in self.layers if frozen else ():
+            self._freeze()
+
+    def _freeze(self) -> None:
+        for layer in self.layers if self._mode["frozen"] else ():
             if isinstance(layer, _BatchNorm):
                 layer.training = False  # without its children, such as a dropout
+
+    @contextmanager
+    def switched(self) -> Iterator[None]:
+        """Switch layers that override the switch to the current mode for a pass, with entries in place."""
+        if not self.overrides_mode:
+            yield
+            return
+        _ = self.module.train() if self._mode["training"] else self.module.eval()
+        self._freeze()
+        try:
+            yield
+        finally:
+            self.module.train()
+
+    @contextmanager
+    def resident(self, params: State, active: Collection[str]) -> Iterator[State]:
+        """Keep ``params`` in the template's own parameters, through the backward pass; yield the leaves ``active``.
+
+        Leaves have no ``grad`` before. Other parameters, such as the rules' own, are leaves of their own. What the
+        network assigns to ``weight.data`` is written into ``params`` at the end.
+        """
+        leaves = State()
+        for name, tensor in params.items():
+            if (own := self.parameters.get(name)) is not None:
+                own.data, own.grad = tensor, None
+                own.requires_grad_(name in active)
+            if name in active:
+                leaves[name] = tensor.detach().requires_grad_() if own is None else own
+        self._mode["resident"] = True
+        try:
+            yield leaves
+        finally:
+            self._mode["resident"] = False
+            for name, leaf in leaves.items():
+                leaf.grad = None
+                if leaf.data_ptr() != params[name].data_ptr():
+                    params[name].copy_(leaf.detach())
 
     def clone_for_training(self, state: State) -> State:
         """Return a copy of ``state`` in the memory format of local work, whatever the format of ``state``."""
@@ -344,27 +435,73 @@ class Plan:
         return replace(self.optimizer, weight_decay=0.0)
 
 
-def compute_outputs(plan: Plan, state: State, x: Tensor) -> Tensor:
+def compute_outputs(plan: Plan, state: State, x: Tensor, *, in_place: bool | None = None) -> Tensor:
     """Return the template's outputs under ``state``, in the model's dtype, for inputs ``x [B, ...]``.
 
-    Like ``torch.func.functional_call``, but faster, this temporarily replaces the template's tensors by ``state``;
-    non-persistent buffers are replaced by copies, so that the template stays unchanged.
+    Buffers that the network writes or assigns are written into ``state``.
+
+    ``in_place``: whether the template's own tensors hold the entries, as in plain PyTorch; otherwise, as in
+    ``torch.func.functional_call``, other tensors replace them, which passes by what holds the template's tensors
+    elsewhere. None: in place, unless a transform of ``torch.func`` or autograd needs the tensors of ``state``, or a
+    backward pass the entries that are in place now.
     """
-    template = [held[key] for held, key, _ in plan.slots]
-    try:
-        for (held, key, name), original in zip(plan.slots, template, strict=True):
-            held[key] = state[name] if name else original.clone()
-        with torch.autocast(x.device.type, plan.autocast) if plan.autocast else nullcontext():
-            outputs = plan.module(x)
-    finally:
-        for (held, key, _), original in zip(plan.slots, template, strict=True):
-            held[key] = original
+    if in_place is None:
+        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.values())
+        in_place = not (differentiated or plan._mode["resident"] or torch._C._functorch.peek_interpreter_stack())
+    if plan.traits.exchange and not in_place:
+        raise UsageError(
+            f"the model cannot run with other weights than its own in their place ({plan.traits.exchange}), because "
+            "something else holds its parameters, such as a closure, a list, a hook or a checkpoint: call the layers "
+            "themselves in forward, or use a method that runs no second model, and the sequential engine"
+        )
+    autocast = torch.autocast(x.device.type, plan.autocast) if plan.autocast else nullcontext()
+    with (_in_place if in_place else _exchanged)(plan, state), plan.switched(), autocast:
+        outputs = plan.module(x.clone() if plan.traits.writes_inputs else x)
     if not isinstance(outputs, Tensor):
         raise UsageError(_describe_wrong_outputs(plan.module, outputs))
     return outputs.to(plan.dtype) if plan.autocast else outputs
 
 
-def compute_features(plan: Plan, state: State, x: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+@contextmanager
+def _in_place(plan: Plan, state: State) -> Iterator[None]:
+    for slot in plan.slots:
+        if not slot.name:
+            slot.held[slot.key] = slot.tensor.clone()
+        elif slot.tensor is not state[slot.name]:
+            slot.tensor.data = state[slot.name]
+    try:
+        yield
+    finally:
+        for held, key, name, own in plan.slots:
+            now = held.get(key, own)
+            held[key] = own
+            if name and now is not state[name] and (now is not own or own.data_ptr() != state[name].data_ptr()):
+                _write(state, name, now.detach())
+
+
+def _write(state: State, name: str, value: Tensor) -> None:
+    """Write an entry that a network assigned, which may have grown, into ``state``."""
+    if (value.shape, value.dtype) == (state[name].shape, state[name].dtype):
+        state[name].copy_(value)
+    else:
+        state[name] = value.clone()
+
+
+@contextmanager
+def _exchanged(plan: Plan, state: State) -> Iterator[None]:
+    """Replace the template's tensors by ``state``, and its other buffers by copies."""
+    try:
+        for held, key, name, own in plan.slots:
+            held[key] = state[name] if name else own.clone()
+        yield
+    finally:
+        for held, key, _, own in plan.slots:
+            held[key] = own
+
+
+def compute_features(
+    plan: Plan, state: State, x: Tensor, *, in_place: bool | None = None
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Return :func:`compute_outputs`, and the inputs of ``plan.feature_layers`` in the same pass, by rule."""
     seen: dict[nn.Module, Tensor] = {}
 
@@ -373,7 +510,7 @@ def compute_features(plan: Plan, state: State, x: Tensor) -> tuple[Tensor, dict[
 
     hooks = [layer.register_forward_pre_hook(record) for layer in set(plan.feature_layers.values())]
     try:
-        outputs = compute_outputs(plan, state, x)
+        outputs = compute_outputs(plan, state, x, in_place=in_place)
     finally:
         for hook in hooks:
             hook.remove()
@@ -399,11 +536,12 @@ def _describe_wrong_outputs(module: nn.Module, outputs: object) -> str:
 
 @torch.no_grad()
 def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False, key: Tensor | None = None) -> Tensor:
-    """Return the model's outputs under ``state`` for inputs ``x``; in training, BatchNorm updates ``state`` in place.
+    """Return the model's outputs under ``state`` for inputs ``x``; in training, buffers of ``state`` are updated.
 
     ``key``: int64 scalar that keys dropout masks; default 0.
     """
     plan.set_mode(training=training)
+    state = state if training or not plan.traits.writes_in_evaluation else clone(state)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device) if key is None else key):
         return compute_outputs(plan, state, to_memory_format(x, plan.image_format))
 

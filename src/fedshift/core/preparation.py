@@ -7,7 +7,7 @@ runs on one sample. Incompatible parts are refused here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -30,15 +30,20 @@ from .compatibility import check_compatibility, check_rules
 from .declarations import Bound
 from .kernel import client_final, client_prelude, init_client, init_server, load_state
 from .method import Method
-from .optimizer import Optimizer
-from .plan import Loss, Plan, Precision, compute_features, compute_outputs, forward, to_inputs, to_memory_format
-from .selection import entries, everything, norm_statistics
+from .optimizer import SGD, Optimizer
+from .plan import Loss, Plan, Precision, Traits, compute_features, compute_outputs, forward, to_inputs, to_memory_format
+from .probe import probe_network, weigh_outputs
+from .selection import entries, everything, find_hidden, norm_statistics
 from .work import Work
 
 
 def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` after the method's surgery; errors name the method."""
-    module = copy.deepcopy(model)
+    return change_layers(method, _copy(model))
+
+
+def change_layers(method: Method, module: nn.Module) -> nn.Module:
+    """Return ``module`` after the method's surgery, which changes it in place; errors name the method."""
     replacements = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
     if len(replacements) > 1:
         both = " and ".join(map(str, replacements))
@@ -63,6 +68,7 @@ def prepare(
     rounds: int = 1,
     clients: int = 1,
     seed: int = 0,
+    again: Callable[[], nn.Module] | None = None,
 ) -> Plan:
     """Resolve ``method`` against ``model``.
 
@@ -70,7 +76,7 @@ def prepare(
 
     Args:
         method: The method.
-        model: The network, which is copied.
+        model: The network, which is copied, unless ``again`` makes it another time.
         work: The experiment's local work; the method may override fields.
         optimizer: The experiment's local optimizer; the method may override fields.
         loss: Computes the mean loss of a batch from outputs and labels.
@@ -79,21 +85,32 @@ def prepare(
         rounds: Number of rounds in the trial.
         clients: Number of clients that train in the trial.
         seed: Keys the server's random draws.
+        again: Makes the network another time, with the same initial weights.
 
     Raises:
         UsageError: The scope matches no entry or loads entries that no client sends, parts of the method are
-            incompatible, or the model has unsupported entries or rejects the sample.
+            incompatible, or the model has unsupported entries, keeps state outside of them, or rejects the sample.
 
     """
     if optimizer is None:
         raise UsageError(f"method {method.label!r} has no optimizer: pass one, for example SGD(lr=0.01)")
     _refuse_unknown_settings(optimizer, method.optimizer, method)
     _refuse_unsupported(model)
-    template = use_fast_convolutions(use_fast_linear(key_dropouts(apply_surgery(method, model))))
-    model_entries = entries(template)
-    tensors = dict(template.named_parameters()) | dict(template.named_buffers())
-    initial = {entry.name: tensors[entry.name].detach().clone() for entry in model_entries}
-    loaded, sent = method.scope.load.names(model_entries), method.scope.send.names(model_entries)
+    remake = again or partial(_copy, model)
+    network = model if again else remake()
+    template = _make_template(method, network)
+    smallest, traits = 1, Traits()
+    bare = _make_bare_plan(method, template, precision)
+    if sample is not None:
+        traits = _probe(bare, sample, remake)
+        bare = replace(bare, traits=traits)
+        _check_functions(bare, sample)
+        _check_groups(bare, sample)
+        smallest = _smallest_batch(bare, sample, remake)
+    hidden = frozenset(traits.changing or ()) & find_hidden(template)
+    model_entries = entries(template, hidden)
+    initial = {entry.name: bare.initial[entry.name] for entry in model_entries}
+    loaded, sent = (select.names(model_entries) - hidden for select in (method.scope.load, method.scope.send))
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
     if loaded - sent:
         raise UsageError(
@@ -105,7 +122,7 @@ def prepare(
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             "use centralized without a personal method"
         )
-    trained = frozenset(name for name in initial if tensors[name].requires_grad)
+    trained = bare.trained
     if method.trains is not everything:
         trained &= method.trains.names(model_entries, "left untrained")
     if not trained:
@@ -116,7 +133,7 @@ def prepare(
         module=template, entries=model_entries, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
         trained=trained, freeze_from=float("inf"), work=work,
         optimizer=replace(optimizer, **method.optimizer),
-        loss=loss, smallest_batch=1, precision=precision, seed=seed,
+        loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
     check_rules(plan)
     plan = bind_rules(plan)
@@ -128,9 +145,6 @@ def prepare(
     _check_sends(plan)
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
-        _check_functions(plan, sample)
-        _check_groups(plan, sample)
-        plan = replace(plan, smallest_batch=_smallest_batch(plan, sample, model))
         _check_features(plan, sample)
         _check_freezing(plan, sample)
         _check_single_samples(plan, sample)
@@ -140,6 +154,47 @@ def prepare(
             "2 or more, or a model without BatchNorm"
         ).about("batch_size")
     return plan
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a user's network may raise any type
+        raise UsageError(
+            f"the model {type(model).__name__} cannot be copied ({describe_error(error)}): give a function that makes "
+            "it, (sample_shape, classes) -> nn.Module"
+        ) from error
+
+
+def _make_template(method: Method, network: nn.Module) -> nn.Module:
+    return use_fast_convolutions(use_fast_linear(key_dropouts(change_layers(method, network))))
+
+
+def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -> Plan:
+    """Return a plan that only averages, all of whose buffers are entries, for trial runs of the network."""
+    found = entries(template, find_hidden(template))
+    tensors = dict(template.named_parameters()) | dict(template.named_buffers())
+    names = frozenset(entry.name for entry in found)
+    return Plan(
+        method=Method(name=method.name, typed=method.typed, surgery=method.surgery), module=template, entries=found,
+        initial={entry.name: tensors[entry.name].detach().clone() for entry in found}, loaded=names, sent=names,
+        trained=frozenset(name for name in names if tensors[name].requires_grad), freeze_from=float("inf"),
+        work=Work(epochs=1), optimizer=SGD(lr=0.1), loss=weigh_outputs, smallest_batch=1, precision=precision,
+    )  # fmt: skip
+
+
+def _probe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Traits:
+    """Return :func:`probe_network`; errors of the network say that it rejects the sample."""
+    try:
+        return probe_network(plan, sample, lambda: _make_template(plan.method, remake().to(sample.device)))
+    except UsageError:
+        raise
+    except Exception as error:  # a user's network may raise any type
+        _check_functions(plan, sample)
+        _check_groups(plan, sample)
+        _smallest_batch(plan, sample, remake)
+        where = _find_failing(plan, to_inputs(plan, sample))
+        raise UsageError(_unsupported_sample_error(sample, error, where)) from error
 
 
 def resolve_work(method: Method, work: Work, clients: int) -> Work:
@@ -247,7 +302,7 @@ def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module |
             pending += [(where, each) for each in (value.values() if isinstance(value, Mapping) else value)]
 
 
-def _smallest_batch(plan: Plan, sample: Tensor, model: nn.Module) -> int:
+def _smallest_batch(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> int:
     """Return 1, or 2 if the model cannot train on one sample, like BatchNorm on one value per channel."""
     inputs = to_inputs(plan, sample)
 
@@ -266,7 +321,7 @@ def _smallest_batch(plan: Plan, sample: Tensor, model: nn.Module) -> int:
     except UsageError:
         raise
     except Exception as error:
-        if plan.method.surgery and _accepts(model, inputs):
+        if plan.method.surgery and _accepts(remake(), inputs):
             raise UsageError(
                 f"method {plan.method.label!r}: the model accepts a sample, but not after the method replaced some of "
                 f"its layers ({describe_error(error)}): its forward may read attributes of replaced layers; only call "
@@ -302,7 +357,7 @@ def _find_failing(plan: Plan, inputs: Tensor) -> str:
 def _accepts(model: nn.Module, inputs: Tensor) -> bool:
     """Return whether the original ``model`` evaluates ``inputs`` without an error."""
     try:
-        copy.deepcopy(model).eval()(inputs)
+        model.eval()(inputs)
     except Exception:  # a user's network may raise any type
         return False
     return True

@@ -6,7 +6,7 @@ BatchNorm, and "subnet" contains "bn". Name patterns are for exceptions; a selec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -44,8 +44,17 @@ class Entry:
         return str(self.owner._get_name())  # type: ignore[no-untyped-call]
 
 
-def entries(module: nn.Module) -> tuple[Entry, ...]:
-    """Return the entries of ``module`` in ``state_dict`` order; a tied parameter occurs once, by its first name."""
+def find_hidden(module: nn.Module) -> frozenset[str]:
+    """Return the names of the buffers of ``module`` that are not persistent."""
+    hidden = {name: layer._non_persistent_buffers_set for name, layer in module.named_modules()}
+    return frozenset(f"{name}.{key}".lstrip(".") for name, keys in hidden.items() for key in keys)
+
+
+def entries(module: nn.Module, hidden: Collection[str] = ()) -> tuple[Entry, ...]:
+    """Return the entries of ``module`` in ``state_dict`` order; a tied parameter occurs once, by its first name.
+
+    ``hidden``: names of buffers that are entries, too, although they are not persistent.
+    """
     rows: list[tuple[str, nn.Module, bool, int]] = []
     seen: set[int] = set()
     layers: list[nn.Module] = []
@@ -55,8 +64,11 @@ def entries(module: nn.Module) -> tuple[Entry, ...]:
         # The owner of a parametrized weight is the layer, not the parametrization: a BatchNorm stays a BatchNorm.
         owner = modules[prefix.partition("parametrizations.")[0].rstrip(".")] if "parametrizations." in dot else holder
         named = [(name, p, False) for name, p in holder._parameters.items()]
-        hidden = holder._non_persistent_buffers_set
-        named += [(name, b, True) for name, b in holder._buffers.items() if name not in hidden]
+        named += [
+            (name, b, True)
+            for name, b in holder._buffers.items()
+            if name not in holder._non_persistent_buffers_set or dot + name in hidden
+        ]
         for name, tensor, is_buffer in named:
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))

@@ -66,7 +66,14 @@ def list_active(plan: Plan, job: LocalTrainingState) -> list[str]:
 
 
 def compute_objective(
-    plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor
+    plan: Plan,
+    job: LocalTrainingState,
+    params: State,
+    x: Tensor,
+    y: Tensor,
+    key: Tensor,
+    *,
+    in_place: bool | None = None,
 ) -> tuple[Tensor, Tensor, State]:
     """Return the training objective at ``params`` on one batch, the data loss, and the updated ``rest``. Pure.
 
@@ -85,7 +92,8 @@ def compute_objective(
         if job.separate_phase:
             total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
         else:
-            batch.passed = compute_features(plan, model, x)
+            batch.passed = compute_features(plan, model, x, in_place=in_place)
+            rest |= {name: model[name] for name in rest if name in model}
             total = loss = plan.loss(batch.passed[0], y)
         for index in plan.defines("loss"):
             separate = plan.rules[index].has_separate_passes
@@ -156,12 +164,12 @@ def compute_gradients(
     if plan.method.gradient is not None:
         grads, rest, loss = combine_samples(plan, job, x, y, key)
         return transform_gradients(plan, job, grads, key), rest, loss
-    leaves = {name: job.params[name].detach().requires_grad_() for name in list_active(plan, job)}
-    with torch.enable_grad():
-        total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key)
-    gradients = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
+    with plan.resident(job.params, list_active(plan, job)) as leaves, torch.enable_grad():
+        total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key, in_place=True)
+        total.backward()  # type: ignore[no-untyped-call]
+        grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     after = {name: tensor.detach() for name, tensor in rest.items()}
-    return transform_gradients(plan, job, dict(zip(leaves, gradients, strict=True)), key), after, loss.detach()
+    return transform_gradients(plan, job, grads, key), after, loss.detach()
 
 
 def combine_samples(
@@ -223,7 +231,7 @@ def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samp
     """Take the optimizer's step along ``grads``, computed on ``samples`` samples, in place in ``job``'s tensors."""
     for each in list_updates(plan, job):
         optimizer = plan.optimizer if each.decay else plan.undecayed_optimizer
-        optimizer.update_(pick(job.params, each.names), grads, job.optimizer, job.lr * each.lr_scale)
+        optimizer.update_(pick(job.params, each.names & grads.keys()), grads, job.optimizer, job.lr * each.lr_scale)
         if each.rule is not None:
             _clamp_(plan, job, each.rule)
     if job.separate_phase:

@@ -63,9 +63,9 @@ class Identity(Engine):
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
             losses = _client_losses(plan, _run(plan, leaves, job, together), y)
             total = losses @ weights.to(losses)
-            gradients = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
+            gradients = torch.autograd.grad(total, tuple(leaves.values()), allow_unused=True)
         with timed_section("update"):
-            grads = dict(zip(leaves, gradients, strict=True))
+            grads = {name: grad for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
             job = update_(plan, job, grads, job.rest, len(together))
         shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
         per_client = losses.detach().double().cpu()

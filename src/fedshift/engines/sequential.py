@@ -15,7 +15,6 @@ from ..core.states import ClientState, LocalTrainingState, ServerState
 from ..core.step import client_step_
 from ..utils.profiling import timed_section
 from ..utils.random_streams import torch_stream
-from .deferral import deferred_steps
 from .engine import Batches, ClientResult, Engine, move_batches, refuse_divergence, total_loss
 
 
@@ -37,10 +36,9 @@ class Sequential(Engine):
             if plan.before:
                 job = restart(plan, self._take_separate(name, client, job, plan.before))
                 job = replace(job, params=plan.clone_for_training(job.params))
-            with deferred_steps(plan, job, client_step_) as take_step:
-                for batch in self._iterate(name, batches):
-                    job, loss = take_step(plan, job, *batch)
-                    losses.append(loss)
+            for batch in self._iterate(name, batches):
+                job, loss = client_step_(plan, job, *batch)
+                losses.append(loss)
             done, update = client_final(plan, self._take_separate(name, client, job, plan.after))
         per_step = torch.stack(losses).double().cpu()
         refuse_divergence(per_step, {**done.personal, **update.shared}, name, server)

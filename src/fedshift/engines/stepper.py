@@ -52,7 +52,7 @@ class Stepper:
     def __init__(self, plan: Plan, shared: frozenset[str] = frozenset()) -> None:
         self.plan, self._shared = plan, shared
         self.template = Lock()  # running the plan's module replaces its tensors
-        self._tapes: dict[object, Tape | None] = {}
+        self._tapes: dict[object, tuple[Tape, tuple[str, ...]] | None] = {}
         self._rules_act = bool(plan.defines("loss") or plan.defines("batch"))
         self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
 
@@ -105,7 +105,7 @@ class Stepper:
         with timed_section("update"):
             if self.plan.subtracts:
                 rates = {n: job.lr / len(x) if n in shared else job.lr for n in params}
-                params = {n: tensor.sub(sums[n], alpha=rates[n]) for n, tensor in params.items()}  # type: ignore[arg-type]
+                params = {n: t.sub(sums[n], alpha=rates[n]) if n in sums else t for n, t in params.items()}  # type: ignore[arg-type]
             else:
                 grads: State = {n: grad / len(x) if n in shared else grad for n, grad in sums.items()}  # type: ignore[operator,misc]
                 params = {n: tensor.clone() if n in shared else tensor for n, tensor in params.items()}
@@ -148,7 +148,7 @@ class Stepper:
         """
         params, rest, *_ = stack
         held = held or {}
-        count, end = len(params), len(params) + len(rest)
+        count, end, trained = len(params), len(params) + len(rest), list[str]()
         factors = [tensor for each in held.values() for tensor in each.factors()]
         last_factor = end + 3 + len(factors)
         read, spec = tree_flatten(self._list_read(job, stack))
@@ -166,6 +166,7 @@ class Stepper:
                 batch = flat[end : end + 3]
                 grads, after, loss = _compute_lanes(self.plan, now, parts, *batch, shared=self._shared, held=lanes)
             pairs_of = [tensor for name in held for tensor in grads.pop(name)]
+            trained[:] = grads
             return [*grads.values(), *after.values(), loss, *pairs_of]
 
         inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys, *factors, *read)
@@ -173,15 +174,16 @@ class Stepper:
         if recorded and self._may_record(job):
             shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
             kind = shapes, job.frozen, job.lr if self._rules_act else None, list_updates(self.plan, job)
-            factored = count - len(held) if self.plan.subtracts and not (self._shared or self._rules_act) else 0
+            factored = self.plan.subtracts and not (self._shared or self._rules_act)
             if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
                 try:
-                    self._tapes[kind] = Tape(run, inputs, factored=factored)
+                    made = Tape(run, inputs, factored=lambda: len(trained) if factored else 0)
+                    self._tapes[kind] = made, tuple(trained)
                 except Untraceable:
                     self._tapes[kind] = None
             tape = self._tapes.get(kind)
-        results: list[Any] = tape(*inputs) if tape else run(*inputs)
-        free = [name for name in list_active(self.plan, job) if name not in held]
+        results: list[Any] = tape[0](*inputs) if tape else run(*inputs)
+        free = tape[1] if tape else tuple(trained)
         grads: dict[str, Any] = dict(zip(free, results, strict=False))
         last = len(free) + len(rest)
         after = dict(zip(rest, results[len(free) : last], strict=True))
@@ -202,6 +204,7 @@ def _compute_lanes(
 ) -> tuple[dict[str, Any], State, Tensor]:
     """Return the gradients of the lanes' objectives, their ``rest`` after the batch, and their data losses.
 
+    Parameters that the objective does not depend on have none.
     ``shared`` parameters have no lanes; their gradients are summed over lanes. ``held`` parameters have no lanes
     either; each is mapped to the two factors of its deferred updates and its oneDNN products, and its gradient is a
     pair: the gradients of the layer's outputs, ``[lanes, B, O]``, and the inputs, ``[lanes, B, I]``.
@@ -243,8 +246,9 @@ def _compute_lanes(
         arguments: Any = leaves, rest, loaded, tuple(memory), x, y, keys, lanes
         total, loss, after, inputs = torch.vmap(descend, (*dims, *[0] * 6))(*arguments)
         free = {name: tensor for name, tensor in leaves.items() if name in active and name not in held}
-        gradients = torch.autograd.grad(total.sum(), (*free.values(), *slopes.values()), materialize_grads=True)
-    grads: dict[str, Any] = dict(zip((*free, *slopes), gradients, strict=True))
+        gradients = torch.autograd.grad(total.sum(), (*free.values(), *slopes.values()), allow_unused=True)
+    named = zip((*free, *slopes), gradients, strict=True)
+    grads: dict[str, Any] = {name: grad for name, grad in named if grad is not None}
     grads |= {name: (grads[name], x_KBI.detach()) for name, x_KBI in inputs.items()}
     return grads, {n: t.detach() for n, t in after.items()}, loss.detach()
 

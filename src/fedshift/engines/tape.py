@@ -103,7 +103,7 @@ class Tape:
     Args:
         function: Maps tensors to tensors; other tensors that it reads become constants.
         inputs: Arguments for recording.
-        factored: Number of results, from the first, that may be returned as :class:`Factors`.
+        factored: Returns, after recording, how many results may be :class:`Factors`, from the first.
 
     ``operations``: the names of the operations, in order.
 
@@ -113,14 +113,18 @@ class Tape:
     """
 
     def __init__(
-        self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], *, factored: int = 0
+        self,
+        function: Callable[..., Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        *,
+        factored: Callable[[], int] = lambda: 0,
     ) -> None:
         with _Recorder(inputs) as recorder:
             results = function(*inputs)
         self._results: list[Any] = [recorder.slots.get(id(tensor), tensor) for tensor in results]
         operations = _drop_copies(recorder, self._results)
         makers = {slot: number for number, each in enumerate(operations) for slot in each.outputs if slot is not None}
-        for place in range(factored):
+        for place in range(factored()):
             self._results[place] = _find_factors(operations, makers, recorder.kept, self._results[place])
         operations = _drop_unread(operations, self._results)
         self.operations = [str(each.function) for each in operations]

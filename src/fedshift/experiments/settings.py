@@ -292,6 +292,10 @@ def make_plan(
     """
     check_task(method, task)
     method = method if settings.adapter is None else method.with_surgery(settings.adapter)
+
+    def make() -> nn.Module:
+        return start_network(model, settings, seed, tuple(sample.shape[1:]), classes)[0].to(sample.device)
+
     network, differences = start_network(model, settings, seed, tuple(sample.shape[1:]), classes)
     network, given = network.to(sample.device), settings.weights
     loss = (settings.loss or CrossEntropy()).to(sample.device).resolve(labels.to(sample.device))
@@ -307,6 +311,7 @@ def make_plan(
             rounds=settings.rounds,
             clients=clients,
             seed=seed,
+            again=make,
         )
     if given and differences:
         plan = given.load_into_plan(plan, differences)

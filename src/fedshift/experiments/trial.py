@@ -24,7 +24,7 @@ from ..core.compatibility import check_client_count
 from ..core.kernel import broadcast, global_state, init_client, init_server, trained_state
 from ..core.method import Method
 from ..core.mixes import Mixes
-from ..core.preparation import apply_surgery
+from ..core.preparation import change_layers
 from ..core.server_round import ClientSizes, StreamingAggregator, server_prelude
 from ..core.states import ClientState, ServerState
 from ..core.work import square_uses
@@ -552,7 +552,7 @@ class Trial:
         """Return a network with the trial's architecture, after the method's surgery; only its constants count."""
         shape, classes = self.data.sample_shape, self.data.classes
         network, _ = start_network(self.model, self.settings, self.seed, shape, classes)
-        return apply_surgery(self.plan.method, network)
+        return change_layers(self.plan.method, network)
 
     def to_tensors(self) -> tuple[State, dict[str, Any]]:
         """Return all state as flat tensors and JSON facts, without clients that never took part."""

@@ -8,11 +8,13 @@ an installed library (:data:`fedshift.models._libraries.LIBRARIES`).
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -61,9 +63,27 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int, prec
             f"the model's function made a {type(network).__name__}, not a torch.nn.Module: return the network in "
             f"{describe_function(model)}"
         )
+    if not _returns_new(model, network, shape, classes):
+        network = copy.deepcopy(network)
     if any(nn.parameter.is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
         _shape_lazy_layers(network, shape)
     return network.double() if precision == "float64" else network
+
+
+_NEW: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Functions of users, and whether they make a new network in each call."""
+
+
+def _returns_new(model: ModelFactory, network: nn.Module, shape: tuple[int, ...], classes: int) -> bool:
+    """Return whether ``model`` makes another object than ``network`` when it is called again: trials train it."""
+    if isinstance(model, LibraryModel) or getattr(model, "__module__", "").startswith(__name__):
+        return True
+    try:
+        if model not in _NEW:
+            _NEW[model] = model(shape, classes) is not network
+        return _NEW[model]
+    except TypeError:  # not hashable
+        return model(shape, classes) is not network
 
 
 def _shape_lazy_layers(network: nn.Module, shape: tuple[int, ...]) -> None:

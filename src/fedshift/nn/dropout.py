@@ -9,7 +9,6 @@ call with numbers of its own (:func:`take_draws`); whatever else draws in a step
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -113,14 +112,12 @@ class KeyedDropout(Keyed):
 
 
 def key_dropouts(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` with every Dropout layer (element- or channel-wise) keyed by the step.
+    """Key every Dropout layer (element- or channel-wise) of ``module`` by the step, in place; return ``module``.
 
-    Without such layers, return ``module`` itself. Other layers (AlphaDropout, subclasses with another ``forward``,
-    layers with hooks) draw from torch's generator, which engines seed for each client and round.
+    Other layers (AlphaDropout, subclasses with another ``forward``, layers with hooks) draw from torch's generator,
+    which engines seed for each client and round.
     """
-    if not any(isinstance(layer, _DropoutNd) for layer in module.modules()):
-        return module
-    return replace_modules(copy.deepcopy(module), _make_keyed)
+    return replace_modules(module, _make_keyed)
 
 
 def _make_keyed(_name: str, layer: nn.Module) -> nn.Module | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...core.contexts import Hook
 from ...core.plan import compute_outputs
 from ...data.samples import Samples
-from ...utils.state import State
+from ...utils.state import State, clone
 from ..batch_norm import Moments, iterate_inputs, list_batch_norms, name_statistics, observe_inputs
 from ..metrics import BATCH
 from ..policy import policy, require_statistics, require_torch_statistics
@@ -63,7 +63,7 @@ def mixed(
 
     with observe_inputs(plan, {name: [moments, normalizer(name)] for name, moments in found.items()}, training=False):
         for x in iterate_inputs(plan, train, BATCH, "reestimate"):
-            compute_outputs(plan, state, x)  # also restores the layers' buffers
+            compute_outputs(plan, clone(state), x)  # hooks write into it
     for layer, moments in found.items():
         mixture |= mix(layer, moments)
     return mixture

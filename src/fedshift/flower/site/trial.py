@@ -15,7 +15,7 @@ from pathlib import Path
 from ...core.disclosure import check_upload
 from ...core.kernel import init_server, trained_state
 from ...core.plan import Plan
-from ...core.preparation import apply_surgery
+from ...core.preparation import change_layers
 from ...core.states import ClientState, ServerState
 from ...core.work import Bounds
 from ...data.federation import Federation
@@ -173,7 +173,7 @@ class SiteTrial:
             known = record_clients(self.inputs.plan, server, self.inputs.measured, lambda _: state) if rows else {}
             network = make_network(self.model, data.sample_shape, data.classes, settings.precision)
             model = make_model(
-                apply_surgery(self.plan.method, network), state, self.plan, data, client, settings, self.model,
+                change_layers(self.plan.method, network), state, self.plan, data, client, settings, self.model,
                 tests={client.name: client.test}, client=client.name, seed=self.plan.seed, round=server.round,
                 choice=f"of {settings.rounds}", data_in_words=f"{client.name}, at this site",
                 origin=f"{self.review.sites} sites took part, whose samples stayed there.",
