@@ -377,11 +377,16 @@ def start(
     rounds.append(made)
 
 
+SPECIFIC = re.compile(r"(?<=of type )[^:]+|(?<=cannot run )\S+|(?<=entries by )\S+|(?<=^method )(?:'[^']*'|\"[^\"]*\")")
+"""Parts of refusals that differ between networks and methods."""
+
+
 def describe_cell(found: Mapping[str, tuple[str, str]], words: dict[str, int]) -> str:
     """Return the verdicts on a network under a method, by engine, with the numbers of their words."""
     told: dict[str, list[str]] = {}
     for engine, (verdict, said) in found.items():
-        number = f" ({words.setdefault(said, len(words) + 1)})" if said else ""
+        general = SPECIFIC.sub("...", said)
+        number = f" ({words.setdefault(general, len(words) + 1)})" if said else ""
         told.setdefault(verdict + number, []).append(engine)
     if len(told) == 1:
         return next(iter(told))
@@ -400,8 +405,8 @@ whose operations are exchanged as it runs. After a round of two unequal clients,
 bit, and `stacked` as close as rounding allows in float64. Clients send what the method declares; statistics travel,
 stay or freeze as it declares.
 
-**refused**: before training, in the words of that number below. An engine is named where it alone refuses; `auto` then
-takes another.
+**refused**: before training, in the words of that number below ("...": a name, a list or a number). An engine is
+named where it alone refuses; `auto` then takes another.
 
 **diverged**: from these random weights, losses become NaN, or inputs that differ by rounding end in states that
 are too different to compare.

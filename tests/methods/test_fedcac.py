@@ -78,7 +78,7 @@ def test_rounds_equal_a_plain_loop(participation):
             after[name] = clone(model.state_dict())
             critical[name] = find_critical(models[name], after[name])
         overlaps = {
-            (i, j): len(critical[i] & critical[j]) / len(critical[i])
+            (i, j): 1 - len(critical[i] ^ critical[j]) / (2 * len(critical[i]))
             for i in critical for j in took_part if i != j
         }  # fmt: skip
         middle, largest = np.mean([*overlaps.values()]), max(overlaps.values())

@@ -1,5 +1,6 @@
 """FedPAC equals a plain PyTorch loop over samples; its weights are those of the best of all sets of classifiers."""
 
+import copy
 from itertools import combinations
 
 import numpy as np
@@ -14,14 +15,14 @@ from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods import METHODS
 from fedshift.methods.fedpac import _weigh, fedpac
 from fedshift.methods.fedper import fedper
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import clone
 from tests.methods import plain
 
-SIZES, SEED, LR, LAM, BATCH = {"a": 12, "b": 10, "c": 16, "d": 9}, 5, 0.1, 0.6, 4
-HEAD = ("2.bias", "2.weight")
+SIZES, SEED, LR, LAM, BATCH = {"a": 12, "b": 10, "c": 16, "d": 10}, 5, 0.1, 0.6, 2
 
 
 def network(shape=(4,), classes=4):
@@ -39,11 +40,10 @@ def data():
     return federation(clients)
 
 
-def trial(method, rounds=4, **given):
-    settings = Settings(
-        rounds=rounds, work=Work(batch_size=BATCH, epochs=3), optimizer=SGD(lr=LR), evaluate_every=rounds, **given
-    )
-    return Trial(method, network, data(), settings, SEED)
+def trial(method, model=network, rounds=3, epochs=3, **given):
+    work = Work(batch_size=BATCH, epochs=epochs)
+    settings = Settings(rounds=rounds, work=work, optimizer=SGD(lr=LR), evaluate_every=rounds, **given)
+    return Trial(method, model, data(), settings, SEED)
 
 
 def best_weights(form):
@@ -78,71 +78,78 @@ def mean_by_class(z, y):
     return {label: z[y == label].mean(0) for label in sorted(set(y.tolist()))}
 
 
-def describe(model, client):
-    """What the server compares clients by, sample by sample, under the features that were loaded."""
+def describe(model, batches, n):
+    """What the server compares clients by: shares of the client's samples among the classes that its batches have."""
     with torch.no_grad():
-        z, y, n = model[:2](client.train.x), client.train.y, len(client.train.y)
+        z, y = (torch.cat(part) for part in zip(*((model[:-1](x), y) for x, y in batches), strict=True))
     h, v = torch.zeros(4, 5, dtype=torch.float64), 0.0
     for label, mu in mean_by_class(z, y).items():
-        own = z[y == label]
-        p = len(own) / n
+        own, p = z[y == label], n[label] / sum(n[k] for k in y.unique())
         h[label] = p * mu
         v += p * torch.trace(own.T @ own / len(own)) - p**2 * mu @ mu
-    return h, float(v) / n
+    return h, float(v / n.sum())
 
 
-@pytest.mark.parametrize(("participation", "engine"), [(2, "sequential"), (1.0, "stacked")])
-def test_rounds_equal_a_plain_loop(participation, engine):
-    running = trial(fedpac(lam=LAM, head=1, body=2), participation=participation, engine=engine)
-    shared = clone(running.plan.initial)
-    heads = {name: {entry: shared[entry] for entry in HEAD} for name in SIZES}
-    prototypes, known, passes, mixed, sat_out = {}, {}, dict.fromkeys(SIZES, 0), False, False
-    for _ in range(4):
+@pytest.mark.parametrize(
+    ("participation", "model", "body", "epochs", "noted"),
+    [(2, network, 2, 3, 0), (1.0, network, 5, 1, 1), (1.0, plain.vector_network, 5, 1, 1)],
+)
+def test_rounds_equal_a_plain_loop(participation, model, body, epochs, noted):
+    """In the last two, the features move in the second step."""
+    running = trial(fedpac(lam=LAM, head=1, body=body), model, epochs=epochs, participation=participation)
+    shared, head = clone(running.plan.initial), list(running.plan.initial)[-2:]
+    heads = {name: {entry: shared[entry] for entry in head} for name in SIZES}
+    prototypes, known, passes, mixed, unseen = {}, {}, dict.fromkeys(SIZES, 0), False, 0
+    for _ in range(3):
         took_part = sorted(running.advance().participants)
         states, met, variances = {}, {}, {}
         for client in (each for each in data().clients if each.name in took_part):
-            model, name = network(), client.name
-            model.load_state_dict(shared | heads[name])
-            known[name], variances[name] = describe(model, client)
-            for number in range(3):
-                order = stream_order(name, passes[name])
-                passes[name] += 1
-                moving = list(model[2].parameters()) if number == 0 else list(model[0].parameters())
-                seen = []
-                for rows in order.split(BATCH):
-                    x, y = client.train.x[rows], client.train.y[rows]
-                    z = model[:2](x)
-                    seen.append((z.detach(), y))
-                    pulls = [F.mse_loss(z[i], prototypes[k]) for i, k in enumerate(y.tolist()) if k in prototypes]
-                    loss = F.cross_entropy(model[2](z), y) + LAM * sum(pulls) / len(y)
-                    for parameter, grad in zip(moving, torch.autograd.grad(loss, moving), strict=True):
-                        parameter.data -= LR * grad
-            states[name] = clone(model.state_dict())
-            met[name] = [torch.cat(part) for part in zip(*seen, strict=True)]
+            net, name = model(), client.name
+            net.load_state_dict(shared | heads[name])
+            streams = [plain.stream(SEED, "order", name, passes[name] + number) for number in range(epochs)]
+            passes[name] += epochs
+            orders = [torch.from_numpy(stream.permutation(SIZES[name])) for stream in streams]
+            rows = [batch for order in orders for batch in order.split(BATCH)]
+            batches = [(client.train.x[batch], client.train.y[batch]) for batch in rows]
+            turn, of_pass = max(1, round(len(rows) / (1 + body))), len(rows) // epochs
+            first, of_class = batches[: min(turn + 1, of_pass)], torch.bincount(client.train.y, minlength=4)
+            unseen += len(set(torch.cat([y for _, y in first]).tolist())) < of_class.count_nonzero()
+            known[name], variances[name] = describe(copy.deepcopy(net), first, of_class)
+            seen = []
+            for number, (x, y) in enumerate(batches):
+                z = net[:-1](x)
+                seen.append((z.detach(), y))
+                pulls = [F.mse_loss(z[i], prototypes[k]) for i, k in enumerate(y.tolist()) if k in prototypes]
+                loss = F.cross_entropy(net[-1](z), y) + LAM * sum(pulls) / len(y)
+                moving = list(net[-1].parameters() if number < turn else net[:-1].parameters())
+                for parameter, grad in zip(moving, torch.autograd.grad(loss, moving), strict=True):
+                    parameter.data -= LR * grad
+            states[name] = clone(net.state_dict())
+            met[name] = [torch.cat(part) for part in zip(*seen[-of_pass:], strict=True)]
         sizes = [SIZES[name] for name in took_part]
         shared = plain.mean([states[name] for name in took_part], sizes)
         z, y = (torch.cat([met[name][part] for name in took_part]) for part in (0, 1))
         prototypes |= mean_by_class(z, y)
         for name in SIZES:
-            if name not in known:
-                heads[name] = {entry: shared[entry] for entry in HEAD}
-                continue
-            gaps = np.array([(known[name] - known[other]).flatten().numpy() for other in took_part])
-            weights = best_weights(gaps @ gaps.T + np.diag([variances[other] for other in took_part]))
-            weights[weights <= 1e-3] = 0
-            mixed |= bool((weights > 0).sum() > 1)
-            sat_out |= name not in took_part
-            heads[name] = {entry: plain.mean([states[n] for n in took_part], weights.tolist())[entry] for entry in HEAD}
-        for name in SIZES:
+            weights = np.array(sizes)  # until a client takes part
+            if name in known:
+                gaps = np.array([(known[name] - known[other]).flatten().numpy() for other in took_part])
+                weights = best_weights(gaps @ gaps.T + np.diag([variances[other] for other in took_part]))
+                weights[weights <= 1e-3] = 0
+                mixed |= bool((weights > 0).sum() > 1)
+            heads[name] = {entry: plain.mean([states[n] for n in took_part], weights.tolist())[entry] for entry in head}
             found = broadcast(running.server, name).shared
-            assert plain.largest_difference(found, shared | heads[name]) <= 1e-9
+            assert plain.largest_difference(found, shared | heads[name]) <= 1e-8
     assert mixed
-    assert sat_out == (participation == 2)
     assert set(prototypes) == {0, 1, 2, 3}
+    assert bool(unseen) == noted == sum(len(bound.notices) for bound in running.plan.rules)
 
 
-def stream_order(client, number):
-    return torch.from_numpy(plain.stream(SEED, "order", client, number).permutation(SIZES[client]))
+def test_features_that_start_from_a_mix_of_models_are_measured():
+    running = trial(METHODS.parse("fedala(layers=2)+fedpac"))
+    for _ in range(2):
+        running.advance()
+    assert all(means.norm() > 0.1 for means in running.server.kept.values())
 
 
 @pytest.mark.parametrize(

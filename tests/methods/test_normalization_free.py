@@ -121,12 +121,3 @@ def test_what_surgery_draws_depends_on_the_seed_and_not_on_what_ran_before():
     first = trial(fedwon(), WITH_BN).plan.initial["0.weight"]
     torch.randn(17)
     assert torch.equal(trial(fedwon(), WITH_BN).plan.initial["0.weight"], first)
-
-
-def test_clients_need_no_state_and_there_is_one_global_model():
-    for method in (fedwon(), gn(), ln(), nonorm()):
-        running = trial(method, WITH_BN)
-        running.advance()
-        assert not running.plan.personal
-        assert all(not client.personal and not any(client.memory) for client in running.clients.values())
-        assert running.model_state().keys() == running.plan.initial.keys()

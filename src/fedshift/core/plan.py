@@ -317,7 +317,7 @@ class Plan:
     def slots(self) -> tuple[Slot, ...]:
         """The template's tensors.
 
-        A shared parameter has several slots and one entry. Non-persistent buffers that are no entries have empty names.
+        A shared parameter has several slots and one entry; buffers outside of the entries have empty names.
         """
         names = {id(tensor): name for name, tensor in self.module.named_parameters()}
         names |= {id(tensor): name for name, tensor in self.module.named_buffers()}
@@ -377,8 +377,8 @@ class Plan:
     def resident(self, params: State, active: Collection[str]) -> Iterator[State]:
         """Keep ``params`` in the template's own parameters, through the backward pass; yield the leaves ``active``.
 
-        Leaves have no ``grad`` before. Other parameters, such as the rules' own, are leaves of their own. What the
-        network assigns to ``weight.data`` is written into ``params`` at the end.
+        Leaves have no ``grad`` before. Parameters of rules are leaves, too. What the network assigns to
+        ``weight.data`` is written into ``params`` at the end.
         """
         leaves = State()
         for name, tensor in params.items():
@@ -429,6 +429,16 @@ class Plan:
             for names, bound in zip(self.own_names, self.rules, strict=True)
         )
 
+    def verdict(self, engine: str, judge: Callable[[], str | None]) -> str | None:
+        """Return why ``engine`` cannot run the plan, which ``judge`` finds once; None if it can."""
+        if engine not in self._verdicts:
+            self._verdicts[engine] = judge()
+        return self._verdicts[engine]
+
+    @cached_property
+    def _verdicts(self) -> dict[str, str | None]:
+        return {}
+
     @cached_property
     def undecayed_optimizer(self) -> Optimizer:
         """The optimizer without weight decay, for parameters that do not decay."""
@@ -450,7 +460,7 @@ def compute_outputs(plan: Plan, state: State, x: Tensor, *, in_place: bool | Non
         in_place = not (differentiated or plan._mode["resident"] or torch._C._functorch.peek_interpreter_stack())
     if plan.traits.exchange and not in_place:
         raise UsageError(
-            f"the model cannot run with other weights than its own in their place ({plan.traits.exchange}), because "
+            f"another model's weights cannot take the place of this model's ({plan.traits.exchange}), because "
             "something else holds its parameters, such as a closure, a list, a hook or a checkpoint: call the layers "
             "themselves in forward, or use a method that runs no second model, and the sequential engine"
         )

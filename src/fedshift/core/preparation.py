@@ -171,7 +171,7 @@ def _make_template(method: Method, network: nn.Module) -> nn.Module:
 
 
 def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -> Plan:
-    """Return a plan that only averages, all of whose buffers are entries, for trial runs of the network."""
+    """Return a plan of FedAvg for trial runs of the network; all buffers are entries."""
     found = entries(template, find_hidden(template))
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     names = frozenset(entry.name for entry in found)

@@ -30,6 +30,8 @@ SAMPLES = 4
 """Number of samples in a batch of the probe."""
 FAR = 1000
 """Number of calls that the probe adds to counters, to see whether a later call returns something else."""
+ROUNDING = 64
+"""Factor of the rounding error, or of its square root for changes, up to which engines may differ."""
 CLOSE = 1e-5
 """Relative tolerance of equal courses, for devices on which sums depend on the order of threads."""
 
@@ -181,6 +183,27 @@ def _needs_torch_format(plan: Plan, x: Tensor) -> bool:
         return not is_close({"": outputs}, {"": forward(usual, clone(plan.initial), x.clone())})
 
 
+def find_difference(plan: Plan, before: State, found: State, expected: State) -> str | None:
+    """Return the entry whose change from ``before`` is not the ``expected`` one up to rounding; None if there is none.
+
+    Sums in another order change small gradients by percents of the entry's largest in float32, and gradients that are
+    zero in exact numbers (of a bias before BatchNorm) by a small share of the largest of all.
+    """
+    rounding = torch.finfo(plan.autocast or plan.dtype).eps
+    moved = {name: _find_largest(tensor.double() - before[name].double()) for name, tensor in expected.items()}
+    for name, tensor in expected.items():
+        slack = ROUNDING * rounding**0.5 * moved[name] + ROUNDING * rounding * _find_largest(tensor.double())
+        slack += ROUNDING**2 * rounding * max(moved[other] for other in moved if expected[other].is_floating_point())
+        if not torch.allclose(tensor.double(), found[name].double(), rtol=0.0, atol=slack, equal_nan=True):
+            return name
+    return None
+
+
+def _find_largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
 def is_close(one: State, other: State, tolerance: float = CLOSE) -> bool:
     """Return whether two states are equal up to ``tolerance`` times the largest value; NaN equals NaN."""
     return one.keys() == other.keys() and all(
@@ -191,9 +214,7 @@ def is_close(one: State, other: State, tolerance: float = CLOSE) -> bool:
 
 
 def _differ_little(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    finite = one[one.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * _find_largest(one), equal_nan=True)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -234,14 +255,14 @@ def _describe_state(attributes: list[Attribute]) -> UsageError:
     if not attributes:
         return UsageError(
             "the model returns something else for the same inputs at each call, by what it keeps outside of its "
-            "entries: make that a buffer (self.register_buffer), so that each client keeps its own, and it is saved"
+            "entries: make that a buffer (self.register_buffer), and each client keeps one, which is saved"
         )
     first = attributes[0]
     names = " or ".join(dict.fromkeys(repr(each.name) for each in attributes if each.where == first.where))
     return UsageError(
         f"{first.where} keeps {names} outside of its entries, and a call changes what the next one returns: clients "
         f"would share it, and a resumed run would lose it. Make it a buffer (self.register_buffer({first.name!r}, "
-        "...)), so that each client keeps its own, and it is saved"
+        "...)), and each client keeps one, which is saved"
     )
 
 

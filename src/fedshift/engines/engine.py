@@ -244,6 +244,16 @@ EngineFactory = Callable[[Plan, Data, int], Engine]
 """Creates the engine of a trial from its plan, its clients' training samples and its seed."""
 
 
+def find_exchange(plan: Plan) -> str | None:
+    """Return why an engine cannot run other tensors in place of the model's, as a predicate; None if it can."""
+    if not plan.traits.exchange:
+        return None
+    return (
+        "replaces the model's tensors, which something else holds too, such as a closure, a list, a hook or a "
+        f"checkpoint ({plan.traits.exchange})"
+    )
+
+
 def move_batches(batches: Batches, device: torch.device) -> Batches:
     """Return the steps with their indices on ``device``, to which they are copied all at once."""
     moved = move_together([index for _, index in batches], device)

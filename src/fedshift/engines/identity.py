@@ -19,17 +19,18 @@ from ..core.loss import Loss
 from ..core.means import StreamingMean, SummedUploads
 from ..core.optimizer import SGD
 from ..core.plan import Plan, compute_outputs, to_memory_format
+from ..core.probe import find_difference
 from ..core.states import ClientState, LocalTrainingState, ServerState, Update
-from ..core.step import update_
+from ..core.step import client_step_, update_
 from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section
-from ..utils.state import clone, move_together, nbytes
-from .engine import ClientResult, Data, Diverged, Engine, move_batches, refuse_divergence
+from ..utils.state import State, clone, move_together, nbytes
+from .engine import ClientResult, Data, Diverged, Engine, find_exchange, move_batches, refuse_divergence
 from .sequential import Sequential
 
-TRIED = 4
-"""Number of samples used to test whether the model processes samples independently."""
+TRIED = 2
+"""Number of samples of each of two clients with which the model is tried."""
 
 
 class Identity(Engine):
@@ -46,7 +47,7 @@ class Identity(Engine):
         changes = method.rules or method.gradient is not None or not method.aggregate.sums
         if changes or plan.personal or plan.initial.keys() != plan.sent:
             return f"needs a method that only averages complete models, which {method.label} does not"
-        return _find_batch_dependence(plan, data)
+        return find_exchange(plan) or plan.verdict("identity", lambda: _try_union(plan, data))
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
@@ -58,14 +59,10 @@ class Identity(Engine):
         raw = [plan.method.weigh(samples=len(self.data[name]), used=len(labels)) for name, labels in labeled]
         weights = torch.tensor(raw, dtype=torch.float64) / sum(raw)
         job = client_init(plan, next(iter(clients.values())), server, planned_steps=1)
+        job = replace(job, rest=clone(job.rest))
         with timed_section("forward and backward"):
-            plan.set_mode(training=True)
-            leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
-            losses = _client_losses(plan, _run(plan, leaves, job, together), y)
-            total = losses @ weights.to(losses)
-            gradients = torch.autograd.grad(total, tuple(leaves.values()), allow_unused=True)
+            losses, grads = _differentiate(plan, job, together, y, weights)
         with timed_section("update"):
-            grads = {name: grad for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
             job = update_(plan, job, grads, job.rest, len(together))
         shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
         per_client = losses.detach().double().cpu()
@@ -109,23 +106,35 @@ def _client_losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
     return torch.stack([plan.loss(*each) for each in zip(torch.split(logits, sizes), y, strict=True)])
 
 
-def _run(plan: Plan, params: Mapping[str, Tensor], job: LocalTrainingState, x: Tensor) -> Tensor:
-    return compute_outputs(plan, {**params, **job.rest}, to_memory_format(x, plan.image_format))
-
-
-def _find_batch_dependence(plan: Plan, data: Data) -> str | None:
-    """Return a refusal if outputs depend on other samples of the batch, by running samples together and separately."""
-    split = next(iter(data.values()))
-    x = split.inputs(torch.arange(TRIED, device=split.y.device) % len(split), plan.dtype)
-    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
-    before, job = clone(job.rest), replace(job, rest=clone(job.rest))  # statistics change, and may be the plan's
+def _differentiate(
+    plan: Plan, job: LocalTrainingState, x: Tensor, y: list[Tensor], weights: Tensor
+) -> tuple[Tensor, State]:
+    """Return each client's loss on its samples of ``x [B, ...]``, and the gradients of the losses' weighted sum."""
     plan.set_mode(training=True)
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
+    outputs = compute_outputs(plan, {**leaves, **job.rest}, to_memory_format(x, plan.image_format))
+    losses = _client_losses(plan, outputs, y)
+    gradients = torch.autograd.grad(losses @ weights.to(losses), tuple(leaves.values()), allow_unused=True)
+    return losses, {name: grad for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
+
+
+def _try_union(plan: Plan, data: Data) -> str | None:
+    """Return a refusal if one step of two clients on their samples together is not the mean of their steps."""
+    split = next(iter(data.values()))
+    index = torch.arange(2 * TRIED, device=split.y.device) % len(split)
+    x, y = split.inputs(index, plan.dtype), split.targets(index)
+    clients = list(zip(x.chunk(2), y.chunk(2), strict=True))
+    server, key = init_server(plan), torch.zeros((), dtype=torch.int64, device=y.device)
+    jobs = [client_init(plan, init_client(plan), server, planned_steps=1) for _ in range(3)]
+    before, jobs[2] = clone(jobs[2].state), replace(jobs[2], rest=clone(jobs[2].rest))
     why = f"needs a model that processes samples independently, but this one does not (trained by {plan.method.label})"
     try:
-        with torch.no_grad():
-            whole = _run(plan, job.params, job, x)
-            separate = torch.cat([_run(plan, job.params, job, one) for one in torch.split(x, 1)])
+        states = [client_step_(plan, job, *batch, key)[0].state for job, batch in zip(jobs, clients, strict=False)]
+        _, grads = _differentiate(
+            plan, jobs[2], x.clone(), [y for _, y in clients], y.new_full((2,), 0.5, dtype=plan.dtype)
+        )
     except (ValueError, RuntimeError):
         return why
-    moved = any(not torch.equal(tensor, before[name]) for name, tensor in job.rest.items())
-    return why if moved or not torch.allclose(whole, separate, rtol=1e-3, atol=1e-5) else None
+    state = update_(plan, jobs[2], grads, jobs[2].rest, 1).state
+    mean = {name: (tensor.double() + states[1][name].double()) / 2 for name, tensor in states[0].items()}
+    return why if find_difference(plan, before, state, mean) else None

@@ -37,17 +37,20 @@ from ..core.kernel import (
 from ..core.means import StreamingMean, SummedUploads
 from ..core.optimizer import SGD, TorchOptimizer
 from ..core.plan import Plan
+from ..core.probe import find_difference
 from ..core.server_round import sums_suffice
 from ..core.states import ClientState, LocalTrainingState, ServerState, Update
+from ..core.step import client_step_
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples, are_alike, gather_rows
 from ..nn.deferred import FEW
 from ..utils.profiling import timed_section
+from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
 from .deferral import choose_held, hold
-from .engine import Batches, ClientResult, Data, Engine, move_batches, refuse_divergence
+from .engine import Batches, ClientResult, Data, Engine, find_exchange, move_batches, refuse_divergence
 from .graphs import StaticSteps, find_static
 from .sequential import Sequential
 from .stepper import Held, Stack, Stepper, replace_parts
@@ -63,6 +66,8 @@ MEMORY = 2**33
 """Bytes of memory of a device that does not tell."""
 GATHERED = 2**25
 """Maximum size, in bytes, of the samples gathered for a chunk's next steps."""
+TRIED = 4
+"""Number of samples in a batch with which an engine is tried on a plan."""
 LASTING = 4
 """Minimum number of steps in a round for which starting threads is worthwhile."""
 
@@ -107,14 +112,7 @@ class Stacked(Engine):
             return f"cannot run {plan.method.label}: its lanes would share the secret draws of {gradient.source_method}"
         if isinstance(plan.optimizer, TorchOptimizer):
             return f"cannot run {plan.optimizer}: torch's own optimizers step one client at a time"
-        try:
-            prepare_steps(plan, data, 2, 1, max(2, plan.smallest_batch))()  # the layout of one image hides refusals
-        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            if "randomness error mode" in reason:
-                reason = "the model draws random numbers in training outside of torch's dropout layers"
-            return f"cannot run {plan.method.label} on this model (torch.vmap: {reason})"
-        return None
+        return find_exchange(plan) or plan.verdict("stacked", lambda: _try_lanes(plan, data))
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
@@ -312,6 +310,45 @@ class Stacked(Engine):
             client, update = client_final(self.plan, done)
             after = {**client.personal, **update.shared}
             refuse_divergence(losses_KS[number, : len(lane.batches)], after, lane.name, server)
+
+
+def _try_lanes(plan: Plan, data: Data) -> str | None:
+    """Return why two steps of two lanes fail or differ from the reference's, as a predicate; None if they do not."""
+    if not isinstance(plan.optimizer, SGD):  # others divide by the sizes of gradients, rounding included
+        plan = replace(plan, optimizer=SGD(lr=plan.optimizer.lr))
+    split, key = next(iter(data.values())), torch.zeros((), dtype=torch.int64)
+    order = torch.arange(2 * max(TRIED, plan.smallest_batch), device=split.y.device) % len(split)
+    batches = [(split.inputs(index, plan.dtype), split.targets(index)) for index in order.chunk(2)]
+    jobs = [client_init(plan, init_client(plan), init_server(plan), planned_steps=2) for _ in batches]
+    jobs[1] = replace(jobs[1], params={name: tensor * 1.1 + 0.01 for name, tensor in jobs[1].params.items()})
+    key, expected = key.to(split.y.device), []
+    for lane, (job, batch) in enumerate(zip(jobs, batches, strict=True)):
+        job = replace(job, params=clone(job.params), optimizer=clone(job.optimizer))
+        with torch_stream(lane, "lanes"):
+            for _ in range(2):
+                job, _loss = client_step_(plan, job, batch[0].clone(), batch[1], key)
+        expected.append(job.state)
+    stack = tuple(map(_make_writable, _stack_jobs(plan, jobs)))
+    x, y = (torch.stack(tensors) for tensors in zip(*batches, strict=True))
+    stepper = Stepper(plan)
+    try:
+        with torch_stream(0, "lanes"):
+            for done in range(2):
+                job = replace(jobs[0], done=jobs[0].start + done)
+                stack, _ = stepper.step(job, stack, x.clone(), y, key.expand(2), recorded=True)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "randomness error mode" in reason:
+            reason = "the model draws random numbers in training outside of torch's dropout layers"
+        return f"cannot run {plan.method.label} on this model (torch.vmap: {reason})"
+    lanes = _list_lanes({**stack[0], **stack[1]}, 2)
+    for job, entries, reference in zip(jobs, lanes, expected, strict=True):
+        if wrong := find_difference(plan, job.state, entries, reference):
+            return (
+                f"trains {wrong!r} of this model otherwise than plain PyTorch: torch.vmap does not follow what the "
+                "layer does there"
+            )
+    return None
 
 
 class _Samples:

@@ -249,7 +249,7 @@ def _compute_lanes(
         gradients = torch.autograd.grad(total.sum(), (*free.values(), *slopes.values()), allow_unused=True)
     named = zip((*free, *slopes), gradients, strict=True)
     grads: dict[str, Any] = {name: grad for name, grad in named if grad is not None}
-    grads |= {name: (grads[name], x_KBI.detach()) for name, x_KBI in inputs.items()}
+    grads |= {name: (grads.get(name, slopes[name].detach()), x_KBI.detach()) for name, x_KBI in inputs.items()}
     return grads, {n: t.detach() for n, t in after.items()}, loss.detach()
 
 

@@ -2,9 +2,8 @@
 
 Deng et al. 2020, arXiv:2003.13461, Algorithm 1: on each batch, w takes FedAvg's step and the personal model v a step on
 the mixture u = alpha v + (1 - alpha) w, v = v - lr grad_v F(u). A learned alpha follows <v - w, grad F(u)>, the
-derivative of F(u) with respect to alpha, and is clamped to [0, 1]. Here alpha takes a step with every batch; the
-authors' public code (FedTorch) updates it on the first batch of a round, with a decay of 0.02 alpha, and mixes outputs
-instead of parameters. Normalization statistics are updated by the mixture in training.
+derivative of F(u) with respect to alpha, and is clamped to [0, 1]. Here alpha takes a step with every batch.
+Normalization statistics are updated by the mixture in training.
 """
 
 from dataclasses import dataclass, field, replace

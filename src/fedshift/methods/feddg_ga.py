@@ -4,10 +4,9 @@ Zhang et al. 2023 ("Federated Domain Generalization with Generalization Adjustme
 public code; it replaces the weights of FedAvg (McMahan et al. 2017, arXiv:1602.05629). Client k's generalization gap is
 the loss of the shared model minus the loss of its own model before aggregation, both on k's data. Weights start equal;
 in each round a_k = a_k + step gap_k / max_j |gap_j|, clamped to [0, 1] and normalized. ``step`` is ``step_size``
-divided by the number of clients (the authors use a third, for three clients) and may decay to zero over ``rounds``
-rounds. Here both losses are computed on the training batches of the next round, with normalization in training mode, so
-that clients send only one number; the authors measure on validation data between rounds. Hence each batch runs three
-models. The gap of a client in its first round is zero.
+divided by the number of clients and may decay to zero over ``rounds`` rounds. Both losses are computed on the training
+batches of the next round, in training mode, so that clients send only one number and each batch runs three models. The
+gap of a client in its first round is zero.
 """
 
 from collections.abc import Sequence

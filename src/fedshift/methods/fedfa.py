@@ -5,7 +5,8 @@ Zhou and Konukoglu 2023 (ICLR), arXiv:2301.12995, by its abstract, memory of its
 of each image, x becomes s' (x - m) / s + m', where m' ~ N(m, V_m) and s' ~ N(s, V_s) are drawn for each image. V_m =
 (1 + g_m) var(m), var over the batch, and g_m = C k / sum(k) over the C channels with k = 1 / (1 + 1 / v_m), v_m being
 the variance over clients of their moving mean of m; V_s likewise. The moving means go momentum of the way from what
-they were to the batch's in each step in which the layer acts; they are averaged with the model, as in that code.
+they were to the batch's in each step in which the layer acts; they are averaged with the model and go on from there, as
+in that code, while they restart in each round in the paper.
 
 That code takes v over clients and channels at once, so that g is 1 for every channel and clients' differences have no
 effect; here v is each channel's. Its variances of a batch are unbiased, here they are the paper's. It stands behind

@@ -4,17 +4,18 @@ Xu, Tong and Huang, ICLR 2023, arXiv:2306.11867; formulas from the authors' publ
 trains the classifier, then the features, whose loss gains lam times the mean square of the difference between each
 feature and its class's prototype, as in ``fedproto``. The features are averaged by samples. Client i loads the
 classifier sum_j a_ij w_j, where the weights a_i >= 0 with sum 1 minimize sum_j a_ij^2 v_j + |h_i - sum_j a_ij h_j|^2: h
-has a row p_k mu_k for each class k, of its share among the client's samples and its mean feature under the features
-that the client loaded, and v = (sum_k p_k m_k - |h|^2) / n, of the mean squared norms m_k and n samples, is the
-variance of h. Weights below 0.001 are left out, as in that code.
+has a row p_k mu_k for each class k, of its share among the client's samples and its mean feature before the features
+are trained, and v = (sum_k p_k m_k - |h|^2) / n, of the mean squared norms m_k and n samples, is the variance of h.
+Weights below 0.001 are left out, as in that code.
 
-That code measures h and v in a pass of its own before training. Here they are those of the samples that the classifier
-is trained on in its first pass, whose features are the same, since these do not move yet. A client that sits a round
-out is known by the h that it sent last, and its mix is of the clients that took part.
+That code measures h and v in a pass of its own. Here they are of the samples of the first pass until the features are
+trained, normalized by batch where there is BatchNorm, and p_k is the share among the classes of these samples. A client
+that sits a round out is known by the h that it sent last, and its mix is of the clients that took part.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Self
 
 import numpy as np
@@ -42,44 +43,53 @@ SMALLEST = 1e-3
 
 @dataclass(frozen=True)
 class AlignedFeatures(Prototypes):
-    """A pull of strength ``lam`` to class prototypes, and what the server compares clients by."""
+    """A pull of strength ``lam`` to class prototypes, and what the server compares clients by.
 
+    ``epochs``: those of a round in which all samples are seen before the features' parameters move.
+    """
+
+    epochs: int
     body: tuple[str, ...] = field(default=(), repr=False)
-    """Parameters of the features that clients load and train, which do not move while the classifier is trained."""
+    """Parameters of the features that clients load and train."""
 
     @override
     def bind(self, plan: Plan) -> Bound:
         bound, head = super().bind(plan), _name_classifier(plan, self.source_method)
         zeros_KD = bound.own.server["prototypes"]
         zeros_K, zero = zeros_KD[:, 0].clone(), zeros_KD.new_zeros(())
-        early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
-        own = replace(
-            bound.own,
-            buffers={**bound.own.buffers, **early},
-            memory={**bound.own.memory, "shares": zeros_K.clone()},
-        )
-        sends = {
-            **bound.sends,
-            **Send.like({"weighted_means": zeros_KD}, "class"),
-            **Send.like({"variance": zero}, "client"),
-        }
         body = tuple(sorted((plan.trained & plan.loaded) - head))
         if not body:
             raise UsageError("FedPAC averages features of clients, of which these share none: use another method")
-        return replace(bound, rule=replace(self, body=body), own=own, sends=sends)
+        early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
+        early["start"] = torch.zeros_like(_sum_weights(plan.params, body))
+        memory = {**bound.own.memory, "class_sizes": zeros_K.clone()}
+        own = replace(bound.own, buffers={**bound.own.buffers, **early}, memory=memory)
+        described = Send.like({"weighted_means": zeros_KD}, "class") | Send.like({"variance": zero}, "client")
+        sends = {**bound.sends, **described}
+        return replace(bound, rule=replace(self, body=body), own=own, sends=sends, notices=self._warn(plan))
+
+    def _warn(self, plan: Plan) -> tuple[str, ...]:
+        if plan.work.batch_size is None or (plan.work.epochs or 0) >= self.epochs:
+            return ()
+        return (
+            f"{plan.method.label} compares clients by the samples that a round uses until the features are trained, "
+            f"which may be few and lack classes: with --epochs {self.epochs}, or a larger head, they are all samples",
+        )
 
     @override
     def look(self, client: LookContext) -> State:
-        shares_K = client.memory["shares"]
-        counts_K = torch.bincount(client.targets, minlength=len(shares_K)).to(shares_K.dtype)
-        return {**super().look(client), "shares": counts_K / len(client.targets)}
+        sizes_K = client.memory["class_sizes"]
+        sizes_K = torch.bincount(client.targets, minlength=len(sizes_K)).to(sizes_K.dtype)
+        return {**super().look(client), "class_sizes": sizes_K}
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
         buffers, z_BD = step.own.buffers, step.features.detach()
         sums_KD, squares_K, counts_K = (buffers[f"early_{name}"] for name in ("sums", "squares", "counts"))
         begun = (step.steps > 0).to(z_BD.dtype)
-        unmoved = torch.stack([(step.params[name] == step.loaded[name]).all() for name in self.body]).all()
+        now = _sum_weights(step.params, self.body).detach()
+        buffers["start"].mul_(begun).add_((1 - begun) * now)
+        unmoved = (now == buffers["start"]).all()
         taken = (unmoved & (begun * counts_K.sum() < step.memory["samples"])).to(z_BD.dtype)
         member_KB = taken * nn.functional.one_hot(step.y, len(counts_K)).to(z_BD.dtype).T
         sums_KD.mul_(begun).add_(member_KB @ z_BD)
@@ -90,8 +100,9 @@ class AlignedFeatures(Prototypes):
     @override
     def end(self, client: EndContext) -> tuple[State, State]:
         memory, upload = super().end(client)
-        buffers, shares_K = client.own.buffers, client.memory["shares"]
-        counts_K = buffers["early_counts"].clamp(min=1)
+        buffers, counts_K = client.own.buffers, client.own.buffers["early_counts"]
+        seen_K = client.memory["class_sizes"] * (counts_K > 0)
+        shares_K, counts_K = seen_K / seen_K.sum(), counts_K.clamp(min=1)
         weighted_KD = shares_K[:, None] * buffers["early_sums"] / counts_K[:, None]
         squares = (shares_K * buffers["early_squares"] / counts_K).sum()
         variance = (squares - weighted_KD.square().sum()).clamp(min=0) / client.memory["samples"]
@@ -149,6 +160,11 @@ def _weigh(form: Floats) -> Floats:
     return kept
 
 
+def _sum_weights(params: State, names: Sequence[str]) -> Tensor:
+    """Return the sum of weights of each output unit, and parameters of one dimension as they are, in a vector."""
+    return torch.cat([params[name].reshape(*params[name].shape[:1], -1).sum(dim=-1).reshape(-1) for name in names])
+
+
 def _name_classifier(plan: Plan, source: str) -> frozenset[str]:
     classifier = find_classifier(plan.entries, source)
     return frozenset(entry.name for entry in plan.entries if entry.owner is classifier)
@@ -170,4 +186,5 @@ def fedpac(base: Method, *, lam: float = 1.0, head: int = 1, body: int = 5) -> M
     if head < 1 or body < 1:
         raise UsageError(f"head={head} and body={body}: give 1 or more for each")
     mixing = base.with_aggregation(ClassifierMix())
-    return mixing.with_rule(AlignedFeatures(lam)).with_rule(HeadThenBody(head / (head + body), 1))
+    aligned = AlignedFeatures(lam, epochs=ceil((head + body) / head))
+    return mixing.with_rule(aligned).with_rule(HeadThenBody(head / (head + body), 1))

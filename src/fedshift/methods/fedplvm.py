@@ -3,13 +3,10 @@
 Wang, Bian, Zhang, Chen and Xu, NeurIPS 2024, arXiv:2403.09048; formulas from the authors' public code
 (TriStonesWang/FedPLVM). A client clusters its features of each class by FINCH and sends the clusters' means; the server
 clusters those of all clients as in ``fpl``, and a class's unbiased prototype is the plain mean of its clusters' means.
-For each sample with feature z and class k, the loss includes lam times -log(sum over clusters of k of
-exp(cos(z, p)^alpha / tau) / the same sum over all clusters of all classes) + 2 (1 - cos(z, u_k))^2. Powers alpha below
-1 raise small similarities, so that features that are merely less similar to other classes' prototypes are still pushed
-away. The base averages models.
-
-That code computes the features after training, in evaluation mode. Here they are those of the last samples of a round
-as seen in its steps, as in ``fedproto``.
+For each sample with feature z and class k, the loss includes lam times -log(sum over clusters of k of exp(cos(z,
+p)^alpha / tau) / the same sum over all clusters of all classes) + 2 (1 - cos(z, u_k))^2. Powers alpha below 1 raise
+small similarities, so that features that are merely less similar to other classes' prototypes are still pushed away.
+The base averages models. Clustered features are those of a round's last samples, as seen in its steps.
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class GeometricMedian(RobustAggregation):
-    """The geometric median by at most ``steps`` iterations; ``nu``: smoothing, relative to the median distance."""
+    """The geometric median by at most ``steps`` iterations; ``nu``: smoothing, relative to their median distance."""
 
     steps: int
     nu: float

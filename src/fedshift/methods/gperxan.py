@@ -6,9 +6,7 @@ that are trained and start equal. InstanceNorm removes a client's style, BatchNo
 and its score stay on the client, all other entries are averaged. With the features z of a batch, the loss L includes
 lam times the loss of the loaded classifier, which is held constant: L(W z) + lam L(W_loaded z).
 
-The authors' clients also send their BatchNorm, which no client loads, and the server tests on unseen sites with its
-mean. Here it is never sent; ``--unseen average`` computes the same mean. BatchNorm of vectors is not mixed with an
-InstanceNorm, and stays on the client unchanged.
+BatchNorm of vectors is not mixed with an InstanceNorm, and stays on the client unchanged.
 """
 
 from __future__ import annotations

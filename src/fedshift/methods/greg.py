@@ -6,8 +6,6 @@ which differ where data look different, but the shared model is used with their 
 network twice: as always, with predictions p, and with BatchNorm normalizing by the running statistics that the server
 sent, with predictions q. The loss includes lam (KL(p, q) + KL(q, p)) / 2, the mean over the batch. Gradients flow
 through both passes. The second has no dropout and changes no statistics.
-
-The reviews mention a moving average of the statistics on the server, whose rate is not known, and which is omitted.
 """
 
 from dataclasses import dataclass, field, replace

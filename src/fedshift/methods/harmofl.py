@@ -6,11 +6,8 @@ and all later images use these amplitudes and keep their phases. A local step at
 gradient at w + alpha g / |g|, which leads to flat minima, in which the mean of all clients' models still performs well
 (Foret et al. 2021, arXiv:2010.01412).
 
-The code uses only the amplitude of the zero frequency, the mean brightness of each channel (``frequencies=0``), while
-the paper describes the spectrum. Its pixels are non-negative; here the zero frequency keeps its sign, so that shifted
-inputs are harmonized in the same way. In the code's first round each client normalizes by its own first batch; here
-images are unchanged until the server has averaged. Its networks use BatchNorm without affine parameters or statistics;
-here BatchNorm is the network's, and its statistics are computed with unperturbed weights.
+The zero frequency, the mean brightness of each channel, keeps its sign, so that shifted inputs are harmonized in the
+same way. Images are unchanged until the server has averaged. BatchNorm's statistics are of unperturbed weights.
 """
 
 from dataclasses import dataclass, field, replace
@@ -51,12 +48,8 @@ class NormalizeAmplitudes:
                 "use another method"
             )
 
-        def make(name: str, layer: nn.Module) -> nn.Module | None:  # noqa: ARG001
-            if layer is not first:
-                return None
-            return nn.Sequential(AmplitudeNorm(first.in_channels, self.frequencies).to(first.weight), first)
-
-        return replace_modules(module, make)
+        normalized = nn.Sequential(AmplitudeNorm(first.in_channels, self.frequencies).to(first.weight), first)
+        return replace_modules(module, lambda _, layer: normalized if layer is first else None)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,8 @@ client k runs the received model once in training mode, and sends the mixed mean
 the number n_k of distinct samples. The server computes M = sum n_k m_k / N and V = sum n_k (v_k + (m_k - M)^2) / (N -
 1), N = sum n_k, and moves the global statistics toward them by the fraction ``momentum``.
 
-The authors test with M and V instead of the global statistics, from an additional exchange after the round. Here M and
-V are measured in the round, on the model before it: statistics in evaluation lag by one round, and no exchange is
-added. Their code measures the first samples in file order, from one or two classes if files are sorted; here they are
-the first samples in the round's shuffled order. Their code also clips gradients to a norm of 10, which is omitted here.
+Evaluation uses M and V, which the authors measure in an additional exchange after the round. Here they are measured in
+the round, on the model before it, and lag by one round.
 """
 
 from dataclasses import dataclass, field, replace

@@ -4,9 +4,8 @@ Li, He and Song 2021, arXiv:2103.16257; formulas from the authors' public code (
 be the features of a sample under the trained model, the server's model and the client's model after its previous round.
 The loss includes the mean over the batch of mu * -log(exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) / tau) +
 exp(cos(z, z_prev) / tau))). As in that code, the two other models run in evaluation mode, without dropout and with
-their unchanged running statistics. That code adds a projection head to the network; here features are the input of the
-network's last layer, or of a named layer. A client's previous model is initially the initial model, so that the first
-round equals FedAvg's if all clients take part from the start.
+their unchanged running statistics. Features are the input of the network's last layer, or of a named layer. A client's
+previous model is at first the initial one, so that the first round equals FedAvg's if all clients take part in it.
 """
 
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ USUAL = frozenset(vars(nn.Module())) | {"training"}
 NUMBERS = (int, float)
 PLAIN = (bool, *NUMBERS, complex, str, bytes, type(None))
 DEPTH = 4
-"""Depth to which containers, functions and plain objects are searched."""
+"""Depth of the search in containers, functions and objects."""
 
 
 class Attribute(NamedTuple):
@@ -183,4 +183,4 @@ def _list_bound(function: Any) -> Iterator[tuple[Any, Any, Callable[[Any], None]
 
 
 def _keep(_: Any) -> None:
-    """Stand for a place that cannot be written."""
+    """Ignore a value for a tuple, a set or a generator, which cannot be replaced."""
