@@ -32,7 +32,7 @@ class FeatureScaling(nn.Module):
 
 @dataclass(frozen=True)
 class ScaleFeatures:
-    """The surgery that puts a FeatureScaling before the classifier, whatever other surgery makes of that."""
+    """The surgery that puts a FeatureScaling before the classifier, after all other surgery."""
 
     last: ClassVar[bool] = True
 

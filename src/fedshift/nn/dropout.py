@@ -2,8 +2,8 @@
 
 The mask of element ``i`` in the ``c``-th draw of a forward pass is a hash of ``(key, c, i)``: a counter-based generator
 (Salmon et al. 2011, doi:10.1145/2063384.2063405) with the 32-bit finalizer of MurmurHash3, in integer tensor
-arithmetic, which has the same results on every device and under ``torch.vmap``. Layers draw under the step's key, each
-call with numbers of its own (:func:`take_draws`); whatever else draws in a step does so under a key of its own
+arithmetic, which has the same results on every device and under ``torch.vmap``. Layers draw under the step's key and
+count their draws in a pass (:func:`take_draws`); each rule draws under a key that is derived for it
 (:func:`derive_key`), so that no two draws are alike.
 """
 
