@@ -59,32 +59,32 @@ def linear(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(16, classes)).double()
 
 
-def run(method, engine, batch_size, data, model):
-    """A trial after two rounds, the states after each, and its measurements; of batches, resumed after the first."""
-    work, optimizer = Work(batch_size=batch_size, epochs=1), SGD(lr=0.01)
-    begin = partial(
-        make_trial, method, engine, data=data, model=model, rounds=2, work=work, optimizer=optimizer, evaluate_every=2,
-        moments=("loaded",),
+def begin(method, batch_size, *, engine="sequential", data=GRAY, model=network):
+    return make_trial(
+        method, engine, data=data, model=model, work=Work(batch_size=batch_size, epochs=1), optimizer=SGD(lr=0.01),
+        rounds=2, evaluate_every=2, moments=("loaded",),
     )  # fmt: skip
-    running = begin()
-    ends = []
-    for _ in range(2):
-        rows = running.advance().rows
-        ends.append((clone(running.to_tensors()[0]), running.to_tensors()[1]))
-    if batch_size is not None:
-        fresh = begin()
-        fresh.restore(*ends[0])
-        assert fresh.advance().rows == rows
-        assert is_equal(fresh.to_tensors()[0], ends[1][0])
-    return running, ends, rows
 
 
-def assert_engines_agree(method, batch_size, data=GRAY, model=network, tolerance=1e-9):
-    running, ends, rows = run(method, "sequential", batch_size, data, model)
+def advance(running):
+    """The states after each of two rounds, and the measurements; the second round is run again from the first's end."""
+    running.advance()
+    first = clone(running.to_tensors()[0]), running.to_tensors()[1]
+    rows = running.advance().rows
+    second = clone(running.to_tensors()[0]), running.to_tensors()[1]
+    running.restore(*first)
+    assert running.advance().rows == rows
+    assert is_equal(running.to_tensors()[0], second[0])
+    return first, second, rows
+
+
+def assert_engines_agree(start, running, tolerance=1e-9):
+    """``start`` begins a trial on an engine, as ``running`` on the sequential one."""
+    *ends, rows = advance(running)
     for engine in ("stacked", "identity"):
         if engine == "identity" and ENGINES[engine].refusal(running.plan, running.train):
             continue
-        _, others, other_rows = run(method, engine, batch_size, data, model)
+        *others, other_rows = advance(start(engine=engine))
         for (tensors, facts), (other_tensors, other_facts) in zip(ends, others, strict=True):
             assert facts == other_facts
             assert tensors.keys() == other_tensors.keys()
@@ -100,16 +100,18 @@ def test_every_engine_equals_the_loop_and_resumes(outer, method):
     for batch_size, model in ((4, network), (None, network), (None, linear)):
         try:
             pair = CATALOG[outer](method)
-            make_trial(pair, data=GRAY, model=model)
+            start = partial(begin, pair, batch_size, model=model)
+            running = start()
         except UsageError:  # for a reason in the table of tests/methods/test_composition.py
             continue
         if model is network or not pair.rules:
-            assert_engines_agree(pair, batch_size, model=model)
+            assert_engines_agree(start, running)
 
 
 @pytest.mark.parametrize("mix", [fedap, fedcac, fedpac])
 def test_lanes_that_restart_from_mixes_keep_their_steps_and_what_they_loaded(mix):
-    assert_engines_agree(fedala(mix(fedprox(mu=2.0))), batch_size=4)
+    start = partial(begin, fedala(mix(fedprox(mu=2.0))), 4)
+    assert_engines_agree(start, start())
 
 
 def in_float32(shape, classes):
@@ -119,4 +121,5 @@ def in_float32(shape, classes):
 @pytest.mark.parametrize("method", [gn(harmofl()), ln(feddg_elcfs())], ids=by_name)
 def test_normalization_of_groups_runs_where_rules_differentiate_images(method):
     """Kernels are channels last, which ``torch.vmap`` cannot pass on to GroupNorm in a pass under ``torch.func``."""
-    assert_engines_agree(method, 4, COLOR, in_float32, tolerance=1e-5)
+    start = partial(begin, method, 4, data=COLOR, model=in_float32)
+    assert_engines_agree(start, start(), tolerance=1e-5)
