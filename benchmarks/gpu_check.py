@@ -5,25 +5,20 @@
 
 Prints, for each work of ``benchmarks/engines.py`` and each engine, the median milliseconds of a round, how many times
 faster it is than the plain loop on the same device, kernels of a round, peak memory, and the largest relative
-difference of the server's entries from the CPU's after a round in float64; the lines fit into docs/performance.md. The
-stacked engine runs with and without CUDA graphs, and a line gives the difference between the two in float32.
+difference of the server's entries from the CPU's after a round in float64; the lines fit into docs/performance.md.
 
 With ``--count``, nothing is timed: a round runs on a device that counts (``tests/engines/fake_gpu.py``), and the
 columns are kernels, copies between host and device, waits of the processor, and the milliseconds that launching the
-kernels takes at five microseconds each, which bounds a round of small networks from below. A CUDA graph is launched as
-one kernel.
+kernels takes at five microseconds each, which bounds a round of small networks from below.
 """
 
 from __future__ import annotations
 
 # ruff: noqa: E402 - the other benchmarks and the tests are found first
 import argparse
-import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -40,7 +35,6 @@ from plain import PlainLoop
 from fedshift.config.expressions import list_catalog
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.engines import graphs
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods import METHODS
@@ -49,7 +43,6 @@ from fedshift.utils.errors import UsageError
 NAMES = ("W3a", "W3b", "W3c", "W4", "W2", "W5r", "W1", "W6")
 LAUNCH = 5e-6
 """Seconds that the processor needs to launch a kernel, about, through torch's dispatcher."""
-NO_GRAPHS = "stacked, no graphs"
 MOST = 30
 """Maximum number of timed rounds."""
 
@@ -121,35 +114,12 @@ def compare_with_cpu(work: Measured, engine: str, device: torch.device) -> float
     here, there = (make_trial(few, engine, where, torch.float64) for where in (torch.device("cpu"), device))
     here.advance()
     there.advance()
-    return find_gap(here, there)
-
-
-def find_gap(here: Trial, there: Trial) -> float:
-    """Return the largest relative difference between the entries of two servers."""
-    pairs = (
-        (value.cpu().double(), there.server.shared[name].cpu().double()) for name, value in here.server.shared.items()
-    )
+    pairs = ((value.double(), there.server.shared[name].cpu().double()) for name, value in here.server.shared.items())
     return max(float((one - two).abs().max() / one.abs().max().clamp(min=1e-12)) for one, two in pairs)
 
 
-def list_engines(work: Measured) -> Iterator[tuple[str, str]]:
-    """Yield engines with how they are called."""
-    for name in ("sequential", "stacked", "identity"):
-        if name in {*work.engines, "sequential", "stacked"}:
-            yield name, name
-        batch = work.work.get("batch_size") or work.samples
-        if name == "stacked" and work.work.get("batches", work.samples // batch) > 1:  # one step is no graph
-            yield name, NO_GRAPHS
-
-
-@contextmanager
-def graphs_of(label: str) -> Iterator[None]:
-    """Use CUDA graphs in the block unless ``label`` excludes them."""
-    os.environ["FEDSHIFT_CUDA_GRAPHS"] = "0" if label == NO_GRAPHS else "1"
-    try:
-        yield
-    finally:
-        del os.environ["FEDSHIFT_CUDA_GRAPHS"]
+def list_engines(work: Measured) -> list[str]:
+    return ["sequential", "stacked", *(["identity"] if "identity" in work.engines else [])]
 
 
 def check(names: list[str], device: torch.device, seconds: float) -> None:
@@ -162,29 +132,19 @@ def check(names: list[str], device: torch.device, seconds: float) -> None:
         work = WORKS[name]
         base = time_rounds(make_plain(work, device).round, device, seconds)
         print(f"| {name} | plain loop | {base * 1e3:.2f} | | | | |", flush=True)
-        trials = dict[str, Trial]()
-        for engine, label in list_engines(work):
+        for engine in list_engines(work):
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             try:
-                trial = trials[label] = make_trial(work, engine, device)
+                trial = make_trial(work, engine, device)
             except UsageError as refusal:
-                print(f"| {name} | {label} | {refusal} | | | | |", flush=True)
+                print(f"| {name} | {engine} | {refusal} | | | | |", flush=True)
                 continue
-            with graphs_of(label):
-                took = time_rounds(trial.advance, device, seconds)
-                peak = f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f}" if device.type == "cuda" else ""
-                kernels, gap = count_kernels(trial.advance, device), compare_with_cpu(work, engine, device)
+            took = time_rounds(trial.advance, device, seconds)
+            peak = f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f}" if device.type == "cuda" else ""
+            kernels, gap = count_kernels(trial.advance, device), compare_with_cpu(work, engine, device)
             cells = f"{took * 1e3:.2f} | {base / took:.1f} | {kernels} | {peak} | {gap:.0e}"
-            print(f"| {name} | {label} | {cells} |", flush=True)
-            for text in trial.engine_notices:
-                print(f"| {name} | {label} | {text} | | | | |", flush=True)
-        if NO_GRAPHS in trials:
-            one, other = (make_trial(work, "stacked", device) for _ in range(2))
-            for label, trial in (("stacked", one), (NO_GRAPHS, other)):
-                with graphs_of(label):
-                    trial.advance()
-            print(f"| {name} | {NO_GRAPHS} differs by | {find_gap(one, other):.0e} in float32 | | | | |", flush=True)
+            print(f"| {name} | {engine} | {cells} |", flush=True)
 
 
 def count(names: list[str]) -> None:
@@ -193,15 +153,6 @@ def count(names: list[str]) -> None:
 
     fake_gpu.register()
     device = fake_gpu.DEVICE
-
-    class OneLaunch(graphs.Replay):
-        def replay(self) -> None:
-            before = fake_gpu.COUNTS.copy()
-            super().replay()
-            fake_gpu.COUNTS.clear()
-            fake_gpu.COUNTS.update(before + Counter(kernels=1))
-
-    graphs.REPLAYS[fake_gpu.NAME] = OneLaunch
     print("| work | engine | kernels | copies | waits | ms to launch | fewer launches than the plain loop |")
     print("|---|---|---:|---:|---:|---:|---:|")
 
@@ -220,13 +171,12 @@ def count(names: list[str]) -> None:
     for name in names:
         work = WORKS[name]
         base = measure(make_plain(work, device).round, "plain loop", None)
-        for engine, label in list_engines(work):
+        for engine in list_engines(work):
             try:
                 trial = make_trial(work, engine, device)
             except UsageError:
                 continue
-            with graphs_of(label):
-                measure(trial.advance, label, base)
+            measure(trial.advance, engine, base)
 
 
 def main() -> None:

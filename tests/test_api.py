@@ -354,6 +354,15 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
     assert result.summary.rows["auc"].max() > 0.9
 
 
+def slow():
+    return fedshift.SGD(lr=0.1)
+
+
+def scheduled():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2).optimizer
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -409,7 +418,21 @@ def test_arrays_of_ones_own_and_a_network_of_ones_own(tiny):
         ({"optimizer": 3}, "optimizer=3 is unknown: allowed are sgd and adamw"),
         ({"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS evaluates the loss"),
         ({"optimizer": fedshift.SGD(lr=0.1), "lr": 0.2}, "lr and optimizer=SGD(lr=0.1"),
-        ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr": 0.2}, "lr and optimizer=SGD(lr=0.1"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr": 0.01}, "lr and optimizer=SGD(lr=0.1"),
+        (
+            {"optimizer": slow(), "lr": 0.01},
+            "keep=False, momentum=0.0, nesterov=False): lr=0.01 differs from the optimizer's",
+        ),
+        (
+            {"optimizer": fedshift.SGD(lr=0.1, schedule=fedshift.Cosine(rounds=3)), "schedule": "constant"},
+            "schedule and optimizer=SGD(",
+        ),
+        ({"optimizer": "sgd(momentum=0.5, momentum=0.9)"}, "an argument is given twice; sgd takes"),
+        (
+            {"optimizer": "tests.test_api:slow"},
+            "'tests.test_api:slow' trains with lr=0.1, not with lr=0.01: let its function",
+        ),
+        ({"optimizer": scheduled()}, "optimizer=SGD has a scheduler of torch, which is not called here: give a new"),
         ({"optimizer": fedshift.SGD(lr=0.1), "schedule": "step(every=2)"}, "schedule and optimizer=SGD(lr=0.1"),
         ({"schedule": 3}, "schedule=3 is not a schedule: give a text such as 'cosine(floor=0.1)', fedshift.Cosine"),
         (

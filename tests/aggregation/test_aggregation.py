@@ -85,6 +85,18 @@ def test_integers_stay_integers_rounded_to_the_nearest(pairs):
         assert abs(int(folded) - exact) <= Fraction(1, 2) + Fraction(1, 1000)
 
 
+def test_what_is_equal_everywhere_passes_unchanged_and_permutations_are_the_largest_clients():
+    big, mask = np.array([6364136223846793005, 2**53 + 1]), np.float64([0, -np.inf, 0.1])
+    states = {
+        name: {"big": big, "mask": mask, "order": np.roll(np.arange(5), seed)} for seed, name in enumerate(WEIGHTS)
+    }
+    for given_states in (states, as_torch(states)):
+        folded = weighted_mean(given_states, WEIGHTS)
+        for name, value in {**states["cid"]}.items():
+            assert np.asarray(folded[name]).tobytes() == value.tobytes()
+            assert folded[name] is not given_states["cid"][name]
+
+
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "float32", "float64", ">f4"])
 def test_one_numpy_client_folds_to_itself_bit_for_bit(dtype):
     value = (np.arange(-3, 4) / 3 if "f" in dtype else np.arange(7)).astype(dtype)

@@ -64,6 +64,7 @@ def test_plus_composes_as_calls_do():
         ("'fedbn'", "is not a name"),
         ("krum(num_malicous=1)", "unknown argument 'num_malicous'; krum takes num_malicious=0"),
         ("fedprox(nu=1)", "unknown argument 'nu'; fedprox takes mu=0.01"),
+        ("fedprox(mu=1, mu=2)", "an argument is given twice; fedprox takes mu=0.01"),
         ("fedprox(mu='a')", "fedprox takes"),
         ("fedprox(mu=-1)", "mu=-1 is negative; it must be 0 (FedAvg) or more"),
         ("fedprox(fedavg,fedavg)", "too many positional arguments"),

@@ -122,6 +122,7 @@ def test_the_settings_of_a_resumed_run_are_those_it_was_begun_with(resolved, tmp
         ("spec = 1", "unknown setting 'spec'"),
         ("lr = \n", "is not valid TOML: Invalid value (at line 1, column 6). Write lines such as"),
         ("lr = 1\nlr = 2", "is not valid TOML: Cannot overwrite a value"),
+        ("batch_size = 1\nbatch-size = 2", "has 'batch_size' twice, with a dash and with an underscore: write it once"),
         ("methods = ['fedavg']", "has 'methods': use it with `fedshift compare`"),
         ("lr = 'fast'", "--lr fast: should be a valid number"),
         ("lr = [1, 2]", "--lr 1,2: should be a valid number"),

@@ -17,6 +17,7 @@ from fedshift.evaluation.communication import describe_kept, list_disclosures
 from fedshift.methods.fedavg import fedavg
 from fedshift.results.disclosure import group_disclosures
 from fedshift.utils.errors import UsageError
+from tests.laws import course
 from tests.laws.course import make_trial
 
 METHODS = list_catalog("methods")
@@ -24,7 +25,7 @@ ONE = {"total": Send(shape=(2,), dtype=torch.float32, reveals="client")}
 
 
 class Sending(Rule):
-    """Declares ``declared``, and uploads tensors of these shapes and types; ``late``: only after a step."""
+    """Declares ``declared``, and uploads tensors of these shapes and types; ``late``: only from round 3 on."""
 
     def __init__(self, declared, late=False, **sent):
         self.declared, self.late, self.sent = declared, late, sent
@@ -33,7 +34,7 @@ class Sending(Rule):
         return Bound(self, sends=self.declared)
 
     def end(self, client):
-        if self.late and not client.steps:
+        if self.late and client.round < 2:
             return {}, {name: torch.zeros(send.shape, dtype=send.dtype) for name, send in self.declared.items()}
         return {}, {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in self.sent.items()}
 
@@ -54,7 +55,7 @@ WRONG = {
 @pytest.mark.parametrize("why", WRONG)
 def test_a_rule_that_uploads_other_than_it_declares_is_refused_before_anything_starts(why):
     with pytest.raises(UsageError) as error:
-        prepare(fedavg().with_rule(WRONG[why]), nn.Linear(2, 2), optimizer=SGD(lr=0.1))
+        prepare(fedavg().with_rule(WRONG[why]), nn.Linear(2, 2), optimizer=SGD(lr=0.1), sample=torch.zeros(1, 2))
     assert f"test_disclosure {why}: the sends of its bind() must be exactly" in str(error.value)
 
 
@@ -62,6 +63,8 @@ def test_a_rule_that_uploads_other_than_it_declares_is_refused_before_anything_s
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "pool"])
 def test_an_upload_that_becomes_another_later_is_stopped_on_every_engine(engine):
     running = make_trial(fedavg().with_rule(Sending(ONE, late=True, total=(3, torch.float32))), engine)
+    running.advance()
+    running.advance()
     with pytest.raises(UsageError, match="uploads 'total' of shape \\(3,\\) and type float32, declared as"):
         running.advance()
     running.close()
@@ -82,7 +85,12 @@ def test_entries_of_the_model_leave_exactly_as_the_scope_says():
 
 def of(name, **options):
     base = METHODS["gn"]() if name == "dp_sgd" else None
-    return make_trial(METHODS[name](base, **options)).plan
+    return make_trial(METHODS[name](base, **options), model=network if options else course.network).plan
+
+
+def network(shape, classes):
+    """A network whose BatchNorm takes one sample."""
+    return nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, classes)).double()
 
 
 REVEALED = {

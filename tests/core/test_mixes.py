@@ -66,7 +66,7 @@ def test_counters_are_rounded_and_equal_values_stay_what_they_are():
 
 def test_mixes_are_kept_and_restored_whole():
     uploads = tuple({"a": draw((2,), k), "b": draw((), k)} for k in range(2))
-    weights = {"x/1": {"": draw(2, 5)}, "y": {"a": draw((2, 2), 6), "b": draw(2, 7)}}
+    weights = {"y/a": {"": draw(2, 5)}, "y": {"a": draw((2, 2), 6), "b": draw(2, 7), "a/b": draw(2, 8)}}
     again = Mixes.unflatten(Mixes(uploads=uploads, weights=weights).flatten())
     assert all(map(is_equal, again.uploads, uploads))
     assert again.weights.keys() == weights.keys()

@@ -5,10 +5,9 @@ and synchronizations are counted in :data:`COUNTS`, the latter two also by sourc
 registered for the whole process, and inference mode, which its tensors do not support, becomes ``torch.no_grad``; so
 tests run this file as a program:
 
-``python -m tests.engines.fake_gpu "METHOD;METHOD" ENGINE [static]`` trains each method for three rounds on the
-processor and on the device, and prints a line of JSON for each: the largest relative difference of the server's entries
-after training in float64, and what the last round counted, with two and with four steps of each client. ``static``: the
-stacked engine's steps run on tensors that stay in place, as for CUDA graphs.
+``python -m tests.engines.fake_gpu "METHOD;METHOD" ENGINE`` trains each method for three rounds on the processor and on
+the device, and prints a line of JSON for each: the largest relative difference of the server's entries after training
+in float64, and what the last round counted, with two and with four steps of each client.
 """
 
 from __future__ import annotations
@@ -258,14 +257,11 @@ def measure(method: Any, engine: str) -> dict[str, Any]:
 
 def main() -> None:
     """Print a line for each method."""
-    from fedshift.engines import graphs
     from fedshift.methods import METHODS
     from fedshift.utils.errors import UsageError
 
     register()
     engine = sys.argv[2]
-    if sys.argv[3:] == ["static"]:
-        graphs.REPLAYS[NAME] = graphs.Replay
     for text in sys.argv[1].split(";"):
         (method,) = METHODS.parse_all(text)
         try:

@@ -277,34 +277,6 @@ def test_reported_loss_and_accuracy_are_those_of_the_plain_models():
         )
 
 
-def test_what_a_network_draws_itself_differs_by_client_and_round_and_comes_again():
-    """A network of the user may draw from torch's generator; a draw is a function of seed, client and steps done."""
-    seen = []
-
-    class Noisy(nn.Module):
-        def __init__(self, outputs: int) -> None:
-            super().__init__()
-            self.layer = nn.Linear(25, outputs)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            noise = torch.rand(())
-            if self.training:
-                seen.append(float(noise))
-            return self.layer(x.flatten(1).float()) + noise
-
-    def watch() -> list[float]:
-        trial = make_trial(fedavg(), model=lambda shape, classes: Noisy(classes), moments=("loaded",))
-        seen.clear()
-        trial.advance()
-        trial.advance()
-        return list(seen)
-
-    draws = watch()
-    assert len(draws) >= 2 * 3
-    assert len(set(draws)) == len(draws)
-    assert watch() == draws
-
-
 def test_a_schedule_begins_with_its_first_factor_and_goes_on_by_rounds():
     plain = make_trial(fedavg(), moments=("loaded",))
     halved = make_trial(fedavg(), moments=("loaded",), optimizer=SGD(lr=0.05, schedule=StepDecay(every=1, gamma=0.5)))

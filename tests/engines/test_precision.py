@@ -1,16 +1,22 @@
 """Layers computed in bfloat16: inexact, and only they; everything that is kept stays float32."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work, iterate_batches
+from fedshift.data.assembly import federation
 from fedshift.data.digits import digits
+from fedshift.engines.engine import Diverged
+from fedshift.engines.half_precision import list_underflows
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.experiments.trial_notices import list_notices_before
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.utils.errors import UsageError
@@ -87,6 +93,54 @@ def test_a_network_in_float64_is_float64_wherever_it_is_used():
     tensors, _ = made.to_tensors()
     kept = {name: t.dtype for name, t in tensors.items() if name.startswith("server/shared")}
     assert set(kept.values()) == {torch.float64}
+
+
+def scaled_trial(scale, weight, engine="sequential"):
+    """A linear layer of equal ``weight``, and samples of ``scale``."""
+
+    def scaled(shape, classes):
+        model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, classes))
+        for layer in (model[0], model[2]):
+            nn.init.constant_(layer.weight, weight)
+            nn.init.zeros_(layer.bias)
+        return model
+
+    x, y = np.full((8, 4), scale, np.float32), np.arange(8) % 4 // 3
+    settings = Settings(
+        rounds=1, work=Work(batch_size=8, epochs=1), optimizer=SGD(lr=0.1), engine=engine, precision="float16"
+    )
+    return Trial(fedavg(), scaled, federation({"a": (x, y, x, y)}), settings, 0)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize(
+    ("scale", "weight", "cause"),
+    [
+        (1e5, 1e-3, "inputs of layer '0' reach 1e+05, beyond its range, 65504: scale the data, or compute in bfloat16"),
+        (2e4, 1.0, "outputs of layer '0' reach 8e+04, beyond its range"),  # 4 x 2e4
+        (1e4, 1.0, "outputs of layer '2' reach 1.2e+05, beyond its range"),  # 3 x 4 x 1e4
+        (1.0, float("nan"), "a value may lie beyond its range, 65504: scale the data, lower the learning rate, or"),
+    ],
+)
+def test_values_beyond_float16_are_the_cause_that_is_said(scale, weight, cause, engine):
+    with pytest.raises(Diverged, match=r"client 'a', round 1, step 1 of 1: loss nan. With precision=float16, ") as said:
+        scaled_trial(scale, weight, engine).advance()
+    assert cause in str(said.value)
+
+
+@pytest.mark.parametrize(("scale", "lost"), [(1e-4, []), (1e-8, ["2.weight"])])
+def test_gradients_below_float16_are_said_to_be_lost(scale, lost):
+    """Those of the last layer are 0.25 x 4 x scale: of the classes, one has a quarter of the samples, predicted half.
+
+    Those of the first layer are zero.
+    """
+    running = scaled_trial(scale, 1.0)
+    step = running.engine.begin_step("a", running.clients["a"], running.server)
+    assert list_underflows(running.plan, step) == lost
+    notices = [text for text in list_notices_before(SimpleNamespace(make_engine=None), running) if "float16" in text]
+    assert ["client 'a': float16 loses most of the gradient of 2.weight" in text for text in notices] == [True] * len(
+        lost
+    )
 
 
 def test_bfloat16_repeats_itself_bit_for_bit():

@@ -9,6 +9,7 @@ from fedshift.core.loss import LOSSES
 from fedshift.core.means import StreamingMean, weighted_mean
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.rule import Rule
+from fedshift.core.schedule import Cosine
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.augmentation import AUGMENTATIONS
@@ -207,27 +208,31 @@ def test_chunks_go_on_several_threads_to_the_same_model():
         assert (tensor.double() - other.to_tensors()[0][name].double()).abs().max() <= 1e-12, name
 
 
-def test_steps_that_all_lanes_take_alike_are_recorded_once_for_their_shape(monkeypatch):
-    made = []
+class Decay(Rule):
+    """Adds a multiple of the parameters' squares to the loss, as large as the learning rate where ``paced``."""
+
+    def __init__(self, paced=False):
+        self.paced = paced
+
+    def loss(self, loss, step):
+        strength = 2 * step.lr if self.paced else 0.1
+        return loss + strength * sum(tensor.square().sum() for tensor in step.params.values())
+
+
+@pytest.mark.parametrize("method", [fedavg(), fedavg().with_rule(Decay(paced=True))], ids=["plain", "rule"])
+def test_steps_that_all_lanes_take_alike_are_recorded_once_whatever_the_rate(method, monkeypatch):
+    made, sizes, settings = [], (20, 20, 20), {"optimizer": SGD(lr=0.1, schedule=Cosine(rounds=4))}
 
     class Counted(stepper.Tape):
         def __init__(self, function, inputs, **options):
-            made.append(inputs[-3].shape[:2])
+            made.append(next(tensor.shape[:2] for tensor in inputs if tensor.shape[2:] == (3, 6, 6)))
             super().__init__(function, inputs, **options)
 
     monkeypatch.setattr(stepper, "Tape", Counted)
-    running = trial("stacked", fedavg(), sizes=(20, 20, 20))
+    one, other = (trial(engine, method, sizes=sizes, **settings) for engine in ("sequential", "stacked"))
     made.clear()
-    for _ in range(3):
-        running.advance()
+    assert_equal_rounds(one, other)
     assert made == [(3, 8), (3, 4)]  # two full batches, then four samples: of every round
-
-
-class Decay(Rule):
-    """Adds a multiple of the parameters' squares to the loss."""
-
-    def loss(self, loss, step):
-        return loss + 0.1 * sum(tensor.square().sum() for tensor in step.params.values())
 
 
 @pytest.mark.sampled(3)

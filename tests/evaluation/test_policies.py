@@ -157,6 +157,32 @@ def test_one_sample_without_variance_leaves_the_average(policy):
     assert is_equal(make(made, policy, lone), make(made, "average"))
 
 
+class Auxiliary(nn.Module):
+    """:func:`deep` with a layer that only training calls, and one that nothing calls."""
+
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.main, self.never = deep(shape, classes), nn.BatchNorm1d(6).double()
+        self.aux = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, classes)).double()
+
+    def forward(self, x):
+        return self.main(x) + self.aux(x) if self.training else self.main(x)
+
+
+@pytest.mark.parametrize("policy", ["reestimate", "mixed(alpha=0.0)", "finetune_bn", "tent"])
+def test_layers_that_evaluation_does_not_call_keep_their_statistics(policy):
+    made = trial("fedavg", Auxiliary)
+    state, average = make(made, policy), make(made, "average")
+    assert all(state[name].shape == tensor.shape for name, tensor in average.items())
+    unused = [name for name in state if name.endswith(("_mean", "_var")) and not name.startswith("main")]
+    assert policy == "finetune_bn" or all(torch.equal(state[name], average[name]) for name in unused)
+    if policy == "reestimate":
+        net = deep((5,), 3)
+        net.load_state_dict({name[5:]: tensor for name, tensor in average.items() if name.startswith("main")})
+        wanted = final_statistics(net.requires_grad_(False), net.state_dict(), data().client("new").train.x)
+        assert gap(wanted, {name[5:]: tensor for name, tensor in state.items()}) < 1e-12
+
+
 def test_a_policy_of_a_run_is_the_expression_without_its_defaults():
     made = trial("fedbn", unseen="tent( steps = 2, lr=0.001)", rounds=1)
     assert made.settings.unseen == "tent(steps=2)"

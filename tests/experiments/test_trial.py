@@ -151,13 +151,14 @@ def test_fewer_steps_than_batches_asked_for_are_said_once_and_steps_are_exactly_
 
 @pytest.mark.slow
 def test_a_method_without_effect_on_one_step_is_said_to_have_none(make, tmp_path, Listener):
-    for number, work in enumerate(({"batches": 1}, {"steps": 1}, {"epochs": 1, "batch_size": 0})):
+    why = "FedProx has no effect on a single local step, which starts at the server's parameters; a round is one step"
+    full = {"epochs": 1, "batch_size": 0}
+    cases = [(name, {"epochs": 1}) for name in ("fedprox+fedsmb", "fedsmb+fedprox", "fedsmb+fedprox+fedala")]
+    for number, (method, work) in enumerate((*(("fedprox", w) for w in ({"batches": 1}, {"steps": 1}, full)), *cases)):
         watch = Listener()
-        make("fedprox", rounds=1, **work).run(tmp_path / str(number), callback=watch)
-        assert [text for text in watch.notices if "one step" in text] == [
-            "fedprox: FedProx has no effect on a single local step, which starts at the server's parameters; a round "
-            "is one step here"
-        ]
+        make(method, rounds=1, **work).run(tmp_path / str(number), callback=watch)
+        said = [] if "fedala" in method else [f"{method}: {why} here"]  # FedALA starts elsewhere
+        assert [text for text in watch.notices if "one step" in text] == said
 
 
 def test_a_client_of_one_sample_under_batch_normalization_is_refused(tiny_folder, rewrite, make, tmp_path):

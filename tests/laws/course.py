@@ -21,10 +21,14 @@ from fedshift.results.schema import Row
 from fedshift.utils.state import State, clone
 
 ROUNDS = 3
+CONSTANTS = {
+    "short": torch.tensor([1 / 3], dtype=torch.float16), "multiplier": torch.tensor([6364136223846793005, 2**53 + 1]),
+}  # fmt: skip
+"""Buffers that no arithmetic leaves as they are."""
 
 
 def network(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Normalization of both kinds, dropout, a shortcut whose BatchNorm has no telling name, and a frozen parameter."""
+    """Normalization of both kinds, dropout, a shortcut whose BatchNorm has no telling name, what does not train."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -43,7 +47,10 @@ def network(shape: tuple[int, ...], classes: int) -> nn.Module:
             x = torch.relu(x + self.downsample(x)).flatten(1)
             return self.head(self.dropout(torch.relu(self.second(self.subnet(x))))) * self.scale
 
-    return Net().double()
+    net = Net().double()
+    for name, value in CONSTANTS.items():
+        net.register_buffer(name, value.clone())
+    return net
 
 
 def unequal(sizes: dict[str, int] | None = None) -> Federation:

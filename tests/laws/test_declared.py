@@ -108,6 +108,18 @@ def test_they_refuse_every_method_that_sends_and_no_other_for_it(trial, method):
         assert ("sends more than the entries" in said) == sends, said
 
 
+class KeepsWeight(Rule):
+    def bind(self, plan):
+        return Bound(self, own=Own(params={"weight": torch.zeros(())}))
+
+
+def test_a_rule_s_own_entry_under_a_name_of_the_model_is_refused():
+    network = nn.Sequential(nn.Linear(3, 3))
+    network.register_parameter("keepsweight/weight", nn.Parameter(torch.zeros(())))
+    with pytest.raises(UsageError, match="test_declared trains its own entry under 'keepsweight/weight', a name of"):
+        prepare(Method().with_rule(KeepsWeight()), network, optimizer=SGD(lr=0.1))
+
+
 @pytest.mark.parametrize("reveals", [grain for grain in GRAINS if grain != "update"])
 def test_an_estimator_of_gradients_refuses_what_reveals_more_than_the_update(reveals):
     with pytest.raises(

@@ -27,9 +27,10 @@ from fedshift.methods.fixbn import fixbn
 from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.methods.single import single
+from fedshift.results.checkpoint import load_checkpoint
 from fedshift.utils.state import is_equal, nbytes, pick
 from tests.laws.conftest import FEDERATED, by_name
-from tests.laws.course import ROUNDS, client_tensors, make_trial, unequal
+from tests.laws.course import CONSTANTS, ROUNDS, client_tensors, make_trial, unequal
 
 BATCH_NORM = {"first", "downsample.1", "second"}
 
@@ -157,6 +158,42 @@ def test_the_order_of_clients_changes_nothing(trial, course, federated, engine):
     assert all(is_equal(forward.states[name], backward.model_state(name)) for name in "abc")
 
 
+@pytest.mark.parametrize(
+    "federated",
+    [each if each.aggregate.keeps else pytest.param(each, marks=pytest.mark.slow) for each in FEDERATED],
+    ids=by_name,
+)
+def test_names_of_clients_and_layers_change_nothing(trial, tmp_path, federated):
+    """Not a bit, stopped and resumed, even if they begin alike; batches of all samples are in no client's order."""
+
+    class Net(nn.Module):
+        def __init__(self, names):
+            super().__init__()
+            layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+            self.layers, self.pool = nn.ModuleDict(dict(zip(names, layers, strict=True))), nn.AdaptiveAvgPool2d(1)
+
+        def forward(self, x):
+            first, norm, last = self.layers.values()
+            return last(self.pool(torch.relu(norm(first(x)))).flatten(1))
+
+    plain, joined = ("abc", ("u", "v", "w")), (("a", "a/b", "a/b/c"), ("b", "b/c", "w"))
+    states = []
+    for names, layers in (plain, joined):
+        changes = {"data": unequal(dict(zip(names, (21, 16, 9), strict=True))), "work": Work(batch_size=None, epochs=1)}
+        first, second = (
+            trial(federated, model=lambda *_, layers=layers: Net(layers).double(), **changes) for _ in "12"
+        )
+        if first.plan.draws or federated.name == "dp":
+            pytest.skip("its draws depend on names")
+        first.introduce()
+        first.advance()
+        first.save(tmp_path, "kept.safetensors")
+        second.restore(*load_checkpoint(tmp_path / "kept.safetensors"), tmp_path)
+        second.advance()
+        states.append([[*second.model_state(name).values()] for name in names])
+    assert all(torch.equal(one, other) for pair in zip(*states, strict=True) for one, other in zip(*pair, strict=True))
+
+
 def test_uploads_fold_alike_in_whatever_order_they_arrive(course, federated):
     running = course(federated)
     updates = running[1].updates
@@ -166,6 +203,13 @@ def test_uploads_fold_alike_in_whatever_order_they_arrive(course, federated):
     )
     assert is_equal(first.shared, second.shared)
     assert all(map(is_equal, first.memory, second.memory))
+
+
+def test_constants_keep_their_bits_everywhere(course, method, engine):
+    last = course(method, engine)[ROUNDS]
+    for state in (*last.states.values(), last.server.shared if not method.pooled else {}):
+        assert all(torch.equal(state[name], value) for name, value in CONSTANTS.items() if name in state)
+    assert all(CONSTANTS.keys() <= state.keys() for state in last.states.values())
 
 
 def test_fedbn_keeps_every_batch_norm_whatever_its_name(course, engine):
@@ -251,10 +295,17 @@ def rules_that_add(method):
 
 
 def told_apart(plan, table):
-    """The names of the model's trained parameters and of those own ones that ``table`` lists, and all other names."""
-    own = {name: rule for rule, names in zip(plan.rule_names, plan.own_trained, strict=True) for name in names}
-    listed = {n for n, rule in own.items() if re.fullmatch(f"{rule}/({table[rule]})", n)}
-    return plan.trained | listed, own.keys() - listed
+    """The names of the model's trained parameters and of those own ones that ``table`` lists, and all other names.
+
+    Of a method that is tried from outside of the package, its declarations tell.
+    """
+    own = frozenset().union(*plan.own_trained)
+    listed = set()
+    for rule, names, bound in zip(plan.rule_names, plan.own_names, plan.rules, strict=True):
+        decayed = bound.own.params if table is DECAYED and any(phase.decay for phase in bound.phases) else ()
+        known = table.get(rule, "|".join(map(re.escape, (*bound.own.model, *decayed))))
+        listed |= {name for entry, name in names.items() if re.fullmatch(known, entry)} & own
+    return plan.trained | listed, own - listed
 
 
 WHEN = ("before", "during", "after")
@@ -288,9 +339,11 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
         reference.step()
         for phase in (None, *separate):
             job = update_(plan, replace(job, separate_phase=phase), grads, job.rest, 1)
+    bounded = zip(plan.own_names, plan.rules, strict=True)
+    bounds = {names[entry]: pair for names, bound in bounded for entry, pair in bound.own.bounds.items()}
     for name, leaf in leaves.items():
-        bounded = leaf.clamp(0, 1) if name.startswith(("localaggregation", "mixture/alpha")) else leaf
-        assert (job.params[name] - bounded).abs().max() <= 1e-12, name
+        clamped = leaf.clamp(*bounds[name]) if name in bounds else leaf
+        assert (job.params[name] - clamped).abs().max() <= 1e-12, name
 
 
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
@@ -336,7 +389,7 @@ def test_a_rule_that_adds_a_network_leaves_the_servers_bits_alone(trial, other, 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
 def test_the_stacked_engine_decays_alike(trial, method, kind):
-    plain = "scaffold" in method.name  # which is for plain SGD
+    plain = any(part.requires.plain_steps for part in (*method.rules, method.aggregate))
     optimizer = SGD(lr=0.05, weight_decay=0.3) if plain else replace(OPTIMIZERS[kind][0], lr=0.01)
     loop, stacked = (trial(method, engine, optimizer=optimizer) for engine in ("sequential", "stacked"))
     for running in (loop, stacked):

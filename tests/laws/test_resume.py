@@ -21,8 +21,6 @@ from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.laws.course import ROUNDS, make_trial
 
-NEEDS_SGD = {"fednova", "scaffold", "silobn+scaffold", "scaffold+fedprox(mu=0.1)", "ditto(epochs=2)+scaffold"}
-
 
 def pixels():
     """The laws' clients as color images of pixels 0..255."""
@@ -52,7 +50,7 @@ def test_resumed_equals_uninterrupted(trial, course, method, engine):
 def test_resumed_equals_uninterrupted_with_an_optimizer_of_torch_whose_state_is_kept(method, tmp_path):
     """All methods but those whose claim holds for SGD alone, which refuse it."""
     kept = replace(as_optimizer(partial(torch.optim.RMSprop, momentum=0.5), lr=0.003), keep=True)
-    if method.name in NEEDS_SGD:
+    if any(part.requires.plain_steps for part in (*method.rules, method.aggregate)):
         with pytest.raises(UsageError, match=r"holds for SGD .*, not for torch.optim:RMSprop"):
             make_trial(method, optimizer=kept)
         return

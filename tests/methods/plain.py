@@ -30,11 +30,11 @@ def data(sizes=None):
     return federation(clients)
 
 
-def trial(method, **settings):
+def trial(method, model=network, **settings):
     chosen = {
         "rounds": 9, "work": Work(batch_size=BATCH, epochs=1), "evaluate_every": 99, "optimizer": SGD(lr=LR),
     }  # fmt: skip
-    return Trial(method, network, data(), Settings(**chosen | settings), SEED)
+    return Trial(method, model, data(), Settings(**chosen | settings), SEED)
 
 
 def batches(client, number):

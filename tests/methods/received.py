@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from fedshift.core.aggregation import Received
+from fedshift.core.selection import KINDS
 from fedshift.core.states import ServerState, Update
 
 
@@ -24,7 +25,8 @@ def aggregate(aggregation, received, before, names=None, kept=None, round=0, see
     names = frozenset(before if names is None else names)
     plan = SimpleNamespace(
         trained=names, loaded=names, sent=frozenset(before), seed=seed, method=SimpleNamespace(text=text, rules=()),
-        entries=(), entries_fixed_in=lambda _: fixed, optimizer=SimpleNamespace(
+        entries=[SimpleNamespace(name=name, kind=KINDS.get(name.rpartition(".")[2])) for name in before],
+        entries_fixed_in=lambda _: fixed, optimizer=SimpleNamespace(
             momentum=0.0, nesterov=False, lr_in_round=lambda _: 0.1),
     )  # fmt: skip
     return aggregation(plan, ServerState(round=round, shared=before, kept=kept or {}), received)

@@ -110,8 +110,6 @@ REFUSED = {
     "Ditto keeps each client's model near the shared model": both_ways(ALONE + POOLED, ["ditto"]),
     "SCAFFOLD's control variate holds only if every step updates": both_ways(["scaffold"], UNEVEN + MIXES_HEADS),
     "FedNova's normalization by the number of steps holds only if every step updates": both_ways(["fednova"], UNEVEN),
-    "FedNova corrects for different numbers of local steps": both_ways(["fednova"], ["fedsmb"]),
-    "FedProx has no effect on a single local step": both_ways(["fedprox"], ["fedsmb"]),
     "sends more than the entries that dp clips": both_ways(SENDS_MORE, ["dp"]),
     "sends more than the entries that robust aggregation protects": both_ways(SENDS_MORE, ROBUST),
     "computes from the entries of single clients, beside those that": both_ways(READS_UPLOADS, ["dp", *ROBUST]),

@@ -183,25 +183,6 @@ def test_what_stays_on_clients_is_neither_clipped_nor_blurred():
     assert int(running.model_state("a")["1.num_batches_tracked"]) == 6
 
 
-class Constant(nn.Module):
-    def __init__(self, persistent):
-        super().__init__()
-        self.register_buffer("shift", torch.ones(3, dtype=torch.float64), persistent=persistent)
-
-    def forward(self, x):
-        return x + self.shift
-
-
-def with_buffer(*, persistent):
-    return lambda shape, classes: nn.Sequential(Constant(persistent), nn.Linear(3, classes).double())
-
-
-def test_a_buffer_that_may_be_a_constant_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"'0\.shift' is a buffer of a Constant, to which dp would add noise"):
-        trial(dp(), with_buffer(persistent=True))
-    trial(dp(), with_buffer(persistent=False)).advance()
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

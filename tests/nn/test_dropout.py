@@ -4,8 +4,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fedshift.nn.dropout import KeyedDropout, draw_bits, draw_uniform, dropout_key, key_dropouts
+from fedshift.utils.errors import UsageError
 
 
 def test_bits_are_uniform_and_uncorrelated_between_keys_calls_and_neighbors():
@@ -96,3 +98,18 @@ def test_every_plain_dropout_is_replaced_wherever_it_stands():
         "KeyedDropout", "KeyedDropout", "KeyedDropout", "AlphaDropout",
     ]  # fmt: skip
     assert (keyed["a"].p, keyed["b"][0].channels, keyed["b"][1].channels) == (0.3, True, False)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_draws_the_same_masks_again(reentrant):
+    """The gradient of x -> x * mask is the mask, which the outputs show."""
+    layers = nn.Sequential(KeyedDropout(0.5), KeyedDropout(0.3)).double()
+    x = torch.full((40,), 2.0, dtype=torch.float64, requires_grad=True)
+    with dropout_key(torch.tensor(4)):
+        out = checkpoint(layers, x.clone(), use_reentrant=reentrant)
+    out.square().sum().backward()
+    assert torch.equal(x.grad, out.detach() ** 2)
+    with dropout_key(torch.tensor(4)):
+        out = checkpoint(lambda x: layers[0](layers[0](x)), x, use_reentrant=reentrant)
+    with pytest.raises(UsageError, match="drew 2 masks in a step that checkpointing runs again"):
+        out.sum().backward()

@@ -17,7 +17,6 @@ from fedshift.core.plan import compute_outputs
 from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.evaluation.batch_norm import reestimate_statistics
 from fedshift.evaluation.policy import POLICIES
-from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedsr import fedsr
 from fedshift.methods.fedwon import fedwon
@@ -258,14 +257,6 @@ def test_a_classifier_that_is_no_plain_product_is_not_taken_for_one():
         apply_surgery(fedsr(), nn.Sequential(nn.Linear(4, 3), Cosine(3, 2)))
 
 
-def test_layers_where_torch_does_not_find_them_are_refused():
-    model = nn.Sequential(nn.Linear(2, 2))
-    for held, what in (([nn.Linear(2, 2)], "Linear"), ({"w": (torch.ones(1, requires_grad=True),)}, "Tensor")):
-        model.kept = held
-        with pytest.raises(UsageError, match=f"layer '' of the model holds a {what} in its attribute 'kept'"):
-            prepare(fedavg(), model, optimizer=SGD(lr=0.1))
-
-
 def test_a_dropout_that_stays_on_in_evaluation_stays_on():
     class Always(nn.Dropout):
         def forward(self, x):
@@ -353,3 +344,18 @@ def test_a_dropout_inside_a_normalization_stays_as_it_is_where_statistics_are_fr
 def test_parts_are_found_on_any_device(layer, parts):
     assert list(find_parts(layer)) == parts
     assert list(find_parts(layer.to("meta"))) == parts
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_a_batch_norm_with_a_parametrization_is_still_batch_norm():
+    network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    nn.utils.parametrize.register_parametrization(network[1], "weight", Double())
+    plan = prepare(fedbn(), network, optimizer=SGD(lr=0.1))
+    assert {name.split(".")[0] for name in plan.personal} == {"1"}
+    assert "1.parametrizations.weight.original" in plan.personal
+    with pytest.raises(UsageError, match="'1' has a parametrization"):
+        prepare(gn(), network, optimizer=SGD(lr=0.1))

@@ -1,11 +1,23 @@
 """Streams, states and errors."""
 
+import random
+
 import numpy as np
 import torch
 
 from fedshift.utils.errors import FedshiftError, UsageError, unknown_name
 from fedshift.utils.random_streams import key_bits, stream, torch_stream
-from fedshift.utils.state import add_prefix, clone, entries_under, is_equal, nbytes, pick
+from fedshift.utils.state import (
+    add_prefix,
+    clone,
+    entries_under,
+    group_entries,
+    is_equal,
+    join_states,
+    nbytes,
+    pick,
+    split_state,
+)
 
 
 def test_streams_depend_on_every_part_of_the_key_and_on_nothing_else():
@@ -31,23 +43,37 @@ def test_streams_are_the_same_in_every_process_and_version():
     assert stream(0, "order", "mnist").permutation(8).tolist() == [6, 2, 3, 7, 1, 4, 5, 0]
 
 
-def test_torch_stream_is_keyed_and_leaves_torchs_generator_alone():
+def test_a_stream_keys_the_generators_of_torch_python_and_numpy_and_restores_them():
+    def draw():
+        return float(torch.rand(())), random.random(), np.random.normal()  # noqa: NPY002
+
     torch.manual_seed(5)
-    before = torch.get_rng_state()
-    with torch_stream(1, "init"):
-        first = torch.randn(3)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.randn(10)
-    with torch_stream(1, "init"):
-        assert torch.equal(torch.randn(3), first)
-    with torch_stream(2, "init"):
-        assert not torch.equal(torch.randn(3), first)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    np.random.normal()  # noqa: NPY002 - the second of the pair that it draws is kept for later
+    before, drawn = (random.getstate(), repr(np.random.get_state())), []  # noqa: NPY002
+    expected = torch.get_rng_state()
+    for seed in (1, 1, 2):
+        with torch_stream(seed, "init"):
+            drawn.append(draw())
+            with torch_stream(seed, "item"):
+                draw()
+            drawn[-1] += draw()
+    assert drawn[0] == drawn[1]
+    assert not set(drawn[0]) & set(drawn[2])
+    assert (random.getstate(), repr(np.random.get_state())) == before  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
 def test_state_arithmetic():
     state = {"a.w": torch.ones(2, 3), "b": torch.tensor(4)}
     assert pick(state, ["b"]) == {"b": state["b"]}
     assert entries_under("x", add_prefix("x", state) | {"y/a.w": torch.zeros(1)}) == state
+    names = ["a", "a/b", "a%2Fb", "b"]  # of clients, with which entries' names must not mix
+    joined = join_states(names, states := [{"b/c": torch.tensor(n), "c": torch.tensor(-n)} for n in range(4)])
+    assert len(joined) == 8
+    assert group_entries(joined) == dict(zip(names, states, strict=True))
+    assert list(split_state(names, joined)) == states
     assert nbytes(state) == 2 * 3 * 4 + 8
     copy = clone(state)
     assert is_equal(copy, state)

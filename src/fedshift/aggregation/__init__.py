@@ -176,28 +176,45 @@ def weighted_mean(client_models: Models[Client], client_weights: Mapping[Client,
     """Return the mean of every entry over the clients, weighted by ``client_weights`` (FedAvg).
 
     Sums are accumulated in float64 in the order of the sorted client keys; each result has the kind (NumPy, or torch
-    and its device), dtype and shape of its entry. Integers (and booleans, as 0 and 1) are rounded to the nearest.
+    and its device), dtype and shape of its entry. Entries that are equal everywhere, such as masks, are passed on bit
+    for bit, infinities too. Integer scalars, which count, are rounded means. Other integers and Booleans that differ
+    have no mean: they are those of the client with the largest weight, the first by key among equals.
 
     Raises:
         UsageError: naming client and entry, for entries that are missing, extra, or differ in kind, dtype or shape; for
-            complex and object arrays, NaN, infinity, and integers of 2**53 or more, which float64 cannot represent; for
-            weights that are missing, extra, negative, not finite, or all zero; for no clients, and keys that cannot be
-            sorted.
+            complex and object arrays; for NaN; where values differ, for infinity, and counters of 2**53 or more, which
+            float64 cannot represent; for weights that are missing, extra, negative, not finite, or all zero; for no
+            clients, and keys that cannot be sorted.
 
     """
     return _means(*check_models(client_models, client_weights), leave=frozenset())
 
 
 def _means(models: Models[Client], shares: Sequence[float], *, leave: frozenset[str]) -> dict[str, Array]:
+    largest = [*models.values()][max(range(len(shares)), key=shares.__getitem__)]
     means: dict[str, Array] = {}
-    for name, first in next(iter(models.values())).items():
-        if name not in leave:
-            total = reduce(add, (share * to_float64(m[name]) for m, share in zip(models.values(), shares, strict=True)))
-            if isinstance(first, np.ndarray):
-                means[name] = np.asarray(total if is_float(first) else np.rint(total)).astype(first.dtype)
-            else:
-                means[name] = (total if is_float(first) else total.round()).to(first.device, first.dtype)
+    for name in [name for name in next(iter(models.values())) if name not in leave]:
+        value, values = largest[name], [model[name] for model in models.values()]
+        if not has_mean(value) or is_constant(values):
+            means[name] = _copy(value)
+            continue
+        total = reduce(add, (share * to_float64(each) for each, share in zip(values, shares, strict=True)))
+        if isinstance(value, np.ndarray):
+            means[name] = np.asarray(total if is_float(value) else np.rint(total)).astype(value.dtype)
+        else:
+            means[name] = (total if is_float(value) else total.round()).to(value.device, value.dtype)
     return means
+
+
+def has_mean(value: Array) -> bool:
+    """Return whether a mean makes sense: of floating-point numbers, and of integer scalars, which count."""
+    return is_float(value) or (value.ndim == 0 and "bool" not in str(value.dtype))
+
+
+def is_constant(values: Sequence[Array]) -> bool:
+    """Return whether all ``values`` are equal; NaN is not."""
+    first: Any = values[0]
+    return all(bool((value == first).all()) for value in values)
 
 
 def _copy(value: Array) -> Array:
@@ -256,7 +273,10 @@ def check_models(
     expected: dict[str, Description] = {}
     for client in order:
         expected = _check_entries(client, models[client], order[0], expected)
-    return {client: models[client] for client in order}, [float(weights[client]) / total for client in order]
+    checked = {client: models[client] for client in order}
+    for name in expected:
+        _check_values(name, {client: model[name] for client, model in checked.items()})
+    return checked, [float(weights[client]) / total for client in order]
 
 
 def _check_entries(
@@ -270,17 +290,25 @@ def _check_entries(
             lacks, has = (client, first) if name in expected else (first, client)
             raise UsageError(f"client {lacks!r} has no entry {name!r}, but client {has!r} has: add or remove it there")
     described = {name: describe_array(f"entry {name!r} of client {client!r}", value) for name, value in model.items()}
-    for name, value in model.items():
+    for name in model:
         where = f"entry {name!r} of client {client!r}"
         for part, mine, theirs in zip(_FIELDS, described[name], expected.get(name, described[name]), strict=True):
             if mine != theirs:
                 raise UsageError(f"{where} has {part} {mine}, but client {first!r} has {theirs}: make them equal")
-        if not bool((abs(to_float64(value)) < (math.inf if is_float(value) else 2**53)).all()):
-            fault = (
-                "NaN or infinity" if is_float(value) else "integers of 2**53 or more, which float64 cannot represent"
-            )
-            raise UsageError(f"{where} contains {fault}: leave this client out of the round, or repair its model")
     return described
+
+
+def _check_values(name: str, values: Mapping[Client, Array]) -> None:
+    """Raise UsageError if values of one entry, by client, differ and cannot be averaged."""
+    if is_constant([*values.values()]):
+        return
+    for client, value in values.items():
+        limit, fault = math.inf, "NaN or infinity"
+        if not is_float(value):
+            limit, fault = 2**53, "integers of 2**53 or more, which float64 cannot represent"
+        if has_mean(value) and not bool((abs(to_float64(value)) < limit).all()):
+            where = f"entry {name!r} of client {client!r}"
+            raise UsageError(f"{where} contains {fault}: leave this client out of the round, or repair its model")
 
 
 def split_words(name: str) -> list[str]:

@@ -46,7 +46,7 @@ from ..results.schema import MOMENTS, RunSummary
 from ..results.summary import read_summary
 from ..tasks import find_kind
 from ..utils.errors import FedshiftError, UsageError, unknown_name
-from ..utils.state import State
+from ..utils.state import State, load_entries
 from ..utils.warning import warn_of
 from ..utils.words import is_information
 
@@ -322,7 +322,7 @@ class Comparison:
         """
         trial, state = self._restore(method, client, seed)
         network = trial.make_network()
-        network.load_state_dict(state, strict=False)  # the state contains a tied parameter once
+        load_entries(network, state)
         return merge_adapters(network).eval()
 
     def predict(self, method: str, client: str | None, samples: Any, seed: int | None = None) -> Any:

@@ -14,7 +14,7 @@ torch.Size([16])
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
@@ -51,20 +51,23 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-def _take_fields_of(kind: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P, R]]:
-    """Return a decorator that turns the fields of dataclass ``kind`` into a function's arguments, with their help."""
+def _take_fields_of(kind: Callable[P, A]) -> Callable[[Callable[[A, Collection[str]], R]], Callable[P, R]]:
+    """Return a decorator that turns the fields of dataclass ``kind`` into a function's arguments, with their help.
 
-    def decorate(function: Callable[[A], R]) -> Callable[P, R]:
+    The function receives them as one value, and the names of those that were given.
+    """
+
+    def decorate(function: Callable[[A, Collection[str]], R]) -> Callable[P, R]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in help_of:
                     raise TypeError(f"{function.__name__}(): {unknown_name('argument', name, help_of)}")
             try:
-                signature.bind(*args, **kwargs)
+                named = signature.bind(*args, **kwargs).arguments.keys()
             except TypeError as error:
                 raise TypeError(f"{function.__name__}(): {error}") from None
-            return function(kind(*args, **kwargs))
+            return function(kind(*args, **kwargs), named)
 
         assert isinstance(kind, type)
         help_of, types = read_help(kind), get_type_hints(kind)
@@ -81,7 +84,7 @@ def _take_fields_of(kind: Callable[P, A]) -> Callable[[Callable[[A], R]], Callab
 
 
 @_take_fields_of(CompareArguments)
-def compare(given: CompareArguments) -> Comparison:
+def compare(given: CompareArguments, named: Collection[str]) -> Comparison:
     """Train every method with every seed on ``data`` and measure each client's test set after aggregation.
 
     The arguments are the fields of :class:`CompareArguments`. The run directory equals the one that ``fedshift
@@ -107,7 +110,7 @@ def compare(given: CompareArguments) -> Comparison:
                 raise UsageError(f"{name}={value!r}: give {'True or False' if kind is bool else f'an {kind.__name__}'}")
         if given.jobs != "auto" and (type(given.jobs) is not int or given.jobs < 1):
             raise UsageError(f"jobs={given.jobs!r}: give a number of trials of 1 or more, or 'auto'")
-        values = {each.name: getattr(given, each.name) for each in fields(CompareSpec)}
+        values = {each.name: getattr(given, each.name) for each in fields(CompareSpec) if each.name in named}
         experiment = make_checked(make_spec(values, CompareSpec))
         scratch = None if directory else ScratchDirectory()
         path = scratch.path if scratch else Path(directory or "")

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config.expressions import list_catalog
+from ..core.buffers import describe_buffers
 from ..core.optimizer import SGD
 from ..core.preparation import prepare
 from ..data.federation import Federation, count_labels
@@ -27,6 +28,7 @@ from ..results.schema import name_metric
 from ..tasks import METRICS, TASKS, Segmentation
 from ..tasks.segmentation import SURFACE_METRICS
 from ..utils.errors import UsageError
+from ..utils.words import join_some
 
 LIBRARY_METRICS = {
     "package.module:function": "Your own function of outputs and targets, or a class that is updated with them.",
@@ -73,7 +75,7 @@ def describe_method(
     factory = resolve_model(model, shape, inputs=inputs)
     model = getattr(factory, "__name__", model).replace("_", "-") if model == "auto" else model
     network = make_network(factory, shape, classes)
-    plan = prepare(chosen, network, optimizer=SGD(lr=0.0), sample=torch.zeros(1, *shape))
+    plan = prepare(chosen, network, optimizer=SGD(lr=0.01), sample=torch.zeros(1, *shape))
     facts = summarize_method(plan)
     taken = ", ".join(map(str, inputs)) or str(shape)
     also = "" if adapted is None else f" with {adapted}"
@@ -93,6 +95,9 @@ def describe_method(
     if constants:
         size = f"{len(constants)} weights of {sum(constants):,} bytes"
         yield Text(f"Fixed at every client, and neither sent nor stored: {size}")
+    if buffers := [entry.name for entry in plan.entries if entry.kind == "constant"]:
+        yield Text(f"Constants, passed on as they are: {join_some(buffers)}")
+    yield from (Text(f"Note: {text}") for text in describe_buffers(plan))
     local = [row for row in facts.entries if not row["load"]]
     layers = len({row["name"].rpartition(".")[0] for row in local})
     parameters = sum(plan.initial[name].numel() for name in plan.trained)

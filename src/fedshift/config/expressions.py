@@ -241,6 +241,8 @@ def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]
         raise UsageError(
             f"{kind} {written!r}: values must be numbers, strings or True, False, None; {usage}"
         ) from error
+    if len(keywords) < len(call.keywords):
+        raise UsageError(f"{kind} {written!r}: an argument is given twice; {usage}")
     known = takes.parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in known):
         for name in keywords.keys() - takes.parameters.keys():

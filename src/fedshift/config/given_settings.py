@@ -65,6 +65,8 @@ def select_settings(
             raise UsageError(f"{path}: {key!r} is a table; write settings at the top, key = value, without [tables]")
         if name not in allowed:
             raise UsageError(f"{path}: {{}}", unknown_name("setting", name, allowed))
+        if name in settings:
+            raise UsageError(f"{path} has {name!r} twice, with a dash and with an underscore: write it once")
         if isinstance(value, list):
             value = write_seeds(value) if name == "seeds" and len(value) == 1 else ",".join(map(str, value))
         settings[name] = value

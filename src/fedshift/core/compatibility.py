@@ -109,6 +109,8 @@ def _check_declarations(plan: Plan, index: int) -> None:
     if len(own.kept) < len(entries):
         twice = min(entry for entry in entries if entries.count(entry) > 1)
         raise UsageError(f"{name}: {source} declares the entry {twice!r} twice in Own: rename one")
+    if taken := plan.initial.keys() & plan.own_names[index].values():
+        raise UsageError(f"{name}: {source} trains its own entry under {min(taken)!r}, a name of the model: rename it")
     for what, names, known, allowed in (
         ("bounds", own.bounds.keys(), own.params.keys(), "Own.params"),
         ("another network's entry", own.model.keys(), plan.initial.keys(), "the model's entries"),
@@ -139,11 +141,15 @@ def _check_declarations(plan: Plan, index: int) -> None:
 
 
 def _check_needs(plan: Plan, needs: Requirements) -> None:
-    method, name = plan.method, f"method {plan.method.label!r}"
-    if needs.several_steps and method.work.get("batches") == 1:
-        raise UsageError(f"{name}: {needs.several_steps}: remove it")
+    name = f"method {plan.method.label!r}"
     if needs.plain_steps:
         _check_plain_steps(plan, needs.plain_steps, momentum=needs.momentum)
+    state = [entry for entry in plan.entries if entry.kind == "state" and entry.name in plan.sent]
+    if needs.entries_only and state:
+        raise UsageError(
+            f"{name}: training changes the buffer {state[0].name!r} of a {state[0].layer}, of which the server would "
+            "take one client's values as they are: register it with persistent=False, or keep it on clients"
+        )
     for bound in plan.rules if needs.entries_only else ():
         if bound.uploads:
             raise UsageError(

@@ -7,9 +7,9 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class ClientContext:
         memory: The rule's memory on this client.
         own: The current values of the rule's :class:`Own` entries.
         server: The rule's memory on the server, as broadcast.
-        lr: The model's learning rate in this round.
+        lr: The model's learning rate in this round; for stacked clients, a scalar tensor in a batch and a loss.
 
     """
 
@@ -145,8 +145,17 @@ class StepContext(ClientContext):
     params: State
     buffers: State
     steps: Tensor
+    _personal: State = field(default_factory=dict)
     _round: int
     _key: Tensor
+
+    @property
+    def start(self) -> State:
+        """Return all entries of the client's model when the round began: loaded ones, and those that it keeps.
+
+        They are constants, whatever the method keeps on clients: ``step.run(step.start, training=False)`` is a teacher.
+        """
+        return self.loaded | self._personal
 
     @property
     def round(self) -> int:
@@ -188,13 +197,6 @@ class ForwardPass:
         return self._features
 
 
-class RunModel(Protocol):
-    """A function that runs the network on the batch of a step, or on other inputs for the same targets."""
-
-    def __call__(self, entries: State, x: Tensor, /, *, training: bool) -> ForwardPass:
-        """Return the forward pass on ``x`` of the model with ``entries`` replaced."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossContext(StepContext):
     """The loss of a step.
@@ -210,7 +212,7 @@ class LossContext(StepContext):
     y: Tensor
     criterion: Callable[[Tensor, Tensor], Tensor]
     _make_pass: Callable[[], ForwardPass]
-    _run: RunModel
+    _run: Callable[..., ForwardPass]
     _loss_at: Callable[[State], Tensor]
 
     @property
@@ -224,17 +226,27 @@ class LossContext(StepContext):
         return self._make_pass().features
 
     def run(self, entries: State, x: Tensor | None = None, *, training: bool = True) -> ForwardPass:
-        """Return the forward pass of the model with ``entries`` replaced, on the batch or on the inputs ``x``.
+        """Return the forward pass of the model with ``entries``, on the batch or on the inputs ``x``.
 
-        ``entries`` are not copied: layers write into their buffers, but never into the model's. Dropout uses the masks
-        of the model's pass. With ``training=False``, dropout is off, BatchNorm normalizes by its running statistics,
-        and no buffer is written.
+        ``entries`` has all trained entries, and may leave out others, which are copied from the model. It is not
+        copied: layers write into its buffers, but never into the model's. Dropout uses the masks of the model's pass.
+        With ``training=False``, dropout is off, BatchNorm normalizes by its running statistics, and no buffer is
+        written. Raises :class:`UsageError` if a trained entry is missing.
         """
-        return self._run(entries, self.x if x is None else x, training=training)
+        return self._run(self._complete(entries), self.x if x is None else x, training=training)
 
     def loss_at(self, entries: State) -> Tensor:
-        """Return the loss on the batch of the model with ``entries`` replaced; dropout draws new masks."""
-        return self._loss_at(entries)
+        """Return the loss on the batch of the model with ``entries``, as for :meth:`run`; dropout draws new masks."""
+        return self._loss_at(self._complete(entries))
+
+    def _complete(self, entries: State) -> State:
+        if missing := self.params.keys() - entries.keys():
+            raise UsageError(
+                f"{type(self.bound.rule).__name__} runs a model without {min(missing)!r}, which is trained: give all "
+                "trained entries: step.start | entries for the client's model when the round began (a teacher), or "
+                "step.params | entries for the model in training"
+            )
+        return entries
 
     def gradient_at(self, params: State) -> State:
         """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from ..utils.errors import UsageError
-from ..utils.state import State, is_equal, join_states, pick
+from ..utils.state import State, join_states, pick
 from .declarations import Send
 from .plan import Plan
 
@@ -17,50 +17,17 @@ def check_sends(plan: Plan, index: int, sent: State, *, prelude: bool = False) -
 
     ``prelude``: whether this is the exchange before round 1, here and below.
     """
-    bound = plan.rules[index]
     where, when = ("prelude", "uploads before round 1") if prelude else ("sends", "uploads")
-    if why := _find_difference(_list_declared(plan, index, prelude=prelude), sent):
+    if why := find_difference(_list_declared(plan, index, prelude=prelude), sent):
         raise UsageError(
-            f"method {plan.method.label!r}: {bound.rule.source_method} {why}: the {where} of its bind() must be "
-            f"exactly what its end() {when} (fedshift.Send), since the consent of sites, policies and differential "
-            "privacy rely on them"
+            f"method {plan.method.label!r}: {plan.rules[index].rule.source_method} {why}: the {where} of its bind() "
+            f"must be exactly what its end() {when} (fedshift.Send), since the consent of sites, policies and "
+            "differential privacy rely on them"
         )
 
 
 def _list_declared(plan: Plan, index: int, *, prelude: bool) -> Mapping[str, Send]:
     return plan.rules[index].prelude if prelude else plan.rules[index].sends
-
-
-def check_end(plan: Plan, index: int, kept: State, sent: State, *, prelude: bool = False) -> None:
-    """Raise :class:`UsageError` unless a rule's memory and upload match its declarations."""
-    check_sends(plan, index, sent, prelude=prelude)
-    memory = plan.rules[index].own.memory
-    _check_names(plan, index, "end() returns memory", kept, memory, "Own.memory")
-    if prelude and not is_equal(kept, memory):
-        raise UsageError(
-            f"method {plan.method.label!r}: {plan.rules[index].rule.source_method}: before round 1, end() returns "
-            "memory that differs from Own.memory in its bind(), but clients keep no memory of that exchange: return "
-            "the initial values if client.prelude is true, and compute what to keep in look() of round 1"
-        )
-
-
-def check_fold(plan: Plan, index: int, memory: State, entries: Mapping[str, Tensor], *, prelude: bool = False) -> None:
-    """Raise :class:`UsageError` unless the rule's results on the server match its declarations."""
-    _check_names(plan, index, "fold() returns memory", memory, plan.rules[index].own.server, "Own.server")
-    where = "before round 1 fold() returns entries" if prelude else "fold() returns entries"
-    sets = frozenset[str]() if prelude else plan.rules[index].sets
-    _check_names(plan, index, where, entries, sets, "Bound.sets")
-
-
-def _check_names(
-    plan: Plan, index: int, what: str, returned: Collection[str], declared: Collection[str], where: str
-) -> None:
-    if set(returned) != set(declared):
-        actual, expected = (", ".join(sorted(names)) or "none" for names in (returned, declared))
-        raise UsageError(
-            f"method {plan.method.label!r}: {plan.rules[index].rule.source_method}: {what} ({actual}), but {where} in "
-            f"its bind() declares {expected}: return exactly these"
-        )
 
 
 def check_upload(plan: Plan, shared: State, memory: Sequence[State], *, prelude: bool = False) -> None:
@@ -70,7 +37,7 @@ def check_upload(plan: Plan, shared: State, memory: Sequence[State], *, prelude:
     upload for each rule.
     """
     entries = {} if prelude else Send.like(pick(plan.initial, plan.sent), "update")
-    if why := _find_difference(entries, shared):
+    if why := find_difference(entries, shared):
         raise UsageError(f"method {plan.method.label!r} {why}: send exactly the entries in its scope")
     for index, sent in enumerate(memory):
         check_sends(plan, index, sent, prelude=prelude)
@@ -84,14 +51,24 @@ def like_sends(plan: Plan, *, prelude: bool = False) -> State:
     return join_states(plan.rule_names, zeros)
 
 
-def _find_difference(declared: Mapping[str, Send], sent: State) -> str:
-    """Return how ``sent`` differs from ``declared``, as a predicate of a sentence; empty if they agree."""
-    for name, tensor in sent.items():
-        what = f"{name!r} of shape {tuple(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}"
-        if name not in declared:
-            return f"uploads {what} without declaring it"
-        send = declared[name]
-        if (tuple(tensor.shape), tensor.dtype) != (send.shape, send.dtype):
-            return f"uploads {what}, declared as {send.shape} and {str(send.dtype).removeprefix('torch.')}"
-    missing = declared.keys() - sent.keys()
-    return f"declares {min(missing)!r} but does not upload it" if missing else ""
+def find_difference(
+    expected: Mapping[str, Send | Tensor], actual: Mapping[str, Tensor], verb: str = "upload", *, declared: bool = True,
+    where: str = "", growing: Mapping[str, tuple[int, ...]] | None = None,
+) -> str:  # fmt: skip
+    """Return how ``actual`` differs in names, shapes and types from ``expected``; empty if it does not.
+
+    The text is a predicate with ``verb``. ``declared``: whether ``expected`` was declared (``where``), or else given.
+    ``growing``: axes by name whose lengths may differ.
+    """
+    fix = f": {where} must be exactly that" if where else ""
+    for name, tensor in actual.items():
+        what = f"{verb}s {name!r} of shape {tuple(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}"
+        if name not in expected:
+            return f"{what} without declaring it{fix}" if declared else f"{what}, which it was not given"
+        like, axes = expected[name], (growing or {}).get(name, ())
+        shape = tuple(tensor.shape[axis] if axis in axes else size for axis, size in enumerate(like.shape))
+        if tensor.ndim != len(shape) or (tuple(tensor.shape), tensor.dtype) != (shape, like.dtype):
+            known = f"{'declared' if declared else 'given'} as {tuple(like.shape)}"
+            return f"{what}, {known} and {str(like.dtype).removeprefix('torch.')}{fix}"
+    missing = expected.keys() - actual.keys()
+    return f"{'declares' if declared else 'is given'} {min(missing)!r} but does not {verb} it{fix}" if missing else ""

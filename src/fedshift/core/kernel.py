@@ -13,8 +13,9 @@ from dataclasses import fields, replace
 from torch import Tensor
 
 from ..utils.state import State, clone, pick
+from .buffers import fit_spectral_norms
 from .contexts import EndContext, Glimpse, Hook, LookContext, Owned, RoundContext
-from .disclosure import check_end
+from .disclosure import check_sends
 from .plan import Plan, forward
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_facts
@@ -73,7 +74,7 @@ def personal_state(plan: Plan, client: ClientState, server: ServerState) -> Stat
     state = _merge_loaded_and_personal(plan, client, server)
     for index in plan.defines("personalize"):
         state = plan.rules[index].rule.personalize(state, _context_between_rounds(plan, client, server, index))
-    return state
+    return fit_spectral_norms(plan, state) if plan.mixes or plan.defines("personalize") else state
 
 
 def trained_state(plan: Plan, client: ClientState, update: Update, server: ServerState) -> State:
@@ -83,7 +84,8 @@ def trained_state(plan: Plan, client: ClientState, update: Update, server: Serve
 
 def global_state(plan: Plan, server: ServerState) -> State | None:
     """Return the server's model, or None if it holds no complete model."""
-    return {name: server.shared[name] for name in plan.initial} if plan.has_global else None
+    complete = plan.initial | server.shared  # buffers that are not persistent are not sent
+    return {name: complete[name] for name in plan.initial} if plan.has_global else None
 
 
 def client_init(
@@ -121,6 +123,7 @@ def load_state(
         params=params,
         rest={name: tensor for name, tensor in state.items() if name not in trained},
         global_params=pick(server.shared, plan.loaded),
+        personal=pick(merged, plan.personal) if plan.rules else {},
         optimizer=client.optimizer or plan.optimizer.init(params),
         memory=tuple(context.memory for context in contexts),
         server_memory=server.memory,
@@ -189,7 +192,7 @@ def _round_context(plan: Plan, job: LocalTrainingState, index: int) -> RoundCont
 def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Update]:
     """End local work. Returns the client's new state and its upload.
 
-    Raises :class:`UsageError` if a rule's upload or memory differs from its declarations.
+    Raises :class:`UsageError` if a rule's upload differs from its declarations.
     """
     together = job.state
     state = {name: together[name] for name in plan.initial}
@@ -202,7 +205,7 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
             steps = job.done - job.start
             facts |= {"params": params, "buffers": rest, "steps": steps, "prelude": job.prelude}
             kept, sent = end(EndContext(**facts, round=job.round))
-        check_end(plan, index, kept, sent, prelude=job.prelude)
+        check_sends(plan, index, sent, prelude=job.prelude)
         memory.append(kept | {entry: together[name] for entry, name in plan.own_names[index].items()})
         uploads.append(sent)
     client = ClientState(
@@ -221,7 +224,7 @@ def client_prelude(plan: Plan, samples: int, seen: Seen | None) -> Update:
     It depends only on the plan and the client's data, so that the client receives nothing, and a repeated call returns
     the same upload.
 
-    Raises :class:`UsageError` if a rule's upload or memory differs from its declarations.
+    Raises :class:`UsageError` if a rule's upload differs from its declarations.
     """
     job = load_state(plan, init_client(plan), init_server(plan), 0, seen, prelude=True)
     return client_final(plan, replace(job, samples=samples))[1]

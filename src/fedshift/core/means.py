@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..utils.state import State, clone, drop_equal
+from ..utils.state import State, clone, drop_equal, pick
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,12 +125,15 @@ def _chunks(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor,) if tensor.numel() <= size else torch.split(tensor.reshape(-1), size)
 
 
-def weighted_mean(states: Sequence[State], weights: Sequence[float]) -> State:
-    """Return the :class:`StreamingMean` of ``states`` under ``weights``."""
-    mean = StreamingMean()
+def weighted_mean(states: Sequence[State], weights: Sequence[float], whole: frozenset[str] = frozenset()) -> State:
+    """Return the :class:`StreamingMean` of ``states`` under ``weights``.
+
+    ``whole``: entries without a mean, taken from the state with the largest weight.
+    """
+    mean, largest = StreamingMean(), states[max(range(len(states)), key=weights.__getitem__)]
     for state, weight in zip(states, weights, strict=True):
-        mean.add(state, weight)
-    return mean.result()
+        mean.add(pick(state, state.keys() - whole) if whole else state, weight)
+    return pick(largest, whole) | mean.result()
 
 
 def cast_to(values: Tensor, dtype: torch.dtype) -> Tensor:

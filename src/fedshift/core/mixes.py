@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..utils.errors import UsageError
-from ..utils.state import State, entries_under, join_states, split_state
+from ..utils.state import State, entries_under, group_entries, join_states, split_state
 from .means import cast_to, weighted_mean
 
 
@@ -64,17 +64,14 @@ class Mixes:
 
     def flatten(self) -> State:
         """Return all tensors in one state."""
-        numbers = (f"uploads/{number}" for number in range(len(self.uploads)))
-        weights = join_states((f"weights/{client}" for client in self.weights), self.weights.values())
-        return weights | join_states(numbers, self.uploads)
+        uploads = join_states(map(str, range(len(self.uploads))), self.uploads)
+        weights = join_states(self.weights, self.weights.values())
+        return join_states(("weights", "uploads"), (weights, uploads))
 
     @staticmethod
     def unflatten(state: State) -> Mixes | None:
         """Invert :meth:`flatten`; return None for an empty state."""
-        weights: dict[str, State] = {}
-        for name, row in entries_under("weights", state).items():
-            client, _, entry = name.rpartition("/")
-            weights.setdefault(client, {})[entry] = row
+        weights = group_entries(entries_under("weights", state))
         count = max((len(row) for rows in weights.values() for row in rows.values()), default=0)
-        uploads = split_state([f"uploads/{number}" for number in range(count)], state)
+        uploads = split_state(map(str, range(count)), entries_under("uploads", state))
         return Mixes(uploads=uploads, weights=weights) if weights else None

@@ -385,6 +385,11 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None)
             f"optimizer={name} has {len(groups)} parameter groups: give it one group, since all parameters are trained "
             "with the same settings"
         )
+    if "initial_lr" in groups[0]:
+        raise UsageError(
+            f"optimizer={name} has a scheduler of torch, which is not called here: give a new optimizer, and the "
+            "scheduler's class with its arguments as schedule"
+        )
     if "lr" not in groups[0]:
         raise UsageError(f"optimizer={name} has no setting lr, which schedules change: name its learning rate lr")
     made = _translate(kind, groups[0], schedule or Schedule()) or _adopt(instance, schedule or Schedule())
@@ -420,7 +425,7 @@ def _adopt(instance: torch.optim.Optimizer, schedule: Schedule) -> TorchOptimize
     if instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks:
         raise UsageError(f"optimizer={name} has step hooks, which are not called here: put their work into its step")
     decays = "weight_decay" in group
-    own = {key: value for key, value in group.items() if key not in ("params", "lr", "weight_decay", "initial_lr")}
+    own = {key: value for key, value in group.items() if key not in ("params", "lr", "weight_decay")}
     return TorchOptimizer(
         lr=float(group["lr"]), weight_decay=float(group["weight_decay"]) if decays else 0.0, schedule=schedule,
         kind=type(instance), settings=own, attributes=attributes, decays=decays,

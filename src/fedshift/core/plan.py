@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..nn.dropout import Keyed, dropout_key
 from ..utils.errors import UsageError
@@ -20,7 +19,7 @@ from .declarations import Bound, Reads, RulePhase
 from .method import Method
 from .optimizer import SGD, Optimizer
 from .rule import HOOKS, Rule
-from .selection import Entry, hybrid_factors, norm_statistics
+from .selection import WHOLE, Entry, hybrid_factors, norm_statistics
 from .work import Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -127,7 +126,13 @@ class Plan:
     @property
     def has_global(self) -> bool:
         """Whether the server holds one complete model for all clients (with FedBN it does not)."""
-        return self.sent == frozenset(self.initial) and not self.mixes
+        hidden = {entry.name for entry in self.entries if entry.kind == "hidden"}
+        return self.sent | hidden == frozenset(self.initial) and not self.mixes
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Buffers without a mean (:mod:`fedshift.core.buffers`)."""
+        return frozenset(entry.name for entry in self.entries if entry.kind in WHOLE)
 
     @property
     def mixes(self) -> bool:
@@ -138,9 +143,11 @@ class Plan:
     def personalizes(self) -> bool:
         """Whether each client has its own model, so that clients that never trained have none.
 
-        HybridBatchNorm's factors affect only training and do not personalize the model.
+        HybridBatchNorm's factors affect only training and do not personalize the model, nor does state that the server
+        has too (:mod:`fedshift.core.buffers`).
         """
-        keeps = any(entry.name in self.personal and not hybrid_factors(entry) for entry in self.entries)
+        kept = (each for each in self.entries if each.name in self.personal and not hybrid_factors(each))
+        keeps = any(each.kind != "hidden" and each.name not in self.adopted & self.whole for each in kept)
         adapts = self.method.finetune or any(bound.rule.personalizes for bound in self.rules)
         return keeps or self.mixes or bool(adapts)
 
@@ -273,8 +280,9 @@ class Plan:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Floating-point dtype of the model and its inputs."""
-        return next((t.dtype for t in self.initial.values() if t.is_floating_point()), torch.float32)
+        """Floating-point dtype of the model's parameters, and so of its inputs."""
+        dtypes = (self.initial[entry.name].dtype for entry in sorted(self.entries, key=lambda each: each.is_buffer))
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
     @cached_property
     def image_format(self) -> torch.memory_format:
@@ -293,6 +301,11 @@ class Plan:
     def layers(self) -> tuple[nn.Module, ...]:
         """All modules of the template, starting with the template itself."""
         return tuple(self.module.modules())
+
+    @cached_property
+    def normalizing(self) -> frozenset[nn.Module]:
+        """Layers that own running statistics of BatchNorm."""
+        return frozenset(entry.owner for entry in self.entries if norm_statistics(entry))
 
     @cached_property
     def feature_layers(self) -> dict[int, nn.Module]:
@@ -342,36 +355,37 @@ class Plan:
 
     @cached_property
     def _mode(self) -> dict[str, bool]:
-        return {"training": True, "frozen": False, "resident": False}
+        return {"training": True, "frozen": False, "first": True, "resident": False}
 
-    def set_mode(self, *, training: bool, frozen: bool = False) -> None:
+    def set_mode(self, *, training: bool, frozen: bool = False, first: bool = True) -> None:
         """Put the template in training or evaluation mode; ``frozen``: BatchNorm layers always in evaluation mode.
 
-        Layers that override the switch are switched when entries are in place, and back to training after a pass.
+        Layers that override the switch are switched when entries are in place: to training in the ``first`` pass, as at
+        the start of a round, and to evaluation and back in each pass in evaluation.
         """
-        self._mode.update(training=training, frozen=frozen)
+        self._mode.update(training=training, frozen=frozen, first=first)
         if not self.overrides_mode:
             for layer in self.layers:
                 layer.training = training
             self._freeze()
 
     def _freeze(self) -> None:
-        for layer in self.layers if self._mode["frozen"] else ():
-            if isinstance(layer, _BatchNorm):
-                layer.training = False  # without its children, such as a dropout
+        for layer in self.normalizing if self._mode["frozen"] else ():
+            layer.training = False  # without its children, such as a dropout
 
     @contextmanager
     def switched(self) -> Iterator[None]:
-        """Switch layers that override the switch to the current mode for a pass, with entries in place."""
-        if not self.overrides_mode:
-            yield
-            return
-        _ = self.module.train() if self._mode["training"] else self.module.eval()
+        """Switch layers that override the switch for a pass, with entries in place."""
+        if not self._mode["training"]:
+            self.module.eval()
+        elif self._mode["first"]:
+            self.module.train()
         self._freeze()
         try:
             yield
         finally:
-            self.module.train()
+            if not self._mode["training"]:
+                self.module.train()
 
     @contextmanager
     def resident(self, params: State, active: Collection[str]) -> Iterator[State]:
@@ -382,11 +396,15 @@ class Plan:
         """
         leaves = State()
         for name, tensor in params.items():
-            if (own := self.parameters.get(name)) is not None:
-                own.data, own.grad = tensor, None
-                own.requires_grad_(name in active)
+            own = self.parameters.get(name)
+            if own is not None:
+                if own.data_ptr() != tensor.data_ptr():
+                    own.data = tensor
+                if own.requires_grad is not (name in active):
+                    own.requires_grad_(name in active)
             if name in active:
                 leaves[name] = tensor.detach().requires_grad_() if own is None else own
+                leaves[name].grad = None
         self._mode["resident"] = True
         try:
             yield leaves
@@ -405,13 +423,9 @@ class Plan:
 
     @cached_property
     def rule_names(self) -> tuple[str, ...]:
-        """Names of the rules' types, which prefix their states in checkpoints and uploads."""
-        kinds = [type(bound.rule) for bound in self.rules]
-        names = [kind.__name__.lower() for kind in kinds]
-        return tuple(
-            name if names.count(name) == 1 else f"{kind.__module__}.{name}"
-            for kind, name in zip(kinds, names, strict=True)
-        )
+        """Names of the rules' types, numbered if equal, which prefix their states in checkpoints and uploads."""
+        names = [type(bound.rule).__name__.lower() for bound in self.rules]
+        return tuple(name if names.count(name) == 1 else f"{number}.{name}" for number, name in enumerate(names))
 
     @cached_property
     def own_names(self) -> tuple[dict[str, str], ...]:
@@ -464,28 +478,35 @@ def compute_outputs(plan: Plan, state: State, x: Tensor, *, in_place: bool | Non
             "something else holds its parameters, such as a closure, a list, a hook or a checkpoint: call the layers "
             "themselves in forward, or use a method that runs no second model, and the sequential engine"
         )
-    autocast = torch.autocast(x.device.type, plan.autocast) if plan.autocast else nullcontext()
-    with (_in_place if in_place else _exchanged)(plan, state), plan.switched(), autocast:
-        outputs = plan.module(x.clone() if plan.traits.writes_inputs else x)
+    x = x.clone() if plan.traits.writes_inputs else x
+    with (_in_place if in_place else _exchanged)(plan, state):
+        outputs = _call(plan, x) if plan.autocast or plan.overrides_mode else plan.module(x)
     if not isinstance(outputs, Tensor):
         raise UsageError(_describe_wrong_outputs(plan.module, outputs))
     return outputs.to(plan.dtype) if plan.autocast else outputs
 
 
+def _call(plan: Plan, x: Tensor) -> Any:
+    autocast = torch.autocast(x.device.type, plan.autocast) if plan.autocast else nullcontext()
+    with plan.switched() if plan.overrides_mode else nullcontext(), autocast:
+        return plan.module(x)
+
+
 @contextmanager
 def _in_place(plan: Plan, state: State) -> Iterator[None]:
-    for slot in plan.slots:
-        if not slot.name:
-            slot.held[slot.key] = slot.tensor.clone()
-        elif slot.tensor is not state[slot.name]:
-            slot.tensor.data = state[slot.name]
+    for held, key, name, own in plan.slots:
+        if not name:
+            held[key] = own.clone()
+        elif own is not (tensor := state[name]) and own.data_ptr() != tensor.data_ptr():
+            own.data = tensor
     try:
         yield
     finally:
         for held, key, name, own in plan.slots:
             now = held.get(key, own)
-            held[key] = own
-            if name and now is not state[name] and (now is not own or own.data_ptr() != state[name].data_ptr()):
+            if now is not own:
+                held[key] = own
+            if name and now is not (tensor := state[name]) and now.data_ptr() != tensor.data_ptr():
                 _write(state, name, now.detach())
 
 

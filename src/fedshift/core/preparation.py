@@ -15,25 +15,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
-from ..nn.linear import use_fast_linear, use_torch_func
-from ..nn.recognition import torch_kind
-from ..nn.surgery import FunctionCalls
+from ..nn.linear import use_fast_linear
+from ..nn.recognition import FunctionCalls, torch_kind
+from ..nn.surgery import NORMALIZATION
+from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
-from ..utils.state import State, clone, pick
+from ..utils.state import clone
 from ..utils.user_code import describe_error
+from .buffers import list_kept, observe_entries
 from .compatibility import check_compatibility, check_rules
 from .declarations import Bound
-from .kernel import client_final, client_prelude, init_client, init_server, load_state
+from .dry_run import check_rounds
 from .method import Method
 from .optimizer import SGD, Optimizer
-from .plan import Loss, Plan, Precision, Traits, compute_features, compute_outputs, forward, to_inputs, to_memory_format
-from .probe import probe_network, weigh_outputs
-from .selection import entries, everything, find_hidden, norm_statistics
+from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
+from .probe import make_batch, probe_network, weigh_outputs
+from .selection import entries, everything, norm_statistics
 from .work import Work
 
 
@@ -65,6 +68,8 @@ def prepare(
     loss: Loss = nn.functional.cross_entropy,
     precision: Precision = "float32",
     sample: Tensor | None = None,
+    task: Task | None = None,
+    classes: int = 0,
     rounds: int = 1,
     clients: int = 1,
     seed: int = 0,
@@ -81,7 +86,9 @@ def prepare(
         optimizer: The experiment's local optimizer; the method may override fields.
         loss: Computes the mean loss of a batch from outputs and labels.
         precision: Precision in which layers compute.
-        sample: Inputs ``[1, ...]`` of one sample for a trial run of the model; None: skip checks that need it.
+        sample: Inputs ``[1, ...]`` of one sample, for a trial of the model and a dry run; None: skip both.
+        task: Task of the data; None: outputs are scores of classes.
+        classes: Number of classes, labels or targets of ``task``.
         rounds: Number of rounds in the trial.
         clients: Number of clients that train in the trial.
         seed: Keys the server's random draws.
@@ -89,7 +96,8 @@ def prepare(
 
     Raises:
         UsageError: The scope matches no entry or loads entries that no client sends, parts of the method are
-            incompatible, or the model has unsupported entries, keeps state outside of them, or rejects the sample.
+            incompatible or fail the dry run, or the model has unsupported entries, keeps state outside of them, rejects
+            the sample, or does not fit the task.
 
     """
     if optimizer is None:
@@ -104,11 +112,12 @@ def prepare(
     if sample is not None:
         traits = _probe(bare, sample, remake)
         bare = replace(bare, traits=traits)
+        bare = replace(bare, entries=observe_entries(bare, make_batch(bare, sample)))
         _check_functions(bare, sample)
         _check_groups(bare, sample)
         smallest = _smallest_batch(bare, sample, remake)
-    hidden = frozenset(traits.changing or ()) & find_hidden(template)
-    model_entries = entries(template, hidden)
+    model_entries = tuple(e for e in bare.entries if e.kind != "hidden" or e.name in (traits.changing or ()))
+    hidden = frozenset(entry.name for entry in model_entries if entry.kind == "hidden")
     initial = {entry.name: bare.initial[entry.name] for entry in model_entries}
     loaded, sent = (select.names(model_entries) - hidden for select in (method.scope.load, method.scope.send))
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
@@ -117,11 +126,13 @@ def prepare(
             f"method {method.label!r} loads {min(loaded - sent)!r}, which no client sends: "
             "the server would always broadcast the initial value; send it too, or do not load it"
         )
-    if method.pooled and loaded != frozenset(initial):
+    if method.pooled and loaded | hidden != frozenset(initial):
         raise UsageError(
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             "use centralized without a personal method"
         )
+    kept = frozenset[str]() if method.pooled else list_kept(model_entries, loaded)
+    loaded, adopted = loaded - kept, adopted | kept
     trained = bare.trained
     if method.trains is not everything:
         trained &= method.trains.names(model_entries, "left untrained")
@@ -135,6 +146,8 @@ def prepare(
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
+    for name, parameter in plan.parameters.items():
+        parameter.requires_grad_(name in trained)
     check_rules(plan)
     plan = bind_rules(plan)
     if method.freeze:
@@ -142,17 +155,19 @@ def prepare(
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
     plan.optimizer.check(plan.params, rounds)
-    _check_sends(plan)
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
-        _check_features(plan, sample)
         _check_freezing(plan, sample)
-        _check_single_samples(plan, sample)
+        _check_single_samples(plan)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
             "batch_size=1, but BatchNorm in this model cannot compute a variance over one sample: use a batch size of "
             "2 or more, or a model without BatchNorm"
         ).about("batch_size")
+    if sample is not None:
+        if task is not None:
+            _check_outputs(plan, sample, task, classes)
+        check_rounds(plan, sample, task, classes)
     return plan
 
 
@@ -172,7 +187,7 @@ def _make_template(method: Method, network: nn.Module) -> nn.Module:
 
 def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -> Plan:
     """Return a plan of FedAvg for trial runs of the network; all buffers are entries."""
-    found = entries(template, find_hidden(template))
+    found = entries(template, hidden=True)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     names = frozenset(entry.name for entry in found)
     return Plan(
@@ -236,28 +251,29 @@ def bind_rules(plan: Plan) -> Plan:
     return replace(plan, rules=tuple(rules))
 
 
-def _check_sends(plan: Plan) -> None:
-    """Raise :class:`UsageError` if the upload of a client without steps differs from the rules' declarations.
-
-    Uploads of rules with :meth:`Rule.look` depend on data, and are checked when the first client ends its work.
-    """
-    if not plan.defines("look"):
-        client_final(plan, load_state(plan, init_client(plan), init_server(plan)))
-        client_prelude(plan, 1, None)
-
-
 def _refuse_unsupported(module: nn.Module) -> None:
     """Raise :class:`UsageError` naming an entry or layer that cannot be averaged, copied or called functionally."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    tensors = dict(nn.Module.named_parameters(module)) | dict(module.named_buffers())
+    if {id(each) for each in module.parameters()} != {id(each) for _, each in nn.Module.named_parameters(module)}:
+        raise UsageError(
+            f"the model {type(module).__name__} overrides parameters(), so that it is not known what is trained: set "
+            "requires_grad=False on parameters that are not, and leave parameters() as it is"
+        )
+    for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
                 f"entry {name!r} of the model has no shape yet (a lazy layer): run one batch through the model first"
             )
-    for entry, tensor in module.state_dict().items():
+    for name, tensor in ((entry.name, tensors[entry.name]) for entry in entries(module)):
         if tensor.is_complex():
             raise UsageError(
-                f"entry {entry!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
+                f"entry {name!r} of the model is complex ({tensor.dtype}), which optimizers and aggregations do not "
                 "support: store its real and imaginary parts as real entries (torch.view_as_real)"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise UsageError(
+                f"entry {name!r} of the model is {tensor.layout} with {tensor.dtype}, which uploads and checkpoints "
+                "cannot hold: store it dense, or, if it is constant, register it with persistent=False"
             )
     registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
@@ -273,12 +289,11 @@ def _refuse_unsupported(module: nn.Module) -> None:
                     "it: it would not be trained, sent or exported; register it (nn.ModuleList, nn.ModuleDict, "
                     "nn.ParameterList, self.register_buffer)"
                 )
-        for hook in layer._forward_pre_hooks.values():
-            if isinstance(hook, WeightNorm | SpectralNorm):
-                raise UsageError(
-                    f"layer {name!r} of the model uses the old {type(hook).__name__} hook of torch.nn.utils, which "
-                    "writes into the layer at each call: use torch.nn.utils.parametrizations instead"
-                )
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise UsageError(
+                f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors belong "
+                "to no averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
+            )
 
 
 def _list_held(attributes: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
@@ -371,7 +386,8 @@ def _check_functions(plan: Plan, sample: Tensor) -> None:
         return
     with suppress(Exception), FunctionCalls(plan.module, functions) as calls:  # errors are reported by _smallest_batch
         forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    for name, layer, function in calls.found[:1]:
+    others = [call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))]
+    for name, layer, function, *_ in others[:1]:
         where = f"its layer {name!r}" if name else "it"
         raise UsageError(
             f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "
@@ -417,6 +433,11 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
         moved = inputs + 0.5 if inputs.is_floating_point() else inputs
         compute_outputs(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]))
     for entry in plan.entries:
+        if norm_statistics(entry) and not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children()):
+            raise UsageError(
+                f"method {plan.method.label!r} freezes statistics, but {entry.name!r} belongs to a {entry.layer}, with "
+                "other layers that would be frozen, too: move the normalization to a separate layer"
+            )
         if norm_statistics(entry) and not torch.equal(state[entry.name], plan.initial[entry.name]):
             raise UsageError(
                 f"method {plan.method.label!r} freezes statistics, but layer {entry.name.rpartition('.')[0]!r} is a "
@@ -425,54 +446,26 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
             )
 
 
-@torch.no_grad()
-def _check_features(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if a rule reads a layer that the model lacks or does not call."""
-    if plan.feature_layers:
-        plan.set_mode(training=False)
-        inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-        _, features = compute_features(plan, clone(plan.initial), inputs)
-        for index, each in features.items():
-            bound = plan.rules[index]
-            if bound.rule.requires.classes and each.ndim != 2:
-                raise UsageError(
-                    f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, "
-                    f"but the input of layer {bound.reads.features!r} has shape {tuple(each.shape[1:])}: choose a "
-                    "model whose classifier receives a vector"
-                )
+def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
+    """Raise :class:`UsageError` unless the model has the outputs of ``task``."""
+    scores = tuple(forward(plan, clone(plan.initial), to_inputs(plan, sample)).shape[1:])
+    wanted = task.output_shape(tuple(sample.shape[1:]), classes)
+    if scores != wanted:
+        each = f"one score a {task.output}" + ("" if len(wanted) == 1 else " and pixel")
+        raise UsageError(
+            f"the model's outputs for a sample have shape {scores}, but the data have {classes} "
+            f"{PLURALS[task.output]}: make it give {wanted}, {each}"
+        )
 
 
-def _check_single_samples(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if the method combines gradients of single samples and the model does not have them.
-
-    They do not exist if the model writes into an entry during training, or if ``torch.func`` cannot run it.
-    """
-    gradient, state, inputs = plan.method.gradient, clone(plan.initial), to_inputs(plan, sample)
-    if gradient is None:
-        return
-    if inputs.is_floating_point():  # its values do not matter, and may be zeros
-        inputs = torch.linspace(0, 1, inputs.numel(), dtype=inputs.dtype, device=inputs.device).reshape(inputs.shape)
-    forward(plan, state, inputs, training=True)
-    moved = [name for name, tensor in state.items() if not torch.equal(tensor, plan.initial[name])]
-    if moved:
+def _check_single_samples(plan: Plan) -> None:
+    """Raise :class:`UsageError` if the method combines gradients of single samples, and the model writes an entry."""
+    gradient, moved = plan.method.gradient, sorted(plan.traits.changing or ())
+    if gradient is not None and moved:
         raise UsageError(
             f"method {plan.method.label!r}: the model writes into {moved[0]!r} during training, which "
             f"{gradient.source_method} cannot clip sample by sample: use a model without running statistics"
         )
-
-    def add_outputs(params: State, x: Tensor) -> Tensor:
-        return compute_outputs(plan, {**state, **params}, x[None]).sum()
-
-    differentiate = torch.vmap(torch.func.grad(add_outputs), in_dims=(None, 0), randomness="different")
-    try:
-        with dropout_key(torch.zeros((), dtype=torch.int64, device=inputs.device)), use_torch_func():
-            differentiate(pick(state, plan.trained), inputs)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(
-            f"method {plan.method.label!r}: {gradient.source_method} computes the gradient of each sample with "
-            f"torch.func, which cannot run this model (in {plan.precision}): {reason}"
-        ) from error
 
 
 def _unsupported_sample_error(sample: Tensor, error: Exception, where: str) -> str:

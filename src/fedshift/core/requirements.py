@@ -14,8 +14,8 @@ class Requirements:
 
     Args:
         shared_entries: Clients load parameters that they train. The message starts with this use of them.
-        several_steps: Clients may take more than one step per round. The message starts with this reason; so does the
-            notice if the clients' sizes, which a plan does not know, reduce a round to one step.
+        several_steps: The part acts only if clients take more than one step per round from the loaded values. The
+            notice of a run in which they do not starts with this reason.
         plain_steps: Each local step moves every parameter along its gradient, starting from the loaded values: SGD
             without momentum, and no rule that changes the start or has phases for entries of the model. The message
             starts with this claim, which holds only then.

@@ -6,37 +6,62 @@ BatchNorm, and "subnet" contains "bn". Name patterns are for exceptions; a selec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.recognition import find_parts, runs_as_torch
-from ..nn.surgery import LEARNED
+from ..nn.surgery import LEARNED, has_foreign_statistics
 from ..utils.errors import UsageError
 
 KEPT = "kept on the client"
+Kind = Literal["parameter", "mean", "variance", "counter", "average", "constant", "spectral", "state", "hidden"]
+WHOLE: tuple[Kind, ...] = ("constant", "spectral", "state", "hidden")
+"""Kinds of buffers without a mean."""
+KINDS: Mapping[str, Kind] = {
+    "running_mean": "mean", "global_mean": "mean", "running_var": "variance", "global_var": "variance",
+    "num_batches_tracked": "counter",
+}  # fmt: skip
+"""Kinds of the buffers of layers that normalize."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
     """One named entry of a model's state: a parameter or a persistent buffer, and the module that owns it.
 
-    ``from_end``: number of layers with parameters registered after the owner; 0 is the last layer, usually the
-    classifier.
+    Args:
+        name: Its name in ``state_dict``.
+        owner: The module that owns it.
+        from_end: Number of layers with parameters registered after the owner; 0 is the last layer, usually the
+            classifier.
+        kind: ``parameter``, or of a buffer: running ``mean``, ``variance`` or ``counter`` of normalization, another
+            moving ``average``, a ``constant``, vectors of ``spectral`` normalization, other ``state``
+            (:mod:`fedshift.core.buffers`), or ``hidden``, which is not persistent.
+        in_batch_norm: Whether it belongs to a BatchNorm, torch's or another.
+        moves: Whether training changes it, as far as known.
+
     """
 
     name: str
     owner: nn.Module
-    is_buffer: bool
     from_end: int
+    kind: Kind = "parameter"
+    in_batch_norm: bool = False
+    moves: bool = True
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer."""
+        return self.kind != "parameter"
 
     @property
     def layer(self) -> str:
@@ -44,18 +69,12 @@ class Entry:
         return str(self.owner._get_name())  # type: ignore[no-untyped-call]
 
 
-def find_hidden(module: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers of ``module`` that are not persistent."""
-    hidden = {name: layer._non_persistent_buffers_set for name, layer in module.named_modules()}
-    return frozenset(f"{name}.{key}".lstrip(".") for name, keys in hidden.items() for key in keys)
-
-
-def entries(module: nn.Module, hidden: Collection[str] = ()) -> tuple[Entry, ...]:
+def entries(module: nn.Module, *, hidden: bool = False) -> tuple[Entry, ...]:
     """Return the entries of ``module`` in ``state_dict`` order; a tied parameter occurs once, by its first name.
 
-    ``hidden``: names of buffers that are entries, too, although they are not persistent.
+    ``hidden``: whether to include buffers that are not persistent.
     """
-    rows: list[tuple[str, nn.Module, bool, int]] = []
+    rows: list[Entry] = []
     seen: set[int] = set()
     layers: list[nn.Module] = []
     modules = dict(module.named_modules())
@@ -64,18 +83,33 @@ def entries(module: nn.Module, hidden: Collection[str] = ()) -> tuple[Entry, ...
         # The owner of a parametrized weight is the layer, not the parametrization: a BatchNorm stays a BatchNorm.
         owner = modules[prefix.partition("parametrizations.")[0].rstrip(".")] if "parametrizations." in dot else holder
         named = [(name, p, False) for name, p in holder._parameters.items()]
-        named += [
-            (name, b, True)
-            for name, b in holder._buffers.items()
-            if name not in holder._non_persistent_buffers_set or dot + name in hidden
-        ]
+        named += [(name, b, True) for name, b in holder._buffers.items()]
         for name, tensor, is_buffer in named:
-            if tensor is not None and id(tensor) not in seen:
+            kind: Kind = _find_kind(holder, name, tensor) if is_buffer and tensor is not None else "parameter"
+            if tensor is not None and id(tensor) not in seen and (hidden or kind != "hidden"):
                 seen.add(id(tensor))
                 if not is_buffer and not any(layer is owner for layer in layers[-1:]):
                     layers.append(owner)
-                rows.append((dot + name, owner, is_buffer, max(len(layers), 1)))
-    return tuple(Entry(name, owner, is_buffer, max(len(layers), 1) - at) for name, owner, is_buffer, at in rows)
+                rows.append(Entry(dot + name, owner, max(len(layers), 1), kind, _is_normal(owner, tensor)))
+    return tuple(replace(entry, from_end=max(len(layers), 1) - entry.from_end) for entry in rows)
+
+
+def _find_kind(holder: nn.Module, name: str, tensor: Tensor) -> Kind:
+    """Return the kind of a buffer as far as its module shows it; ``constant`` where only training can."""
+    if name in holder._non_persistent_buffers_set:
+        return "hidden"
+    if isinstance(holder, _SpectralNorm):
+        return "spectral"
+    known = KINDS.get(name) if isinstance(holder, LEARNED) or has_foreign_statistics(holder) else None
+    ours = type(holder).__module__.startswith("fedshift.") and tensor.is_floating_point()
+    return known or ("average" if ours else "constant")
+
+
+def _is_normal(owner: nn.Module, tensor: Tensor) -> bool:
+    """Return whether an entry of ``owner`` is a BatchNorm's: torch's, or another layer with running statistics."""
+    if not has_foreign_statistics(owner):
+        return isinstance(owner, _BatchNorm)
+    return tensor.shape in ((), owner.get_buffer("running_var").shape)
 
 
 def find_classifier(entries: Iterable[Entry], source_method: str) -> nn.Linear:
@@ -209,9 +243,9 @@ def parse_selection(selection: str | int) -> Select:
 everything = Select(lambda _: True, "everything")
 nothing = Select(lambda _: False, "nothing")
 buffers = Select(lambda entry: entry.is_buffer, "buffers")
-batch_norm = of_type(_BatchNorm, text="batch_norm")
-"""Weight, bias and statistics of every BatchNorm layer (1d, 2d, 3d, synchronized)."""
-norm_layers = of_type(*LEARNED, text="norm_layers")
+batch_norm = Select(lambda entry: entry.in_batch_norm, "batch_norm")
+"""Weight, bias and statistics of every BatchNorm: torch's layers, and what a network passes to ``F.batch_norm``."""
+norm_layers = Select(lambda entry: entry.in_batch_norm or isinstance(entry.owner, LEARNED), "norm_layers")
 """Entries of every normalization layer: BatchNorm, InstanceNorm, GroupNorm, LayerNorm, RMSNorm, HybridBatchNorm."""
 norm_statistics = replace(batch_norm & buffers, text="norm_statistics")
 """Running mean, running variance and batch counter of every BatchNorm layer."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
 from .aggregation import Aggregated, Received
+from .buffers import fit_spectral_norms
 from .contexts import FoldContext
-from .disclosure import check_fold
 from .means import StreamingMean, SummedUploads
 from .mixes import Mixes
 from .plan import Plan
@@ -66,9 +66,11 @@ class StreamingAggregator:
         self._aggregated: list[tuple[str, Update]] = []
         self._mean = StreamingMean() if sums_suffice(plan) else None
         self._summed: SummedUploads | None = None
+        self._whole = plan.whole & plan.sent
+        self._taken, self._largest = pick(server.shared, self._whole), 0.0
 
     def add(self, name: str, update: Update, summed: SummedUploads | None = None) -> None:
-        """Add the upload of one client; ``summed``: the sum that includes its entries, if ``update`` does not."""
+        """Add the upload of one client; ``summed``: the sum with its averaged entries, if ``update`` lacks them."""
         self._arrived[name] = update
         if summed and summed is not self._summed:
             assert self._mean
@@ -79,10 +81,22 @@ class StreamingAggregator:
 
     def _aggregate(self, name: str) -> None:
         update = self._arrived.pop(name)
+        if self._whole:
+            update = self._take_whole(name, update)
         if self._mean and update.shared and self._sizes.max_share >= 1:
             self._mean.add(update.shared, self._sizes.weigh_alone(name, update))
             update = replace(update, shared={})
         self._aggregated.append((name, update))
+
+    def _take_whole(self, name: str, update: Update) -> Update:
+        """Return ``update`` without buffers that have no mean, which the server takes from the largest weight.
+
+        Aggregations that protect from single clients, or protect these, keep the server's.
+        """
+        weight = self._sizes.weigh_alone(name, update)
+        if weight > self._largest and not self._plan.method.aggregate.requires.entries_only:
+            self._taken, self._largest = pick(update.shared, self._whole), weight
+        return replace(update, shared=pick(update.shared, update.shared.keys() - self._whole))
 
     def finalize(self) -> ServerState:
         """Return the server's state after the round, from the uploads that arrived."""
@@ -92,6 +106,7 @@ class StreamingAggregator:
         received = receive(plan, self._aggregated, self._sizes)
         shares = [each.share for each in received]
         memory, computed = fold_rules(plan, server, received)
+        averaged = replace(server, shared=pick(server.shared, server.shared.keys() - self._whole))
         if self._mean:
             if self._sizes.max_share < 1:
                 weights = self._sizes.weigh(self._aggregated)
@@ -99,10 +114,10 @@ class StreamingAggregator:
                     self._mean.add(update.shared, weight)
             aggregated = Aggregated(entries=self._mean.result())
         else:
-            aggregated = _check_declared(plan, plan.method.aggregate(plan, server, received))
+            aggregated = _check_declared(plan, plan.method.aggregate(plan, averaged, received))
         shared, optimizer, mixes = aggregated.entries | computed, server.optimizer, None
         if aggregated.mixes:
-            loaded = plan.loaded - computed.keys()
+            loaded = plan.loaded - computed.keys() - self._whole
             mixes = Mixes(uploads=tuple(pick(each.entries, loaded) for each in received), weights=aggregated.mixes)
             mixes.check(f"method {plan.method.label!r}: {plan.method.aggregate.source_method}")
         if plan.method.server:
@@ -110,6 +125,11 @@ class StreamingAggregator:
             delta = {name: shared[name] - tensor for name, tensor in before.items()}
             stepped, optimizer = plan.method.server.step(before, delta, optimizer, sum(shares))
             shared |= stepped
+        if self._whole:
+            complete = self._taken | shared
+            shared = {name: complete[name] for name in server.shared if name in complete}
+            if len(received) > 1 or plan.method.server or not plan.method.aggregate.sums:  # its weights are none's
+                shared = fit_spectral_norms(plan, shared)
         return ServerState(
             round=server.round + 1, shared=shared, memory=memory, optimizer=optimizer, kept=aggregated.kept, mixes=mixes
         )
@@ -143,10 +163,7 @@ def _check_declared(plan: Plan, result: Aggregated) -> Aggregated:
 def fold_rules(
     plan: Plan, server: ServerState, received: Sequence[Received], *, prelude: bool = False
 ) -> tuple[tuple[State, ...], State]:
-    """Return the rules' memories on the server, and the entries that they compute.
-
-    Raises :class:`UsageError` if a rule's result differs from its declarations.
-    """
+    """Return the rules' memories on the server, and the entries that they compute."""
     memory, computed, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
     for index in plan.defines("fold"):
         if prelude and not plan.rules[index].prelude:
@@ -157,7 +174,6 @@ def fold_rules(
             memory=memory[index], uploads=uploads, received=visible, plan=plan, server=server, prelude=prelude
         )
         folded = plan.rules[index].rule.fold(context)
-        check_fold(plan, index, *folded, prelude=prelude)
         memory[index] = folded.memory
         computed |= folded.entries
     return tuple(memory), computed

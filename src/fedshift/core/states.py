@@ -88,6 +88,7 @@ class LocalTrainingState:
         params: Trained parameters, including the rules'; owned by the job, like ``optimizer``.
         rest: Buffers and frozen parameters.
         global_params: Entries as loaded in this round.
+        personal: Entries that the client keeps, as they were when local work began, for rules.
         optimizer: State of the local optimizer.
         memory: One state per rule, without the rule's own entries.
         server_memory: One state per rule, as broadcast.
@@ -117,6 +118,7 @@ class LocalTrainingState:
     done: int
     planned_steps: int
     frozen: bool
+    personal: State = field(default_factory=dict)
     samples: int = 0
     separate_phase: RulePhase | None = None
     prelude: bool = False

@@ -49,6 +49,7 @@ def _step_facts(plan: Plan, job: LocalTrainingState, index: int, state: State, k
         "params": {name: state[name] for name in plan.params},
         "buffers": {name: job.rest[name] for name in plan.buffers},
         "steps": job.steps,
+        "_personal": job.personal,
         "_round": job.round,
         "_key": derive_key(key, plan.rule_names[index]) if plan.rules[index].reads.draws else key,
     }
@@ -80,7 +81,7 @@ def compute_objective(
     ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In separate phases the model does not run,
     and the data loss is 0.
     """
-    plan.set_mode(training=True, frozen=job.frozen)
+    plan.set_mode(training=True, frozen=job.frozen, first=job.done == job.start)
     rest = clone(job.rest)
     state = {**params, **rest}
     model = {name: state[name] for name in plan.initial} if len(state) > len(plan.initial) else state
@@ -122,12 +123,9 @@ class _Batch:
         )
 
     def _fill(self, entries: State) -> State:
-        """Complete ``entries``, which are not copied, by the model's parameters and copies of its buffers."""
-        return {
-            name: entries[name] if name in entries else self._params[name] if name in self._params
-            else self._job.rest[name].clone()
-            for name in self._plan.initial
-        }  # fmt: skip
+        """Complete ``entries``, which are not copied, by copies of the model's buffers and untrained parameters."""
+        rest = self._job.rest
+        return {name: entries[name] if name in entries else rest[name].clone() for name in self._plan.initial}
 
     def _loss_at(self, entries: State) -> Tensor:
         return self._plan.loss(compute_outputs(self._plan, self._fill(entries), self._x), self._y)
@@ -138,13 +136,13 @@ class _Batch:
             with dropout_key(self._key):
                 result = compute_features(self._plan, self._fill(entries), x)
         finally:
-            self._plan.set_mode(training=True, frozen=self._job.frozen)
+            self._plan.set_mode(training=True, frozen=self._job.frozen, first=False)
         return self._wrap(index, x, result)
 
     def _make_pass(self, index: int) -> ForwardPass:
         if self.passed is None:
             with dropout_key(self._key):
-                self.passed = compute_features(self._plan, self._fill({}), self._x)
+                self.passed = compute_features(self._plan, self._fill(self._params), self._x)
         return self._wrap(index, self._x, self.passed)
 
     def _wrap(self, index: int, x: Tensor, result: tuple[Tensor, dict[int, Tensor]]) -> ForwardPass:
@@ -167,7 +165,11 @@ def compute_gradients(
     with plan.resident(job.params, list_active(plan, job)) as leaves, torch.enable_grad():
         total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key, in_place=True)
         total.backward()  # type: ignore[no-untyped-call]
-        grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        grads = {
+            name: leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+            for name, leaf in leaves.items()
+            if leaf.grad is not None
+        }
     after = {name: tensor.detach() for name, tensor in rest.items()}
     return transform_gradients(plan, job, grads, key), after, loss.detach()
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..nn.several_inputs import Inputs, name_inputs
 from ..tasks.classification import CLASSIFICATION, MOST_CLASSES
 from ..tasks.segmentation import Segmentation
+from ..tasks.task import PLURALS as PLURALS
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream
@@ -51,8 +52,6 @@ UNREPEATABLE = (
     "a transform draws from a generator that cannot be set, so a resumed run differs from one that never stopped"
 )
 """Notice for lazy samples that differ on each read; it follows the split's name."""
-PLURALS = {"class": "classes", "label": "labels", "target": "targets", "risk": "risks"}
-"""Plural names of a task's outputs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -16,7 +16,6 @@ albumentations).
 
 from __future__ import annotations
 
-import random
 import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -443,20 +442,13 @@ def _load_decoder(path: str) -> tuple[Any, Item, str]:
 def keyed_draws(dataset: object, key: Keys, row: int) -> Iterator[None]:
     """Seed the generators of ``dataset``'s transforms from ``key`` and ``row``; restore the global ones afterwards."""
     bits = key_bits(0, "item", *key, row) % 2**32
-    before = random.getstate(), np.random.get_state()  # noqa: NPY002 - transforms draw from it
-    random.seed(bits)
-    np.random.seed(bits)  # noqa: NPY002
     for part in _find_transforms(dataset):
         if hasattr(part, "set_random_seed"):  # first, because albumentations has both, and the other takes generators
             part.set_random_seed(bits)
         elif hasattr(part, "set_random_state"):
             part.set_random_state(seed=bits)
-    try:
-        with torch_stream(0, "item", *key, row):
-            yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
+    with torch_stream(0, "item", *key, row):
+        yield
 
 
 def _find_transforms(dataset: object) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from ..nn.linear import FastLinear, make_products, set_products, use_fast_linear
 from ..utils.allocator import keep_freed_memory
 from ..utils.files import cached_measurement
 from ..utils.profiling import wait_for_device
+from ..utils.state import clone
 from ..utils.threads import limit_threads
 from .engine import Data
 
@@ -44,8 +45,9 @@ def count_operations(plan: Plan, data: Data) -> int:
     split = next(iter(data.values()))
     x = split.inputs(slice(0, 1), plan.dtype)
     _keep_compiler_out()
-    with flop_counter.FlopCounterMode(display=False) as counter, use_torch_linear():
-        forward(plan, plan.initial, x)
+    counter = flop_counter.FlopCounterMode(display=False)  # its tracker of layers fails where these differentiate
+    with flop_counter._FlopCounterMode(counter), use_torch_linear():
+        forward(plan, clone(plan.initial), x)
     return 3 * int(counter.get_total_flops())
 
 
@@ -66,7 +68,7 @@ def measure_activations(plan: Plan, data: Data) -> int:
 
     hooks = [layer.register_forward_hook(count) for layer in plan.layers if not any(layer.children())]
     try:
-        forward(plan, plan.initial, next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
+        forward(plan, clone(plan.initial), next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
     finally:
         for hook in hooks:
             hook.remove()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.declarations import Phase
-from ..core.kernel import client_prelude
+from ..core.kernel import broadcast, client_init, client_prelude
 from ..core.means import SummedUploads
 from ..core.plan import Plan
 from ..core.states import ClientState, Seen, ServerState, Update
@@ -27,8 +27,9 @@ from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits, stream, torch_stream
-from ..utils.state import State, move_together
+from ..utils.state import State, move_together, pick
 from ..utils.threads import limit_threads
+from .half_precision import LARGEST, Step, describe_overflow
 
 if TYPE_CHECKING:  # workers start faster without pandas
     from ..results.schema import Row
@@ -51,7 +52,7 @@ class ClientResult:
         client: the client's state after the round; for a remote client, only its number of steps.
         update: the client's upload.
         loss_sum: the data loss, summed over samples.
-        summed: the sum that includes the upload's entries, if ``update.shared`` is empty; None: not summed.
+        summed: the sum with the upload's averaged entries, if ``update.shared`` lacks them; None: not summed.
         rows: measurements of the model after local work, if the engine evaluates it; None: the caller does.
 
     """
@@ -86,8 +87,6 @@ class Engine(ABC):
     workers: int | None = None
     augment: Augmentation | None = None
     separate_uploads: bool = True
-    notices: list[str] = field(default_factory=list, init=False)
-    """Notices about the trial, shown at its end."""
     reads_ahead: ClassVar[bool] = True
     """Whether the engine reads the next batch of lazy samples during the current step."""
 
@@ -149,6 +148,34 @@ class Engine(ABC):
 
     def restore(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most engines keep nothing
         """Restore the state that :meth:`facts` returned."""
+
+    def begin_step(self, name: str, client: ClientState, server: ServerState, number: int = 0) -> Step:
+        """Return the job with which client ``name`` starts the round, and the batch and the key of a step in it."""
+        batches, server = self.draw_batches(name, client), broadcast(server, name)
+        job = client_init(self.plan, client, server, len(batches), self.see(name, batches))
+        step, index = batches[number]
+        return job, *self.load_batch(name, step, index), self.step_keys(name, [step])[0]
+
+    def refuse_divergence(
+        self, losses: Tensor, state: State, name: str, client: ClientState, server: ServerState
+    ) -> None:
+        """Raise :class:`Diverged` if ``losses [steps]`` or entries of ``state`` after the round are not finite.
+
+        Constants and other buffers without a mean may hold any value.
+        """
+        broken = find_broken(losses, pick(state, state.keys() - self.plan.whole))
+        if broken is None:
+            return
+        number, what = broken
+        advice = "Lower the learning rate, or check the data"
+        if self.plan.autocast is torch.float16:
+            beyond = describe_overflow(self.plan, self.begin_step(name, client, server, number))
+            advice = (
+                f"With precision=float16, {beyond or 'a value may lie'} beyond its range, {LARGEST:g}: scale the data, "
+            )
+            advice += f"{'' if beyond else 'lower the learning rate, '}or compute in bfloat16 or float32"
+        at = f"round {server.round + 1}, step {number + 1} of {len(losses)}"
+        raise Diverged(f"training diverged: client {name!r}, {at}: {what}. {advice}")
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release the engine's resources."""
@@ -265,20 +292,15 @@ def total_loss(losses: Tensor, batches: Batches) -> float:
     return float(losses @ torch.tensor([len(index) for _, index in batches], dtype=torch.float64))
 
 
-def refuse_divergence(losses: Tensor, state: State, name: str, server: ServerState) -> None:
-    """Raise :class:`Diverged` if ``losses [steps]`` or entries of ``state`` after the round are not finite."""
-    bad = (~losses.isfinite()).nonzero()
-    if len(bad):
-        at, what = f"step {int(bad[0, 0]) + 1} of {len(losses)}", f"loss {float(losses[bad[0, 0]])}"
-    else:
-        sums = [tensor.sum().double() for tensor in state.values() if tensor.is_floating_point()]
-        if not sums or torch.stack(sums).isfinite().all():  # a sum is not finite if a term is not
-            return
-        broken = [entry for entry, tensor in state.items() if not tensor.isfinite().all()]
-        if not broken:
-            return
-        at, what = f"step {len(losses)} of {len(losses)}", f"{broken[0]} not finite"
-    raise Diverged(
-        f"training diverged: client {name!r}, round {server.round + 1}, {at}: {what}. Lower the learning rate, or "
-        "check the data"
-    )
+def find_broken(losses: Tensor, state: State) -> tuple[int, str] | None:
+    """Return the first step after which values are not finite, from 0, and which; None: all are finite.
+
+    ``losses [steps]``: the data losses of a client's round; ``state``: entries after it.
+    """
+    if len(bad := (~losses.isfinite()).nonzero()):
+        return int(bad[0, 0]), f"loss {float(losses[bad[0, 0]])}"
+    sums = [tensor.sum().double() for tensor in state.values() if tensor.is_floating_point()]
+    if not sums or torch.stack(sums).isfinite().all():  # a sum is not finite if a term is not
+        return None
+    broken = [entry for entry, tensor in state.items() if not tensor.isfinite().all()]
+    return (len(losses) - 1, f"{broken[0]} not finite") if broken else None

@@ -28,7 +28,8 @@ from ..data.federation import Federation
 from ..data.samples import Samples, count_bytes
 from ..nn.dropout import Keyed, dropout_key
 from ..utils.errors import UsageError
-from ..utils.state import clone
+from ..utils.random_streams import peek_generators
+from ..utils.state import State, clone
 from .engine import Data
 
 LIMIT = 2**30
@@ -40,6 +41,8 @@ A limit on all clients together would let a site, which knows only its own sampl
 """
 CHUNK = 100
 """Samples in a forward pass of the backbone."""
+FAR = 30
+"""Factor of the trained entries in a second comparison of features with samples."""
 FITTING = ("skip", "average")
 """Policies for clients that never trained which run no backbone; others may change its statistics."""
 
@@ -105,7 +108,7 @@ class Backbone:
         return str(self.head.module), hash(values), _to_bytes(self.probe), self.plan.dtype
 
     def _run(self, x: Tensor) -> Tensor:
-        return _reach(self.plan, self.head.module, x, training=False)[0]
+        return _reach(self.plan, self.head.module, self.plan.initial, x, training=False)[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,7 +149,8 @@ def find_backbone(plan: Plan, splits: Iterable[Samples], augment: Augmentation |
     changing = frozenset(plan.initial) - plan.entries_fixed_in(0)
     inputs_change = augment is not None or any(split.draws or not split.repeats for split in splits)
     rules_read = plan.feature_layers or any(map(plan.defines, ("batch", "look", "loss")))
-    if not splits or inputs_change or rules_read or plan.autocast or changing == frozenset(plan.initial):
+    acts = plan.overrides_mode or plan.autocast or changing == frozenset(plan.initial)
+    if not splits or inputs_change or rules_read or acts:
         return None
     x = splits[0].inputs(slice(0, 3), plan.dtype)
     x = x if len(x) > 1 else torch.cat([x, x])  # one sample has no variance
@@ -195,20 +199,31 @@ def _is_random(layer: nn.Module) -> bool:
 
 
 def _is_sound(backbone: Backbone, x: Tensor) -> bool:
-    """Return whether features of ``x [B, ...]`` agree in training and for single samples, and yield the outputs."""
-    plan, head = backbone.plan, backbone.head
+    """Return whether features of ``x [B, ...]`` agree in training and for single samples, and yield the outputs.
+
+    They must yield the outputs of far weights, too, which a network or its hooks may limit.
+    """
+    plan = backbone.plan
+    far = {name: FAR * tensor if name in plan.trained else tensor for name, tensor in plan.initial.items()}
     try:
-        features, outputs = _reach(plan, head.module, x, training=False)
-        same, trained = _reach(plan, head.module, x, training=True)
-        alone, _ = _reach(plan, head.module, x[:1], training=False)
-        shorter = [_forward(head, features, training=training) for training in (False, True)]
+        return _agrees(backbone, plan.initial, x) and _agrees(backbone, far, x)
     except UsageError:  # what is cut has another input or output than one tensor
         return False
+
+
+def _agrees(backbone: Backbone, state: State, x: Tensor) -> bool:
+    plan, head = backbone.plan, backbone.head
+    features, outputs = _reach(plan, head.module, state, x, training=False)
+    before = peek_generators()
+    same, trained = _reach(plan, head.module, state, x, training=True)
+    draws = peek_generators() != before
+    alone, _ = _reach(plan, head.module, state, x[:1], training=False)
+    shorter = [_forward(head, state, features, training=training) for training in (False, True)]
     equal = torch.equal(features, same) and torch.equal(outputs, shorter[0]) and torch.equal(trained, shorter[1])
-    return equal and torch.allclose(alone, features[:1], rtol=1e-4, atol=1e-5)
+    return equal and not draws and torch.allclose(alone, features[:1], rtol=1e-4, atol=1e-5)
 
 
-def _reach(plan: Plan, head: nn.Module, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
+def _reach(plan: Plan, head: nn.Module, state: State, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
     """Return what ``head`` is given in a pass of the whole network, and the outputs; see :func:`_forward`."""
     assert isinstance(head, Head)
     given: list[Tensor] = []
@@ -220,7 +235,7 @@ def _reach(plan: Plan, head: nn.Module, x: Tensor, *, training: bool) -> tuple[T
 
     handle = head.parts[0].register_forward_pre_hook(note, with_kwargs=True)
     try:
-        outputs = _forward(plan, x, training=training)
+        outputs = _forward(plan, state, x, training=training)
     finally:
         handle.remove()
     if not given:
@@ -229,8 +244,8 @@ def _reach(plan: Plan, head: nn.Module, x: Tensor, *, training: bool) -> tuple[T
 
 
 @torch.no_grad()
-def _forward(plan: Plan, x: Tensor, *, training: bool) -> Tensor:
-    """Return the outputs for ``x`` with the first entries, in the mode of steps (``training``) or of evaluation."""
+def _forward(plan: Plan, state: State, x: Tensor, *, training: bool) -> Tensor:
+    """Return the outputs for ``x`` under ``state``, in the mode of steps (``training``) or of evaluation."""
     plan.set_mode(training=training, frozen=plan.freeze_from == 0)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device)):
-        return compute_outputs(plan, clone(plan.initial), to_memory_format(x, plan.image_format))
+        return compute_outputs(plan, clone(state), to_memory_format(x, plan.image_format))

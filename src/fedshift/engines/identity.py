@@ -25,12 +25,12 @@ from ..core.step import client_step_, update_
 from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section
-from ..utils.state import State, clone, move_together, nbytes
-from .engine import ClientResult, Data, Diverged, Engine, find_exchange, move_batches, refuse_divergence
+from ..utils.state import State, clone, move_together, nbytes, pick
+from .engine import ClientResult, Data, Diverged, Engine, find_broken, find_exchange, move_batches
 from .sequential import Sequential
 
-TRIED = 2
-"""Number of samples of each of two clients with which the model is tried."""
+TRIED = 4
+"""Number of samples with which the model is tried."""
 
 
 class Identity(Engine):
@@ -66,18 +66,16 @@ class Identity(Engine):
             job = update_(plan, job, grads, job.rest, len(together))
         shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
         per_client = losses.detach().double().cpu()
-        try:
-            refuse_divergence(per_client, shared, "all", server)
-        except Diverged:
+        if broken := find_broken(per_client, pick(shared, shared.keys() - plan.whole)):
             sequential = Sequential(plan, self.data, self.seed, augment=self.augment)
             for name, client in clients.items():
                 sequential.train_client(server, name, client)  # raises, naming the client
-            raise
+            raise Diverged(f"training diverged: round {server.round + 1}: {broken[1]}. Lower the learning rate")
         summed = None
         if not self.separate_uploads:
-            summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(shared))
-            summed.mean.add(shared, sum(raw))
-            shared = {}
+            averaged, shared = pick(shared, shared.keys() - plan.whole), pick(shared, plan.whole)
+            summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(averaged))
+            summed.mean.add(averaged, sum(raw))
         sizes = [len(labels) for labels in y]
         sums = (per_client * torch.tensor(sizes)).tolist()
         for (name, client), size, loss_sum in zip(clients.items(), sizes, sums, strict=True):
@@ -115,26 +113,28 @@ def _differentiate(
     outputs = compute_outputs(plan, {**leaves, **job.rest}, to_memory_format(x, plan.image_format))
     losses = _client_losses(plan, outputs, y)
     gradients = torch.autograd.grad(losses @ weights.to(losses), tuple(leaves.values()), allow_unused=True)
-    return losses, {name: grad for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
+    return losses, {name: grad.to_dense() for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
 
 
 def _try_union(plan: Plan, data: Data) -> str | None:
-    """Return a refusal if one step of two clients on their samples together is not the mean of their steps."""
+    """Return a refusal if one step of clients on their samples together is not the mean of their steps."""
     split = next(iter(data.values()))
-    index = torch.arange(2 * TRIED, device=split.y.device) % len(split)
+    index = torch.arange(TRIED, device=split.y.device) % len(split)
     x, y = split.inputs(index, plan.dtype), split.targets(index)
-    clients = list(zip(x.chunk(2), y.chunk(2), strict=True))
-    server, key = init_server(plan), torch.zeros((), dtype=torch.int64, device=y.device)
-    jobs = [client_init(plan, init_client(plan), server, planned_steps=1) for _ in range(3)]
-    before, jobs[2] = clone(jobs[2].state), replace(jobs[2], rest=clone(jobs[2].rest))
+    if x.is_floating_point():  # samples of both signs, for networks that branch by values of the batch
+        x = x - x.mean(0)
+        x = torch.cat([x[: TRIED // 2], -x[: TRIED // 2]])
+    size = 2 if isinstance(plan.loss, Loss) and plan.loss.comparing else plan.smallest_batch
+    clients, server = list(zip(torch.split(x, size), torch.split(y, size), strict=True)), init_server(plan)
+    key, weights = torch.zeros((), dtype=torch.int64, device=y.device), torch.full((TRIED // size,), size / TRIED)
+    job, *jobs = (client_init(plan, init_client(plan), server, planned_steps=1) for _ in (0, *clients))
+    before, job = clone(job.state), replace(job, rest=clone(job.rest))
     why = f"needs a model that processes samples independently, but this one does not (trained by {plan.method.label})"
     try:
-        states = [client_step_(plan, job, *batch, key)[0].state for job, batch in zip(jobs, clients, strict=False)]
-        _, grads = _differentiate(
-            plan, jobs[2], x.clone(), [y for _, y in clients], y.new_full((2,), 0.5, dtype=plan.dtype)
-        )
+        states = [client_step_(plan, own, *batch, key)[0].state for own, batch in zip(jobs, clients, strict=True)]
+        _, grads = _differentiate(plan, job, x.clone(), [labels for _, labels in clients], weights)
     except (ValueError, RuntimeError):
         return why
-    state = update_(plan, jobs[2], grads, jobs[2].rest, 1).state
-    mean = {name: (tensor.double() + states[1][name].double()) / 2 for name, tensor in states[0].items()}
-    return why if find_difference(plan, before, state, mean) else None
+    found = update_(plan, job, grads, job.rest, 1).state
+    mean = {name: torch.stack([state[name].double() for state in states]).mean(0) for name in found}
+    return why if find_difference(plan, before, found, mean) else None

@@ -14,8 +14,8 @@ from ..core.kernel import broadcast, client_final, client_init, restart
 from ..core.states import ClientState, LocalTrainingState, ServerState
 from ..core.step import client_step_
 from ..utils.profiling import timed_section
-from ..utils.random_streams import torch_stream
-from .engine import Batches, ClientResult, Engine, move_batches, refuse_divergence, total_loss
+from ..utils.random_streams import kept_generators, seed_generators
+from .engine import Batches, ClientResult, Engine, move_batches, total_loss
 
 
 class Sequential(Engine):
@@ -23,25 +23,30 @@ class Sequential(Engine):
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
-        for name, client in clients.items():
-            yield name, self.train_client(server, name, client)
+        with kept_generators():  # once a round: restoring takes longer than seeding
+            for name, client in clients.items():
+                yield name, self._train(server, name, client)
 
     def train_client(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
         """Train one client for one round."""
+        with kept_generators():
+            return self._train(server, name, client)
+
+    def _train(self, server: ServerState, name: str, client: ClientState) -> ClientResult:
         plan, server = self.plan, broadcast(server, name)
         batches = self.draw_batches(name, client)
         losses: list[Tensor] = []
-        with torch_stream(self.seed, "torch", name, client.steps):
-            job = client_init(plan, client, server, len(batches), self.see(name, batches))
-            if plan.before:
-                job = restart(plan, self._take_separate(name, client, job, plan.before))
-                job = replace(job, params=plan.clone_for_training(job.params))
-            for batch in self._iterate(name, batches):
-                job, loss = client_step_(plan, job, *batch)
-                losses.append(loss)
-            done, update = client_final(plan, self._take_separate(name, client, job, plan.after))
+        seed_generators(self.seed, "torch", name, client.steps)
+        job = client_init(plan, client, server, len(batches), self.see(name, batches))
+        if plan.before:
+            job = restart(plan, self._take_separate(name, client, job, plan.before))
+            job = replace(job, params=plan.clone_for_training(job.params))
+        for batch in self._iterate(name, batches):
+            job, loss = client_step_(plan, job, *batch)
+            losses.append(loss)
+        done, update = client_final(plan, self._take_separate(name, client, job, plan.after))
         per_step = torch.stack(losses).double().cpu()
-        refuse_divergence(per_step, {**done.personal, **update.shared}, name, server)
+        self.refuse_divergence(per_step, {**done.personal, **update.shared}, name, client, server)
         return ClientResult(client=done, update=update, loss_sum=total_loss(per_step, batches))
 
     def _take_separate(

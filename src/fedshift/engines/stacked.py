@@ -50,8 +50,7 @@ from ..utils.state import State, clone, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
 from .deferral import choose_held, hold
-from .engine import Batches, ClientResult, Data, Engine, find_exchange, move_batches, refuse_divergence
-from .graphs import StaticSteps, find_static
+from .engine import Batches, ClientResult, Data, Engine, find_exchange, move_batches
 from .sequential import Sequential
 from .stepper import Held, Stack, Stepper, replace_parts
 
@@ -101,7 +100,6 @@ class Stacked(Engine):
         self._holdable = frozenset() if self.separate_uploads or self._shared else find_holdable(self.plan, self.data)
         self.width = count_lanes(self.plan, self.data, len(self.data), self._shared)
         self._stepper = Stepper(self.plan, self._shared)
-        self._statics: dict[object, StaticSteps] | None = {}
         self._whole = _WholeBatches()
 
     @override
@@ -121,8 +119,6 @@ class Stacked(Engine):
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes, self._weigh(lane)), reverse=True)
         on_cpu = next(iter(self.data.values())).y.device.type == "cpu"
         threads = count_threads(len(lanes[0].batches)) if on_cpu else 1
-        if threads > 1:
-            self._statics = None
         kinds = [(lane.sizes, self._weigh(lane)) for lane in lanes]  # lanes that share or defer are averaged unweighted
         equal = groupby(zip(kinds, lanes, strict=True), lambda pair: pair[0])
         groups = [[lane for _, lane in pairs] for _, pairs in equal] if self._shared else [lanes]
@@ -154,7 +150,7 @@ class Stacked(Engine):
         losses_KS = losses_KS.cpu()
         most = losses_KS.shape[1]
         sizes_KS = torch.tensor([lane.sizes + [0] * (most - len(lane.sizes)) for lane in lanes], dtype=torch.float64)
-        if not (losses_KS.isfinite().all() and _is_finite(stack)):
+        if not (losses_KS.isfinite().all() and _is_finite(self.plan, stack)):
             if self._shared or updates:  # lanes have no individual parameters to check
                 sequential = Sequential(self.plan, self.data, self.seed, augment=self.augment)
                 return [(lane.name, sequential.train_client(server, lane.name, lane.client)) for lane in lanes]
@@ -178,6 +174,7 @@ class Stacked(Engine):
         first = load_state(self.plan, lanes[0].client, server)
         kept = [personal_entries(self.plan, lane.client, server) for lane in lanes]
         personal = {name: torch.stack([state[name] for state in kept]) for name in self.plan.personal}
+        start = clone(personal) if self.plan.rules else {}
         fresh = self.plan.optimizer.init(first.params)
         optimizer = _stack_states([lane.client.optimizer or fresh for lane in lanes])
         params, rest = (
@@ -185,7 +182,7 @@ class Stacked(Engine):
              for name, tensor in state.items()}
             for state in (first.params, first.rest)
         )  # fmt: skip
-        return first, (params, rest, optimizer, {}, *({} for _ in first.memory))
+        return first, (params, rest, optimizer, {}, *({} for _ in first.memory), start)
 
     def _load_lane(self, server: ServerState, lane: _Lane) -> LocalTrainingState:
         seen = self.see(lane.name, lane.batches)
@@ -217,15 +214,8 @@ class Stacked(Engine):
         samples = _Samples(self, [lane.name for lane in lanes], turns, self._whole)
         most = max(map(len, turns))
         losses_KS = torch.zeros(len(lanes), most, dtype=torch.float64, device=samples.device)
-        exclude, common = self._shared | frozenset(held or {}), stack[3:]
-
-        def separate() -> Stack:
-            return _make_writable(stack[0], exclude), stack[1], *map(_make_writable, stack[2:])
-
-        static = None
-        if self._statics is not None and most > 1 and not exclude:
-            static = find_static(self._statics, self._stepper, job, stack, separate, self.notices)
-        stack = static.stack if static else separate()
+        exclude = self._shared | frozenset(held or {})
+        stack = _make_writable(stack[0], exclude), stack[1], *map(_make_writable, stack[2:])
         steps = list(self._group_steps(lanes, turns))
         fewer = [torch.tensor(members) for *_, members in steps if len(members) < len(lanes)]
         indices = iter(move_together(fewer, samples.device))
@@ -235,9 +225,6 @@ class Stacked(Engine):
                 x, y, keys = samples.take(members, at, index)
             now = replace(job, planned_steps=planned)
             now = now if job.separate_phase else replace(now, done=job.start + at)
-            if index is None and static:
-                losses_KS[:, at] = static.step(now, x, y, keys)
-                continue
             if index is None:
                 stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True, held=held)
                 continue
@@ -245,10 +232,7 @@ class Stacked(Engine):
             changed, loss = self._stepper.step(now, rows, x, y, keys)
             stack = _write_rows(stack, changed, index)
             losses_KS[index, at] = loss.double()
-            if static:
-                static.load(job, stack)
-                stack = static.stack
-        return (*static.take(), *common) if static else stack, losses_KS
+        return stack, losses_KS
 
     def _group_steps(self, lanes: Sequence[_Lane], turns: Sequence[Batches]) -> Iterator[tuple[int, int, list[int]]]:
         """Yield each step, the number of planned steps if a rule reads it, and the lanes with batches of one size."""
@@ -269,12 +253,13 @@ class Stacked(Engine):
         entries = {**params, **rest}
         sent = {name: entries[name] for name in plan.initial if name in plan.sent}
         samples = [sum(lane.sizes) for lane in lanes]
-        mean = StreamingMean()
+        whole, mean = pick(sent, plan.whole), StreamingMean()
+        averaged = pick(sent, sent.keys() - plan.whole)
         with timed_section("aggregation"):
-            mean.add_stacked(sent, list(map(self._weigh, lanes)))
-        summed = SummedUploads(mean=mean, nbytes=nbytes(sent) // len(lanes))
+            mean.add_stacked(averaged, list(map(self._weigh, lanes)))
+        summed = SummedUploads(mean=mean, nbytes=nbytes(averaged) // len(lanes))
         memory: tuple[State, ...] = ({},) * len(job.memory)
-        personal = _list_lanes(pick(entries, plan.personal), len(lanes))
+        personal, shared = (_list_lanes(state, len(lanes)) for state in (pick(entries, plan.personal), whole))
         kept = _list_lanes(optimizer if plan.optimizer.keep else {}, len(lanes))
         for number, (lane, count, loss_sum) in enumerate(zip(lanes, samples, loss_sums, strict=True)):
             client = ClientState(
@@ -283,7 +268,7 @@ class Stacked(Engine):
                 memory=memory,
                 steps=lane.client.steps + len(lane.batches),
             )
-            update = Update(shared={}, memory=memory, weight=float(count), steps=len(lane.batches))
+            update = Update(shared=shared[number], memory=memory, weight=float(count), steps=len(lane.batches))
             yield ClientResult(client=client, update=update, loss_sum=loss_sum, summed=summed)
 
     def _finish_separately(
@@ -309,7 +294,8 @@ class Stacked(Engine):
         for number, (lane, done) in enumerate(zip(lanes, self._split_lanes(lanes, job, stack), strict=True)):
             client, update = client_final(self.plan, done)
             after = {**client.personal, **update.shared}
-            refuse_divergence(losses_KS[number, : len(lane.batches)], after, lane.name, server)
+            with self._stepper.template:  # it may run the model
+                self.refuse_divergence(losses_KS[number, : len(lane.batches)], after, lane.name, lane.client, server)
 
 
 def _try_lanes(plan: Plan, data: Data) -> str | None:
@@ -541,28 +527,22 @@ def prepare_steps(
     updates = [hold(stack[0], held or {}, rows) for stack in stacks]
     stacks = [(_make_writable(stack[0], frozenset(held or {})), *map(_make_writable, stack[1:])) for stack in stacks]
 
-    statics: list[StaticSteps | None] = [None] * threads
-    if steps > 1 and threads == 1 and not (shared or held):
-        statics = [find_static({}, stepper, job, stacks[0], lambda: stacks[0], [])]
-
-    def take(chunk: tuple[Stack, Held, StaticSteps | None]) -> None:
+    def take(chunk: tuple[Stack, Held]) -> None:
         for _ in range(steps):
-            if chunk[2]:
-                chunk[2].step(job, x, y, keys)
-                continue
             for each in chunk[1].values():
                 each.rows = min(rows // 2, rows - x.shape[1])
             stepper.step(job, chunk[0], x, y, keys, recorded=True, held=chunk[1])
 
     def run() -> None:
-        list(map_in_threads(take, list(zip(stacks, updates, statics, strict=True)), threads))
+        list(map_in_threads(take, list(zip(stacks, updates, strict=True)), threads))
 
     return run
 
 
 def _stack_jobs(plan: Plan, jobs: Sequence[LocalTrainingState]) -> Stack:
     parts = [
-        (job.params, job.rest, job.optimizer, job.global_params if plan.mixes else {}, *job.memory) for job in jobs
+        (job.params, job.rest, job.optimizer, job.global_params if plan.mixes else {}, *job.memory, job.personal)
+        for job in jobs
     ]
     return tuple(map(_stack_states, zip(*parts, strict=True)))
 
@@ -605,8 +585,9 @@ def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
     return *written, *stack[3:]
 
 
-def _is_finite(stack: Stack) -> bool:
+def _is_finite(plan: Plan, stack: Stack) -> bool:
     """Return whether all trained parameters and statistics are finite, by their sums."""
-    tensors = [drop_equal(tensor) for state in stack[:2] for tensor in state.values()]
+    names = plan.whole.union(*({own[each] for each in own.keys() & plan.whole} for own in plan.own_names))
+    tensors = [drop_equal(tensor) for state in stack[:2] for name, tensor in state.items() if name not in names]
     sums = [tensor.sum() for tensor in tensors if tensor.is_floating_point()]
     return bool(torch.stack([value.double() for value in sums]).isfinite().all())

@@ -33,7 +33,7 @@ from .tape import Factors, Tape, Untraceable
 TAPES = 64
 """Maximum number of kinds of recorded steps, if recording does not affect results."""
 Stack = tuple[State, ...]
-"""The lanes' parameters, other entries, optimizer states, loaded entries and memories of each rule.
+"""The lanes' parameters, other entries, optimizer states, loaded entries, memories of each rule, and entries kept.
 
 Each entry is ``[lanes, ...]``. Loaded entries are omitted if all lanes load the same.
 """
@@ -115,16 +115,14 @@ class Stepper:
         return (params, rest, *stack[2:]), loss
 
     def _may_record(self, job: LocalTrainingState) -> bool:
-        """Return whether the step may be recorded: rules may read the learning rate and the round, which a tape fixes.
-
-        A tape per round would cost more than it saves.
-        """
-        lasts = self.plan.optimizer.lr_in_round(job.round + 1) == job.lr and not self.plan.reads.round
-        return not job.separate_phase and (lasts or not self._rules_act)
+        """Return whether the step may be recorded; a tape fixes the round, and one a round costs more than it saves."""
+        return not job.separate_phase and not (self._rules_act and self.plan.reads.round)
 
     def _list_read(self, job: LocalTrainingState, stack: Stack) -> tuple[Any, ...]:
         """Return the inputs of rules that vary between steps and must not be constants of a tape."""
-        return (stack[3:], job.global_params, job.server_memory, job.steps) if self._rules_act else ()
+        if not self._rules_act:
+            return ()
+        return stack[3:], job.global_params, job.server_memory, job.steps, torch.tensor(job.lr, dtype=self.plan.dtype)
 
     def _update_lane(self, job: LocalTrainingState, grads: State, rest: State, parts: Stack, key: Tensor) -> Stack:
         lane = replace_parts(job, parts)
@@ -159,8 +157,8 @@ class Stepper:
             lanes = {name: (s_KRO, x_KRI, each.fast) for (name, each), s_KRO, x_KRI in pairs}
             now, around = job, stack[3:]
             if self._rules_act:
-                around, loaded, server, steps = tree_unflatten(list(flat[last_factor:]), spec)
-                now = replace(job, global_params=loaded, server_memory=server, counter=steps)
+                around, loaded, server, steps, lr = tree_unflatten(list(flat[last_factor:]), spec)
+                now = replace(job, global_params=loaded, server_memory=server, counter=steps, lr=lr)
             with self.template:
                 parts = leaves, before, *around
                 batch = flat[end : end + 3]
@@ -173,7 +171,7 @@ class Stepper:
         tape = None
         if recorded and self._may_record(job):
             shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
-            kind = shapes, job.frozen, job.lr if self._rules_act else None, list_updates(self.plan, job)
+            kind = shapes, job.frozen, list_updates(self.plan, job)
             factored = self.plan.subtracts and not (self._shared or self._rules_act)
             if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
                 try:
@@ -270,6 +268,9 @@ def _subtract_(params: State, grads: Gradients, lr: float, held: Held) -> None:
 
 def replace_parts(job: LocalTrainingState, parts: Stack) -> LocalTrainingState:
     """Return the job with the ``parts`` of a stack, or of one of its lanes."""
-    params, rest, optimizer, loaded, *memory = parts
-    loaded = loaded or job.global_params
-    return replace(job, params=params, rest=rest, optimizer=optimizer, global_params=loaded, memory=tuple(memory))
+    params, rest, optimizer, loaded, *others = parts
+    memory, personal = others[: len(job.memory)], others[len(job.memory) :]
+    return replace(
+        job, params=params, rest=rest, optimizer=optimizer, global_params=loaded or job.global_params,
+        memory=tuple(memory), personal=personal[0] if personal else {},
+    )  # fmt: skip

@@ -51,9 +51,10 @@ class Moments:
 
 
 def list_batch_norms(plan: Plan) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that have statistics, by name."""
-    layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, _BatchNorm)}
-    return {name: layer for name, layer in layers.items() if layer.running_mean is not None}
+    """Return torch's BatchNorm layers, by name, that have statistics which are not frozen."""
+    moving = [entry for entry in plan.entries if entry.kind == "variance" and entry.moves]
+    owners = {entry.name.rpartition(".")[0]: entry.owner for entry in moving}
+    return {name: layer for name, layer in owners.items() if isinstance(layer, _BatchNorm)}
 
 
 def name_statistics(layer: str) -> tuple[str, str]:
@@ -141,8 +142,9 @@ def reestimate_statistics(plan: Plan, state: State, data: Samples, batches: int 
     """Return ``state`` with BatchNorm statistics replaced by mean and variance of each layer's inputs over ``data``.
 
     Labels are not used. Layers normalize by batches of 250 samples in a keyed order: if there are more samples, the
-    inputs of a second BatchNorm layer depend on the batches. With too few samples to train the model, ``state`` is
-    returned unchanged. ``batches``: most batches to use; None: all.
+    inputs of a second BatchNorm layer depend on the batches. Frozen layers, and those that evaluation does not call,
+    remain unchanged; with too few samples to train the model, all of ``state``. ``batches``: most batches to use; None:
+    all.
     """
     state, scratch = dict(state), clone(state)  # layers in training mode update their buffers
     found = {name: Moments() for name in list_batch_norms(plan)}
@@ -153,5 +155,7 @@ def reestimate_statistics(plan: Plan, state: State, data: Samples, batches: int 
             compute_outputs(plan, scratch, to_memory_format(x, plan.image_format))
     for layer, moments in found.items():
         mean, variance = name_statistics(layer)
+        if not moments.count:  # evaluation does not call it
+            continue
         state[mean], state[variance] = moments.mean.to(state[mean]), moments.variance.to(state[variance])
     return state

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from ..core.declarations import Reveals, Send
 from ..core.kernel import init_client, init_server
 from ..core.method import Method
@@ -84,14 +82,15 @@ def _list_entries(plan: Plan) -> Iterator[Disclosure]:
     made = frozenset().union(*(bound.sets for bound in plan.rules))
     for entry in plan.entries:
         if entry.name in plan.sent:
-            loaded = "each" if passed_on and entry.name not in made else "all"
-            send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, plan, made))[entry.name]
+            alone = (passed_on or entry.kind == "state") and entry.name not in made
+            loaded = "each" if alone else "all"
+            send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, made))[entry.name]
             yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.received else "server")
 
 
-def _find_grain(entry: Entry, plan: Plan, made: frozenset[str]) -> Reveals:
+def _find_grain(entry: Entry, made: frozenset[str]) -> Reveals:
     """Return what an entry of the model reveals: layers write into buffers what they see, BatchNorm its statistics."""
-    written = entry.is_buffer and plan.initial[entry.name].is_floating_point() and entry.name not in made
+    written = entry.kind in ("mean", "variance", "average", "state") and entry.name not in made
     return "client" if written else "update"
 
 
@@ -185,7 +184,7 @@ def _describe_entries(plan: Plan, names: frozenset[str]) -> str:
 
 
 def _describe_normalization(plan: Plan) -> str:
-    if not any(isinstance(entry.owner, _BatchNorm) for entry in plan.entries):
+    if not any(map(batch_norm, plan.entries)):
         kinds = {entry.layer for entry in plan.entries if norm_layers(entry)}
         return f"replaced by {', '.join(sorted(kinds))}" if kinds else "removed"
     owned = {name for name in plan.personal if name in {entry.name for entry in plan.entries if batch_norm(entry)}}

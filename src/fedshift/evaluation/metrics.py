@@ -26,6 +26,7 @@ from ..results.cases import Picture, Records, rank_results
 from ..results.schema import Row, add_rows
 from ..tasks.task import BATCH as BATCH
 from ..tasks.task import Task
+from ..utils.random_streams import torch_stream
 from ..utils.state import State
 
 LARGE = 2**28
@@ -47,7 +48,7 @@ def evaluate(plan: Plan, state: State, split: Samples, task: Task, classes: int)
     return evaluate_together(plan, state, [split], task, classes)[0]
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference tensors would stay in what a network keeps
 def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task: Task, classes: int) -> list[Row]:
     """Return :func:`evaluate` of each of ``splits``; small ones share a forward pass, and cases are counted singly."""
     return [_add_up([task.measure(*part, classes) for part in parts]) for parts in _predict(plan, state, list(splits))]
@@ -64,7 +65,7 @@ def _predict(plan: Plan, state: State, splits: Sequence[Samples]) -> Iterator[It
     yield from (_predict_cases(plan, state, split) if split.patches else [next(whole)] for split in splits)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _predict_cases(plan: Plan, state: State, split: Samples) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's outputs ``[1, K, ...]`` and the targets of each case, by windows, on the processor."""
     assert split.patches is not None
@@ -73,7 +74,7 @@ def _predict_cases(plan: Plan, state: State, split: Samples) -> Iterator[tuple[T
         yield slide(lambda x: forward(plan, state, split.scale(x, plan.dtype)), x, split.patches.size).cpu(), y.cpu()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _predict_whole(plan: Plan, state: State, splits: Iterable[Samples]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's outputs and the targets of each of ``splits``, on the processor."""
     splits = list(splits)
@@ -82,7 +83,9 @@ def _predict_whole(plan: Plan, state: State, splits: Iterable[Samples]) -> Itera
         sizes = [len(split) for split in group]
         outputs: Tensor | None = None
         for start in range(0, max(sizes), most):
-            made = forward(plan, state, torch.cat([s.inputs(slice(start, start + most), plan.dtype) for s in group]))
+            x = torch.cat([s.inputs(slice(start, start + most), plan.dtype) for s in group])
+            with torch_stream(plan.seed, "evaluation", start):
+                made = forward(plan, state, x)
             # into one array: small tensors kept between large freed ones would make the heap grow by the large ones
             outputs = made.new_empty(sum(sizes), *made.shape[1:]) if outputs is None else outputs
             outputs[start : start + len(made)] = made
@@ -209,7 +212,7 @@ def _record(
     return {**made, "group": samples.units.cpu().int().numpy()} if made and grouped else made
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def picture_worst(
     plan: Plan,
     server: ServerState,
@@ -233,7 +236,7 @@ def picture_worst(
     for place in dict.fromkeys(place for _, place, _ in shown):
         client = data.clients[place]
         rows = torch.tensor([row for _, owner, row in shown if owner == place])
-        with torch.inference_mode(False):  # a policy for clients that never trained may compute gradients
+        with torch.enable_grad():  # a policy for clients that never trained may compute gradients
             own = personal(client) if plan.personalizes or shared is None else shared
         outlined = own is not None and "predicted" in records[client.name, "personal"]
         if client.test.patches:

@@ -25,7 +25,7 @@ from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
 from ..utils.state import State, pick
 from ..utils.words import join_choices
-from .batch_norm import list_batch_norm_parameters, list_batch_norms, list_norm_parameters
+from .batch_norm import list_batch_norm_parameters, list_norm_parameters
 from .unseen_clients import PolicyContext, hides_clients
 
 SKIP = "skip"
@@ -46,16 +46,19 @@ def require_personal_models(plan: Plan, _: Task) -> str:
 
 
 def require_statistics(plan: Plan, _: Task) -> str:
-    """The model has BatchNorm statistics."""
-    return "" if any(map(norm_statistics, plan.entries)) else "there are no BatchNorm statistics"
+    """The model has BatchNorm statistics that training changes."""
+    variances = [entry for entry in plan.entries if norm_statistics(entry) and entry.kind == "variance"]
+    if any(entry.moves for entry in variances):
+        return ""
+    return "BatchNorm statistics are frozen" if variances else "there are no BatchNorm statistics"
 
 
 def require_torch_statistics(plan: Plan, _: Task) -> str:
     """All layers with BatchNorm statistics use them as torch's BatchNorm does."""
-    for name, layer in list_batch_norms(plan).items():
-        if not normalizes_as_torch(layer):
-            kind = type(layer).__name__
-            return f"layer {name!r} is a {kind}, which uses its statistics otherwise than torch's BatchNorm"
+    for entry in plan.entries:
+        if norm_statistics(entry) and entry.kind == "variance" and not normalizes_as_torch(entry.owner):
+            name, kind = entry.name.rpartition(".")[0], type(entry.owner).__name__
+            return f"layer {name!r} is a {kind}, which may use its statistics otherwise than torch's BatchNorm"
     return ""
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+from ..core.buffers import fit_spectral_norms
 from ..core.kernel import broadcast, global_state, init_client, personal_state
-from ..core.means import StreamingMean
+from ..core.means import weighted_mean
 from ..core.plan import Plan
 from ..core.preparation import bind_rules
 from ..core.selection import everything
@@ -93,11 +94,10 @@ class PolicyContext:
         if hides_clients(self.plan):  # policies that keep some of these entries do not apply
             return self._complete(self.plan.initial | pick(self.server.shared, self.plan.loaded))
         weights = {n: self.plan.method.weigh(samples=size, used=size) for n, size in sorted(self.samples.items())}
-        mean = StreamingMean()
-        for name, weight in weights.items():
-            if weight or not any(weights.values()):
-                mean.add(self.clients[name].personal, weight or 1.0)
-        return self._complete(mean.result())
+        counted = {name: weight or 1.0 for name, weight in weights.items() if weight or not any(weights.values())}
+        personal = [self.clients[name].personal for name in counted]
+        mean = weighted_mean(personal, list(counted.values()), self.plan.whole)
+        return fit_spectral_norms(self.plan, self._complete(mean))
 
     def _complete(self, entries: State) -> State:
         """Return the server's entries completed by ``entries``, those that clients keep."""

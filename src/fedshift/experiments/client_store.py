@@ -24,7 +24,7 @@ from ..core.states import ClientState
 from ..results.schema import RESTART
 from ..utils.errors import FedshiftError
 from ..utils.files import ScratchDirectory, write_atomically
-from ..utils.state import State, add_prefix, entries_under, join_states, nbytes, split_state
+from ..utils.state import State, add_prefix, entries_under, group_entries, join_states, nbytes, split_state
 
 MEMORY = 512 * 2**20
 """Default limit on the bytes of clients' states in memory."""
@@ -173,10 +173,9 @@ class ClientStore(Mapping[str, ClientState]):
 
     def tensors(self) -> State:
         """Return all states as flat tensors, by the numbers of their clients."""
-        flat: State = {"clients/steps": torch.tensor(self._steps)}
-        for number in np.flatnonzero(self._steps):
-            flat |= add_prefix(f"client/{number}", to_tensors(self[self.names[number]], self._rules))
-        return flat
+        numbers = np.flatnonzero(self._steps).tolist()
+        states = join_states(map(str, numbers), (to_tensors(self[self.names[n]], self._rules) for n in numbers))
+        return {"clients/steps": torch.tensor(self._steps)} | add_prefix("client", states)
 
     def restore(self, tensors: State, segments: Mapping[str, int], folder: Path | None) -> None:
         """Restore the result of :meth:`save`, in ``folder``, or of :meth:`tensors`.
@@ -192,16 +191,9 @@ class ClientStore(Mapping[str, ClientState]):
             self._place, self._folder = tensors["clients/place"].numpy().copy(), folder
             self._segments = {int(number): size for number, size in segments.items()}
             check_segments(folder, segments)
-        states: dict[int, State] = {}
-        for name, tensor in entries_under("client", tensors).items():
-            client, _, entry = name.partition("/")
-            states.setdefault(int(client), {})[entry] = tensor.to(self._device)
-        self.put(
-            {
-                self.names[client]: to_client(state, int(self._steps[client]), self._rules)
-                for client, state in states.items()
-            }
-        )
+        moved = {name: tensor.to(self._device) for name, tensor in entries_under("client", tensors).items()}
+        states = {int(number): state for number, state in group_entries(moved).items()}
+        self.put({self.names[n]: to_client(state, int(self._steps[n]), self._rules) for n, state in states.items()})
 
     def _pack(self, number: int) -> bytes:
         """Return a client's state as the content of a file; safetensors does not allow tensors that share memory."""

@@ -87,17 +87,18 @@ def _scale_for(model: ModelFactory, data: Federation) -> Federation:
 def make_optimizer(spec: Spec) -> Optimizer:
     """Return the local optimizer of ``spec``, an expression with learning rate and schedule, or an object.
 
-    Raises :class:`UsageError` for a learning rate or a schedule next to an object, which contains both.
+    Raises :class:`UsageError` if an expression makes an optimizer with others.
     """
-    given, schedule = spec.optimizer, SCHEDULES.parse(spec.schedule, rounds=spec.rounds)
-    if isinstance(given, str):
-        return OPTIMIZERS.parse(given, lr=spec.lr, schedule=schedule)
-    made = as_optimizer(given, spec.lr, schedule)
-    beside = {name for name in ("lr", "schedule") if getattr(spec, name) != getattr(Spec, name)}
-    if made is not given:  # a torch optimizer has no schedule, and as a class no learning rate
-        beside -= {"schedule", *(["lr"] if made.lr == spec.lr else [])}
-    for name in sorted(beside):
-        raise UsageError(f"{name} and optimizer={made}: set {name} only in the optimizer").about(name, "optimizer")
+    schedule = SCHEDULES.parse(spec.schedule, rounds=spec.rounds)
+    if not isinstance(spec.optimizer, str):
+        return as_optimizer(spec.optimizer, spec.lr, schedule)
+    made = OPTIMIZERS.parse(spec.optimizer, lr=spec.lr, schedule=schedule)
+    for name, value in (("lr", spec.lr), ("schedule", schedule)):
+        if getattr(made, name) != value:
+            raise UsageError(
+                f"optimizer {spec.optimizer!r} trains with {name}={getattr(made, name)}, not with {name}={value}: let "
+                f"its function take {name} and pass it on"
+            ).about("optimizer", name)
     return made
 
 

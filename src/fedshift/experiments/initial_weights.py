@@ -69,7 +69,8 @@ class InitialWeights:
 
     def find_differences(self, network: nn.Module) -> list[str]:
         """Return descriptions of the names that the network or the weights lack; empty if none."""
-        own, skipped = network.state_dict(keep_vars=True), self._find_skipped(network)
+        skipped = self._find_skipped(network)
+        own = {name: x for name, x in network.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
         given = {id(tensor) for name, tensor in own.items() if name in self.entries}  # one of tied entries is enough
         missing = [
             name

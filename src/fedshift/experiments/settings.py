@@ -23,7 +23,7 @@ from ..core.plan import Plan, forward, to_inputs
 from ..core.preparation import prepare
 from ..core.work import Work
 from ..data.augmentation import Augmentation
-from ..data.federation import PLURALS, Federation
+from ..data.federation import Federation
 from ..engines import find_engine
 from ..engines.cost_model import choose_products, count_rows
 from ..evaluation.policy import POLICIES, SKIP
@@ -308,6 +308,8 @@ def make_plan(
             loss=loss.to(sample.device, torch.float64) if settings.precision == "float64" else loss,
             precision=settings.precision,
             sample=sample,
+            task=task,
+            classes=classes,
             rounds=settings.rounds,
             clients=clients,
             seed=seed,
@@ -318,14 +320,7 @@ def make_plan(
     elif given:
         given.check_kept(plan)
     with count_rows(plan.module) as rows:
-        scores = tuple(forward(plan, plan.initial, to_inputs(plan, sample)).shape[1:])
-    wanted = task.output_shape(tuple(sample.shape[1:]), classes)
-    if scores != wanted:
-        each = f"one score a {task.output}" + ("" if len(wanted) == 1 else " and pixel")
-        raise UsageError(
-            f"the model's outputs for a sample have shape {scores}, but the data have {classes} "
-            f"{PLURALS[task.output]}: make it give {wanted}, {each}"
-        )
+        forward(plan, plan.initial, to_inputs(plan, sample))
     choose_products(plan, rows)
     return plan
 

@@ -52,7 +52,7 @@ from ..tasks import describe_task
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.execution.executor import Executor
 from ..utils.profiling import OPERATIONS, add_seconds, is_recording, timed_section
-from ..utils.state import State, entries_under, join_states, split_state
+from ..utils.state import State, add_prefix, entries_under, join_states, split_state
 from ..utils.threads import limit_threads
 from ..utils.words import join_some
 from .client_store import MEMORY, ClientStore, remove_unused_segments
@@ -204,11 +204,6 @@ class Trial:
         if self._engine is None:
             self._engine = self._make_engine(self.engine_choice)
         return self._engine
-
-    @property
-    def engine_notices(self) -> list[str]:
-        """Notices of the engine, shown at the end of the trial."""
-        return self._engine.notices if self._engine else []
 
     def _renew_engine(self) -> None:
         """Make the engine again if steps run on other inputs than it was made for."""
@@ -583,7 +578,7 @@ class Trial:
         mixes = server.mixes.flatten() if server.mixes else {}
         memory = join_states(self.plan.rule_names, server.memory)
         parts = server.shared, memory, server.optimizer, server.kept, mixes
-        return join_states([f"server/{part}" for part in SERVER_PARTS], parts)
+        return add_prefix("server", join_states(SERVER_PARTS, parts))
 
     def check_compatible(self, facts: Mapping[str, Any], seed: int) -> None:
         """Raise :class:`UsageError` unless a checkpoint with ``facts`` belongs to this trial with seed ``seed``."""
@@ -610,10 +605,8 @@ class Trial:
         if self._engine:
             self._engine.restore(facts)
         device = torch.device(self.settings.device)
-        shared, memory, optimizer, kept, mixes = (
-            {name: tensor.to(device) for name, tensor in entries_under(f"server/{part}", tensors).items()}
-            for part in SERVER_PARTS
-        )
+        server = {name: tensor.to(device) for name, tensor in entries_under("server", tensors).items()}
+        shared, memory, optimizer, kept, mixes = split_state(SERVER_PARTS, server)
         self.server = ServerState(
             round=facts["round"],
             shared=shared,

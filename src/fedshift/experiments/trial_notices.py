@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..analysis.privacy import describe_delta, describe_guarantee, describe_sample_guarantee, find_mechanism
+from ..core.buffers import describe_buffers
 from ..core.optimizer import SGD, Optimizer
+from ..engines.half_precision import list_underflows
+from ..engines.sequential import Sequential
 from ..evaluation.policy import list_policies
 from ..nn.adapters import list_constants
 from ..tasks.segmentation import Segmentation
@@ -32,15 +38,19 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
         yield from _list_low_rates(plan.optimizer)
     if trial.settings.adapter:
         yield Information(f"{plan.method.label}: {describe_adapter(trial)}")
+    yield from describe_buffers(plan)
     for bound in plan.rules:
         yield from bound.notices
     if mechanism := find_mechanism((trial.plan.method.gradient,)):
         sizes = {name: len(split) for name, split in trial.train.items()}
         yield from (f"{trial.plan.method.label}: {text}" for text in describe_delta(mechanism, sizes))
-    if trial.plan.work.is_one_step(map(len, trial.train.values()), trial.plan.smallest_batch):
+    elsewhere = any(rule.personalizes == "start" and not rule.buffers_alone for rule in plan.method.rules)
+    if not elsewhere and plan.work.is_one_step(map(len, trial.train.values()), plan.smallest_batch):
         for needs in (*(rule.requires for rule in plan.method.rules), plan.method.aggregate.requires):
             if needs.several_steps:
                 yield f"{plan.method.label}: {needs.several_steps}; a round is one step here"
+    if plan.autocast is torch.float16 and experiment.make_engine is None:
+        yield from _list_underflows(trial)
     merged = trial.find_merged_batches()
     for who in [f"client {name!r}" for name in merged] if len(merged) <= MAX_NAMED else [f"{len(merged)} clients"]:
         yield Information(
@@ -73,6 +83,17 @@ def _list_low_rates(optimizer: Optimizer) -> Iterator[str]:
         )
 
 
+def _list_underflows(trial: Trial) -> Iterator[str]:
+    """Yield a notice for each of the first clients of which float16 loses most of a gradient in the first step."""
+    engine = Sequential(trial.plan, trial.train, trial.seed, augment=trial.settings.augment)
+    for name in islice(trial.train, MAX_NAMED):
+        if lost := list_underflows(trial.plan, engine.begin_step(name, trial.clients[name], trial.server)):
+            yield (
+                f"{trial.plan.method.label}: client {name!r}: float16 loses most of the gradient of {join_some(lost)} "
+                "(values below 6e-8 are 0): scale the data, or compute in bfloat16 or float32"
+            )
+
+
 def describe_adapter(trial: Trial) -> str:
     """Return what adapters train, and a client's bytes in a round compared with the whole network's."""
     from ..report.formatting import format_bytes  # with it Matplotlib, for which each worker process would wait
@@ -94,7 +115,6 @@ def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> It
     if stopped:
         round = f"round {trial.server.round} of {settings.rounds}"
         yield f"{method.label}, seed {trial.seed}: stopped after {round}: {stopped}"
-    yield from (f"{method.label}, seed {trial.seed}: {text}" for text in trial.engine_notices)
     untrained = [name for name in _needing(experiment, trial.data.names) if not trial.clients.has_trained(name)]
     if untrained and trial.plan.personalizes:
         which = join_some(untrained, shown=MAX_NAMED)

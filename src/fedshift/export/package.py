@@ -35,7 +35,7 @@ from ..tasks import TASKS
 from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import Ref, UsageError
 from ..utils.files import disk_error, require_writable
-from ..utils.state import State
+from ..utils.state import State, load_entries
 from .loading import DESCRIPTION, FORMAT, PROGRAM, ExportedModel, name_predictions
 from .model_card import ModelFacts, render_card
 from .programs import Program, first_line, require_samplewise, save_onnx, save_program, trace
@@ -136,7 +136,8 @@ def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, re
 
 def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> ExportReport:
     network = _load_state(model)
-    entries = {name: x.detach().contiguous().clone() for name, x in network.state_dict().items()}
+    state = network.state_dict()  # may have extra state, which is no tensor
+    entries = {name: x.detach().contiguous().clone() for name, x in state.items() if isinstance(x, Tensor)}
     names = {"method": model.facts.method, "client": model.facts.client or "", "seed": str(model.facts.seed)}
     header = {**names, "round": str(model.facts.round)}
     (folder / WEIGHTS).write_bytes(save(entries, metadata=header))
@@ -187,7 +188,7 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
 
 def _load_state(model: TrainedModel) -> nn.Module:
     network = model.network.cpu()
-    network.load_state_dict({name: x.cpu() for name, x in model.state.items()}, strict=False)  # tied entries occur once
+    load_entries(network, model.state)
     return merge_adapters(network).eval()
 
 

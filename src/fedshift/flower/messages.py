@@ -182,12 +182,12 @@ def check_state(
             raise RefusedMessage(f"entry {name!r} of {what} has shape {tuple(tensor.shape)} in place of {said}")
         if tensor.dtype != wanted.dtype:
             raise RefusedMessage(f"entry {name!r} of {what} has type {tensor.dtype} in place of {wanted.dtype}")
-        check_finite(name, tensor, what)
+        check_finite(name, tensor, what, wanted)
 
 
-def check_finite(name: str, tensor: Tensor, what: str) -> None:
-    """Raise :class:`RefusedMessage` if ``tensor`` contains NaN or infinity."""
-    if tensor.is_floating_point() and not tensor.isfinite().all():
+def check_finite(name: str, tensor: Tensor, what: str, wanted: Tensor) -> None:
+    """Raise :class:`RefusedMessage` if ``tensor`` contains NaN, or infinity where ``wanted`` has another value."""
+    if tensor.is_floating_point() and not (tensor.isfinite() | (tensor == wanted)).all():
         raise RefusedMessage(f"entry {name!r} of {what} holds NaN or infinity")
 
 

@@ -14,7 +14,6 @@ privacy.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from ..core.means import StreamingMean, cast_to
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.selection import norm_layers
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal, stream
@@ -60,20 +58,10 @@ class PrivateMean(Aggregation):
             )
 
     @override
-    def bind(self, plan: Plan) -> Self:
-        for entry in plan.entries:
-            sent = entry.name in plan.sent and plan.initial[entry.name].is_floating_point()
-            if sent and entry.is_buffer and not norm_layers(entry):
-                raise UsageError(
-                    f"method {plan.method.label!r}: entry {entry.name!r} is a buffer of a {entry.layer}, to which dp "
-                    "would add noise even if it is a constant: register it with persistent=False, or keep it on clients"
-                )
-        return self
-
-    @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
         before, fixed = server.shared, plan.entries_fixed_in(server.round)
         names = sorted(name for name, tensor in before.items() if tensor.is_floating_point() and name not in fixed)
+        variances = {entry.name for entry in plan.entries if entry.kind == "variance"}
         mean = StreamingMean()
         for each in received:
             change = {name: each.entries[name].double() - before[name].double() for name in names}
@@ -85,7 +73,7 @@ class PrivateMean(Aggregation):
             after = before[name].double() + moved
             if scale:
                 after += scale * noise[name]
-            if name.endswith("running_var"):  # torch's name for running variances
+            if name in variances:
                 after = torch.where(after < 0, before[name].double(), after)
             after_round[name] = cast_to(after, before[name].dtype)
         return Aggregated(entries=after_round)

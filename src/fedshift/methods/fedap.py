@@ -11,22 +11,23 @@ running statistics of each client's BatchNorm, which it sends with every upload.
 a client that does not take part in a round; the client's mix then excludes its own upload.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.selection import SELECTIONS, batch_norm
+from ..core.selection import SELECTIONS, batch_norm, norm_statistics
 from ..core.states import ServerState
 from ..utils.errors import UsageError
-from ..utils.state import State, pick
+from ..utils.state import State, group_entries, join_states, pick
 
+Statistics = Mapping[str, State]
+"""Running statistics by client."""
 SMALLEST = 1e-14
 """Minimum distance: clients with equal statistics share nearly all of the weight."""
 
@@ -43,17 +44,14 @@ class StatisticsMix(Aggregation):
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
         layers = _find_layers(plan)
         entries = frozenset(name for layer in layers for name in layer)
-        known = server.kept | {
-            f"{each.client}/{name}": tensor for each in received for name, tensor in pick(each.entries, entries).items()
-        }
-        mixes = self._weigh(known, layers, [each.client for each in received])
-        return Aggregated(
-            entries=average(received), kept=known, mixes=mixes
-        )  # clients load the mean before their first mix
+        present = [each.client for each in received]
+        kept = server.kept | join_states(present, (pick(each.entries, entries) for each in received))
+        mixes = self._weigh(group_entries(kept), layers, present)
+        return Aggregated(entries=average(received), kept=kept, mixes=mixes)  # loaded before a client's first mix
 
-    def _weigh(self, known: State, layers: Sequence[tuple[str, str]], others: Sequence[str]) -> dict[str, State]:
+    def _weigh(self, known: Statistics, layers: Sequence[tuple[str, str]], others: Sequence[str]) -> dict[str, State]:
         """Return the weights of the uploads of ``others`` for every client that has taken part."""
-        clients = sorted({name.rpartition("/")[0] for name in known})
+        clients = sorted(known)
         own_NK = torch.tensor([[client == other for other in others] for client in clients])
         distances_NK = torch.stack([_measure(known, layer, clients, others) for layer in layers]).sum(0).cpu()
         near_NK = torch.where(own_NK, 0.0, 1 / distances_NK.clamp(min=SMALLEST))
@@ -66,17 +64,17 @@ class StatisticsMix(Aggregation):
 
 def _find_layers(plan: Plan) -> list[tuple[str, str]]:
     """Return the names of the running mean and variance of each BatchNorm layer whose statistics clients send."""
-    owners = {entry.name: entry.owner for entry in plan.entries if isinstance(entry.owner, _BatchNorm)}
-    means = [name for name in owners if name in plan.sent and name.endswith("running_mean")]
-    return [(name, name.removesuffix("mean") + "var") for name in means]
+    sent = [entry for entry in plan.entries if norm_statistics(entry) and entry.name in plan.sent]
+    means, variances = ([entry.name for entry in sent if entry.kind == kind] for kind in ("mean", "variance"))
+    return list(zip(means, variances, strict=True))
 
 
-def _measure(known: State, layer: tuple[str, str], clients: Sequence[str], others: Sequence[str]) -> Tensor:
+def _measure(known: Statistics, layer: tuple[str, str], clients: Sequence[str], others: Sequence[str]) -> Tensor:
     """Return the distances in one layer, float64 ``[clients, others]``."""
 
     def describe(names: Sequence[str]) -> Tensor:
         """Return the means and standard deviations, ``[clients, 2 channels]``."""
-        mean, variance = (torch.stack([known[f"{name}/{entry}"].double() for name in names]) for entry in layer)
+        mean, variance = (torch.stack([known[name][entry].double() for name in names]) for entry in layer)
         return torch.cat([mean, variance.sqrt()], dim=1)
 
     return torch.cdist(describe(clients), describe(others), compute_mode="donot_use_mm_for_euclid_dist")

@@ -27,7 +27,7 @@ from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.states import ServerState
 from ..utils.errors import UsageError
-from ..utils.state import State, add_prefix, entries_under
+from ..utils.state import State, add_prefix, group_entries
 
 ROUNDING = 64
 """Changes below this multiple of a tensor's precision are rounding errors."""
@@ -56,8 +56,7 @@ class CriticalMix(Aggregation):
             loaded = server.shared | (server.mixes.mix(each.client) if server.mixes else {})
             critical = {name: self._select(loaded[name], each.entries[name]) for name in self.names}
             kept |= add_prefix(each.client, critical)
-        clients = sorted({name.rpartition("/")[0] for name in kept})
-        masks = {client: entries_under(client, kept) for client in clients}
+        masks = dict(sorted(group_entries(kept).items()))
         weights_N = torch.tensor([each.weight for each in received], dtype=torch.float64)
         mixes = {}
         for client, partners in self._choose(masks, present, server.round + 1).items():

@@ -69,7 +69,7 @@ class FeatureAugmentation(Keyed):
             )
         if not self.training:
             return x
-        key, first = take_draws(DRAWS)
+        key, first = take_draws(self, DRAWS)
         acts = draw_uniform(key, first, 1) < self.p
         maps = x.flatten(2).to(self.var_mean.dtype)
         mean_BC, std_BC = maps.mean(dim=2), (maps.var(dim=2, correction=0) + EPS).sqrt()

@@ -45,7 +45,7 @@ class Sampler(Keyed):
         mean_BZ, raw_BZ = raw_B2Z.chunk(2, dim=1)
         z_BZ, deviation_BZ = mean_BZ, F.softplus(raw_BZ)
         if self.training:
-            z_BZ = mean_BZ + deviation_BZ * draw_normal(*take_draws(2), mean_BZ.shape).to(mean_BZ.dtype)
+            z_BZ = mean_BZ + deviation_BZ * draw_normal(*take_draws(self, 2), mean_BZ.shape).to(mean_BZ.dtype)
         features_BZ: Tensor = self.drawn(torch.cat([mean_BZ, deviation_BZ, z_BZ], dim=1)).chunk(3, dim=1)[2]
         return features_BZ
 

@@ -28,8 +28,8 @@ from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import batch_norm, find_classifier, name_matches, of_type
-from ..nn.recognition import torch_kind
-from ..nn.surgery import replace_modules, take_place
+from ..nn.recognition import Function, torch_kind
+from ..nn.surgery import BATCH_NORM, replace_modules, take_place
 from ..utils.errors import UsageError
 
 MAPS: dict[type[nn.Module], type[nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
@@ -69,6 +69,7 @@ class Assemble:
     """Surgery that adds an InstanceNorm to every BatchNorm of feature maps."""
 
     decides_normalization: ClassVar[bool] = True
+    replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
 
     def __str__(self) -> str:
         return "BatchNorm and InstanceNorm side by side"

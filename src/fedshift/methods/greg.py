@@ -46,10 +46,8 @@ class Consistency(Rule):
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
-        log_p, log_q = (
-            outputs.log_softmax(dim=1)
-            for outputs in (step.outputs, step.run(pick(step.loaded, self.statistics), training=False).outputs)
-        )
+        shared = step.run(step.params | pick(step.loaded, self.statistics), training=False)
+        log_p, log_q = (outputs.log_softmax(dim=1) for outputs in (step.outputs, shared.outputs))
         return loss + self.lam * ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(dim=1).mean() / 2
 
 

@@ -39,9 +39,7 @@ class PreviousModel(Rule):
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
-        previous = step.memory
-        loaded = previous | step.loaded  # personal entries are unchanged since the last round
-        others = [step.run(state, training=False).features for state in (loaded, previous)]
+        others = [step.run(state, training=False).features for state in (step.start, step.memory)]
         z = step.features.flatten(1)
         similarity_B2 = torch.stack([torch.cosine_similarity(z, other.flatten(1)) for other in others], dim=1)
         return loss - self.mu * (similarity_B2 / self.tau).log_softmax(dim=1)[:, 0].mean()

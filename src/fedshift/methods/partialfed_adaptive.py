@@ -36,10 +36,11 @@ class Gates(Rule):
 
     @override
     def bind(self, plan: Plan) -> Bound:
-        if plan.personal or not plan.loaded:
+        kept = plan.personal - plan.whole
+        if kept or not plan.loaded:
             raise UsageError(
                 "partialfed_adaptive chooses which layers to load, but another part of the method already keeps "
-                f"{min(plan.personal)!r} on the client: use one of the two"
+                f"{min(kept or plan.personal)!r} on the client: use one of the two"
             )
         layers: dict[int, list[str]] = {}
         statistics = tuple(entry.name for entry in plan.entries if norm_statistics(entry))

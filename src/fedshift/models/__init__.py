@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -24,6 +24,7 @@ from ..config.catalog import Catalog
 from ..config.expressions import list_catalog
 from ..nn.several_inputs import Inputs, name_inputs, take_inputs
 from ..utils.errors import UsageError
+from ..utils.random_streams import kept_generators
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 from ._libraries import LIBRARIES, LibraryModel
 
@@ -71,25 +72,34 @@ def make_network(model: ModelFactory, shape: tuple[int, ...], classes: int, prec
 
 
 _NEW: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""Functions of users, and whether they make a new network in each call."""
+"""Functions of users, and whether they make all of a network anew in each call."""
 
 
 def _returns_new(model: ModelFactory, network: nn.Module, shape: tuple[int, ...], classes: int) -> bool:
-    """Return whether ``model`` makes another object than ``network`` when it is called again: trials train it."""
+    """Return whether ``model`` makes all of ``network`` anew when it is called again: trials train and change it."""
     if isinstance(model, LibraryModel) or getattr(model, "__module__", "").startswith(__name__):
         return True
+
+    def share_none() -> bool:
+        with kept_generators():
+            other = model(shape, classes)
+        return {*_list_objects(network)}.isdisjoint(_list_objects(other))
+
     try:
-        if model not in _NEW:
-            _NEW[model] = model(shape, classes) is not network
-        return _NEW[model]
+        return _NEW[model] if model in _NEW else _NEW.setdefault(model, share_none())
     except TypeError:  # not hashable
-        return model(shape, classes) is not network
+        return share_none()
+
+
+def _list_objects(network: nn.Module) -> Iterator[int]:
+    yield from map(id, (*network.modules(), *network.parameters()))
 
 
 def _shape_lazy_layers(network: nn.Module, shape: tuple[int, ...]) -> None:
     """Give lazy layers their shapes, without moving statistics, by a sample of floats or, failing that, of tokens."""
     failed: Exception | None = None
-    for dtype in (torch.float32, torch.int64):
+    floats = next((each.dtype for each in network.parameters() if each.is_floating_point()), torch.float32)
+    for dtype in (floats, torch.int64):
         try:
             with torch.no_grad():
                 network.eval()(torch.zeros(1, *shape, dtype=dtype))

@@ -62,6 +62,8 @@ def list_attributes(module: nn.Module) -> dict[str, Attribute]:
     for name, layer in module.named_modules():
         kind = type(layer).__name__
         where = f"layer {name!r} of the model ({kind})" if name else f"the model {kind}"
+        hooks = sum(len(held) for attribute, held in vars(layer).items() if attribute in USUAL and "hooks" in attribute)
+        search.add(where, "hooks", hooks, _keep)
         for attribute in sorted(vars(layer).keys() - USUAL):
             search.add(where, attribute, vars(layer)[attribute], partial(setattr, layer, attribute))
         for parent in _list_classes(layer):
@@ -83,7 +85,7 @@ class _Search:
     def __init__(self, entries: Mapping[str, Tensor]) -> None:
         self.found: dict[str, Attribute] = {}
         self._entries, self._seen = {id(tensor) for tensor in entries.values()}, set[int]()
-        self._memory = {_find_memory(tensor): name for name, tensor in entries.items()}
+        self._memory = {_find_memory(tensor): name for name, tensor in entries.items() if _find_memory(tensor)}
 
     def add(self, where: str, name: str, value: Any, write: Callable[[Any], None]) -> None:
         self._add(where, name, f"{where}.{name}", value, write, 0)

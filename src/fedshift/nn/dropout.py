@@ -14,25 +14,42 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count, islice
 from math import pi, prod
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..utils.errors import UsageError
 from ..utils.random_streams import key_bits
 from .recognition import find_hooks, runs_as_torch
 from .surgery import replace_modules
 
 _MASK = 0xFFFFFFFF
 
-_current: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("dropout_draws", default=None)
-"""The key of the current step, and an iterator over the numbers of its layers' draws."""
+
+class _Draws(NamedTuple):
+    """The key of a step, the numbers of its layers' draws, and the first numbers of each layer's."""
+
+    key: Tensor
+    numbers: Iterator[int]
+    drawn: WeakKeyDictionary[nn.Module, set[int]]
+
+
+_current: ContextVar[_Draws | None] = ContextVar("dropout_draws", default=None)
+_latest: list[_Draws] = []
+"""The last step's draws: checkpointing (``torch.utils.checkpoint``) runs layers again, in its backward pass."""
 
 
 @contextmanager
 def dropout_key(key: Tensor) -> Iterator[None]:
-    """Key the draws of dropout layers inside the block by ``key`` (int64 scalar)."""
-    token = _current.set((key, count()))
+    """Key the draws of layers inside the block, and in a backward pass after it, by ``key`` (int64 scalar)."""
+    again = bool(_latest) and _latest[0].key is key
+    draws = _Draws(key, count(), _latest[0].drawn if again else WeakKeyDictionary())
+    if torch._C._functorch.peek_interpreter_stack() is None:  # lanes are not checkpointed
+        _latest[:] = [draws]
+    token = _current.set(draws)
     try:
         yield
     finally:
@@ -44,19 +61,28 @@ def derive_key(key: Tensor, purpose: str) -> Tensor:
     return key ^ (key_bits(0, purpose) >> 65)
 
 
-def take_draws(numbers: int = 1) -> tuple[Tensor, int]:
-    """Return the step's key and the first of ``numbers`` draws for a layer, which no other call in the pass makes.
+def take_draws(layer: nn.Module, numbers: int = 1) -> tuple[Tensor, int]:
+    """Return the step's key and the first of ``numbers`` draws of ``layer``, which no other call in the pass makes.
 
-    Raise RuntimeError outside of a step.
+    If a backward pass runs the layer again, they are those that it took. Raise RuntimeError outside of a step.
     """
-    draws = _current.get()
+    again = bool(_latest) and torch._C._current_graph_task_id() != -1
+    draws = _latest[0] if again else _current.get()
     if draws is None:
         raise RuntimeError(
             "a layer with random draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
         )
-    key, unused = draws
-    first, *_ = islice(unused, numbers)
-    return key, first
+    drawn = draws.drawn.setdefault(layer, set())
+    if not again:
+        first, *_ = islice(draws.numbers, numbers)
+        drawn.add(first)
+        return draws.key, first
+    if len(drawn) != 1:
+        raise UsageError(
+            f"a dropout layer drew {len(drawn)} masks in a step that checkpointing runs again: call it once in a "
+            "forward pass, or leave it out of torch.utils.checkpoint"
+        )
+    return draws.key, next(iter(drawn))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -103,7 +129,7 @@ class KeyedDropout(Keyed):
         if not self.training or self.p == 0.0:
             return x
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else x.shape
-        keep = draw_bits(*take_draws(), prod(shape)) >= int(self.p * 2**32)
+        keep = draw_bits(*take_draws(self), prod(shape)) >= int(self.p * 2**32)
         return x * keep.reshape(shape).to(x.dtype) / (1.0 - self.p) if self.p < 1.0 else torch.zeros_like(x)
 
     def extra_repr(self) -> str:

@@ -9,9 +9,9 @@ mode, and its outputs and statistics are compared with torch's ``forward`` follo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ CLOSE = 1e-4
 """Relative tolerance of outputs, because some layers always compute in float32."""
 SCALED = 1e-2
 """Tolerance of scaled kernels: constants within square roots differ between libraries."""
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+Function: TypeAlias = Callable[..., Any]
 M = TypeVar("M", bound=nn.Module)
 PACKAGE = __name__.rpartition(".")[0] + "."
 
@@ -87,18 +89,47 @@ def require_understood(name: str, layer: nn.Module, what: str) -> dict[str, nn.M
     return parts
 
 
-class _Kernels(TorchFunctionMode):
-    """Inside the block, collects the kernels with which convolutions are called."""
+class Call(NamedTuple):
+    """A call of ``function``, made in ``layer``, the network's layer called ``name``."""
 
-    def __init__(self) -> None:
+    name: str
+    layer: nn.Module
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class FunctionCalls(TorchFunctionMode):
+    """Inside the block, collects the calls of ``functions`` in a network, in order."""
+
+    def __init__(self, module: nn.Module, functions: Collection[Function]) -> None:
         super().__init__()
-        self.found: list[Tensor] = []
+        self.found: list[Call] = []
+        self._module, self._functions = module, functions
+        self._entered: list[tuple[str, nn.Module]] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            handle
+            for name, layer in self._module.named_modules()
+            for handle in (
+                layer.register_forward_pre_hook(lambda each, _, at=name: self._entered.append((at, each))),
+                layer.register_forward_hook(lambda *_: self._entered.pop() and None, always_call=True),
+            )
+        ]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (F.conv1d, F.conv2d, F.conv3d):
-            self.found.append(args[1] if len(args) > 1 else (kwargs or {})["weight"])
+        if func in self._functions:
+            inside = self._entered[-1] if self._entered else ("", self._module)
+            self.found.append(Call(*inside, func, args, kwargs or {}))
         return func(*args, **kwargs or {})
 
 
@@ -118,11 +149,11 @@ def is_scaled(layer: _ConvNd) -> bool:
         copied.weight.data = change(copied.weight.data)  # type: ignore[no-untyped-call]
         size = [(extent - 1) * step + 1 for extent, step in zip(layer.kernel_size, layer.dilation, strict=True)]
         try:
-            with torch.no_grad(), _Kernels() as seen:
+            with torch.no_grad(), FunctionCalls(copied, CONVOLUTIONS) as calls:
                 copied(torch.zeros(1, layer.in_channels, *size, dtype=torch.float64))
         except Exception:  # a user's layer may raise any type
             return False
-        kernels += [kernel.flatten(1) for kernel in seen.found]
+        kernels += [(call.args[1] if len(call.args) > 1 else call.kwargs["weight"]).flatten(1) for call in calls.found]
     if len(kernels) != 2:
         return False
     one, other = kernels

@@ -8,32 +8,34 @@ tables 5 and 6, appendix A.2.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ..utils.errors import UsageError
 from .convolution import FastConv2d
 from .hybrid_batch_norm import HybridBatchNorm
-from .recognition import find_hooks, is_scaled, require_understood, runs_as_torch, torch_kind
+from .recognition import Function, find_hooks, is_scaled, require_understood, runs_as_torch, torch_kind
 from .scaled_std_conv import STANDARDIZED, ScaledStd, count_fan_in
 
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, HybridBatchNorm)
 """Normalization layers that may have entries."""
 NORMALIZATION = (*LEARNED, nn.LocalResponseNorm, nn.CrossMapLRN2d)
-Function = Callable[..., Tensor]
+BATCH_NORM: tuple[Function, ...] = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
+"""Functions of BatchNorm, which a layer of one's own may call."""
 FUNCTIONS: tuple[Function, ...] = (
-    F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm, F.local_response_norm
+    *BATCH_NORM, F.instance_norm, F.group_norm, F.layer_norm, F.rms_norm, F.local_response_norm
 )  # fmt: skip
 """Functions that normalize, with which a network can do without a layer."""
 
@@ -91,43 +93,6 @@ def _refuse_loss(name: str, layer: nn.Module, new: nn.Module) -> None:
         )
 
 
-class FunctionCalls(TorchFunctionMode):
-    """Inside the block, collects names of layers that call one of ``functions`` and do not normalize by their type.
-
-    Convolutions may standardize their kernels by such a function.
-    """
-
-    def __init__(self, module: nn.Module, functions: Collection[Function]) -> None:
-        super().__init__()
-        self.found: list[tuple[str, nn.Module, Function]] = []
-        self._module, self._functions = module, functions
-        self._entered: list[tuple[str, nn.Module]] = []
-
-    def __enter__(self) -> Self:
-        self._handles = [
-            handle
-            for name, layer in self._module.named_modules()
-            for handle in (
-                layer.register_forward_pre_hook(lambda each, _, at=name: self._entered.append((at, each))),
-                layer.register_forward_hook(lambda *_: self._entered.pop() and None, always_call=True),
-            )
-        ]
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *raised: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        inside = self._entered[-1] if self._entered else ("", self._module)
-        if func in self._functions and not isinstance(inside[1], (*NORMALIZATION, _ConvNd)):
-            self.found.append((*inside, func))
-        return func(*args, **kwargs or {})
-
-
 def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Module]) -> nn.Module:
     """Return the layer of ``make`` followed by the parts of ``layer``; refuse an unrecognized ``layer``."""
     parts = require_understood(name, layer, what)
@@ -138,7 +103,36 @@ def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Mod
 
 
 @dataclass(frozen=True)
-class BatchNormToGroupNorm:
+class _BatchNormReplacement:
+    """Surgery that replaces every BatchNorm by a layer of the type ``what``."""
+
+    what: ClassVar[str]
+    decides_normalization: ClassVar[bool] = True
+    replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
+
+    def __str__(self) -> str:
+        return f"{self.what} for BatchNorm"
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Change ``module``; raise :class:`UsageError` if it has no BatchNorm of torch."""
+        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+            foreign = (name for name, layer in module.named_modules() if has_foreign_statistics(layer))
+            only = next((f" of torch's, but layer {name!r}: make it one of them" for name in foreign), ": remove it")
+            raise UsageError(f"{self.what} replaces BatchNorm, but the model has none{only}")
+        return replace_modules(module, self._make)
+
+    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
+        return (
+            take_place(name, layer, self.what, partial(self._convert, layer)) if isinstance(layer, _BatchNorm) else None
+        )
+
+    @abstractmethod
+    def _convert(self, layer: _BatchNorm) -> nn.Module:
+        """Return the layer that replaces ``layer``."""
+
+
+@dataclass(frozen=True)
+class BatchNormToGroupNorm(_BatchNormReplacement):
     """Replaces every BatchNorm by a GroupNorm with the same affine parameters.
 
     ``groups``: number of groups; None: the layer's attribute ``groups`` (the paper's tables), else the rule of appendix
@@ -148,23 +142,9 @@ class BatchNormToGroupNorm:
     """
 
     groups: int | None = None
-    decides_normalization: ClassVar[bool] = True
-    replaced: ClassVar[tuple[Function, ...]] = (F.batch_norm,)
+    what = "GroupNorm"
 
-    def __str__(self) -> str:
-        return "GroupNorm for BatchNorm"
-
-    def __call__(self, module: nn.Module) -> nn.Module:
-        """Change ``module``; raise :class:`UsageError` if it has no BatchNorm."""
-        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
-            raise UsageError("GroupNorm replaces BatchNorm, but the model has none: remove it")
-        return replace_modules(module, self._make)
-
-    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, _BatchNorm):
-            return None
-        return take_place(name, layer, "GroupNorm", partial(self._convert, layer))
-
+    @override
     def _convert(self, layer: _BatchNorm) -> nn.GroupNorm:
         channels = layer.num_features
         wanted = self.groups or getattr(layer, "groups", None) or (32 if channels >= 32 else 8)
@@ -177,25 +157,14 @@ class BatchNormToGroupNorm:
 
 
 @dataclass(frozen=True)
-class BatchNormToHybrid:
+class BatchNormToHybrid(_BatchNormReplacement):
     """Replaces every BatchNorm by a HybridBatchNorm with the same parameters and statistics."""
 
-    decides_normalization: ClassVar[bool] = True
-    replaced: ClassVar[tuple[Function, ...]] = (F.batch_norm,)
+    what = "HybridBatchNorm"
 
-    def __str__(self) -> str:
-        return "HybridBatchNorm for BatchNorm"
-
-    def __call__(self, module: nn.Module) -> nn.Module:
-        """Change ``module``; raise :class:`UsageError` if it has no BatchNorm."""
-        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
-            raise UsageError("HybridBatchNorm replaces BatchNorm, but the model has none: remove it")
-        return replace_modules(module, self._make)
-
-    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, _BatchNorm):
-            return None
-        return take_place(name, layer, "HybridBatchNorm", partial(HybridBatchNorm.of, layer))
+    @override
+    def _convert(self, layer: _BatchNorm) -> HybridBatchNorm:
+        return HybridBatchNorm.of(layer)
 
 
 @dataclass(frozen=True)
@@ -249,7 +218,12 @@ def is_foreign_normalization(layer: nn.Module) -> bool:
         return False
     named = re.search("norm(?!al)|normalization", type(layer).__name__, re.IGNORECASE) is not None
     entries = {*layer._parameters, *layer._buffers}
-    return "running_var" in entries or (named and (bool(entries) or not layer._modules))
+    return has_foreign_statistics(layer) or (named and (bool(entries) or not layer._modules))
+
+
+def has_foreign_statistics(layer: nn.Module) -> bool:
+    """Return whether ``layer`` is not torch's, but has the running statistics of BatchNorm."""
+    return torch_kind(layer) is nn.Module and layer._buffers.get("running_var") is not None
 
 
 def _channel_count(layer: Any) -> int | None:

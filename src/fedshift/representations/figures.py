@@ -30,8 +30,10 @@ def draw_panels(found: RepresentationComparison) -> Iterator[FigurePanel]:
         for number, (client, image) in enumerate(found.images.items(), start=1):
             if any(drawn.maps.get(client) for drawn in found.drawn.values()):
                 yield _draw_maps(found, client, f"maps-{number:02d}-{to_file_name(client)[:40]}".rstrip("-"), image)
-        for layer in dict.fromkeys(layer for drawn in found.drawn.values() for layer in drawn.statistics):
-            yield _draw_statistics(found, layer)
+        layers = dict.fromkeys(layer for drawn in found.drawn.values() for layer in drawn.statistics)
+        files = [to_file_name(layer) for layer in layers]
+        for number, (layer, file) in enumerate(zip(layers, files, strict=True), start=1):
+            yield _draw_statistics(found, layer, file if files.count(file) == 1 else f"{number:02d}-{file}")
 
 
 def _draw_maps(found: RepresentationComparison, client: str, name: str, image: NDArray[np.generic]) -> FigurePanel:
@@ -88,7 +90,7 @@ def _rescale(values: NDArray[np.generic]) -> NDArray[np.float64]:
     return scaled
 
 
-def _draw_statistics(found: RepresentationComparison, layer: str) -> FigurePanel:
+def _draw_statistics(found: RepresentationComparison, layer: str, file: str) -> FigurePanel:
     """Draw a row of panels for each method: the first client's statistics against the second's and the server's."""
     rows = {method: drawn for method, drawn in found.drawn.items() if layer in drawn.statistics}
     first, *second = found.clients[:2]
@@ -108,7 +110,7 @@ def _draw_statistics(found: RepresentationComparison, layer: str) -> FigurePanel
     figure.supxlabel(f"across: {shorten(first, 20)}; upwards: the other; a dot: a channel; line: equal", fontsize=8)
     compared = f"{first} against {' and '.join(against)}"
     description = f"Running means and variances of {layer} by channel under {', '.join(rows)}: {compared}."
-    return FigurePanel(name=f"batchnorm-{to_file_name(layer)}", figure=figure, description=description)
+    return FigurePanel(name=f"batchnorm-{file}", figure=figure, description=description)
 
 
 def _draw_dots(axes: Axes, x: Reals, y: Reals) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Counts = dict[str, Any]
 """Counts of a split, by the columns of :mod:`fedshift.results.schema`."""
+PLURALS = {"class": "classes", "label": "labels", "target": "targets", "risk": "risks"}
+"""Plural names of a task's outputs."""
 BATCH = 250
 """Number of samples whose loss is computed at a time."""
 

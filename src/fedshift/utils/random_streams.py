@@ -7,6 +7,8 @@ Keys are hashed to 128 bits (BLAKE2b), so that streams of different keys do not 
 from __future__ import annotations
 
 import os
+import pickle
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -55,17 +57,38 @@ def draw_secret_normal(count: int) -> Tensor:
 
 
 @contextmanager
-def torch_stream(seed: int, purpose: str, *key: Key) -> Iterator[None]:
-    """Set torch's global generators from this key inside the block; restore the CPU's after it.
+def kept_generators() -> Iterator[None]:
+    """Restore the global generators of torch (the CPU's), Python and NumPy after the block."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - networks draw from it
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])  # noqa: NPY002
+
+
+def peek_generators() -> tuple[object, ...]:
+    """Return a value that every draw from the global generators of torch (the CPU's), Python and NumPy changes."""
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
+
+
+def seed_generators(seed: int, purpose: str, *key: Key) -> None:
+    """Set the global generators of torch, Python and NumPy from this key.
 
     ``torch.manual_seed`` does this too, but formats the stack each time, which takes longer than a small step.
     """
     bits = key_bits(seed, purpose, *key) % 2**63
-    before = torch.get_rng_state()
     torch.default_generator.manual_seed(bits)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(bits)
-    try:
+    random.seed(bits % 2**32)
+    np.random.seed(bits % 2**32)  # noqa: NPY002
+
+
+@contextmanager
+def torch_stream(seed: int, purpose: str, *key: Key) -> Iterator[None]:
+    """Set the global generators from this key inside the block (:func:`seed_generators`); restore them after it."""
+    with kept_generators():
+        seed_generators(seed, purpose, *key)
         yield
-    finally:
-        torch.set_rng_state(before)

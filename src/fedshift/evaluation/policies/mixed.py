@@ -65,5 +65,5 @@ def mixed(
         for x in iterate_inputs(plan, train, BATCH, "reestimate"):
             compute_outputs(plan, clone(state), x)  # hooks write into it
     for layer, moments in found.items():
-        mixture |= mix(layer, moments)
+        mixture |= mix(layer, moments) if moments.count else {}
     return mixture

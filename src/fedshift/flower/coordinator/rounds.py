@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -41,7 +42,7 @@ FILES, HISTORY, KEPT = (BEST, CHECKPOINT), "history", 3
 def measure_update(server: ServerState, update: Update) -> list[float]:
     """Return four Euclidean lengths: of the change of shared entries and of the rules' uploads, in all and per step."""
     shared = ((x, server.shared[name]) for name, x in update.shared.items() if x.is_floating_point())
-    change = _length(new.double() - old.double() for new, old in shared)
+    change = _length(torch.where(new == old, 0.0, new.double() - old.double()) for new, old in shared)
     memory = _length(x.double() for part in update.memory for x in part.values())
     return [change, memory, change / update.steps, memory / update.steps]
 

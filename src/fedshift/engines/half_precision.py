@@ -1,0 +1,82 @@
+"""The range of float16, from 6e-8 to 65504, and the values of a step that lie beyond it.
+
+Larger values become infinite and smaller ones zero (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). A step is
+taken in float16 and in float32, which differ in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.plan import Plan, forward
+from ..core.states import LocalTrainingState
+from ..core.step import compute_gradients
+from ..utils.state import clone, pick
+
+LARGEST = torch.finfo(torch.float16).max
+Step = tuple[LocalTrainingState, Tensor, Tensor, Tensor]
+"""The job before a step, and the step's inputs ``[B, ...]``, targets ``[B, ...]`` and key."""
+
+
+def describe_overflow(plan: Plan, step: Step) -> str:
+    """Return the first values of ``step`` beyond the range, as a clause; ``""``: there are none."""
+    low, exact = (_measure_layers(each, *step) for each in (plan, replace(plan, precision="float32")))
+    for name, (_, output) in low.items():
+        if output == inf:
+            place, (largest_input, largest_output) = f"layer {name!r}" if name else "the network", exact[name]
+            if LARGEST < largest_input < inf:
+                return f"inputs of {place} reach {largest_input:.2g},"
+            return f"outputs of {place} reach {largest_output:.2g}," if LARGEST < largest_output < inf else ""
+    for name, one, other in _compare_gradients(plan, step):
+        if one == inf > other:
+            return f"the gradient of {name} is"
+    return ""
+
+
+def list_underflows(plan: Plan, step: Step) -> list[str]:
+    """Return the weights of which ``step`` loses most of the gradient, because its values are below the range.
+
+    Biases are not considered: in front of BatchNorm, theirs are zero up to rounding.
+    """
+    compared = _compare_gradients(plan, step)
+    return [name for name, one, other in compared if plan.initial[name].ndim > 1 and one < other / 2]
+
+
+def _measure_layers(
+    plan: Plan, job: LocalTrainingState, x: Tensor, _y: Tensor, key: Tensor
+) -> dict[str, tuple[float, float]]:
+    """Return the largest values that each layer reads and writes in the forward pass, in the order of their ends."""
+    largest: dict[str, tuple[float, float]] = {}
+
+    def measure(name: str, _layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        largest.setdefault(name, (max(map(_find_largest, inputs), default=0.0), _find_largest(output)))
+
+    hooks = [layer.register_forward_hook(partial(measure, name)) for name, layer in plan.module.named_modules()]
+    try:
+        forward(plan, clone(pick(job.state, plan.initial)), x, training=True, key=key)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return largest
+
+
+def _find_largest(values: Any) -> float:
+    """Return the largest absolute value of a tensor, infinite if one is not a number; 0 for anything else."""
+    if not isinstance(values, Tensor) or not values.numel():
+        return 0.0
+    return float(values.detach().float().abs().nan_to_num(inf, inf).max())
+
+
+def _compare_gradients(plan: Plan, step: Step) -> Iterator[tuple[str, float, float]]:
+    """Yield each trained parameter with the norms of its gradients in float16 and in float32; infinite: not finite."""
+    low, exact = (compute_gradients(each, *step)[0] for each in (plan, replace(plan, precision="float32")))
+    for name in plan.params:
+        one, other = (float(grads[name].double().norm().nan_to_num(inf, inf)) for grads in (low, exact))
+        yield name, one, other

@@ -1,0 +1,200 @@
+"""The dry run: what a component does other than it declares is refused by name when a plan is prepared."""
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedshift.cli.inspection import describe_method
+from fedshift.core import dry_run
+from fedshift.core.contexts import Folded
+from fedshift.core.declarations import Bound, Own, Send
+from fedshift.core.method import method
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
+from fedshift.core.rule import Rule
+from fedshift.core.server_optimizer import ServerOptimizer
+from fedshift.experiments.settings import Settings
+from fedshift.methods.fedavg import fedavg
+from fedshift.tasks import TASKS
+from fedshift.utils.errors import UsageError
+from fedshift.utils.state import is_equal
+
+ONE = torch.ones(1)
+SENT = Send.like({"one": ONE}, "client")
+
+
+def rule(personalizes="", **given):
+    """A rule with these declarations, and hooks as functions without ``self``."""
+    declared = {name: value for name, value in given.items() if name in ("own", "reads", "sends")}
+    members = {name: staticmethod(act) for name, act in given.items() if name not in declared}
+    members |= {"bind": lambda self, plan: Bound(self, **declared), "personalizes": personalizes}
+    return type("Faulty", (Rule,), members)()
+
+
+def prepared(*rules, method=None, **options):
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    method = replace(method or fedavg(), rules=rules)
+    return prepare(method, network, optimizer=SGD(lr=0.1), sample=torch.zeros(1, 3), **options)
+
+
+def loss(act):
+    return rule(loss=lambda loss, step: loss + act(step))
+
+
+def grads(act):
+    return rule(gradients=lambda grads, step: grads | act(grads["0.bias"]))
+
+
+def end(kept, sent, **declared):
+    return rule(end=lambda client: (kept, sent), **declared)
+
+
+def without_bias(state, *_):
+    return {name: tensor for name, tensor in state.items() if name != "0.bias"}
+
+
+MEMORY, SERVER = Own(memory={"one": ONE}), Own(server={"one": ONE})
+WRONG = {
+    r"loss\(\): Faulty reads features .*features='last'": loss(lambda step: step.features.sum()),
+    r"loss\(\): Faulty reads features ": loss(lambda step: step.run(step.params).features.sum()),
+    r"loss\(\): Faulty reads round .*round=True": loss(lambda step: step.round),
+    r"batch\(\): Faulty reads key .*draws=True": rule(batch=lambda x, y, step: (x + step.key, y)),
+    r"gradients\(\): Faulty reads key": rule(gradients=lambda grads, step: grads | {"key": step.key}),
+    r"look\(\): Faulty reads targets .*targets=True": rule(look=lambda client: {"n": client.targets.sum()}),
+    r"look\(\): Faulty reads samples .*first=samples": rule(look=lambda client: {"n": ONE * client.samples}),
+    r"look\(\): Faulty reads run": rule(look=lambda client: client.run({})),
+    r"look\(\): Faulty reads loss_at": rule(look=lambda client: {"n": client.loss_at({})} if client.round else {}),
+    r"fold\(\): .* reads the entries of single clients": rule(fold=lambda server: Folded(server.received[0].entries)),
+    r"loss\(\): Faulty runs a model without '0.weight', which is trained": loss(
+        lambda step: step.run({"0.bias": step.loaded["0.bias"]}).outputs.sum()
+    ),
+    r"loss\(\): Faulty runs a model without": loss(lambda step: step.loss_at({})),
+    r"loss\(\): returns a tensor of shape \(2,\) .*: return one number": loss(lambda step: ONE.expand(2)),
+    r"loss\(\): returns a float: return 1 tensor": rule(loss=lambda loss, step: 1.0),
+    r"objective that does not depend on the loss": rule(loss=lambda loss, step: step.criterion(step.outputs, step.y)),
+    r"loss\(\): returns an objective that does not": rule(loss=lambda loss, step: 0 * loss + step.outputs.sum()),
+    r"loss\(\): returns a tensor with numbers that are not finite": loss(lambda step: step.outputs.sum() / 0),
+    r"batch\(\): returns 'x' of shape \(2, 2\) .*, given as \(2, 3\)": rule(batch=lambda x, y, step: (x[:, 1:], y)),
+    r"batch\(\): returns a Tensor: return 2 tensors": rule(batch=lambda x, y, step: x),
+    r"gradients\(\): is given '0.bias' but does not return it": rule(gradients=without_bias),
+    r"gradients\(\): returns '0.bias' of .*, given as \(4,\)": grads(lambda bias: {"0.bias": ONE}),
+    r"gradients\(\): returns '0.bias' of .* float64, given .* float32": grads(lambda bias: {"0.bias": bias.double()}),
+    r"gradients\(\): returns '0.bias' with .* not finite": grads(lambda bias: {"0.bias": bias - np.inf}),
+    r"gradients\(\): returns '0.bias' on meta, .* is on cpu": grads(lambda bias: {"0.bias": bias.to("meta")}),
+    r"gradients\(\): returns a NoneType": rule(gradients=lambda grads, step: None),
+    r"personalize\(\): returns 'one' .*, which it was not given": rule(
+        "use", personalize=lambda state, client: state | {"one": ONE}
+    ),
+    r"personalize\(\): is given '0.bias' but does not return": rule("start", personalize=without_bias),
+    r"look\(\): declares 'one' but does not return it: Own.memory must": rule(own=MEMORY, look=lambda client: {}),
+    r"look\(\): returns a int": rule(look=lambda client: 3),
+    r"keeps 'one' of shape \(2,\) .*, declared as .*: Own.memory must": end({"one": ONE.expand(2)}, {}, own=MEMORY),
+    r"keeps 'one' of .* float64, declared as .* float32: Own.memory must": end({"one": ONE.double()}, {}, own=MEMORY),
+    r"keeps 'two' of .* without declaring it: Own.memory must": end({"two": ONE}, {}),
+    r"end\(\): returns a dict: return 2 states": rule(end=lambda client: {}),
+    r"end\(\): returns 'one' with numbers that are not finite": end({}, {"one": ONE / 0}, sends=SENT),
+    r"keeps 'one' of shape \(2,\) .*: Own.server must": rule(
+        own=SERVER, fold=lambda server: Folded({"one": ONE.expand(2)})
+    ),
+    r"declares 'one' but does not keep it: Own.server must": rule(own=SERVER, fold=lambda server: Folded({})),
+    r"computes '2.bias' .* without declaring it: Bound.sets": rule(fold=lambda server: Folded({}, {"2.bias": ONE})),
+    r"fold\(\): returns a dict": rule(fold=lambda server: {}),
+    r"declares Own.memory 'one' on meta, and the model is on cpu": rule(own=Own(memory={"one": ONE.to("meta")})),
+    r"declares Own.params 'one' as .*float64, and the model is .*float32": rule(own=Own(params={"one": ONE.double()})),
+    r"declares Own.server 'one' as a float, not a tensor": rule(own=Own(server={"one": 1.0})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_a_rule_that_does_other_than_it_declares_is_refused_by_rule_and_hook(why):
+    with pytest.raises(UsageError, match=f"^method 'fedavg': .*{why}"):
+        prepared(WRONG[why])
+
+
+@pytest.mark.parametrize("hook", ["look", "personalize", "batch", "loss", "gradients", "end", "fold"])
+def test_a_hook_that_raises_is_refused_with_its_place(hook):
+    broken = rule("start" if hook == "personalize" else "", **{hook: lambda *given: {}["absent"]})
+    with pytest.raises(
+        UsageError, match=rf"Faulty.{hook}\(\) failed on generated samples: KeyError: 'absent'; in .*py"
+    ):
+        prepared(broken)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves(ServerOptimizer):
+    """Steps of another shape."""
+
+    lr: float = 1.0
+
+    def init(self, params):
+        return {}
+
+    def step(self, params, delta, state, share):
+        return {name: tensor[:1] for name, tensor in params.items()}, state
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        (fedavg().with_aggregation(lambda *_: {}), "lambda.*is given '0.bias' but does not return"),
+        (fedavg().with_aggregation(lambda *_: 1 / 0), "lambda.* failed .*division by zero"),
+        (fedavg().with_aggregation(lambda *given: {n: t / 0 for n, t in given[2][0].entries.items()}), "not finite"),
+        (fedavg().with_server(Halves()), r"Halves.*: returns '0.weight' of shape \(1, 3\) .*, given as \(4, 3\)"),
+    ],
+)
+def test_what_the_server_computes_otherwise_is_refused(method, why):
+    with pytest.raises(UsageError, match=why):
+        prepared(method=method)
+
+
+def draw():
+    return torch.rand(()), random.random(), np.random.rand()  # noqa: NPY002 - rules may use it
+
+
+def test_a_dry_run_leaves_generators_and_entries_alone():
+    def write(client):
+        draw()
+        return {}, {"one": ONE * sum(draw())}
+
+    seen = []
+    for component in (end({}, {}), rule(end=write, sends=SENT)):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        seen.append((prepared(component).initial, draw()))
+    assert is_equal(seen[0][0], seen[1][0])
+    assert seen[0][1] == seen[1][1]
+
+
+@pytest.mark.parametrize("name", TASKS.names())
+def test_generated_targets_fit_every_task(name):
+    shape, classes, seen = (1, 4, 4) if name == "segmentation" else (4,), 1 if name == "survival" else 3, []
+    watching = fedavg().with_rule(rule(loss=lambda loss, step: seen.append(step.y) or loss))
+    network, task = nn.Conv2d(1, 3, 1) if len(shape) == 3 else nn.Linear(4, classes), TASKS.parse(name)
+    options = {"loss": Settings().for_task(task).loss, "task": task, "classes": classes}
+    prepare(watching, network, optimizer=SGD(lr=0.1), sample=torch.ones(1, *shape), **options)
+    for y in seen:
+        task.check_targets(y.to(torch.uint8) if len(shape) == 3 else y, shape, classes, "generated")
+
+
+def test_a_plan_is_tried_once(monkeypatch):
+    monkeypatch.setattr(dry_run, "_PASSED", set())
+    seen = []
+    counting = rule(loss=lambda loss, step: seen.append(0) or loss)
+    for again in (counting, counting, rule(loss=counting.loss)):
+        prepared(again)
+    assert len(seen) == 2 * dry_run.CLIENTS * dry_run.ROUNDS
+
+
+@method
+def reads_key(base):
+    return base.with_rule(WRONG[r"batch\(\): Faulty reads key .*draws=True"])
+
+
+def test_inspect_refuses_too():
+    with pytest.raises(UsageError, match="Faulty reads key without declaring it"):
+        list(describe_method("fnn2", "tests.core.test_dry_run:reads_key", (3,), 2))
