@@ -1,6 +1,6 @@
 """Checks FedBN's theory numerically: Gram matrices, corollary 4.6, lemma 4.3, predicted and measured training.
 
-python examples/theory.py [--clients 4] [--samples 16] [--heterogeneity 2] [--alpha 10] [--picture theory.svg]
+python examples/theory.py [--clients 4] [--samples 16] [--heterogeneity 2] [--alpha 10] [--picture theory.png]
 
 A client's covariance has eigenvalues e^(h u), u uniform in [-1, 1], h --heterogeneity. --alpha is the initial standard
 deviation of v: the larger, the more of the fit is done by gamma.
@@ -50,8 +50,7 @@ from fedshift.utils.random_streams import stream
 Floats = NDArray[np.float64]
 METHODS = ("fedavg", "fedbn, joint", "fedbn")
 """FedBN as equations 8 and 9 have it, every parameter descending the loss of all, and as Algorithm 1 runs it."""
-ROUNDING = 1e-12
-"""Of eigenvalues about 1."""
+ROUNDING = 1e-12  # of eigenvalues about 1
 ANGLES = np.geomspace(np.pi / 2, 1e-3, 25)
 
 
@@ -165,7 +164,7 @@ def smallest_eigenvalue(symmetric: Floats) -> float:
 
 
 def smallest_eigenvalues(inputs: FederatedInputs, full: Floats) -> tuple[float, float]:
-    """Return lambda_min of G (``full``) and of G*."""
+    """Return lambda_min of G, which is ``full``, and of its G*."""
     return smallest_eigenvalue(full), smallest_eigenvalue(keep_blocks(inputs, full))
 
 
@@ -246,7 +245,7 @@ def try_corollary(draws: int, heterogeneity: float, seed: int) -> Floats:
         limit = smallest_eigenvalues(inputs, magnitude_limit(inputs, nodes=25))
         direction, full = gram_matrices(inputs, init_network(256, size, rng))
         local = keep_blocks(inputs, full)
-        whole, joint, run = (smallest_eigenvalue(direction + part) for part in (full, local, clients * local))
+        whole, joint, run = (smallest_eigenvalue(direction + magnitude) for magnitude in (full, local, clients * local))
         rows.append((limit, (whole, joint), (whole, run)))
     return np.array(rows)
 
@@ -433,7 +432,7 @@ def print_courses(courses: dict[str, Course], leasts: tuple[float, float]) -> No
 
 
 def print_widths(inputs: FederatedInputs, full: Floats, trained: dict[int, dict[str, Course]]) -> None:
-    """Print each network's distance from the limit ``full``, and residuals' from their prediction."""
+    """Print the distance of G from ``full``, its limit, and of residuals from their prediction, by network."""
     rows = [("neurons", "G from its limit", "lambda_min G", "G*", *METHODS)]
     for neurons, courses in trained.items():
         magnitude = courses["fedavg"].magnitude

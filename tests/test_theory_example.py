@@ -25,12 +25,11 @@ SPEC = spec_from_file_location("theory", ROOT / "examples" / "theory.py")
 theory = module_from_spec(SPEC)
 SPEC.loader.exec_module(theory)
 CLIENTS, COUNT, SIZE, STEPS, LR = 3, 5, 4, 8, 0.4
+TARGETS = np.random.default_rng(1).uniform(-1, 1, CLIENTS * COUNT)
 
 
-def make_inputs(seed=0, heterogeneity=2.0):
-    return theory.measure_inputs(
-        theory.draw_inputs(CLIENTS, COUNT, SIZE, heterogeneity, np.random.default_rng(seed))[0]
-    )
+def make_inputs(heterogeneity=2.0):
+    return theory.measure_inputs(theory.draw_inputs(CLIENTS, COUNT, SIZE, heterogeneity, np.random.default_rng(0))[0])
 
 
 def make_scaled(*deviations):
@@ -164,15 +163,6 @@ def test_without_the_length_below_parallel_inputs_of_two_clients_are_singular_wh
     assert 1e-3 < full < local
 
 
-def test_fewer_rows_have_no_smaller_least_eigenvalue():
-    inputs = make_inputs()
-    limit = theory.magnitude_limit(inputs)
-    full, local = theory.smallest_eigenvalues(inputs, limit)
-    blocks = [limit[np.ix_(rows, rows)] for rows in np.equal.outer(np.arange(CLIENTS), inputs.client)]
-    assert local == pytest.approx(min(np.linalg.eigvalsh(block)[0] for block in blocks), rel=1e-10)
-    assert 0 < full < local
-
-
 @pytest.mark.slow
 def test_corollary_4_6_holds_on_300_federations_and_for_algorithm_1_of_all_of_lambda():
     pairs = theory.try_corollary(300, 2.0, 0)
@@ -216,14 +206,10 @@ def test_drawn_inputs_have_the_drawn_covariances():
     np.testing.assert_allclose(np.einsum("nmd,nme->nde", content, content) / 8000, [np.eye(3)] * 3, atol=0.1)
 
 
-def make_targets():
-    return np.random.default_rng(1).uniform(-1, 1, CLIENTS * COUNT)
-
-
 @pytest.mark.parametrize("local", [False, True])
 def test_a_step_follows_the_jacobian(local):
     inputs, network = make_inputs(), make_trained(local)
-    residual = theory.compute_outputs(inputs, network) - make_targets()
+    residual = theory.compute_outputs(inputs, network) - TARGETS
     by_v, by_gamma = theory.compute_jacobians(inputs, network)
     after = theory.descent_step(inputs, network, residual, 0.01, weight=2.0)
     np.testing.assert_allclose(after.v, network.v - 0.01 * np.einsum("pkd,p->kd", by_v, residual), atol=1e-14)
@@ -233,12 +219,12 @@ def test_a_step_follows_the_jacobian(local):
     np.testing.assert_array_equal(after.c, network.c)
 
 
-def federate(method, model, inputs, targets):
+def federate(method, model, inputs):
     """Residuals before each round and after the last: E = 1, full batches, mean squared error, in float64."""
     plan = prepare(
         method, model, optimizer=SGD(lr=LR), precision="float64", loss=lambda f, y: (f[:, 0] - y).square().mean()
     )
-    x, y = torch.from_numpy(inputs.x).view(CLIENTS, COUNT, SIZE), torch.from_numpy(targets).view(CLIENTS, COUNT)
+    x, y = torch.from_numpy(inputs.x).view(CLIENTS, COUNT, SIZE), torch.from_numpy(TARGETS).view(CLIENTS, COUNT)
     server, clients = init_server(plan), {str(client): init_client(plan) for client in range(CLIENTS)}
     residuals = []
     for number in range(STEPS + 1):
@@ -260,15 +246,15 @@ def test_rounds_of_the_kernel_are_gradient_descent_and_fedbn_steps_gamma_once_fo
     torch.manual_seed(0)
     model = two_layer((SIZE,), 1, width=30, alpha=1.5).double()
     model.norm.eps = 0.0
-    inputs, targets = make_inputs(heterogeneity=1.5), make_targets()
+    inputs = make_inputs(heterogeneity=1.5)
     v, gamma = model.hidden.weight.numpy(force=True).copy(), model.norm.weight.numpy(force=True).copy()
     gamma = np.tile(gamma, (CLIENTS, 1)) if weight > 1 else gamma
     network = theory.Network(v, gamma, model.top.weight[0].numpy(force=True) * 30**0.5)
-    rounds = federate(method, model, inputs, targets)
-    rate = 2 * LR / len(targets)
-    measured = theory.descend(inputs, network, targets, rate, STEPS, weight)
+    rounds = federate(method, model, inputs)
+    rate = 2 * LR / len(TARGETS)
+    measured = theory.descend(inputs, network, TARGETS, rate, STEPS, weight)
     np.testing.assert_allclose(measured, rounds, rtol=0, atol=1e-12)
-    other = theory.descend(inputs, network, targets, rate, STEPS, CLIENTS + 1 - weight)
+    other = theory.descend(inputs, network, TARGETS, rate, STEPS, CLIENTS + 1 - weight)
     assert np.abs(other - rounds).max() > 1e-2
 
 
@@ -283,7 +269,7 @@ def test_the_prediction_is_repeated_multiplication():
 
 def train(width, alpha, steps):
     inputs, start = make_inputs(heterogeneity=1.5), theory.init_network(width, SIZE, np.random.default_rng(4), alpha)
-    return theory.train_methods(inputs, make_targets(), start, steps)
+    return theory.train_methods(inputs, TARGETS, start, steps)
 
 
 def test_wider_networks_follow_the_prediction_more_closely():
@@ -309,10 +295,6 @@ def test_convergence_is_linear_within_the_bound_and_every_eigenvalue_of_fedbn_is
     assert (np.linalg.eigvalsh(run) >= np.linalg.eigvalsh(full)).all()
     assert theory.smallest_eigenvalue(run - full) > -1e-12
     assert np.linalg.eigvalsh(joint)[-1] < np.linalg.eigvalsh(full)[-1]
-
-
-def test_steps_to_a_share_are_counted():
-    assert [theory.count_steps(np.array([1, 0.5, 0.2]), share) for share in (0.5, 0.3, 0.1)] == ["1", "2", "-"]
 
 
 def call_main(words, monkeypatch, capsys):
