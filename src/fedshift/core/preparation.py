@@ -7,7 +7,7 @@ runs on one sample. Incompatible parts are refused here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from ..nn.attributes import describe_network, kept_attributes
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
 from ..nn.linear import use_fast_linear
@@ -37,7 +38,7 @@ from .method import Method
 from .optimizer import SGD, Optimizer
 from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
 from .probe import make_batch, probe_network, weigh_outputs
-from .selection import entries, everything, norm_statistics
+from .selection import Kind, entries, everything, norm_statistics
 from .work import Work
 
 
@@ -111,9 +112,8 @@ def prepare(
     smallest, traits = 1, Traits()
     bare = _make_bare_plan(method, template, precision)
     if sample is not None:
-        traits = _probe(bare, sample, remake)
-        bare = replace(bare, traits=traits)
-        bare = replace(bare, entries=observe_entries(bare, make_batch(bare, sample)))
+        bare = _observe(bare, sample, remake)
+        traits = bare.traits
         _check_functions(bare, sample)
         _check_groups(bare, sample)
         smallest = _smallest_batch(bare, sample, remake)
@@ -168,7 +168,8 @@ def prepare(
     if sample is not None:
         if task is not None:
             _check_outputs(plan, sample, task, classes)
-        check_rounds(plan, sample, task, classes)
+        with kept_attributes(plan.module):
+            check_rounds(plan, sample, task, classes)
     return plan
 
 
@@ -197,6 +198,26 @@ def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -
         trained=frozenset(name for name in names if tensors[name].requires_grad), freeze_from=float("inf"),
         work=Work(epochs=1), optimizer=SGD(lr=0.1), loss=weigh_outputs, smallest_batch=1, precision=precision,
     )  # fmt: skip
+
+
+_OBSERVED: dict[Hashable, tuple[Traits, tuple[tuple[Kind, bool, bool], ...]]] = {}
+"""What probes of this process showed, so that the seeds and methods of a comparison do not repeat them."""
+
+
+def _observe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Plan:
+    """Return the plan with the traits of its network, and the kinds of entries that passes show."""
+    kind = describe_network(plan.module), sample.shape, sample.dtype, plan.precision
+    if kind not in _OBSERVED:
+        with kept_attributes(plan.module):
+            seen = replace(plan, traits=_probe(plan, sample, remake))
+            found = observe_entries(seen, make_batch(seen, sample))
+        _OBSERVED[kind] = seen.traits, tuple((entry.kind, entry.in_batch_norm, entry.moves) for entry in found)
+    traits, facts = _OBSERVED[kind]
+    observed = (
+        replace(entry, kind=kind, in_batch_norm=in_batch_norm, moves=moves)
+        for entry, (kind, in_batch_norm, moves) in zip(plan.entries, facts, strict=True)
+    )
+    return replace(plan, traits=traits, entries=tuple(observed))
 
 
 def _probe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Traits:

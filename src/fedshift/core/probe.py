@@ -89,10 +89,14 @@ def weigh_outputs(outputs: Tensor, _: Tensor) -> Tensor:
 
 
 def make_batch(plan: Plan, sample: Tensor) -> Tensor:
-    """Return :data:`SAMPLES` inputs shaped as ``sample [1, ...]``; whole numbers are those of the sample."""
+    """Return :data:`SAMPLES` inputs in the range of ``sample [1, ...]``; its whole numbers stay valid, rounded down."""
     x = to_inputs(plan, sample).expand(SAMPLES, *sample.shape[1:]).clone()
-    drawn = np.random.Generator(np.random.Philox(0)).standard_normal(x.shape)
-    return x.copy_(torch.from_numpy(drawn)) if x.is_floating_point() else x
+    if not x.is_floating_point():
+        return x
+    low, high = x.nan_to_num_().aminmax()
+    share, more = torch.from_numpy(np.random.Generator(np.random.Philox(0)).random((2, *x.shape))).to(x)
+    x.mul_(share).add_(more / 2)
+    return x.clamp_(low, high) if low < high else x
 
 
 class _Probe:
@@ -113,8 +117,9 @@ class _Probe:
             job = client_init(plan, init_client(plan), replace(init_server(plan), shared=clone(state)))
             for step in ("first", "second"):
                 job, _ = client_step_(plan, job, x.clone(), y, key)
-                course |= {f"{step}/{name}": tensor.clone() for name, tensor in job.state.items()}
-            return course | {"outputs": forward(plan, clone(job.state), x.clone())}
+                course |= {f"{step}/{name}": tensor.clone() for name, tensor in job.rest.items()}
+            outputs = forward(plan, clone(job.state), x.clone())
+            return course | job.params | {"outputs": outputs}
 
     def advance(self, counters: list[Attribute], first: State) -> None:
         """Raise :class:`UsageError` if the course is not ``first`` after many more calls, counted by ``counters``."""
