@@ -278,8 +278,6 @@ ENGINES = (
           "tests/laws/test_networks.py"),
     Fault("python-draws-of-the-process", "utils/random_streams.py", "seed_generators",
           "random.seed(bits % 2**32)\n    ", "", "tests/laws/test_networks.py"),
-    Fault("evaluation-draws-of-the-process", "evaluation/metrics.py", "_predict_whole",
-          'with torch_stream(plan.seed, "evaluation", start):', "if True:", "tests/laws/test_networks.py"),
     Fault("checkpoint-draws-another-mask", "nn/dropout.py", "take_draws", "if not again:", "if True:",
           "tests/nn/test_dropout.py"),
     Fault("shared-layers-trained", "models/__init__.py", "_returns_new",
