@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nn.dropout import draw_bits, dropout_key
+from ..nn.dropout import derive_key, draw_bits, dropout_key
 from ..nn.linear import use_torch_func
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, nbytes, pick
@@ -24,10 +24,6 @@ from .states import LocalTrainingState
 
 SAMPLE_GRADIENTS = 2**27
 """Maximum size, in bytes, of the gradients of single samples in memory at a time."""
-
-
-SAMPLE_KEYS = 2**22
-"""Index of the draw of samples' keys under a step's key, larger than the indices that dropout layers and rules use."""
 
 
 def _own(plan: Plan, index: int, state: State) -> Owned:
@@ -55,7 +51,7 @@ def _step_facts(plan: Plan, job: LocalTrainingState, index: int, state: State, k
         "steps": job.steps,
         "_personal": job.personal,
         "_round": job.round,
-        "_key": key,
+        "_key": derive_key(key, plan.rule_names[index]) if plan.rules[index].reads.draws else key,
     }
 
 
@@ -207,7 +203,7 @@ def combine_samples(
         return compute_objective(plan, job, {**job.params, **params}, x[None], y[None], key)[0]
 
     descend = torch.vmap(torch.func.grad_and_value(objective), in_dims=(None, 0, 0, 0), randomness="different")
-    keys_B = key ^ draw_bits(key, SAMPLE_KEYS, len(y))
+    keys_B = key ^ draw_bits(derive_key(key, "keys of samples"), 0, len(y))
     params = {name: job.params[name] for name in list_active(plan, job)}
     together = max(1, SAMPLE_GRADIENTS // max(1, nbytes(params)))
     losses = []
@@ -220,7 +216,7 @@ def combine_samples(
             yield grads
 
     with use_torch_func():
-        grads = plan.method.gradient.combine(differentiate(), key)
+        grads = plan.method.gradient.combine(differentiate(), derive_key(key, "gradient estimator"))
     return grads, job.rest, torch.cat(losses).mean()
 
 

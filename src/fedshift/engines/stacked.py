@@ -195,7 +195,7 @@ class Stacked(Engine):
 
         def restart_lane(parts: Stack) -> tuple[State, State]:
             lane = restart(self.plan, replace_parts(job, parts))
-            return lane.params, lane.rest
+            return clone(lane.params), clone(lane.rest)  # loaded entries may be among them, and steps write
 
         return *torch.vmap(restart_lane)(stack), *stack[2:]
 
@@ -578,11 +578,12 @@ def _list_lanes(state: State, lanes: int) -> list[State]:
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
-    """Return ``stack`` with the rows at ``index`` replaced by the rows of ``changed``."""
-    return tuple(
+    """Return ``stack`` with the rows at ``index`` of what a step changes replaced by the rows of ``changed``."""
+    written = (
         {entry: tensor.contiguous().index_copy_(0, index, rows[entry]) for entry, tensor in state.items()}
-        for state, rows in zip(stack, changed, strict=True)
+        for state, rows in zip(stack[:3], changed, strict=False)
     )
+    return *written, *stack[3:]
 
 
 def _is_finite(plan: Plan, stack: Stack) -> bool:

@@ -18,7 +18,7 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
-from ..core.server_optimizer import Scaled
+from ..core.server_optimizer import Momentum
 from ..utils.state import State, pick
 
 
@@ -67,5 +67,5 @@ def scaffold(base: Method, *, server_lr: float = 1.0) -> Method:
     ``server_lr``: the server's step size eta_g along the mean change of the models; a value other than 1 acts as the
     server optimizer.
     """
-    stepped = base if server_lr == 1 else base.with_server(Scaled(lr=float(server_lr)))
+    stepped = base if server_lr == 1 else base.with_server(Momentum(lr=float(server_lr)))
     return stepped.with_rule(ControlVariates())
