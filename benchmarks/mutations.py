@@ -401,7 +401,7 @@ EVALUATION = (
           "PolicyContext._average", "weight or 1.0", "1.0", "tests/evaluation/test_unseen_clients.py"),
     Fault("errors-of-joining-clients-untold", "new_clients/site_data.py", "load_site",
           "check_data(made, spec.on_data_error)", "made", "tests/cli/test_data_errors.py"),
-    Fault("tuned-on-test-samples", "experiments/trial.py", "Trial.personal_state", "client.name, client.train, augment",
+    Fault("tuned-on-test-samples", "experiments/trial.py", "Trial._running_state", "client.name, client.train, augment",
           "client.name, client.test, augment",
           "tests/methods/test_fedbabu.py"),
     Fault("mixed-with-the-other-share", "evaluation/policies/mixed.py", "mixed",

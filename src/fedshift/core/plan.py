@@ -275,7 +275,7 @@ class Plan:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Number format of ``torch.autocast`` in which layers compute; None: in that of the parameters."""
+        """Number format of ``torch.autocast`` in which layers compute; None: the parameters' own."""
         return LOW.get(self.precision)
 
     @cached_property
