@@ -23,10 +23,7 @@ from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedrep import fedrep
-from fedshift.methods.fedwon import fedwon
-from fedshift.methods.fixbn import fixbn
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
-from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import clone, is_equal
 
@@ -36,11 +33,8 @@ PURE = pytest.mark.parametrize(
     [
         (fedbn(), SGD(lr=0.1, momentum=0.9, nesterov=True)),
         (fedbn(), AdamW(lr=0.01)),
-        (scaffold(), SGD(lr=0.1)),
         (ditto(), SGD(lr=0.1, momentum=0.9)),
         (partialfed_adaptive(), AdamW(lr=0.01)),
-        (fedwon(), SGD(lr=0.1, momentum=0.9)),
-        (fixbn(switch=0), SGD(lr=0.1)),
         (fedrep(head=1), SGD(lr=0.1)),
     ],
     ids=lambda each: each.name if isinstance(each, Method) else type(each).__name__,

@@ -131,8 +131,13 @@ class Plan:
 
     @cached_property
     def whole(self) -> frozenset[str]:
-        """Buffers without a mean (:mod:`fedshift.core.buffers`)."""
-        return frozenset(entry.name for entry in self.entries if entry.kind in WHOLE)
+        """Buffers without a mean (:mod:`fedshift.core.buffers`), and fixed parameters with values that have none."""
+        return frozenset(
+            entry.name
+            for entry in self.entries
+            if entry.kind in WHOLE
+            or (not entry.is_buffer and entry.name not in self.trained and not _has_mean(self.initial[entry.name]))
+        )
 
     @property
     def mixes(self) -> bool:
@@ -457,6 +462,10 @@ class Plan:
     def undecayed_optimizer(self) -> Optimizer:
         """The optimizer without weight decay, for parameters that do not decay."""
         return replace(self.optimizer, weight_decay=0.0)
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def compute_outputs(plan: Plan, state: State, x: Tensor, *, in_place: bool | None = None) -> Tensor:

@@ -7,10 +7,11 @@ runs on one sample. Incompatible parts are refused here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from ..nn.attributes import describe_network, kept_attributes
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
 from ..nn.linear import use_fast_linear
@@ -36,7 +38,7 @@ from .method import Method
 from .optimizer import SGD, Optimizer
 from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
 from .probe import make_batch, probe_network, weigh_outputs
-from .selection import entries, everything, norm_statistics
+from .selection import Kind, entries, everything, norm_statistics
 from .work import Work
 
 
@@ -110,9 +112,8 @@ def prepare(
     smallest, traits = 1, Traits()
     bare = _make_bare_plan(method, template, precision)
     if sample is not None:
-        traits = _probe(bare, sample, remake)
-        bare = replace(bare, traits=traits)
-        bare = replace(bare, entries=observe_entries(bare, make_batch(bare, sample)))
+        bare = _observe(bare, sample, remake)
+        traits = bare.traits
         _check_functions(bare, sample)
         _check_groups(bare, sample)
         smallest = _smallest_batch(bare, sample, remake)
@@ -167,7 +168,8 @@ def prepare(
     if sample is not None:
         if task is not None:
             _check_outputs(plan, sample, task, classes)
-        check_rounds(plan, sample, task, classes)
+        with kept_attributes(plan.module):
+            check_rounds(plan, sample, task, classes)
     return plan
 
 
@@ -196,6 +198,26 @@ def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -
         trained=frozenset(name for name in names if tensors[name].requires_grad), freeze_from=float("inf"),
         work=Work(epochs=1), optimizer=SGD(lr=0.1), loss=weigh_outputs, smallest_batch=1, precision=precision,
     )  # fmt: skip
+
+
+_OBSERVED: dict[Hashable, tuple[Traits, tuple[tuple[Kind, bool, bool], ...]]] = {}
+"""What probes of this process showed, so that the seeds and methods of a comparison do not repeat them."""
+
+
+def _observe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Plan:
+    """Return the plan with the traits of its network, and the kinds of entries that passes show."""
+    kind = describe_network(plan.module), sample.shape, sample.dtype, plan.precision
+    if kind not in _OBSERVED:
+        with kept_attributes(plan.module):
+            seen = replace(plan, traits=_probe(plan, sample, remake))
+            found = observe_entries(seen, make_batch(seen, sample))
+        _OBSERVED[kind] = seen.traits, tuple((entry.kind, entry.in_batch_norm, entry.moves) for entry in found)
+    traits, facts = _OBSERVED[kind]
+    observed = (
+        replace(entry, kind=kind, in_batch_norm=in_batch_norm, moves=moves)
+        for entry, (kind, in_batch_norm, moves) in zip(plan.entries, facts, strict=True)
+    )
+    return replace(plan, traits=traits, entries=tuple(observed))
 
 
 def _probe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Traits:
@@ -275,6 +297,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
                 f"entry {name!r} of the model is {tensor.layout} with {tensor.dtype}, which uploads and checkpoints "
                 "cannot hold: store it dense, or, if it is constant, register it with persistent=False"
             )
+    _refuse_overlap(dict(nn.Module.named_parameters(module)))
     registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
@@ -293,6 +316,21 @@ def _refuse_unsupported(module: nn.Module) -> None:
             raise UsageError(
                 f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors belong "
                 "to no averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
+            )
+
+
+def _refuse_overlap(parameters: Mapping[str, Tensor]) -> None:
+    """Raise :class:`UsageError` naming two parameters that share memory, so that a step of one moves the other."""
+    ranges = []
+    for name, tensor in parameters.items():
+        if tensor.numel() and not tensor.is_meta:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size(), name))
+    for (_, end, one), (start, _, other) in pairwise(sorted(ranges)):
+        if start <= end:
+            raise UsageError(
+                f"entries {one!r} and {other!r} of the model share memory, but would be trained apart: use one "
+                "parameter in both places"
             )
 
 
