@@ -1,6 +1,7 @@
 """Law 5 and the rules' own: what a rule declares is what it does, and it leaves alone what is another's."""
 
 import re
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -18,9 +19,15 @@ from fedshift.core.step import compute_gradients, transform_gradients
 from fedshift.engines import stepper
 from fedshift.methods.agc import agc
 from fedshift.methods.fedavg import fedavg
+from fedshift.methods.feddg_elcfs import feddg_elcfs
 from fedshift.methods.feddyn import feddyn
+from fedshift.methods.fedfa import fedfa
 from fedshift.methods.fedprox import fedprox
+from fedshift.methods.fedrdn import fedrdn
+from fedshift.methods.fedsr import fedsr
+from fedshift.methods.partialfed_adaptive import partialfed_adaptive
 from fedshift.methods.scaffold import scaffold
+from fedshift.nn import dropout
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.laws.conftest import FEDERATED, METHODS, by_name
@@ -109,7 +116,38 @@ def test_another_key_of_a_step_changes_nothing_unless_draws_are_declared(method)
 def test_the_rules_that_draw_are_these():
     plans = [make_trial(method, model=without_dropout).plan for method in METHODS]
     drawing = {bound.rule.source_method for plan in plans for bound in plan.rules if bound.reads.draws}
-    assert drawing == {"fedsr", "feddg_elcfs", "partialfed_adaptive", "fedrdn"}
+    assert drawing == {"feddg_elcfs", "partialfed_adaptive", "fedrdn"}
+
+
+def find_owner():
+    """The layer or rule that asked for a draw."""
+    frame = sys._getframe(2)
+    while not isinstance(frame.f_locals.get("self"), nn.Module | Rule):
+        frame = frame.f_back
+    return frame.f_locals["self"]
+
+
+@pytest.mark.parametrize(
+    ("method", "drawing"),
+    [
+        (fedrdn(feddg_elcfs(fedfa(fedsr()))), {"ClientStatistics", "SentAmplitudes"}),
+        (partialfed_adaptive(fedfa(fedsr())), {"Gates"}),
+    ],
+)
+def test_no_two_layers_or_rules_of_a_step_draw_alike(monkeypatch, method, drawing):
+    running, owners, draw_bits = make_trial(method, moments=("loaded",)), {}, dropout.draw_bits
+
+    def draw(key, call, count):
+        owners.setdefault((int(key), call), set()).add(find_owner())
+        return draw_bits(key, call, count)
+
+    for module in [module for module in sys.modules.values() if getattr(module, "draw_bits", None) is draw_bits]:
+        monkeypatch.setattr(module, "draw_bits", draw)
+    for _ in range(2):  # feddg_elcfs draws from what others sent before
+        running.advance()
+    kinds = {type(owner).__name__ for asking in owners.values() for owner in asking}
+    assert kinds == drawing | {"KeyedDropout", "FeatureAugmentation", "Sampler"}
+    assert all(len(asking) == 1 for asking in owners.values())
 
 
 def acts_in_steps(method):

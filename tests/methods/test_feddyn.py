@@ -80,6 +80,6 @@ def test_what_would_break_the_sum_of_changes_is_refused():
     with pytest.raises(UsageError, match="already has a server optimizer"):
         feddyn(fedadam())
     with pytest.raises(
-        UsageError, match=r"the mean of the clients' changes, but Median\(\) does not average: remove one of the two"
+        UsageError, match=r"the mean of the clients' changes, but median does not average: remove one of the two"
     ):
         trial(median(feddyn()))

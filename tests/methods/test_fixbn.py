@@ -122,14 +122,14 @@ def test_other_switches_are_refused(switch):
 
 
 @pytest.mark.parametrize(
-    ("method", "model"),
+    ("method", "model", "why"),
     [
-        (fixbn(), nn.Sequential(nn.Linear(2, 2))),
-        (fixbn(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))),
-        (fixbn(gn()), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+        (fixbn(), nn.Sequential(nn.Linear(2, 2)), "matches no entry of the model"),
+        (fixbn(), nn.BatchNorm1d(2, track_running_stats=False), "matches no entry of the model"),
+        (fixbn(gn()), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "fixbn needs BatchNorm, which gn replaces"),
     ],
     ids=["no normalization", "no statistics", "group normalization"],
 )
-def test_a_model_without_statistics_is_refused(method, model):
-    with pytest.raises(UsageError, match="matches no entry of the model"):
+def test_a_model_without_statistics_is_refused(method, model, why):
+    with pytest.raises(UsageError, match=why):
         prepare(method, model, optimizer=SGD(lr=0.1))

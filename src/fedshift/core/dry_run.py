@@ -165,7 +165,7 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
     job = client_init(plan, client, server, 1, _see(plan, x, y))
     runs = f"computes the gradient of each sample with torch.func, which cannot run this model (in {plan.precision})"
     gradient = plan.method.gradient
-    with _named(plan, gradient.source_method, runs) if gradient else _named(plan, "a step"):
+    with _named(plan, plan.method.name_source(gradient), runs) if gradient else _named(plan, "a step"):
         if plan.before:
             job = restart(plan, take(job, *plan.before))
             job = replace(job, params=plan.clone_for_training(job.params))

@@ -156,6 +156,17 @@ class Plan:
         adapts = self.method.finetune or any(bound.rule.personalizes for bound in self.rules)
         return keeps or self.mixes or bool(adapts)
 
+    def name_keepers(self, name: str) -> str:
+        """Return the names of the method's components that keep the entry ``name`` on clients, for messages."""
+        entry = next(entry for entry in self.entries if entry.name == name)
+        return self.method.name_sources(lambda method: (method.scope.load(entry), method.scope.send(entry)))
+
+    def refuse_kept(self, use: str, names: Collection[str]) -> UsageError:
+        """Return the error for a ``use`` of shared entries if clients keep some of ``names``."""
+        kept = min({*names} - self.loaded or names)
+        why = f"but {self.name_keepers(kept)} keeps {kept!r} on clients"
+        return UsageError(f"{use}, {why}: use one of the two, or choose other layers")
+
     def entries_fixed_in(self, round: int) -> frozenset[str]:
         """Return the entries that local work does not change in ``round`` (from 0): untrained or frozen ones."""
         frozen = round >= self.freeze_from

@@ -31,10 +31,10 @@ from ..utils.errors import UsageError
 from ..utils.state import clone
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
-from .compatibility import check_compatibility, check_rules
+from .compatibility import check_compatibility, check_rules, select_entries
 from .declarations import Bound
 from .dry_run import check_rounds
-from .method import Method
+from .method import Method, decides_normalization
 from .optimizer import SGD, Optimizer
 from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
 from .probe import make_batch, probe_network, weigh_outputs
@@ -49,9 +49,9 @@ def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
 
 def change_layers(method: Method, module: nn.Module) -> nn.Module:
     """Return ``module`` after the method's surgery, which changes it in place; errors name the method."""
-    replacements = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
+    replacements = list(filter(decides_normalization, method.surgery))
     if len(replacements) > 1:
-        both = " and ".join(map(str, replacements))
+        both = method.norm_replacers or " and ".join(map(str, replacements))
         raise UsageError(f"method {method.label!r}: {both} both replace normalization layers: remove one of the two")
     for change in method.surgery:
         try:
@@ -120,7 +120,9 @@ def prepare(
     model_entries = tuple(e for e in bare.entries if e.kind != "hidden" or e.name in (traits.changing or ()))
     hidden = frozenset(entry.name for entry in model_entries if entry.kind == "hidden")
     initial = {entry.name: bare.initial[entry.name] for entry in model_entries}
-    loaded, sent = (select.names(model_entries) - hidden for select in (method.scope.load, method.scope.send))
+    selections = method.scope.load, method.scope.send
+    names = select_entries(method, lambda each: each.scope, lambda: [each.names(model_entries) for each in selections])
+    loaded, sent = (each - hidden for each in names)
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
     if loaded - sent:
         raise UsageError(
@@ -130,13 +132,14 @@ def prepare(
     if method.pooled and loaded | hidden != frozenset(initial):
         raise UsageError(
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
-            "use centralized without a personal method"
+            f"use centralized without {method.name_sources(lambda each: each.scope, 'a personal method')}"
         )
     kept = frozenset[str]() if method.pooled else list_kept(model_entries, loaded)
     loaded, adopted = loaded - kept, adopted | kept
     trained = bare.trained
     if method.trains is not everything:
-        trained &= method.trains.names(model_entries, "left untrained")
+        left = partial(method.trains.names, model_entries, "left untrained")
+        trained &= select_entries(method, lambda each: each.trains, left)
     if not trained:
         raise UsageError(f"method {method.label!r} trains no parameter of the model: set requires_grad=True on some")
     work = resolve_work(method, work or Work(epochs=1), clients)
@@ -152,7 +155,7 @@ def prepare(
     check_rules(plan)
     plan = bind_rules(plan)
     if method.freeze:
-        norm_statistics.names(model_entries)
+        select_entries(method, lambda each: each.freeze, lambda: norm_statistics.names(model_entries))
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
     plan.optimizer.check(plan.params, rounds)
@@ -260,8 +263,9 @@ def bind_rules(plan: Plan) -> Plan:
     """
     plan, rules = replace(plan, rules=()), []
     for rule in plan.method.rules:
+        source = plan.method.name_source(rule)
         try:
-            bound = rule.bind(plan)
+            bound = rule.named(source).bind(plan)
         except UsageError as error:
             raise UsageError(f"method {plan.method.label!r}: {error}") from error
         if not isinstance(bound, Bound):
@@ -269,7 +273,7 @@ def bind_rules(plan: Plan) -> Plan:
                 f"method {plan.method.label!r}: {type(rule).__name__}.bind() returned a {type(bound).__name__}: return "
                 "fedshift.Bound(self, ...)"
             )
-        rules.append(bound)
+        rules.append(replace(bound, rule=bound.rule.named(source)))
     return replace(plan, rules=tuple(rules))
 
 
@@ -437,7 +441,7 @@ def _check_functions(plan: Plan, sample: Tensor) -> None:
 @torch.no_grad()
 def _check_groups(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if surgery created a GroupNorm with one value per group, whose output is constant."""
-    if not any(getattr(change, "decides_normalization", False) for change in plan.method.surgery):
+    if not any(map(decides_normalization, plan.method.surgery)):
         return
     layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm)}
     problems: list[str] = []
@@ -502,7 +506,7 @@ def _check_single_samples(plan: Plan) -> None:
     if gradient is not None and moved:
         raise UsageError(
             f"method {plan.method.label!r}: the model writes into {moved[0]!r} during training, which "
-            f"{gradient.source_method} cannot clip sample by sample: use a model without running statistics"
+            f"{plan.method.name_source(gradient)} cannot clip sample by sample: use a model without running statistics"
         )
 
 

@@ -25,6 +25,7 @@ from ..utils.state import State, pick
 class ControlVariates(Rule):
     """Control variates c_i on clients and c on the server; clients send only the change of c_i."""
 
+    gradient_stage = "step"
     requires = Requirements(
         shared_entries="SCAFFOLD corrects the drift of shared entries",
         plain_steps="SCAFFOLD's control variate",
