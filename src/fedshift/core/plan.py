@@ -82,6 +82,7 @@ class Plan:
         adopted: Names of the entries that a client keeps, but loads from the server in its first round.
         sent: Names of the entries that clients send.
         trained: Names of the parameters that the optimizer updates.
+        trainable: Names of the parameters that the network lets an optimizer update.
         rules: The method's rules, resolved against the plan; empty while they are being bound.
         freeze_from: Round (from 0) from which statistics are frozen.
         work: Local work of a round.
@@ -103,6 +104,7 @@ class Plan:
     adopted: frozenset[str] = frozenset()
     sent: frozenset[str]
     trained: frozenset[str]
+    trainable: frozenset[str] = frozenset()
     rules: tuple[Bound, ...] = ()
     freeze_from: float
     work: Work
