@@ -104,7 +104,7 @@ CORE = (
           "text or name in given", "False", "tests/test_api.py"),
     Fault("a-rate-fixed-by-a-tape", "engines/stepper.py", "Stepper._differentiate", "counter=steps, lr=lr)",
           "counter=steps)", "tests/engines/test_stacked.py"),
-    Fault("range-of-float16-not-said", "engines/half_precision.py", "describe_overflow", "output == inf", "False",
+    Fault("range-of-float16-not-said", "engines/half_precision.py", "_find_overflow", "output == inf", "False",
           "tests/engines/test_precision.py"),
     Fault("server-momentum-damped", "core/server_optimizer.py", "Momentum.step", "+ change for",
           "+ (1 - self.beta) * change for", "tests/core/test_server_optimizer.py"),
