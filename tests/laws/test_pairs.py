@@ -61,8 +61,8 @@ def linear(shape, classes):
 
 def begin(method, batch_size, *, engine="sequential", data=GRAY, model=network):
     return make_trial(
-        method, engine, data=data, model=model, work=Work(batch_size=batch_size, epochs=1), optimizer=SGD(lr=0.01),
-        rounds=2, evaluate_every=2, moments=("loaded",),
+        method, engine, data=data, model=model, work=Work(batch_size=batch_size, epochs=1), rounds=2, evaluate_every=2,
+        optimizer=SGD(lr=0.01, weight_decay=0.1 if batch_size else 0.0), moments=("loaded",),
     )  # fmt: skip
 
 
