@@ -14,15 +14,7 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.engines import ENGINES
-from fedshift.methods.fedala import fedala
-from fedshift.methods.fedap import fedap
-from fedshift.methods.fedcac import fedcac
-from fedshift.methods.feddg_elcfs import feddg_elcfs
-from fedshift.methods.fedpac import fedpac
-from fedshift.methods.fedprox import fedprox
-from fedshift.methods.gn import gn
-from fedshift.methods.harmofl import harmofl
-from fedshift.methods.ln import ln
+from fedshift.methods import METHODS
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import clone, is_equal
 from tests.laws.conftest import GIVEN, WITHOUT_BATCH_NORM, by_name
@@ -108,18 +100,14 @@ def test_every_engine_equals_the_loop_and_resumes(outer, method):
             assert_engines_agree(start, running)
 
 
-@pytest.mark.parametrize("mix", [fedap, fedcac, fedpac])
+@pytest.mark.parametrize("mix", ["fedap", "fedcac", "fedpac"])
 def test_lanes_that_restart_from_mixes_keep_their_steps_and_what_they_loaded(mix):
-    start = partial(begin, fedala(mix(fedprox(mu=2.0))), 4)
+    start = partial(begin, METHODS.parse(f"fedala+{mix}+fedprox(mu=2.0)"), 4)
     assert_engines_agree(start, start())
 
 
-def in_float32(shape, classes):
-    return network(shape, classes).float()
-
-
-@pytest.mark.parametrize("method", [gn(harmofl()), ln(feddg_elcfs())], ids=by_name)
-def test_normalization_of_groups_runs_where_rules_differentiate_images(method):
+@pytest.mark.parametrize("text", ["harmofl+gn", "feddg_elcfs+ln"])
+def test_normalization_of_groups_runs_where_rules_differentiate_images(text):
     """Kernels are channels last, which ``torch.vmap`` cannot pass on to GroupNorm in a pass under ``torch.func``."""
-    start = partial(begin, method, 4, data=COLOR, model=in_float32)
+    start = partial(begin, METHODS.parse(text), 4, data=COLOR, model=lambda *shape: network(*shape).float())
     assert_engines_agree(start, start(), tolerance=1e-5)
