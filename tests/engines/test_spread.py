@@ -17,12 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.optimizer import SGD
 from fedshift.data.samples import Samples
 from fedshift.engines import spread
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.spread import Pool, Ray
-from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.execution.executor import InProcess
 from fedshift.utils.profiling import record_seconds
@@ -85,18 +83,6 @@ def assert_same(found, expected):
         assert is_equal(trained.client.personal, other.client.personal)
         assert all(map(is_equal, trained.client.memory, other.client.memory))
         assert (trained.client.steps, trained.loss_sum) == (other.client.steps, other.loss_sum)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "at_once"),
-    [("pool", 2), pytest.param("pool", 3, marks=pytest.mark.slow), pytest.param("ray", 2, marks=pytest.mark.slow)],
-)
-def test_bits_are_those_of_the_sequential_engine_for_any_number_of_workers(begin, engine, at_once):
-    for options in ({}, {"method": scaffold(), "optimizer": SGD(lr=0.05)}):
-        running = begin(engine, workers=at_once, **options)
-        rounds(running, 3)
-        assert_rounds(running, count=3, **options)
 
 
 @BOTH
@@ -266,17 +252,6 @@ def test_what_cannot_be_pickled_is_refused(held):
     assert said.startswith("the pool engine cannot send fedavg or the model to another process (cannot pickle")
     assert f"{type(held).__name__}' object): use the sequential engine, which runs anything, or auto" in said
     assert "cannot send fedavg" in Ray.refusal(plan, DATA)
-
-
-def test_an_open_file_is_refused(tmp_path):
-    with (tmp_path / "log").open("w") as file:
-
-        class Logged(nn.Linear):
-            def forward(self, x):
-                file.write("called")
-                return super().forward(x)
-
-        assert "cannot send fedavg or the model to another process" in Pool.refusal(plan_of(Logged(FEATURES, 3)), DATA)
 
 
 @pytest.mark.parametrize("engine", [Pool, Ray])

@@ -32,7 +32,7 @@ from tests.laws.networks import CATALOG, CLASSES, make
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's about old hooks, checkpointing and unused random draws
 SEED, ROUNDS, BATCH = 3, 2, 4
 SGD_SETTINGS = {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.05}
-SIZES = {"s0": 11, "s1": 8}
+SIZES = {"s0": 15, "s1": 7}
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 RIGHT = [name for name, case in CATALOG.items() if case.refused is None]
 
@@ -67,7 +67,7 @@ def list_tensors(net):
 def average_by_hand(nets, case):
     """Average parameters, and statistics, counters and moving averages; other buffers stay on the client."""
     tensors = {name: list_tensors(net)[0] for name, net in nets.items()}
-    averaged = {name for name, _ in nets["s0"].named_parameters()} | {
+    averaged = {name for name, weight in nets["s0"].named_parameters() if weight.is_floating_point()} | {
         name for name in tensors["s0"] if case.averaged or name.rpartition(".")[2] in STATISTICS
     }
     for key in averaged - list_tensors(nets["s0"])[1]:
@@ -181,25 +181,26 @@ def assert_right_or_refused(name, engine, plain):
     assert_plain(trial, plain(name, engine))
 
 
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("name", CATALOG)
 def test_the_sequential_engine_trains_as_plain_pytorch_or_refuses(name, plain):
     assert_right_or_refused(name, "sequential", plain)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("engine", ["stacked", "identity"])
 @pytest.mark.parametrize("name", CATALOG)
 def test_other_engines_train_as_plain_pytorch_or_refuse(name, engine, plain):
     assert_right_or_refused(name, engine, plain)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CATALOG)
 def test_processes_train_as_plain_pytorch_or_refuse(name, plain):
     assert_right_or_refused(name, "pool", plain)
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_resumed_run_and_any_number_of_evaluations_give_the_same_bits(name, tmp_path):
     whole, resumed = begin(name), begin(name)
@@ -216,7 +217,7 @@ def test_a_resumed_run_and_any_number_of_evaluations_give_the_same_bits(name, tm
     assert is_equal(resumed.to_tensors()[0], whole.to_tensors()[0])
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", RIGHT)
 def test_training_alone_does_not_depend_on_other_clients_data(name):
     states = []

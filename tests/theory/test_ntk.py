@@ -198,14 +198,6 @@ def test_without_the_length_below_parallel_inputs_of_two_clients_are_singular_wh
     )
 
 
-def test_fewer_rows_have_no_smaller_least_eigenvalue():
-    samples = federation()
-    full = magnitude_limit(samples)
-    own = [smallest_eigenvalue(full[np.ix_(rows, rows)]) for rows in np.equal.outer(np.arange(CLIENTS), samples.client)]
-    assert smallest_eigenvalue(block_diagonal(samples, full)) == pytest.approx(min(own), rel=1e-10)
-    assert 0 < smallest_eigenvalue(full) < min(own)
-
-
 def test_what_does_not_fit_is_refused():
     x, covariance = np.ones((2, 3)), np.eye(3)[None]
     with pytest.raises(UsageError, match=r"\[P, D\], \[P\] and \[N, D, D\]"):

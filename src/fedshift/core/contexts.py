@@ -151,9 +151,9 @@ class StepContext(ClientContext):
 
     @property
     def start(self) -> State:
-        """Return all entries of the client's model when the round began: loaded ones, and those that it keeps.
+        """Return all entries of the client's model when the round began, loaded and kept ones.
 
-        They are constants, whatever the method keeps on clients: ``step.run(step.start, training=False)`` is a teacher.
+        They are constants under every method: ``step.run(step.start, training=False)`` is a teacher.
         """
         return self.loaded | self._personal
 

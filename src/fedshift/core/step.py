@@ -19,7 +19,7 @@ from ..nn.linear import use_torch_func
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, nbytes, pick
 from .contexts import ForwardPass, LossContext, Owned, StepContext
-from .plan import Plan, Updated, compute_features, compute_outputs, to_memory_format
+from .plan import Plan, Updated, compute_features, to_memory_format
 from .states import LocalTrainingState
 
 SAMPLE_GRADIENTS = 2**27
@@ -95,6 +95,7 @@ def compute_objective(
         else:
             batch.passed = compute_features(plan, model, x, in_place=in_place)
             rest |= {name: model[name] for name in rest if name in model}
+            batch.passed = batch.change_outputs(*batch.passed, state)
             total = loss = plan.loss(batch.passed[0], y)
         for index in plan.defines("loss"):
             separate = plan.rules[index].has_separate_passes
@@ -127,8 +128,22 @@ class _Batch:
         rest = self._job.rest
         return {name: entries[name] if name in entries else rest[name].clone() for name in self._plan.initial}
 
+    def change_outputs(
+        self, outputs: Tensor, features: dict[int, Tensor], state: State
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return a pass with the outputs that rules return; ``state``: all entries, including the network's."""
+        passed = self.passed
+        for index in self._plan.defines("outputs"):
+            self.passed = outputs, features
+            outputs = self._plan.rules[index].rule.outputs(outputs, self.make_context(index, state))
+        self.passed = passed
+        return outputs, features
+
     def _loss_at(self, entries: State) -> Tensor:
-        return self._plan.loss(compute_outputs(self._plan, self._fill(entries), self._x), self._y)
+        model = self._fill(entries)
+        passed = compute_features(self._plan, model, self._x)
+        outputs, _ = self.change_outputs(*passed, {**self._params, **self._job.rest, **model})
+        return self._plan.loss(outputs, self._y)
 
     def _run(self, index: int, entries: State, x: Tensor, *, training: bool) -> ForwardPass:
         self._plan.set_mode(training=training, frozen=self._job.frozen)

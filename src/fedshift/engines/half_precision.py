@@ -77,6 +77,6 @@ def _find_largest(values: Any) -> float:
 def _compare_gradients(plan: Plan, step: Step) -> Iterator[tuple[str, float, float]]:
     """Yield each trained parameter with the norms of its gradients in float16 and in float32; infinite: not finite."""
     low, exact = (compute_gradients(each, *step)[0] for each in (plan, replace(plan, precision="float32")))
-    for name in plan.params:
+    for name in (name for name in plan.params if name in low and name in exact):
         one, other = (float(grads[name].double().norm().nan_to_num(inf, inf)) for grads in (low, exact))
         yield name, one, other

@@ -107,7 +107,8 @@ class Stacked(Engine):
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         gradient = plan.method.gradient
         if gradient is not None and gradient.secret:
-            return f"cannot run {plan.method.label}: its lanes would share the secret draws of {gradient.source_method}"
+            source = plan.method.name_source(gradient)
+            return f"cannot run {plan.method.label}: its lanes would share the secret draws of {source}"
         if isinstance(plan.optimizer, TorchOptimizer):
             return f"cannot run {plan.optimizer}: torch's own optimizers step one client at a time"
         return find_exchange(plan) or plan.verdict("stacked", lambda: _try_lanes(plan, data))

@@ -53,7 +53,7 @@ class Stepper:
         self.plan, self._shared = plan, shared
         self.template = Lock()  # running the plan's module replaces its tensors
         self._tapes: dict[object, tuple[Tape, tuple[str, ...]] | None] = {}
-        self._rules_act = bool(plan.defines("loss") or plan.defines("batch"))
+        self._rules_act = any(map(plan.defines, ("batch", "outputs", "loss")))
         self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
 
     def step(

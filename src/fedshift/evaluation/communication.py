@@ -115,7 +115,7 @@ def describe_kept(plan: Plan) -> str:
     kept = ["the uploads of the last round, one by one"] if plan.mixes else []
     aggregate = plan.method.aggregate
     if aggregate.keeps:
-        kept.append(f"what {aggregate.source_method} remembers of each client that took part")
+        kept.append(f"what {plan.method.name_source(aggregate)} remembers of each client that took part")
     return "; ".join(kept) or "nothing of single clients"
 
 

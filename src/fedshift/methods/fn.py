@@ -32,9 +32,9 @@ class FeatureScaling(nn.Module):
 
 @dataclass(frozen=True)
 class ScaleFeatures:
-    """The surgery that puts a FeatureScaling before the classifier, after all other surgery."""
+    """The surgery that puts a FeatureScaling before the classifier, whatever put the classifier there."""
 
-    last: ClassVar[bool] = True
+    stage: ClassVar[int] = 2
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; :class:`UsageError` where it does not end in a linear classifier."""

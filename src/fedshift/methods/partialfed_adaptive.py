@@ -38,10 +38,7 @@ class Gates(Rule):
     def bind(self, plan: Plan) -> Bound:
         kept = plan.personal - plan.whole
         if kept or not plan.loaded:
-            raise UsageError(
-                "partialfed_adaptive chooses which layers to load, but another part of the method already keeps "
-                f"{min(kept or plan.personal)!r} on the client: use one of the two"
-            )
+            raise plan.refuse_kept("partialfed_adaptive chooses which layers to load", kept or plan.personal)
         layers: dict[int, list[str]] = {}
         statistics = tuple(entry.name for entry in plan.entries if norm_statistics(entry))
         for entry in plan.entries:
