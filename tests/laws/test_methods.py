@@ -384,17 +384,3 @@ def test_a_rule_that_adds_a_network_leaves_the_servers_bits_alone(trial, other, 
         alone.advance()
         both.advance()
     assert is_equal(alone.server.shared, both.server.shared)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("method", ADDING, ids=by_name)
-def test_the_stacked_engine_decays_alike(trial, method, kind):
-    plain = any(part.requires.plain_steps for part in (*method.rules, method.aggregate))
-    optimizer = SGD(lr=0.05, weight_decay=0.3) if plain else replace(OPTIMIZERS[kind][0], lr=0.01)
-    loop, stacked = (trial(method, engine, optimizer=optimizer) for engine in ("sequential", "stacked"))
-    for running in (loop, stacked):
-        running.advance()
-    expected, found = loop.to_tensors()[0], stacked.to_tensors()[0]
-    assert expected.keys() == found.keys()
-    assert max(float((expected[n].double() - found[n].double()).abs().max()) for n in found) <= 1e-9
