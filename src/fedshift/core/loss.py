@@ -23,10 +23,9 @@ from typing_extensions import override
 
 from ..config.catalog import Catalog
 from ..tasks.segmentation import LEFT_OUT
-from ..utils.errors import Ref, UsageError
+from ..utils.errors import Ref, UsageError, require
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 from .architecture import architecture
-from .schedule import require
 
 Counted = Literal["balanced", "inverse_frequency"]
 """Names of weights that :meth:`Loss.resolve` computes from label counts."""

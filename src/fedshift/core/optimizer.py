@@ -20,10 +20,10 @@ from torch.optim.sgd import sgd as take_sgd_step
 from typing_extensions import override
 
 from ..config.catalog import Catalog
-from ..utils.errors import Ref, UsageError
+from ..utils.errors import Ref, UsageError, require
 from ..utils.state import State, clone, entries_under
 from ..utils.user_code import describe_error
-from .schedule import Schedule, by_name, require, write_call
+from .schedule import Schedule, by_name, write_call
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from ..config.catalog import Catalog
-from ..utils.errors import Ref, UsageError
+from ..utils.errors import Ref, UsageError, require
 from ..utils.user_code import describe_error, find_import_path, identify_function
-
-
-def require(holds: bool, message: str) -> None:
-    """Raise :class:`UsageError` with ``message`` unless it ``holds``."""
-    if not holds:
-        raise UsageError(message)
 
 
 @dataclass(frozen=True, kw_only=True)

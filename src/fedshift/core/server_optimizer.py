@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from typing_extensions import override
 
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State, entries_under
 
 
@@ -25,8 +25,7 @@ class ServerOptimizer(ABC):
     lr: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < 1e30:
-            raise UsageError(f"server learning rate lr={self.lr:g}: it must be a number above 0")
+        require(0 < self.lr < 1e30, f"server learning rate lr={self.lr:g}: it must be a number above 0")
 
     @abstractmethod
     def init(self, params: State) -> State:
@@ -51,7 +50,7 @@ class Momentum(ServerOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _unit("beta", self.beta)
+        require(0 <= self.beta < 1, f"beta={self.beta:g}: it must lie in [0, 1)")
 
     @override
     def init(self, params: State) -> State:
@@ -79,10 +78,9 @@ class Adaptive(ServerOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _unit("beta1", self.beta1)
-        _unit("beta2", self.beta2)
-        if not self.tau > 0:
-            raise UsageError(f"tau={self.tau:g}: it must be above 0, say 1e-3")
+        require(0 <= self.beta1 < 1, f"beta1={self.beta1:g}: it must lie in [0, 1)")
+        require(0 <= self.beta2 < 1, f"beta2={self.beta2:g}: it must lie in [0, 1)")
+        require(self.tau > 0, f"tau={self.tau:g}: it must be above 0, say 1e-3")
 
     @override
     def init(self, params: State) -> State:
@@ -104,8 +102,3 @@ class Adaptive(ServerOptimizer):
             moved[name] = param + self.lr * mean / (v.sqrt() + self.tau)
             after[f"mean/{name}"], after[f"square/{name}"] = mean, v
         return moved, after
-
-
-def _unit(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise UsageError(f"{name}={value:g}: it must lie in [0, 1)")

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from ..utils.random_streams import stream
 
 Bounds = tuple[tuple[int, int], ...]
@@ -56,8 +56,7 @@ class Work:
             text = " and ".join(f"{name}={value}" for name, value in amounts.items()) or "none of them"
             raise UsageError(f"{text}: give exactly one of {', '.join(AMOUNTS)}").about("epochs", "batches", "steps")
         for name, value in {"batch_size": self.batch_size, **amounts}.items():
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value}: must be at least 1")
+            require(value is None or value >= 1, f"{name}={value}: must be at least 1")
 
     def change(self, changes: Mapping[str, Any]) -> Self:
         """Return the work with the fields in ``changes`` replaced; a new amount unsets the others."""

@@ -19,7 +19,7 @@ from ..core.method import Method, modifier
 from ..core.plan import Plan
 from ..core.rule import Rule
 from ..core.selection import last_layers
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State
 from ..utils.words import join_some
 
@@ -88,7 +88,6 @@ def agc(base: Method, *, clip: float = 0.64, classifier: bool = True) -> Method:
     FedWon uses 0.64 on Digits-Five and 1.28 on Office-Caltech-10 and DomainNet with batches of 32, and no clipping with
     batches of 4 or less. ``classifier``: whether the last layer is clipped, too.
     """
-    if not clip > 0:
-        raise UsageError(f"clip={clip:g}: give a number above 0, say 0.64")
+    require(clip > 0, f"clip={clip:g}: give a number above 0, say 0.64")
     others = tuple(rule for rule in base.rules if not isinstance(rule, Clipping))
     return replace(base, rules=(*others, Clipping(float(clip), classifier)))

@@ -17,7 +17,7 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State
 
 
@@ -67,6 +67,5 @@ def apfl(base: Method, *, alpha: float = 0.5, learned: bool = True) -> Method:
         learned: Whether each client learns its weight, starting at ``alpha``.
 
     """
-    if not 0 <= alpha <= 1:
-        raise UsageError(f"alpha={alpha:g}: it must lie in [0, 1], 0 (the shared model) to 1 (the personal model)")
+    require(0 <= alpha <= 1, f"alpha={alpha:g}: it must lie in [0, 1], 0 (the shared model) to 1 (the personal model)")
     return base.with_rule(Mixture(float(alpha), learned))

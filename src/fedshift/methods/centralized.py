@@ -7,7 +7,7 @@ clients (FedSMB, arXiv:2011.07006), it takes as many steps as the federation, wi
 from dataclasses import replace
 
 from ..core.method import Method, method
-from ..utils.errors import UsageError
+from ..utils.errors import require
 
 
 @method
@@ -17,6 +17,5 @@ def centralized(base: Method, *, scaled: bool = True) -> Method:
     ``scaled``: use K times the experiment's batch size, and hence the federation's number of steps; otherwise the same
     batch size and K times as many steps.
     """
-    if base.pooled:
-        raise UsageError(f"{base.name} pools all data already; remove one of the two")
+    require(not base.pooled, f"{base.name} pools all data already; remove one of the two")
     return replace(base, pooled="scaled" if scaled else "same")

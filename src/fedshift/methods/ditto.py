@@ -16,7 +16,7 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from ..utils.state import State
 
 
@@ -53,6 +53,5 @@ def ditto(base: Method, *, lam: float = 1.0, epochs: int | None = None) -> Metho
     """
     if epochs is not None and epochs < 1:
         raise UsageError(f"epochs={epochs}: give 1 or more, or leave it out for the batches of the global model")
-    if lam < 0:
-        raise UsageError(f"lam={lam:g} is negative; it must be 0 (local training) or more")
+    require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (local training) or more")
     return base.with_rule(PersonalModel(lam, epochs))

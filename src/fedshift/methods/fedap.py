@@ -23,7 +23,7 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.selection import SELECTIONS, batch_norm, norm_statistics
 from ..core.states import ServerState
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State, group_entries, join_states, pick
 
 Statistics = Mapping[str, State]
@@ -90,8 +90,7 @@ def fedap(base: Method, *, self_weight: float = 0.5) -> Method:
         self_weight: Weight of a client's own upload in its mix, in [0, 1].
 
     """
-    if not 0 <= self_weight <= 1:
-        raise UsageError(f"self_weight={self_weight:g}: give a number in [0, 1]")
+    require(0 <= self_weight <= 1, f"self_weight={self_weight:g}: give a number in [0, 1]")
     affine = SELECTIONS["batch_norm_affine"]
     scope = replace(base.scope, load=base.scope.load & ~batch_norm, send=base.scope.send & ~affine)
     return replace(base.with_aggregation(StatisticsMix(float(self_weight))), scope=scope)

@@ -7,7 +7,7 @@ model is evaluated or exported, and does not affect federated training.
 
 from ..core.method import Method, method
 from ..core.selection import parse_selection
-from ..utils.errors import UsageError
+from ..utils.errors import require
 
 
 @method
@@ -20,6 +20,5 @@ def fedbabu(base: Method, *, layers: int | str = 1, rounds: int = 5) -> Method:
         rounds: Number of rounds of local work that fine-tune a client's model; 0: none.
 
     """
-    if rounds < 0:
-        raise UsageError(f"rounds={rounds}: give 0 (the global model) or more")
+    require(rounds >= 0, f"rounds={rounds}: give 0 (the global model) or more")
     return base.leave_untrained(parse_selection(layers)).with_finetuning(rounds)

@@ -34,7 +34,7 @@ from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..nn.amplitude_norm import AmplitudeNorm, amplitudes, low_frequencies, move_amplitudes, sum_waves
 from ..nn.dropout import draw_uniform
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from ..utils.state import State
 
 CLIP = 100.0
@@ -208,13 +208,9 @@ def feddg_elcfs(
 
     """
     for name, value in {"beta": beta, "boundary": boundary}.items():
-        if not 0 <= value < float("inf"):
-            raise UsageError(f"{name}={value:g}: give a finite number, 0 or more")
-    if not 0 < tau < float("inf"):
-        raise UsageError(f"tau={tau:g}: give a finite temperature above 0")
-    if frequencies < 0:
-        raise UsageError(f"frequencies={frequencies}: give 0 (only brightness) or more")
-    if samples < 1:
-        raise UsageError(f"samples={samples}: give 1 or more")
+        require(0 <= value < float("inf"), f"{name}={value:g}: give a finite number, 0 or more")
+    require(0 < tau < float("inf"), f"tau={tau:g}: give a finite temperature above 0")
+    require(frequencies >= 0, f"frequencies={frequencies}: give 0 (only brightness) or more")
+    require(samples >= 1, f"samples={samples}: give 1 or more")
     read = features if boundary else ""
     return base.with_rule(SentAmplitudes(float(beta), float(boundary), float(tau), frequencies, samples, read))

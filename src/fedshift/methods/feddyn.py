@@ -21,7 +21,7 @@ from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.server_optimizer import ServerOptimizer
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from ..utils.state import State
 
 
@@ -84,6 +84,5 @@ class ServerMemory(ServerOptimizer):
 @method
 def feddyn(base: Method, *, alpha: float = 0.01) -> Method:
     """Regularize the loss of ``base`` dynamically with strength ``alpha``; needs clients that keep state."""
-    if not alpha > 0:
-        raise UsageError(f"alpha={alpha:g}: it must be above 0, say 0.01")
+    require(alpha > 0, f"alpha={alpha:g}: it must be above 0, say 0.01")
     return base.with_server(ServerMemory(alpha=float(alpha))).with_rule(GradientMemory(float(alpha)))

@@ -32,7 +32,7 @@ from ..core.plan import Plan
 from ..core.rule import Rule
 from ..nn.dropout import Keyed, draw_normal, draw_uniform, take_draws
 from ..nn.surgery import replace_modules
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from ..utils.state import State
 
 DRAWS = 5
@@ -160,8 +160,6 @@ def fedfa(base: Method, *, p: float = 0.5, momentum: float = 0.01, layers: str |
             convolutions but the first, and the pooling to a fixed size, or flattening, that ends the maps.
 
     """
-    if not 0 <= p <= 1:
-        raise UsageError(f"p={p:g}: give a probability in [0, 1]")
-    if not 0 < momentum <= 1:
-        raise UsageError(f"momentum={momentum:g}: give a number in (0, 1], 1 for only the last batch's")
+    require(0 <= p <= 1, f"p={p:g}: give a probability in [0, 1]")
+    require(0 < momentum <= 1, f"momentum={momentum:g}: give a number in (0, 1], 1 for only the last batch's")
     return base.with_surgery(AugmentFeatures(float(p), float(momentum), layers)).with_rule(SharedVariances())

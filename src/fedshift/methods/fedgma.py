@@ -19,7 +19,7 @@ from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.states import ServerState
-from ..utils.errors import UsageError
+from ..utils.errors import require
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,5 @@ def fedgma(base: Method, *, threshold: float = 0.4, soft: bool = True) -> Method
         soft: Whether other changes are multiplied by their agreement; False drops them.
 
     """
-    if not 0 <= threshold <= 1:
-        raise UsageError(f"threshold={threshold:g}: it must lie in [0, 1], like the agreement of clients")
+    require(0 <= threshold <= 1, f"threshold={threshold:g}: it must lie in [0, 1], like the agreement of clients")
     return base.with_aggregation(MaskedMean(float(threshold), soft))

@@ -32,7 +32,7 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.selection import find_classifier
 from ..core.states import ServerState
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State
 from .fedproto import Prototypes
 from .fedrep import HeadThenBody
@@ -178,10 +178,8 @@ def fedpac(base: Method, *, lam: float = 1.0, head: int = 1, body: int = 5) -> M
         body: Part in which the features are trained.
 
     """
-    if lam < 0:
-        raise UsageError(f"lam={lam:g} is negative; it must be 0 (no pull) or more")
-    if head < 1 or body < 1:
-        raise UsageError(f"head={head} and body={body}: give 1 or more for each")
+    require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (no pull) or more")
+    require(head >= 1 and body >= 1, f"head={head} and body={body}: give 1 or more for each")
     mixing = base.with_aggregation(ClassifierMix())
     aligned = AlignedFeatures(lam, epochs=ceil((head + body) / head))
     return mixing.with_rule(aligned).with_rule(HeadThenBody(head / (head + body), 1))

@@ -21,7 +21,7 @@ from ..core.contexts import EndContext, LossContext
 from ..core.declarations import Bound, Send
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from ..utils.state import State
 from .fpl import ClusterPrototypes
 
@@ -106,8 +106,7 @@ def fedplvm(base: Method, *, alpha: float = 0.25, tau: float = 0.07, lam: float 
         samples: Number of features that a client clusters, the last ones of a round.
 
     """
-    if lam < 0:
-        raise UsageError(f"lam={lam:g} is negative; it must be 0 (neither loss) or more")
+    require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (neither loss) or more")
     if not tau > 0 or not 0 < alpha <= 1 or samples < 1:
         raise UsageError(
             f"alpha={alpha:g}, tau={tau:g} and samples={samples}: give a power in (0, 1], a temperature above 0, and 1 "

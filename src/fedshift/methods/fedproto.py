@@ -23,7 +23,7 @@ from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import find_classifier
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State
 
 
@@ -98,6 +98,5 @@ def fedproto(base: Method, *, lam: float = 1.0) -> Method:
 
     On FedAvg, models are averaged as well; ``fedproto+single`` is the paper's method, which exchanges only prototypes.
     """
-    if lam < 0:
-        raise UsageError(f"lam={lam:g} is negative; it must be 0 (no attraction) or more")
+    require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (no attraction) or more")
     return base.with_rule(Prototypes(lam))

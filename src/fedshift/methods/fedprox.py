@@ -13,7 +13,7 @@ from ..core.contexts import StepContext
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Rule
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State
 
 
@@ -39,6 +39,5 @@ class Proximal(Rule):
 @method
 def fedprox(base: Method, *, mu: float = 0.01) -> Method:
     """Add a proximal term of strength ``mu`` to ``base``; FedBN's experiments use 0.01, on ABIDE 0.2."""
-    if mu < 0:
-        raise UsageError(f"mu={mu:g} is negative; it must be 0 (FedAvg) or more")
+    require(mu >= 0, f"mu={mu:g} is negative; it must be 0 (FedAvg) or more")
     return base.with_rule(Proximal(mu))

@@ -31,7 +31,7 @@ from ..core.selection import of_type
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.dropout import draw_bits
 from ..nn.surgery import replace_modules
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from ..utils.state import State
 
 KINDS = ("mean", "deviation")
@@ -164,7 +164,6 @@ def fedrdn(base: Method, *, samples: int = 256) -> Method:
         samples: Images of a client on which it measures its statistics, as many as its first pass has at most.
 
     """
-    if samples < 1:
-        raise UsageError(f"samples={samples}: give 1 or more")
+    require(samples >= 1, f"samples={samples}: give 1 or more")
     changed = base.with_surgery(ScaleInputs()).keep_on_client(of_type(InputScaling))
     return changed.with_rule(ClientStatistics(samples))

@@ -14,7 +14,7 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.rule import Rule
 from ..core.selection import parse_selection
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,9 @@ def fedrep(
     ``head_epochs`` and ``body_epochs``: number of epochs for the head and then for the body, which replace the
     experiment's epochs, batches or steps.
     """
-    if head < 1 or body < 1:
-        raise UsageError(f"head={head} and body={body}: give 1 or more for each")
+    require(head >= 1 and body >= 1, f"head={head} and body={body}: give 1 or more for each")
     if head_epochs is not None or body_epochs is not None:
-        if (head, body) != (10, 1):
-            raise UsageError(f"head={head} and body={body} divide a round: leave them out with epochs")
+        require((head, body) == (10, 1), f"head={head} and body={body} divide a round: leave them out with epochs")
         if not head_epochs or not body_epochs or head_epochs < 1 or body_epochs < 1:
             raise UsageError(
                 f"head_epochs={head_epochs} and body_epochs={body_epochs}: give 1 or more for each, or neither"

@@ -27,7 +27,7 @@ from ..core.rule import Rule
 from ..core.selection import entries, find_classifier
 from ..nn.dropout import Keyed, draw_normal, take_draws
 from ..nn.surgery import replace_modules
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 
 
 class Sampler(Keyed):
@@ -111,8 +111,7 @@ def fedsr(base: Method, *, l2: float = 0.01, cmi: float = 0.0005, size: int | No
         size: Number of features; None: the number of the classifier's inputs.
 
     """
-    if l2 < 0 or cmi < 0:
-        raise UsageError(f"l2={l2:g} and cmi={cmi:g}: give 0 or more for each")
+    require(l2 >= 0 and cmi >= 0, f"l2={l2:g} and cmi={cmi:g}: give 0 or more for each")
     if size is not None and size < 1:
         raise UsageError(f"size={size}: give 1 or more, or leave it out for the number of the classifier's inputs")
     return base.with_surgery(GaussianFeatures(size)).with_rule(Representation(l2, cmi))

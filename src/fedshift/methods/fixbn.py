@@ -7,7 +7,7 @@ training and testing normalize identically, and a sample's gradient no longer de
 from dataclasses import replace
 
 from ..core.method import Freeze, Method, method
-from ..utils.errors import UsageError
+from ..utils.errors import require
 
 
 @method
@@ -16,7 +16,6 @@ def fixbn(base: Method, *, switch: int | float = 0.5, keep_momentum: bool = Fals
 
     ``keep_momentum``: whether the local optimizer keeps its momentum between rounds, as the paper recommends.
     """
-    if base.freeze:
-        raise UsageError(f"{base.name} freezes statistics already; choose one of the two")
+    require(not base.freeze, f"{base.name} freezes statistics already; choose one of the two")
     optimizer = {**base.optimizer, "keep": True} if keep_momentum else base.optimizer
     return replace(base, freeze=Freeze(after=switch), optimizer=optimizer)

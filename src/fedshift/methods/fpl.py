@@ -26,7 +26,7 @@ from typing_extensions import override
 from ..core.declarations import Bound
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State
 from .fedproto import Prototypes
 
@@ -121,8 +121,6 @@ def fpl(base: Method, *, tau: float = 0.02, lam: float = 1.0) -> Method:
 
     ``tau``: temperature of the contrast; ``lam``: strength of both losses.
     """
-    if lam < 0:
-        raise UsageError(f"lam={lam:g} is negative; it must be 0 (neither loss) or more")
-    if not tau > 0:
-        raise UsageError(f"tau={tau:g}: give a temperature above 0")
+    require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (neither loss) or more")
+    require(tau > 0, f"tau={tau:g}: give a temperature above 0")
     return base.with_rule(ClusterPrototypes(lam, tau=tau))

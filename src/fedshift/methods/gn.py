@@ -5,12 +5,11 @@ Hsieh et al. 2020, arXiv:1910.00189; numbers of groups as in FedWon (arXiv:2306.
 
 from ..core.method import Method, modifier
 from ..nn.surgery import BatchNormToGroupNorm
-from ..utils.errors import UsageError
+from ..utils.errors import require
 
 
 @modifier
 def gn(base: Method, *, groups: int | None = None) -> Method:
     """Replace BatchNorm by GroupNorm in the network of ``base``; ``groups``: number of groups, None: the paper's."""
-    if groups is not None and groups < 1:
-        raise UsageError(f"groups={groups}: give 1 (layer normalization) or more")
+    require(groups is None or groups >= 1, f"groups={groups}: give 1 (layer normalization) or more")
     return base.with_surgery(BatchNormToGroupNorm(groups))

@@ -30,7 +30,7 @@ from ..core.rule import Rule
 from ..core.selection import batch_norm, find_classifier, name_matches, of_type
 from ..nn.recognition import Function, torch_kind
 from ..nn.surgery import BATCH_NORM, replace_modules, take_place
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 
 MAPS: dict[type[nn.Module], type[nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
     nn.BatchNorm2d: nn.InstanceNorm2d, nn.SyncBatchNorm: nn.InstanceNorm2d, nn.BatchNorm3d: nn.InstanceNorm3d,
@@ -118,7 +118,6 @@ def gperxan(base: Method, *, lam: float = 0.5) -> Method:
         lam: Strength of the loss of the classifier that clients loaded; 0: none.
 
     """
-    if not 0 <= lam < float("inf"):
-        raise UsageError(f"lam={lam:g}: give a finite strength, 0 (no guidance) or more")
+    require(0 <= lam < float("inf"), f"lam={lam:g}: give a finite strength, 0 (no guidance) or more")
     changed = base.with_surgery(Assemble()).keep_on_client(local_norm)
     return changed.with_rule(Guidance(lam)) if lam else changed

@@ -20,7 +20,7 @@ from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import norm_statistics
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from ..utils.state import pick
 
 
@@ -56,6 +56,5 @@ def greg(base: Method, *, lam: float = 1.0) -> Method:
 
     ``lam``: strength of the divergence.
     """
-    if not 0 <= lam < float("inf"):
-        raise UsageError(f"lam={lam:g}: give a finite strength, 0 (no divergence) or more")
+    require(0 <= lam < float("inf"), f"lam={lam:g}: give a finite strength, 0 (no divergence) or more")
     return base.with_rule(Consistency(lam))

@@ -25,7 +25,7 @@ from ..core.plan import Plan
 from ..core.rule import Rule
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.surgery import replace_modules
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from ..utils.state import State
 
 TINY = 1e-12
@@ -125,11 +125,8 @@ def harmofl(base: Method, *, alpha: float = 0.05, frequencies: int = 0, samples:
         samples: Maximum number of a client's images in the first round for measuring the mean amplitudes.
 
     """
-    if not 0 <= alpha < float("inf"):
-        raise UsageError(f"alpha={alpha:g}: give a finite distance, 0 (no perturbation) or more")
-    if frequencies < 0:
-        raise UsageError(f"frequencies={frequencies}: give 0 (only brightness) or more")
-    if samples < 1:
-        raise UsageError(f"samples={samples}: give 1 or more")
+    require(0 <= alpha < float("inf"), f"alpha={alpha:g}: give a finite distance, 0 (no perturbation) or more")
+    require(frequencies >= 0, f"frequencies={frequencies}: give 0 (only brightness) or more")
+    require(samples >= 1, f"samples={samples}: give 1 or more")
     changed = base.with_surgery(NormalizeAmplitudes(frequencies)).with_rule(MeanAmplitude(samples))
     return changed.with_rule(PerturbedWeights(float(alpha))) if alpha else changed

@@ -26,7 +26,7 @@ from ..core.rule import Rule
 from ..core.selection import hybrid_factors
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.surgery import BatchNormToHybrid
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State
 
 KINDS = ("mean", "var")
@@ -108,10 +108,8 @@ def hbn(base: Method, *, momentum: float = 0.002, samples: int = 64) -> Method:
         samples: Maximum number of samples in a client's round on which it measures statistics.
 
     """
-    if not 0 < momentum <= 1:
-        raise UsageError(f"momentum={momentum:g}: give a number in (0, 1], 1 for only the round's statistics")
-    if samples < 1:
-        raise UsageError(f"samples={samples}: give 1 or more")
+    require(0 < momentum <= 1, f"momentum={momentum:g}: give a number in (0, 1], 1 for only the round's statistics")
+    require(samples >= 1, f"samples={samples}: give 1 or more")
     changed = base.with_surgery(BatchNormToHybrid()).with_rule(Measurement(float(momentum), samples))
     scope = replace(base.scope, load=base.scope.load & ~hybrid_factors, begin=hybrid_factors)
     return replace(changed, scope=scope)

@@ -20,7 +20,7 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State
 
 
@@ -60,8 +60,6 @@ def moon(base: Method, *, mu: float = 1.0, tau: float = 0.5, features: str = "la
         features: Layer of the network whose inputs are compared; ``last``: the classifier.
 
     """
-    if mu < 0:
-        raise UsageError(f"mu={mu:g} is negative; it must be 0 (FedAvg) or more")
-    if not tau > 0:
-        raise UsageError(f"tau={tau:g}: give a temperature above 0")
+    require(mu >= 0, f"mu={mu:g} is negative; it must be 0 (FedAvg) or more")
+    require(tau > 0, f"tau={tau:g}: give a temperature above 0")
     return base.with_rule(PreviousModel(mu, tau, features))

@@ -20,7 +20,7 @@ from ..core.plan import Plan
 from ..core.rule import Rule
 from ..core.selection import norm_statistics
 from ..nn.dropout import draw_uniform
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State, add_prefix, entries_under, pick
 
 
@@ -84,6 +84,5 @@ class Gates(Rule):
 @method
 def partialfed_adaptive(base: Method, *, tau: float = 1.0, rate: float = 10.0) -> Method:
     """Learn what clients of ``base`` load; ``tau``: temperature, ``rate``: relative learning rate of the logits."""
-    if not (tau > 0 and rate > 0):
-        raise UsageError(f"tau={tau:g}, rate={rate:g}: give numbers above 0")
+    require(tau > 0 and rate > 0, f"tau={tau:g}, rate={rate:g}: give numbers above 0")
     return base.with_rule(Gates(tau, rate))

@@ -13,7 +13,7 @@ from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.states import ServerState
-from ..utils.errors import UsageError
+from ..utils.errors import require
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class TrimmedMean(RobustAggregation):
     weighs = False
 
     def __post_init__(self) -> None:
-        if self.trim < 1:
-            raise UsageError(f"trim={self.trim}: give 1 or more; 0 would be the mean")
+        require(self.trim >= 1, f"trim={self.trim}: give 1 or more; 0 would be the mean")
 
     @property
     @override

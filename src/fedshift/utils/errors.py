@@ -116,6 +116,12 @@ class UsageError(FedshiftError, ValueError):
     exit_code = 2
 
 
+def require(holds: bool, message: str) -> None:
+    """Raise :class:`UsageError` with ``message`` unless it ``holds``."""
+    if not holds:
+        raise UsageError(message)
+
+
 MOVED: Mapping[str, tuple[str, str]] = {
     "group_column": ("groups", "patient"),
     "momentum": ("optimizer", "sgd(momentum=0.9)"),
