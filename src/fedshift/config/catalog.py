@@ -38,6 +38,13 @@ def list_several(given: object) -> Sequence[object]:
     return given if isinstance(given, list | tuple) else [given]
 
 
+def bind_arguments(entry: Function, user_defined: bool) -> Function:
+    """Return a factory for ``entry`` that binds the arguments of an expression to a user-defined function."""
+    if not user_defined or isinstance(entry, type):
+        return entry
+    return lambda **arguments: partial(entry, **arguments) if arguments else entry
+
+
 class Accept(Protocol[Made]):
     """A function that makes a value of a list from what an expression made, or from an object that a program gave."""
 

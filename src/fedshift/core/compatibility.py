@@ -7,7 +7,6 @@ rule (:class:`~fedshift.core.declarations.Bound`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.several_inputs import find_inputs, name_inputs
 from ..tasks import Classification, Task
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, require
 from .aggregation import Aggregation
 from .declarations import Bound
 from .loss import CrossEntropy, Loss
@@ -23,7 +22,6 @@ from .method import Method
 from .optimizer import SGD
 from .plan import Plan
 from .requirements import Requirements
-from .rule import Rule
 from .selection import norm_statistics
 
 NAMED = 5
@@ -53,8 +51,9 @@ def check_rules(plan: Plan) -> None:
     method, name = plan.method, f"method {plan.method.label!r}"
     for rule in method.rules:
         _check_shared(plan, rule.requires, method.name_source(rule))
-    for kind in {type(rule) for rule in method.rules if sum(type(rule) is type(other) for other in method.rules) > 1}:
-        sources = method.list_sources(partial(_count_rules, kind)) or (kind.__name__,)
+    kinds = [type(rule) for rule in method.rules]
+    for kind in {kind for kind in kinds if kinds.count(kind) > 1}:
+        sources = method.list_choosers(kind) or (kind.__name__,)
         both = f": {' and '.join(sources)} both add the rule {kind.__name__}"
         raise UsageError(f"{name}{both if len({*sources}) > 1 else f' has {sources[0]} twice'}: remove one of the two")
     tuning = method.name_sources(lambda each: each.finetune, "fine-tuning for use")
@@ -70,10 +69,6 @@ def check_rules(plan: Plan) -> None:
             f"{name}: {pooling} pools all data but personalizes models ({personalizing[0]}), and pooling leaves no "
             f"clients: use {pooling} without {personalizing[0]}"
         )
-
-
-def _count_rules(kind: type[Rule], method: Method) -> int:
-    return sum(type(rule) is kind for rule in method.rules)
 
 
 def _check_kept(plan: Plan) -> None:
@@ -202,10 +197,8 @@ def _check_declarations(plan: Plan, index: int) -> None:
         )
     for phase in bound.phases:
         if phase.trains == "own":
-            if not (own.model.keys() & plan.trained or own.params):
-                raise UsageError(
-                    f"{name}: {source} has a phase for its own parameters but declares none: remove the phase"
-                )
+            trains = bool(own.model.keys() & plan.trained or own.params)
+            require(trains, f"{name}: {source} has a phase for its own parameters but declares none: remove the phase")
         elif not phase.trains & plan.trained:
             raise UsageError(
                 f"{name}: {source} has a phase that trains {min(phase.trains, default='nothing')!r}, which "
@@ -227,16 +220,11 @@ def _check_needs(plan: Plan, needs: Requirements, source: str) -> None:
             "take its values from one client: register it with persistent=False, or keep it on clients"
         )
     for bound in plan.rules if needs.entries_only else ():
-        if bound.uploads:
-            raise UsageError(
-                f"{name}: {bound.rule.source_method} sends more than the entries that {needs.entries_only} "
-                f"({', '.join(sorted(dict(bound.uploads)))}): remove one of {bound.rule.source_method} and {source}"
-            )
-        if bound.reads.entries:
-            raise UsageError(
-                f"{name}: {bound.rule.source_method} computes from the entries of single clients, beside those that "
-                f"{needs.entries_only}: remove one of {bound.rule.source_method} and {source}"
-            )
+        rule, sent = bound.rule.source_method, ", ".join(sorted(dict(bound.uploads)))
+        more = f"sends more than the entries that {needs.entries_only} ({sent})"
+        beside = f"computes from the entries of single clients, beside those that {needs.entries_only}"
+        if sent or bound.reads.entries:
+            raise UsageError(f"{name}: {rule} {more if sent else beside}: remove one of {rule} and {source}")
 
 
 def _check_several_inputs(plan: Plan, names: str) -> None:
@@ -254,11 +242,8 @@ def _check_sets(plan: Plan, bound: Bound) -> None:
     """Raise :class:`UsageError` unless clients load the entries that the server computes, and no rule copies them."""
     name = f"method {plan.method.label!r}"
     if kept := bound.sets - plan.loaded:
-        where = (
-            "pooling leaves no client to measure"
-            if plan.method.pooled
-            else f"{plan.name_keepers(min(kept))} keeps it there"
-        )
+        keeping = f"{plan.name_keepers(min(kept))} keeps it there"
+        where = "pooling leaves no client to measure" if plan.method.pooled else keeping
         raise UsageError(
             f"{name}: the server computes {min(kept)!r} from what clients measure for {bound.rule.source_method}, but "
             f"{where}: remove one of the two"
@@ -278,11 +263,8 @@ def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
     """
     optimizer = plan.optimizer
     if not isinstance(optimizer, SGD) or (optimizer.momentum and (optimizer.keep or not momentum)):
-        which, fix = (
-            ("SGD whose momentum is reset each round", "sgd, with keep=False")
-            if momentum
-            else ("SGD without momentum", "sgd with momentum=0")
-        )
+        which = "SGD whose momentum is reset each round" if momentum else "SGD without momentum"
+        fix = "sgd, with keep=False" if momentum else "sgd with momentum=0"
         raise UsageError(f"{what} holds for {which}, not for {optimizer}: use {fix}, or another method")
     for bound in plan.rules:
         starts_elsewhere = bound.rule.personalizes == "start" and not bound.rule.buffers_alone

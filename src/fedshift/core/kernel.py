@@ -100,14 +100,9 @@ def client_init(
 
 
 def load_state(
-    plan: Plan,
-    client: ClientState,
-    server: ServerState,
-    planned_steps: int = 0,
-    seen: Seen | None = None,
-    *,
+    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None, *,
     prelude: bool = False,
-) -> LocalTrainingState:
+) -> LocalTrainingState:  # fmt: skip
     """Return the job of :func:`client_init` without copying tensors of server and client: copy before a step."""
     contexts = [_context_between_rounds(plan, client, server, index) for index in range(len(plan.rules))]
     merged = _merge_loaded_and_personal(plan, client, server)
@@ -180,13 +175,10 @@ def restart(plan: Plan, job: LocalTrainingState) -> LocalTrainingState:
     """Restart the model from its rules' :meth:`Rule.personalize` after separate phases. Pure."""
     together = job.state
     state = {name: job.global_params.get(name, together[name]) for name in plan.initial}
-    contexts = [_round_context(plan, job, index) for index in range(len(plan.rules))]
+    facts = (client_facts(plan, job, index, together) for index in range(len(plan.rules)))
+    contexts = [RoundContext(**each, round=job.round) for each in facts]
     fresh = together | _begin(plan, state, contexts)
     return replace(job, params=pick(fresh, job.params), rest=pick(fresh, job.rest), separate_phase=None)
-
-
-def _round_context(plan: Plan, job: LocalTrainingState, index: int) -> RoundContext:
-    return RoundContext(**client_facts(plan, job, index, job.state), round=job.round)
 
 
 def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Update]:

@@ -14,14 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..config.catalog import Catalog
+from ..config.catalog import Catalog, bind_arguments
 from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import Ref, UsageError, require
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
@@ -418,13 +417,6 @@ def _accept(loss: object, text: str | None) -> Loss:
     )
 
 
-def _adapt(loss: Callable[..., Any], user_defined: bool) -> Callable[..., Any]:
-    """Return a factory for ``loss`` that binds further arguments of a user-defined function."""
-    if not user_defined or isinstance(loss, type):
-        return loss
-    return lambda **arguments: partial(loss, **arguments) if arguments else loss
-
-
 def _spell(loss: Loss) -> str | None:
     return str(loss) if not isinstance(loss, CustomLoss) or find_import_path(loss.function) else None
 
@@ -439,7 +431,7 @@ LOSSES = Catalog[Loss](
         )
     },
     _accept,
-    adapt=_adapt,
+    adapt=bind_arguments,
     spell=_spell,
 )  # fmt: skip
 """Training losses; a user-defined function takes logits and labels, and the arguments in parentheses."""

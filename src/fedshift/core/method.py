@@ -140,16 +140,16 @@ class Method:
         """Return :meth:`list_sources` in words, for messages; ``otherwise``: if no component made that choice."""
         return " and ".join(dict.fromkeys(self.list_sources(choose))) or otherwise
 
+    def list_choosers(self, kind: type) -> tuple[str, ...]:
+        """Return the names of the components that chose a rule, aggregation or gradient estimator of type ``kind``."""
+        return self.list_sources(
+            lambda method: [each for each in (*method.rules, method.aggregate, method.gradient) if type(each) is kind]
+        )
+
     def name_source(self, part: Rule | Aggregation | GradientEstimator) -> str:
         """Return the name of the component that last chose a part of this type, for messages; else its class's."""
-        kind = type(part)
-
-        def choose(method: Method) -> list[object]:
-            return [each for each in (*method.rules, method.aggregate, method.gradient) if type(each) is kind]
-
-        sources = self.list_sources(choose)
         named = part.source_method if isinstance(part, Rule) else repr(part).partition("(")[0]
-        return sources[-1] if sources else named
+        return (self.list_choosers(type(part)) or (named,))[-1]
 
     @property
     def norm_replacers(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from ..config.catalog import Catalog
+from ..config.catalog import Catalog, bind_arguments
 from ..utils.errors import Ref, UsageError, require
 from ..utils.user_code import describe_error, find_import_path, identify_function
 
@@ -208,9 +208,7 @@ def _adapt(schedule: Callable[..., Any], user_defined: bool) -> Callable[..., An
 
         make.__signature__ = by_name(schedule)  # type: ignore[attr-defined]
         return make
-    if not user_defined or isinstance(schedule, type):
-        return schedule
-    return lambda **arguments: partial(schedule, **arguments) if arguments else schedule
+    return bind_arguments(schedule, user_defined)
 
 
 def _spell(schedule: Schedule) -> str | None:

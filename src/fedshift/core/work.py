@@ -26,8 +26,6 @@ from ..utils.errors import UsageError, require
 from ..utils.random_streams import stream
 
 Bounds = tuple[tuple[int, int], ...]
-
-
 AMOUNTS = ("epochs", "batches", "steps")
 """Units of the amount of local work."""
 

@@ -34,10 +34,8 @@ class Mixture(Rule):
     @override
     def bind(self, plan: Plan) -> Bound:
         bound = replace(self, buffers=frozenset(entry.name for entry in plan.entries if entry.is_buffer))
-        if not self.learned:
-            return Bound(bound, own=Own(model=plan.initial))
-        alpha = {"alpha": next(iter(plan.params.values())).new_full((), self.alpha)}
-        return Bound(bound, own=Own(model=plan.initial, params=alpha, bounds={"alpha": (0.0, 1.0)}))
+        alpha = {"alpha": next(iter(plan.params.values())).new_full((), self.alpha)} if self.learned else {}
+        return Bound(bound, own=Own(model=plan.initial, params=alpha, bounds=dict.fromkeys(alpha, (0.0, 1.0))))
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

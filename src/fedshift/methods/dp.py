@@ -101,13 +101,9 @@ def _clip_change(change: State, clip: float) -> State:
 
 @method
 def dp(
-    base: Method,
-    *,
-    clipping_norm: float = 1.0,
-    noise_multiplier: float = 1.0,
-    delta: float = 1e-5,
+    base: Method, *, clipping_norm: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5,
     secret: bool = False,
-) -> Method:
+) -> Method:  # fmt: skip
     """Clip the changes that clients of ``base`` send, and add noise to their mean.
 
     Args:

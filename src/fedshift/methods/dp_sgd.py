@@ -74,13 +74,9 @@ class PrivateGradients(GradientEstimator):
 
 @method
 def dp_sgd(
-    base: Method,
-    *,
-    clipping_norm: float = 1.0,
-    noise_multiplier: float = 1.0,
-    delta: float = 1e-5,
+    base: Method, *, clipping_norm: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5,
     secret: bool = False,
-) -> Method:
+) -> Method:  # fmt: skip
     """Clip the gradient of every sample in the local steps of ``base``, and add noise to their sum.
 
     Args:

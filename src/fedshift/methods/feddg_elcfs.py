@@ -186,15 +186,9 @@ def _resize(features: Tensor, y_BHW: Tensor) -> Tensor:
 
 @method
 def feddg_elcfs(
-    base: Method,
-    *,
-    beta: float = 1e-3,
-    boundary: float = 0.1,
-    tau: float = 0.05,
-    frequencies: int = 0,
-    samples: int = 16,
-    features: str = "last",
-) -> Method:
+    base: Method, *, beta: float = 1e-3, boundary: float = 0.1, tau: float = 0.05, frequencies: int = 0,
+    samples: int = 16, features: str = "last",
+) -> Method:  # fmt: skip
     """Train ``base`` also on images in other clients' styles, with a contrastive loss along the contours of masks.
 
     Args:

@@ -69,10 +69,8 @@ class AdjustedMean(Aggregation):
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
         weights = self._weigh(server, received)
-        kept = {
-            each.client: torch.tensor(weight, dtype=torch.float64)
-            for each, weight in zip(received, weights, strict=True)
-        }
+        weights_N = torch.tensor(weights, dtype=torch.float64)
+        kept = {each.client: weight.clone() for each, weight in zip(received, weights_N, strict=True)}
         entries = weighted_mean([each.entries for each in received], weights)
         return Aggregated(entries=entries, kept=server.kept | kept)
 

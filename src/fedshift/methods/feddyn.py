@@ -22,7 +22,7 @@ from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.server_optimizer import ServerOptimizer
 from ..utils.errors import UsageError, require
-from ..utils.state import State
+from ..utils.state import State, add_prefix, entries_under
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,10 @@ class ServerMemory(ServerOptimizer):
 
     @override
     def step(self, params: State, delta: State, state: State, share: float) -> tuple[State, State]:
-        after = {
-            f"memory/{name}": state[f"memory/{name}"] - self.alpha * share * change for name, change in delta.items()
-        }
-        moved = {name: param + delta[name] - after[f"memory/{name}"] / self.alpha for name, param in params.items()}
-        return moved, after
+        memory = entries_under("memory", state)
+        after = {name: memory[name] - self.alpha * share * change for name, change in delta.items()}
+        moved = {name: param + delta[name] - after[name] / self.alpha for name, param in params.items()}
+        return moved, add_prefix("memory", after)
 
 
 @method

@@ -34,14 +34,9 @@ class HeadThenBody(Rule):
 
 @method
 def fedrep(
-    base: Method,
-    *,
-    layers: int | str = 1,
-    head: int = 10,
-    body: int = 1,
-    head_epochs: int | None = None,
+    base: Method, *, layers: int | str = 1, head: int = 10, body: int = 1, head_epochs: int | None = None,
     body_epochs: int | None = None,
-) -> Method:
+) -> Method:  # fmt: skip
     """Keep the last ``layers`` layers of ``base`` (or a pattern) local; ``head : body`` divides the steps of a round.
 
     ``head_epochs`` and ``body_epochs``: number of epochs for the head and then for the body, which replace the

@@ -33,7 +33,6 @@ class PersonalHead(Rule):
     """Balanced softmax for the model, and a personal head on its features; ``head``: the names of its entries."""
 
     head: tuple[str, ...] = field(default=(), repr=False)
-    classes: int = field(default=0, repr=False)
     personalizes = "use"
     requires = Requirements(
         shared_entries="FedRoD adds a personal head to the shared head", classes="FedRoD balances classes"
@@ -45,19 +44,14 @@ class PersonalHead(Rule):
         names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
         if not plan.loaded.intersection(names):
             raise plan.refuse_kept(self.requires.shared_entries, names)
-        return Bound(
-            replace(self, head=names, classes=classifier.out_features),
-            own=Own(
-                model=pick(plan.params, names),
-                memory={"class_counts": next(iter(plan.params.values())).new_zeros(classifier.out_features)},
-            ),
-            reads=Reads(targets=True),
-        )
+        counts_K = next(iter(plan.params.values())).new_zeros(classifier.out_features)
+        own = Own(model=pick(plan.params, names), memory={"class_counts": counts_K})
+        return Bound(replace(self, head=names), own=own, reads=Reads(targets=True))
 
     @override
     def look(self, client: LookContext) -> State:
-        counts_K = torch.bincount(client.targets, minlength=self.classes)
-        return {"class_counts": counts_K.to(client.memory["class_counts"].dtype)}
+        before_K = client.memory["class_counts"]
+        return {"class_counts": torch.bincount(client.targets, minlength=len(before_K)).to(before_K.dtype)}
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

@@ -14,13 +14,9 @@ from .agc import agc as clipped
 
 @method
 def fedwon(
-    base: Method,
-    *,
-    agc: float | None = 0.64,
-    wsconv: bool = True,
-    init: Literal["xavier", "keep"] = "xavier",
+    base: Method, *, agc: float | None = 0.64, wsconv: bool = True, init: Literal["xavier", "keep"] = "xavier",
     gain: float = 1.0,
-) -> Method:
+) -> Method:  # fmt: skip
     """Remove normalization from the network of ``base`` and standardize its convolutions.
 
     Args:

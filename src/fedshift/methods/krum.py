@@ -16,7 +16,6 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.states import ServerState
 from ..utils.errors import UsageError
-from ..utils.state import clone
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,7 @@ class Krum(RobustAggregation):
         near = distances.sort(dim=1).values[:, 1 : clients - self.num_malicious - 1]  # without the client itself
         count = self.num_selected or clients - self.num_malicious - 2
         best = sorted(near.sum(dim=1).argsort(stable=True)[:count].tolist())
-        selected = [states[index] for index in best]
-        single = len(best) == 1
-        return Aggregated(entries=clone(selected[0]) if single else weighted_mean(selected, [1 / count] * count))
+        return Aggregated(entries=weighted_mean([states[index] for index in best], [1 / count] * count))
 
 
 @method
