@@ -273,10 +273,9 @@ def check_models(
     expected: dict[str, Description] = {}
     for client in order:
         expected = _check_entries(client, models[client], order[0], expected)
-    checked = {client: models[client] for client in order}
     for name in expected:
-        _check_values(name, {client: model[name] for client, model in checked.items()})
-    return checked, [float(weights[client]) / total for client in order]
+        _check_values(name, {client: models[client][name] for client in order})
+    return {client: models[client] for client in order}, [float(weights[client]) / total for client in order]
 
 
 def _check_entries(

@@ -188,13 +188,12 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
     """
     together = job.state
     state = {name: together[name] for name in plan.initial}
-    memory, uploads = [], []
+    memory, uploads, steps = [], [], job.done - job.start
     for index, bound in enumerate(plan.rules):
         kept, sent = {name: job.memory[index][name] for name in bound.own.memory}, State()
         if index in plan.defines("end") and (bound.prelude or not job.prelude):
             facts, end = client_facts(plan, job, index, together), bound.rule.end
             params, rest = ({name: together[name] for name in part} for part in (plan.params, plan.buffers))
-            steps = job.done - job.start
             facts |= {"params": params, "buffers": rest, "steps": steps, "prelude": job.prelude}
             kept, sent = end(EndContext(**facts, round=job.round))
         check_sends(plan, index, sent, prelude=job.prelude)
@@ -206,7 +205,7 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
         memory=tuple(memory),
         steps=job.done,
     )
-    shared, steps = {} if job.prelude else pick(state, plan.sent), job.done - job.start
+    shared = {} if job.prelude else pick(state, plan.sent)
     return client, Update(shared=shared, memory=tuple(uploads), weight=float(job.samples), steps=steps)
 
 

@@ -102,11 +102,8 @@ class Loss(ABC):
 
     @override
     def __str__(self) -> str:
-        changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
 
 
@@ -421,19 +418,11 @@ def _spell(loss: Loss) -> str | None:
     return str(loss) if not isinstance(loss, CustomLoss) or find_import_path(loss.function) else None
 
 
-LOSSES = Catalog[Loss](
-    "loss",
-    {
-        kind.name: kind
-        for kind in (
-            CrossEntropy, Focal, Dice, DiceCrossEntropy, BinaryCrossEntropy, BinaryFocal, SquaredError, AbsoluteError,
-            Huber, Cox,
-        )
-    },
-    _accept,
-    adapt=bind_arguments,
-    spell=_spell,
+KINDS = (
+    CrossEntropy, Focal, Dice, DiceCrossEntropy, BinaryCrossEntropy, BinaryFocal, SquaredError, AbsoluteError, Huber,
+    Cox,
 )  # fmt: skip
+LOSSES = Catalog[Loss]("loss", {kind.name: kind for kind in KINDS}, _accept, adapt=bind_arguments, spell=_spell)
 """Training losses; a user-defined function takes logits and labels, and the arguments in parentheses."""
 
 

@@ -126,14 +126,10 @@ class AdamW(Optimizer):
         now, slopes = [*params.values()], [grads[name] for name in params]
         means, squares, counts = ([state[f"{kind}/{name}"] for name in params] for kind in ("mean", "square", "count"))
         torch._foreach_add_(counts, 1)
-        corrections = [
-            torch._foreach_add(torch._foreach_neg(torch._foreach_pow(beta, counts)), 1)
-            for beta in (self.beta1, self.beta2)
-        ]
-        for averages, beta, terms in (
-            (means, self.beta1, slopes),
-            (squares, self.beta2, torch._foreach_mul(slopes, slopes)),
-        ):
+        powers = (torch._foreach_pow(beta, counts) for beta in (self.beta1, self.beta2))
+        corrections = [torch._foreach_add(torch._foreach_neg(power), 1) for power in powers]
+        moments = (means, self.beta1, slopes), (squares, self.beta2, torch._foreach_mul(slopes, slopes))
+        for averages, beta, terms in moments:
             torch._foreach_mul_(averages, beta)
             torch._foreach_add_(averages, terms, alpha=1 - beta)
         torch._foreach_mul_(now, 1 - lr * self.weight_decay)
@@ -225,15 +221,9 @@ class TorchOptimizer(Optimizer):
         """Take the step of :meth:`update_`, and return the optimizer of torch that took it."""
         group = self._group(lr)
         made = self.kind.__new__(self.kind)
-        torch.optim.Optimizer.__setstate__(
-            made,
-            {
-                **self.attributes,
-                "defaults": dict(group),
-                "state": defaultdict(dict),
-                "param_groups": [{**group, "params": list(params.values())}],
-            },
-        )
+        groups = [{**group, "params": list(params.values())}]
+        restored = {**self.attributes, "defaults": dict(group), "state": defaultdict(dict), "param_groups": groups}
+        torch.optim.Optimizer.__setstate__(made, restored)
         for entry in list(state):
             key, _, name = entry.partition("/")
             if name in params:
@@ -311,13 +301,7 @@ NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
     torch.optim.AdamW: {"amsgrad": False, "decoupled_weight_decay": True},
 }
 """Arguments that :class:`SGD` and :class:`AdamW` lack, and the values at which they equal torch's."""
-IMPLEMENTATION: Mapping[str, Any] = {
-    "maximize": False,
-    "foreach": None,
-    "fused": None,
-    "capturable": False,
-    "differentiable": False,
-}
+IMPLEMENTATION = {"maximize": False, "foreach": None, "fused": None, "capturable": False, "differentiable": False}
 """Such arguments that all of torch's optimizers have."""
 
 

@@ -223,11 +223,6 @@ def _spell(schedule: Schedule) -> str | None:
     return str(schedule) if isinstance(schedule, TorchSchedule) else ""
 
 
-SCHEDULES = Catalog[Schedule](
-    "schedule",
-    {"constant": Schedule, "cosine": Cosine, "step": StepDecay, "exponential": Exponential},
-    _accept,
-    adapt=_adapt,
-    spell=_spell,
-)
+KINDS = {"constant": Schedule, "cosine": Cosine, "step": StepDecay, "exponential": Exponential}
+SCHEDULES = Catalog[Schedule]("schedule", KINDS, _accept, adapt=_adapt, spell=_spell)
 """Schedules of the learning rate; the number of ``rounds`` is added by the caller."""

@@ -6,9 +6,7 @@ From the changes d_k of a round's m clients, over all entries together, the serv
 server, because both would reveal how many samples a client has. A running variance that the noise makes negative keeps
 its value before the round.
 
-The guarantee holds for noise that nobody can reproduce (``secret=True``). Otherwise noise is a function of seed,
-method, round and entry, which are all stored in a run directory: this makes experiments reproducible but provides no
-privacy.
+Noise that is not ``secret`` is a function of seed, method, round and entry: reproducible, but without privacy.
 """
 
 from collections.abc import Sequence

@@ -5,9 +5,8 @@ trained parameters together, follows (1/B) (sum_i g_i min(1, C / |g_i|) + N(0, (
 on random batches; here an epoch visits every sample once, so that each epoch is one Gaussian mechanism for every
 sample, and epsilon is accounted without amplification.
 
-All further use of the gradients, and of models trained with them, is postprocessing. The guarantee holds for noise that
-nobody can reproduce (``secret=True``), drawn by the machine that holds the samples. Otherwise noise is a function of
-the seed, the client and the step, which makes experiments reproducible but provides no privacy.
+All further use of the gradients, and of models trained with them, is postprocessing. Noise that is not ``secret`` is a
+function of the seed, the client and the step: reproducible, but without privacy.
 """
 
 from collections.abc import Iterable

@@ -95,12 +95,13 @@ class AugmentFeatures:
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; :class:`UsageError` where it has no such layers behind a convolution."""
-        chosen: dict[nn.Module, FeatureAugmentation] = {}
+        chosen: dict[nn.Module, nn.Module] = {}
         like, ended, named = None, False, dict(module.named_modules())
         for name, layer in named.items():
             if like is not None and self._is_chosen(name, layer, ended=ended):
                 channels = layer.in_channels if isinstance(layer, _ConvNd) else like.out_channels
-                chosen[layer] = FeatureAugmentation(channels, self.p, self.momentum).to(like.weight)
+                augmentation = FeatureAugmentation(channels, self.p, self.momentum).to(like.weight)
+                chosen[layer] = nn.Sequential(augmentation, layer)
             ended = not isinstance(layer, _ConvNd) and (ended or _ends_maps(layer))
             like = layer if isinstance(layer, _ConvNd) else like
         if not chosen:
@@ -110,9 +111,7 @@ class AugmentFeatures:
                 f"{f'matches layers={self.layers!r}' if self.layers else 'is another convolution or pooling'}"
                 f"{'; near it are ' + ', '.join(near) if near else ''}: name layers of the model (layers=)"
             )
-        return replace_modules(
-            module, lambda _, layer: nn.Sequential(chosen[layer], layer) if layer in chosen else None
-        )
+        return replace_modules(module, lambda _, layer: chosen.get(layer))
 
     def _is_chosen(self, name: str, layer: nn.Module, *, ended: bool) -> bool:
         if self.layers is not None:

@@ -58,10 +58,8 @@ class NormalizedAveraging(Aggregation):
         for name in sorted(plan.trained & plan.loaded):
             before = server.shared[name].double()
             parts = zip(shares, lengths, stack_entry(states, name), strict=True)
-            entries[name] = cast_to(
-                before + effective * sum(share / length * (after - before) for share, length, after in parts),
-                server.shared[name].dtype,
-            )
+            change = sum(share / length * (after - before) for share, length, after in parts)
+            entries[name] = cast_to(before + effective * change, server.shared[name].dtype)
         return Aggregated(entries=entries)
 
 

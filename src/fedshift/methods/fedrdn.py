@@ -92,17 +92,16 @@ class ClientStatistics(Rule):
     def bind(self, plan: Plan) -> Bound:
         name = next(entry.name for entry in plan.entries if isinstance(entry.owner, InputScaling))
         zeros_C = torch.zeros_like(plan.initial[name])
+        blank = dict.fromkeys(KINDS, zeros_C)
         return Bound(
             replace(self, layer=name.rpartition(".")[0]),
             own=Own(
-                memory=dict.fromkeys(KINDS, zeros_C),  # no deviation is 0 once measured
+                memory=blank,  # no deviation is 0 once measured
                 server={"mean": zeros_C[None], "deviation": torch.ones_like(zeros_C)[None]},
                 growing=dict.fromkeys(KINDS, (0,)),
             ),
             reads=Reads(first=self.samples, draws=True),
-            prelude=Send.like(
-                dict.fromkeys(KINDS, zeros_C), "image" if self.samples == 1 else "client", passed_on=True
-            ),
+            prelude=Send.like(blank, "image" if self.samples == 1 else "client", passed_on=True),
         )
 
     @override
