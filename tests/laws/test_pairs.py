@@ -5,28 +5,19 @@ Pairs with ``fedavg`` are single methods. ``FEDSHIFT_LAWS`` names methods to pai
 
 from functools import partial
 
-import numpy as np
 import pytest
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.assembly import federation
 from fedshift.engines import ENGINES
-from fedshift.methods.fedala import fedala
-from fedshift.methods.fedap import fedap
-from fedshift.methods.fedcac import fedcac
-from fedshift.methods.feddg_elcfs import feddg_elcfs
-from fedshift.methods.fedpac import fedpac
-from fedshift.methods.fedprox import fedprox
-from fedshift.methods.gn import gn
-from fedshift.methods.harmofl import harmofl
-from fedshift.methods.ln import ln
+from fedshift.methods import METHODS
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import clone, is_equal
 from tests.laws.conftest import GIVEN, WITHOUT_BATCH_NORM, by_name
 from tests.laws.course import make_trial
+from tests.methods.plain import data
 
 CATALOG = list_catalog("methods")
 NAMES = sorted(CATALOG, key=lambda name: (name in WITHOUT_BATCH_NORM, name))
@@ -35,23 +26,14 @@ PAIRS = [(outer, CATALOG[inner](WITHOUT_BATCH_NORM.get(inner))) for i, inner in 
 PAIRS = [(outer, method) for outer in NAMES for method in GIVEN] or PAIRS
 
 
-def make_images(channels: int, side: int):
-    """Clients, two of which have batches of the same sizes."""
-    rng = np.random.default_rng(0)
-    clients = {}
-    for shift, (name, size) in enumerate({"a": 7, "b": 4, "c": 4}.items()):
-        x, y = rng.normal(shift, 1 + shift, (size, channels, side, side)), np.arange(size) % 3
-        clients[name] = (x, y, x[:2], y[:2])
-    return federation(clients)
-
-
-GRAY, COLOR = make_images(1, 4), make_images(3, 8)
+DATA = data({"a": 7, "b": 4, "c": 4})
+"""Clients, two of which have batches of the same sizes."""
 
 
 def network(shape, classes):
     """Layers whose state, draws and dependence on the batch tell engines apart."""
     layers = nn.Conv2d(shape[0], 2, 3, bias=False), nn.BatchNorm2d(2), nn.Tanh(), nn.Dropout(0.3), nn.Flatten()
-    return nn.Sequential(*layers, nn.Linear(2 * (shape[1] - 2) ** 2, classes)).double()
+    return nn.Sequential(*layers, nn.Linear(8, classes)).double()
 
 
 def linear(shape, classes):
@@ -59,10 +41,10 @@ def linear(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(16, classes)).double()
 
 
-def begin(method, batch_size, *, engine="sequential", data=GRAY, model=network):
+def begin(method, batch_size, *, engine="sequential", model=network):
     return make_trial(
-        method, engine, data=data, model=model, work=Work(batch_size=batch_size, epochs=1), optimizer=SGD(lr=0.01),
-        rounds=2, evaluate_every=2, moments=("loaded",),
+        method, engine, data=DATA, model=model, work=Work(batch_size=batch_size, epochs=1), rounds=2, evaluate_every=2,
+        optimizer=SGD(lr=0.01, weight_decay=0.1 if batch_size else 0.0), moments=("loaded",),
     )  # fmt: skip
 
 
@@ -108,18 +90,20 @@ def test_every_engine_equals_the_loop_and_resumes(outer, method):
             assert_engines_agree(start, running)
 
 
-@pytest.mark.parametrize("mix", [fedap, fedcac, fedpac])
+@pytest.mark.parametrize("mix", ["fedap", "fedcac", "fedpac"])
 def test_lanes_that_restart_from_mixes_keep_their_steps_and_what_they_loaded(mix):
-    start = partial(begin, fedala(mix(fedprox(mu=2.0))), 4)
+    start = partial(begin, METHODS.parse(f"fedala+{mix}+fedprox(mu=2.0)"), 4)
     assert_engines_agree(start, start())
 
 
-def in_float32(shape, classes):
-    return network(shape, classes).float()
-
-
-@pytest.mark.parametrize("method", [gn(harmofl()), ln(feddg_elcfs())], ids=by_name)
-def test_normalization_of_groups_runs_where_rules_differentiate_images(method):
+@pytest.mark.parametrize("text", ["harmofl+gn", "feddg_elcfs+ln"])
+def test_normalization_of_groups_runs_where_rules_differentiate_images(text):
     """Kernels are channels last, which ``torch.vmap`` cannot pass on to GroupNorm in a pass under ``torch.func``."""
-    start = partial(begin, method, 4, data=COLOR, model=in_float32)
+
+    def model(shape, classes):
+        return nn.Sequential(
+            nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), *network(shape, classes)[2:]
+        ).float()
+
+    start = partial(begin, METHODS.parse(text), 4, model=model)
     assert_engines_agree(start, start(), tolerance=1e-5)

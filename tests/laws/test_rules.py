@@ -17,15 +17,11 @@ from fedshift.core.schedule import StepDecay
 from fedshift.core.server_round import ClientSizes, fold_rules, receive
 from fedshift.core.step import compute_gradients, transform_gradients
 from fedshift.engines import stepper
+from fedshift.methods import METHODS as CATALOG
 from fedshift.methods.agc import agc
 from fedshift.methods.fedavg import fedavg
-from fedshift.methods.feddg_elcfs import feddg_elcfs
 from fedshift.methods.feddyn import feddyn
-from fedshift.methods.fedfa import fedfa
 from fedshift.methods.fedprox import fedprox
-from fedshift.methods.fedrdn import fedrdn
-from fedshift.methods.fedsr import fedsr
-from fedshift.methods.partialfed_adaptive import partialfed_adaptive
 from fedshift.methods.scaffold import scaffold
 from fedshift.nn import dropout
 from fedshift.utils.errors import UsageError
@@ -128,14 +124,11 @@ def find_owner():
 
 
 @pytest.mark.parametrize(
-    ("method", "drawing"),
-    [
-        (fedrdn(feddg_elcfs(fedfa(fedsr()))), {"ClientStatistics", "SentAmplitudes"}),
-        (partialfed_adaptive(fedfa(fedsr())), {"Gates"}),
-    ],
+    ("text", "drawing"),
+    [("fedrdn+feddg_elcfs", {"ClientStatistics", "SentAmplitudes"}), ("partialfed_adaptive", {"Gates"})],
 )
-def test_no_two_layers_or_rules_of_a_step_draw_alike(monkeypatch, method, drawing):
-    running, owners, draw_bits = make_trial(method, moments=("loaded",)), {}, dropout.draw_bits
+def test_no_two_layers_or_rules_of_a_step_draw_alike(monkeypatch, text, drawing):
+    running, owners, draw_bits = make_trial(CATALOG.parse(f"{text}+fedfa+fedsr")), {}, dropout.draw_bits
 
     def draw(key, call, count):
         owners.setdefault((int(key), call), set()).add(find_owner())
