@@ -146,7 +146,7 @@ def prepare(
     plan = Plan(
         method=method.resolve_weighting(work),
         module=template, entries=model_entries, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
-        trained=trained, freeze_from=float("inf"), work=work,
+        trained=trained, trainable=bare.trained, freeze_from=float("inf"), work=work,
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
