@@ -90,7 +90,7 @@ class Wrong(Aggregation):
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_entry_and_client(weights, why):
-    with pytest.raises(UsageError, match=rf"method 'fedavg': test_mixes .*{why}"):
+    with pytest.raises(UsageError, match=rf"method 'fedavg': Wrong .*{why}"):
         plain.trial(Method().with_aggregation(Wrong(weights))).advance()
 
 

@@ -110,19 +110,6 @@ def test_in_this_process_it_is_the_sequential_engine_on_one_thread_and_sends_not
     assert_same(found, outcomes(Sequential(plan, DATA, 0)))
 
 
-@pytest.mark.slow
-@BOTH
-def test_trials_that_take_turns_share_lanes(begin, engine):
-    first, second = begin(engine), begin(engine, seed=4)
-    for _ in range(2):
-        first.advance()
-        second.advance()
-    second.close()
-    first.advance()
-    assert_rounds(first, count=3)
-    assert_rounds(second, count=2, seed=4)
-
-
 def test_an_engine_without_an_executor_opens_its_own_and_ends_it(monkeypatch):
     opened = []
     monkeypatch.setattr(spread, "Workers", lambda: opened.append(InProcess()) or opened[-1])

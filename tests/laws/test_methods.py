@@ -348,11 +348,12 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
 
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
 def test_clipping_acts_on_networks_and_on_nothing_else_that_a_rule_adds(method):
-    plan = make_trial(agc(method, clip=0.1)).plan
-    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=9)
-    grads = {name: torch.ones_like(tensor) for name, tensor in job.params.items()}
-    bare = transform_gradients(make_trial(method).plan, job, grads, torch.tensor(3))
-    found = transform_gradients(plan, job, grads, torch.tensor(3))
+    plan, found = make_trial(agc(method, clip=0.1)).plan, []
+    for each in (make_trial(method).plan, plan):
+        job = client_init(each, init_client(each), init_server(each), planned_steps=9)
+        grads = {name: torch.ones_like(tensor) for name, tensor in job.params.items()}
+        found.append(transform_gradients(each, job, grads, torch.tensor(3)))
+    bare, found = found
     clipped, others = told_apart(plan, NETWORKS)
     assert found.keys() == clipped | others
     for name in clipped:

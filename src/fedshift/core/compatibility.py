@@ -223,8 +223,8 @@ def _check_needs(plan: Plan, needs: Requirements, source: str) -> None:
     state = [entry for entry in plan.entries if entry.kind == "state" and entry.name in plan.sent]
     if needs.entries_only and state:
         raise UsageError(
-            f"{name}: training changes the buffer {state[0].name!r} of a {state[0].layer}, of which the server would "
-            "take one client's values as they are: register it with persistent=False, or keep it on clients"
+            f"{name}: training changes the buffer {state[0].name!r} of a {state[0].layer}, and the server would "
+            "take its values from one client: register it with persistent=False, or keep it on clients"
         )
     for bound in plan.rules if needs.entries_only else ():
         if bound.uploads:

@@ -1,4 +1,4 @@
-"""Methods: compositions of orthogonal choices, each of which defaults to FedAvg's.
+"""Methods: compositions of orthogonal choices, whose defaults are FedAvg's.
 
 A module in ``fedshift.methods`` defines one function that changes only what differs from its base method; the decorator
 :func:`method` adds a default base and a name. Methods therefore compose: ``fedbn(fedprox(mu=0.01))``.
@@ -68,8 +68,8 @@ class Method:
         surgery: Transformations of the network, in order of :data:`Surgery`.
         scope: Entries that clients load and send.
         trains: Parameters that the federation trains, among the network's trainable parameters.
-        finetune: Number of rounds of local work on all parameters by which a client fine-tunes the loaded model before
-            the model is evaluated or exported; federated training is unaffected.
+        finetune: Number of rounds of local work on all parameters that fine-tune a client's loaded model before it is
+            evaluated or exported; federated training is unaffected.
         gradient: Combines the gradients of samples into a batch's, before any rule sees it; None: their mean.
         rules: Changes of local training and of persistent state, in order of application: rules that change gradients
             are last, sorted by :attr:`Rule.gradient_stage` and name.

@@ -82,8 +82,9 @@ class Plan:
         adopted: Names of the entries that a client keeps, but loads from the server in its first round.
         sent: Names of the entries that clients send.
         trained: Names of the parameters that the optimizer updates.
+        trainable: Names of the parameters that the network lets an optimizer update.
         rules: The method's rules, resolved against the plan; empty while they are being bound.
-        freeze_from: Round (from 0) from which statistics are frozen.
+        freeze_from: First round (from 0) with frozen statistics.
         work: Local work of a round.
         optimizer: The local optimizer.
         loss: Computes the mean loss of a batch from outputs and labels.
@@ -103,6 +104,7 @@ class Plan:
     adopted: frozenset[str] = frozenset()
     sent: frozenset[str]
     trained: frozenset[str]
+    trainable: frozenset[str] = frozenset()
     rules: tuple[Bound, ...] = ()
     freeze_from: float
     work: Work
@@ -291,7 +293,7 @@ class Plan:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Number format of ``torch.autocast`` in which layers compute; None: in that of the parameters."""
+        """Number format of ``torch.autocast`` for layers; None: the format of the parameters."""
         return LOW.get(self.precision)
 
     @cached_property

@@ -146,7 +146,7 @@ def prepare(
     plan = Plan(
         method=method.resolve_weighting(work),
         module=template, entries=model_entries, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
-        trained=trained, freeze_from=float("inf"), work=work,
+        trained=trained, trainable=bare.trained, freeze_from=float("inf"), work=work,
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
@@ -283,7 +283,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
     if {id(each) for each in module.parameters()} != {id(each) for _, each in nn.Module.named_parameters(module)}:
         raise UsageError(
             f"the model {type(module).__name__} overrides parameters(), so that it is not known what is trained: set "
-            "requires_grad=False on parameters that are not, and leave parameters() as it is"
+            "requires_grad=False on parameters that are not, and do not override parameters()"
         )
     for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor):
@@ -333,8 +333,8 @@ def _refuse_overlap(parameters: Mapping[str, Tensor]) -> None:
     for (_, end, one), (start, _, other) in pairwise(sorted(ranges)):
         if start <= end:
             raise UsageError(
-                f"entries {one!r} and {other!r} of the model share memory, but would be trained apart: use one "
-                "parameter in both places"
+                f"entries {one!r} and {other!r} of the model share memory, but would be trained separately: use "
+                "one parameter in both places"
             )
 
 

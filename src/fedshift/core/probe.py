@@ -29,7 +29,7 @@ from .step import client_step_
 SAMPLES = 4
 """Number of samples in a batch of the probe."""
 FAR = 18_018_000
-"""Number of calls to which the probe sets counters, to see whether a later call, or every n-th, returns something else.
+"""Number of calls that the probe writes into counters, to see whether a later, or every n-th, call differs.
 
 It is a multiple of 1 to 16, 20, 25, 50, 100, 500 and 1000.
 """
