@@ -5,7 +5,6 @@ No column of this paper is an average of others, so there are no averages to che
 
 import re
 import tomllib
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -69,31 +68,6 @@ def test_some_cells_as_printed():
     assert cells("table4", "rounds", split="iid(clients=10)") == [2471, 761, 341]
     assert cells("table4", "rounds", batches=5) == [2471, 2171, 3241]
     assert cells("table5", "rounds") == [1591, 1441, 1361, 1201, 241, 216]
-
-
-def test_every_federation_is_concordant_and_the_worst_discordance_is_the_one_that_the_text_names():
-    discordance = cells("table2", "discordance") + cells("table3", "discordance")
-    assert len(discordance) == 16 + 6
-    assert max(discordance) == 0.007
-    assert max(cells("table2", "discordance")) == 0.0007
-
-
-@pytest.mark.parametrize(("model", "data"), [*product(["fnn2", "cfnn3"], ["mnist", "fashion-mnist"])])
-def test_concordant_federations_are_as_accurate_as_their_twin(model, data):
-    (twin,) = cells("table2", "accuracy", model=model, data=data, method="centralized")
-    found = cells("table2", "accuracy", model=model, data=data, method="fedsmb")
-    assert len(found) == 4
-    assert all(abs(each - twin) <= 0.0012 for each in found)
-
-
-def test_only_iid_with_many_batches_reaches_the_baseline_and_more_batches_take_fewer_rounds():
-    rows = READ["table4"]["values"][0]["rows"]
-    reached = [row["paper_name"] for row in rows if float(row["cells"][1]) >= 0.7456]
-    assert reached == ["IID, C=20", "IID, C=50"]
-    for split in {row["split"] for row in rows}:
-        assert (rounds := cells("table4", "rounds", split=split)) == sorted(rounds, reverse=True)
-    assert cells("table4", "accuracy", split="labels(clients=10, per_client=4)") == [0.7295, 0.7284, 0.7230]
-    assert cells("table4", "accuracy", split="labels(clients=10, per_client=2)") == [0.7260, 0.6906, 0.6591]
 
 
 def test_table_5_repeats_a_row_of_table_4_and_fedmmb_is_best_in_both_parts():
