@@ -62,38 +62,16 @@ def label_out_of_range(rewrite):
     rewrite("bob", y_test=np.full(12, 7))
 
 
-def nan_pixels(rewrite):
-    x = np.zeros((17, 8, 8, 3), np.float32)
-    x[5, 2, 2, 1] = np.nan
-    rewrite("bob", x_train=x)
-
-
 def an_empty_client(rewrite):
     rewrite("bob", x_train=np.zeros((0, 8, 8, 3), np.uint8), y_train=np.zeros(0, np.int64))
-
-
-def a_client_of_one_class(rewrite):
-    rewrite("bob", y_train=np.ones(17, np.int64))
 
 
 def other_channels(rewrite):
     rewrite("bob", x_train=np.zeros((17, 8, 8, 4), np.uint8))
 
 
-def other_features(rewrite):
-    rewrite("bob", x_train=np.zeros((17, 5)))
-
-
 def text_in_place_of_arrays(rewrite):
     rewrite("bob").write_text("x,y")
-
-
-def objects(rewrite):
-    rewrite("bob", y_train=np.array([None] * 17))
-
-
-def no_test_labels(rewrite):
-    rewrite("bob", y_test=None)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +81,12 @@ def no_test_labels(rewrite):
             label_out_of_range,
             "client 'bob', test data: label 7 is out of range; labels must be 0..2 (correct the labels",
         ),
-        (nan_pixels, "client 'bob', train data: sample 5 has NaN or infinite values; remove or impute them"),
         (an_empty_client, "client 'bob' has no sample for train among its 12: its parts must give it some"),
-        (
-            a_client_of_one_class,
-            "client 'bob' has only class 1 in its 17 training samples: leave the client out, or allow",
-        ),
         (
             other_channels,
             "samples of shape (17, 8, 8, 4); images are [N, H, W], [N, H, W, C] with 1 or 3 channels or",
         ),
-        (other_features, "client 'bob', train data: samples of shape (5,) where others are images (C, H, W)"),
         (text_in_place_of_arrays, "bob.npz is not an .npz file, or is cut short: write it again with numpy.savez"),
-        (objects, "bob.npz cannot be read without pickle (Object arrays cannot be loaded when allow_pickle=False)"),
-        (no_test_labels, "bob.npz has no array 'y_test' (it has x_train, y_train, x_test): name the arrays"),
     ],
 )
 def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, said):

@@ -357,10 +357,3 @@ def test_an_engine_that_does_not_fit_is_refused_before_anything_starts(cli, tiny
     assert outcome.code == 2
     assert "the identity engine needs exactly one step per client and round" in outcome.err
     assert not (tmp_path / "never").exists()
-
-
-@pytest.mark.slow
-def test_the_engine_that_was_chosen_is_said(cli, unpublished, tiny_folder):
-    said = cli("run", "--data", tiny_folder, "--rounds", 1, "--method", "fedavg").out
-    assert "note: fedavg runs on the sequential engine on one thread (" in said
-    assert "runs on" not in cli("run", "--data", tiny_folder, "--rounds", 1, "--engine", "stacked").out

@@ -121,7 +121,9 @@ def test_proxies_of_the_environment_and_ipv6_are_no_obstacle(tmp_path, files, mo
 
 
 def test_in_plain_text_a_backbone_that_is_frozen_gives_the_bits_of_one_process(tmp_path):
-    spec = spec_for("fixbn(switch=0)", model="tests.flower.test_remote_engine:frozen_network", samples=24, domains="pen,photo")
+    spec = spec_for(
+        "fixbn(switch=0)", model="tests.flower.test_remote_engine:frozen_network", samples=24, domains="pen,photo"
+    )
     with machines(tmp_path, spec, tls=False) as two:
         code = "--code", spec.model
         end_well(two.serve("--min-clients", 2, *code), [two.join(name, *code) for name in two.names])
