@@ -430,7 +430,7 @@ def scheduled():
         ({"optimizer": "sgd(momentum=0.5, momentum=0.9)"}, "an argument is given twice; sgd takes"),
         (
             {"optimizer": "tests.test_api:slow"},
-            "'tests.test_api:slow' trains with lr=0.1, not with lr=0.01: let its function",
+            "lr=0.01 differs from the optimizer's: set lr only in the optimizer, or let what makes it take lr",
         ),
         ({"optimizer": scheduled()}, "optimizer=SGD has a scheduler of torch, which is not called here: give a new"),
         ({"optimizer": fedshift.SGD(lr=0.1), "schedule": "step(every=2)"}, "schedule and optimizer=SGD(lr=0.1"),

@@ -115,9 +115,7 @@ def test_every_fedshift_command_is_understood(commands, monkeypatch):
             adapting = "run data clients policies policy rounds unlabeled save methods seeds device own client onnx"
             across = "address as_json config data host insecure key log path port tls"
             across += " resume since export"
-            papers = (
-                "sources tls table seeds scale version clients samples dimension width heterogeneity seed steps layer"
-            )
+            papers = "sources tls table seeds scale version samples layer"
             leaking = "profile batch_sizes image_size images iterations lr files masks"
             assert set(bound.arguments) <= {
                 *known.split(),

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "fedshift"
 PACKAGES = (
     "aggregation", "analysis", "api", "cli", "config", "console", "core", "data", "diagnosis", "engines",
     "evaluation", "experiments", "export", "flower", "methods", "models", "new_clients", "nn", "report",
-    "representations", "reproduce", "results", "tasks", "theory", "utils",
+    "representations", "reproduce", "results", "tasks", "utils",
 )  # fmt: skip
 MOST = 2.0
 """Marker phrases per thousand words."""

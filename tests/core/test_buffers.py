@@ -63,11 +63,13 @@ def observe(layer, x):
     layer.low.copy_(torch.minimum(layer.low, x.min()))
 
 
-def own(function=F.batch_norm):
-    return network(normalize(function))
+def hide(layer):
+    layer._non_persistent_buffers_set.update(layer._buffers)
+    return layer
 
 
 def network(layer):
+    torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), layer, nn.ReLU(), nn.Linear(4, 3)).double()
 
 
@@ -96,6 +98,7 @@ def plan_of(method, model):
         (Buffered(queue, rows=zeros(5, 4), at=torch.tensor([0])), {"rows": "state", "at": "state"}),
         (Buffered(observe, low=torch.tensor(torch.inf).double()), {"low": "state"}),
         (Buffered(lambda layer, x: layer.n.add_(1.0), n=zeros()), {"n": "state"}),
+        (hide(Buffered(lambda layer, x: layer.n.add_(1.0), n=zeros())), {"n": "hidden"}),
         (Buffered(lambda layer, x: layer.last.copy_(x.mean(0)), last=zeros(4)), {"last": "state"}),
         (Buffered(lambda layer, x: layer.center.lerp_(x.mean(0), 0.01), center=zeros(4)), {"center": "average"}),
         (Buffered(lambda layer, x: layer.order.copy_(layer.order.flip(0)), order=torch.arange(4)), {"order": "state"}),
@@ -106,7 +109,8 @@ def test_a_buffer_is_what_training_shows(layer, kinds):
     assert {entry.name[2:]: entry.kind for entry in plan.entries if entry.is_buffer} == kinds
     assert plan.has_global
     assert not plan.personalizes
-    assert plan.personal == {f"2.{name}" for name, kind in kinds.items() if kind == "state"}
+    assert plan.personal == {f"2.{name}" for name, kind in kinds.items() if kind in ("state", "hidden")}
+    assert plan.sent == {entry.name for entry in plan.entries if entry.kind != "hidden"}
 
 
 def train(model, client, number):
@@ -120,9 +124,8 @@ def train(model, client, number):
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 def test_state_stays_on_its_client_and_the_server_has_that_of_the_largest(engine):
-    torch.manual_seed(0)
     server = recalled()
-    running = trial(METHODS.parse("fedavg"), engine=engine, model=lambda *_: copy.deepcopy(server))
+    running = trial(METHODS.parse("fedavg"), lambda *_: recalled(), engine=engine)
     models = {name: copy.deepcopy(server) for name in SHARES}
     for number in range(3):
         for client, model in models.items():
@@ -163,19 +166,6 @@ def test_one_client_with_spectral_norm_is_plain_pytorch():
     assert all(torch.allclose(running.server.shared[name], t, atol=1e-12) for name, t in model.state_dict().items())
 
 
-def torchs(*_):
-    torch.manual_seed(0)
-    return network(nn.BatchNorm1d(4))
-
-
-def owns(function):
-    def make(*_):
-        torch.manual_seed(0)
-        return own(function)
-
-    return make
-
-
 NAMES = {
     "weight": "scale",
     "bias": "shift",
@@ -192,7 +182,10 @@ TREATED = [
 
 @pytest.mark.parametrize(("method", "engine", "function"), [("fedbn", "stacked", torch.batch_norm), *TREATED])
 def test_batch_norm_of_ones_own_is_treated_as_torchs(method, engine, function):
-    runs = [trial(METHODS.parse(method), make, engine=engine, rounds=4) for make in (torchs, owns(function))]
+    makes = (lambda: nn.BatchNorm1d(4), lambda: normalize(function))
+    runs = [
+        trial(METHODS.parse(method), lambda *_, make=make: network(make()), engine=engine, rounds=4) for make in makes
+    ]
     for _ in range(3):
         for running in runs:
             running.advance()
@@ -210,7 +203,7 @@ class Foreign(Buffered):
 
 @pytest.mark.parametrize("method", ["gn", "ln", "hbn"])
 def test_methods_that_replace_batch_norm_refuse_another_by_name(method):
-    beside = nn.Sequential(own(), nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    beside = nn.Sequential(network(normalize(F.batch_norm)), nn.BatchNorm1d(3)).double()
     with pytest.raises(UsageError, match=r"its layer '0\.2' \(Buffered\) calls batch_norm"):
         plan_of(method, beside)
     with pytest.raises(UsageError, match="has none of torch's, but layer '2'"):

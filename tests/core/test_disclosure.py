@@ -56,7 +56,7 @@ WRONG = {
 def test_a_rule_that_uploads_other_than_it_declares_is_refused_before_anything_starts(why):
     with pytest.raises(UsageError) as error:
         prepare(fedavg().with_rule(WRONG[why]), nn.Linear(2, 2), optimizer=SGD(lr=0.1), sample=torch.zeros(1, 2))
-    assert f"test_disclosure {why}: the sends of its bind() must be exactly" in str(error.value)
+    assert f"Sending {why}: the sends of its bind() must be exactly" in str(error.value)
 
 
 @pytest.mark.sampled(1)

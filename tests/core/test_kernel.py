@@ -8,25 +8,22 @@ from torch import nn
 
 from fedshift.core.contexts import Folded
 from fedshift.core.declarations import Bound, Own, Send
-from fedshift.core.kernel import client_final, client_init, global_state, init_client, init_server, personal_state
+from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.plan import forward
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
-from fedshift.core.selection import Scope, everything, name_matches
+from fedshift.core.selection import Scope, name_matches
 from fedshift.core.server_round import server_round
-from fedshift.core.step import client_step, client_step_, compute_objective, transform_gradients, update_
+from fedshift.core.step import client_step, client_step_
 from fedshift.core.work import Work
 from fedshift.methods.centralized import centralized
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedrep import fedrep
-from fedshift.methods.fedwon import fedwon
-from fedshift.methods.fixbn import fixbn
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
-from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import clone, is_equal
 
@@ -36,11 +33,8 @@ PURE = pytest.mark.parametrize(
     [
         (fedbn(), SGD(lr=0.1, momentum=0.9, nesterov=True)),
         (fedbn(), AdamW(lr=0.01)),
-        (scaffold(), SGD(lr=0.1)),
         (ditto(), SGD(lr=0.1, momentum=0.9)),
         (partialfed_adaptive(), AdamW(lr=0.01)),
-        (fedwon(), SGD(lr=0.1, momentum=0.9)),
-        (fixbn(switch=0), SGD(lr=0.1)),
         (fedrep(head=1), SGD(lr=0.1)),
     ],
     ids=lambda each: each.name if isinstance(each, Method) else type(each).__name__,
@@ -79,36 +73,6 @@ def test_the_pure_step_changes_nothing_it_is_given_and_equals_the_one_in_place(m
     assert is_equal(pure.params, owned.params)
     assert is_equal(pure.rest, owned.rest)
     assert is_equal(pure.optimizer, owned.optimizer)
-
-
-@PURE
-def test_objective_and_update_run_under_vmap_and_equal_clients_one_by_one(method, optimizer):
-    plan = plan_of(method, optimizer=optimizer)
-    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=2)
-    data = [batch(number) for number in range(3)]
-    x, y = (torch.stack(parts) for parts in zip(*data, strict=True))
-    keys = torch.arange(3) + 2**40
-
-    def descended(params, rest, x, y, key):
-        return compute_objective(plan, replace(job, rest=rest), params, x, y, key)
-
-    def updated(params, optimizer, grads, rest, key):
-        lane = replace(job, params=params, optimizer=optimizer)
-        after = update_(plan, lane, transform_gradients(plan, lane, grads, key), rest, 6)
-        return after.params, after.optimizer
-
-    lanes = [{n: torch.stack([t] * 3) for n, t in part.items()} for part in (job.params, job.rest, job.optimizer)]
-    leaves = {name: tensor.requires_grad_() for name, tensor in lanes[0].items()}
-    total, losses, rest = torch.vmap(descended)(leaves, lanes[1], x, y, keys)
-    found = torch.autograd.grad(total.sum(), tuple(leaves.values()), materialize_grads=True)
-    params = {name: tensor.detach().clone() for name, tensor in leaves.items()}
-    grads = dict(zip(params, found, strict=True))
-    params, _ = torch.vmap(updated)(params, lanes[2], grads, rest, keys)
-    for lane in range(3):
-        alone, loss = client_step(plan, job, x[lane], y[lane], keys[lane])
-        for name, tensor in (alone.params | alone.rest).items():
-            assert ((params | rest)[name][lane] - tensor).abs().max() <= 1e-9, name
-        assert abs(losses[lane] - loss) <= 1e-12
 
 
 @dataclass(frozen=True)
@@ -159,30 +123,6 @@ def test_rules_chain_in_order_and_never_meet():
     assert client.memory == ({"seen": 4.0}, {"seen": 20.0})
     # a quarter of what this client, who has a quarter of the samples, uploaded
     assert server.memory == ({"total": 1.5}, {"total": 7.5})
-
-
-def test_a_method_decides_what_is_trained():
-    plan = plan_of(fedavg().leave_untrained(~name_matches("5.*")))
-    assert plan.trained == {"5.weight", "5.bias"}
-    job, _ = client_step(plan, client_init(plan, init_client(plan), init_server(plan)), *batch(0), KEY)
-    client, update = client_final(plan, job)
-    assert torch.equal(update.shared["0.weight"], plan.initial["0.weight"])
-    assert not client.personal
-
-
-def test_loading_less_than_is_sent_gives_each_client_its_own_part_and_the_server_a_whole_model():
-    method = Method(name="partial", scope=Scope(load=~name_matches("5.*"), send=everything))
-    plan = plan_of(method)
-    server, clients = init_server(plan), {name: init_client(plan) for name in "ab"}
-    updates = {}
-    for number, name in enumerate(clients):
-        job, _ = client_step(plan, client_init(plan, clients[name], server), *batch(number), KEY)
-        clients[name], updates[name] = client_final(plan, job)
-    server = server_round(plan, server, updates, {"a": 4, "b": 4})
-    mean = (clients["a"].personal["5.weight"] + clients["b"].personal["5.weight"]) / 2
-    assert (global_state(plan, server)["5.weight"] - mean).abs().max() <= 1e-15
-    assert torch.equal(personal_state(plan, clients["a"], server)["5.weight"], clients["a"].personal["5.weight"])
-    assert torch.equal(personal_state(plan, clients["a"], server)["0.weight"], server.shared["0.weight"])
 
 
 def test_evaluation_changes_nothing_and_hidden_buffers_do_not_leak():

@@ -1,7 +1,5 @@
 """Mixes of uploads by entry and by value, of a method that is not fedshift's, on every engine and across machines."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,27 +8,11 @@ from fedshift.core.aggregation import Aggregated, Aggregation, average
 from fedshift.core.kernel import broadcast
 from fedshift.core.method import Method
 from fedshift.core.mixes import Mixes
-from fedshift.methods.fedbn import fedbn
-from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
-from tests.flower.conftest import machine  # noqa: F401 - a fixture
-from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
-from tests.laws.course import make_trial
 from tests.methods import plain
 from tests.methods.others import layer_mixes
 from tests.methods.received import receive
-
-LAYERS = "tests.methods.others:layer_mixes"
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def path(monkeypatch):
-    """Where other processes find the method."""
-    monkeypatch.syspath_prepend(str(ROOT))
 
 
 def draw(shape, seed):
@@ -73,24 +55,6 @@ def test_mixes_are_kept_and_restored_whole():
     assert all(is_equal(again.weights[client], rows) for client, rows in weights.items())
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("base", [Method(), fedbn(), scaffold()], ids=lambda base: base.name)
-@pytest.mark.parametrize("engine", ["stacked", "pool"])
-def test_every_engine_trains_from_the_same_mixes(base, engine, path):
-    states = []
-    for chosen in ("sequential", engine):
-        running = make_trial(layer_mixes(base), chosen)
-        for _ in range(3):
-            running.advance()
-        running.close()
-        states.append(running.to_tensors()[0])
-    assert states[0].keys() == states[1].keys()
-    assert (
-        max(float((states[0][name].double() - tensor.double()).abs().max()) for name, tensor in states[1].items())
-        <= 1e-9
-    )
-
-
 def test_each_client_starts_each_layer_from_its_own_mix_of_the_uploads():
     running = plain.trial(layer_mixes())
     running.advance()
@@ -104,23 +68,6 @@ def test_each_client_starts_each_layer_from_its_own_mix_of_the_uploads():
             assert np.abs(np.average(values, axis=0, weights=weights) - tensor.numpy().ravel()).max() <= (
                 1e-12 if tensor.is_floating_point() else 0.5
             ), name
-
-
-def test_the_identity_engine_refuses_mixes():
-    with pytest.raises(
-        UsageError, match="needs a method that only averages complete models, which layer_mixes does not"
-    ):
-        make_trial(layer_mixes(), "identity", work=plain.Work(batches=1, batch_size=8)).advance()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("machine")
-def test_sites_are_sent_their_mixes_and_compute_what_one_process_does(tmp_path):
-    spec = spec_for(LAYERS, samples=16, moments="loaded,trained", evaluate_every=2)
-    grid = SiteGrid(sites_of(spec, tmp_path, code=frozenset({LAYERS})))
-    assert coordinator(spec, grid, tmp_path / "served", Heard()).run()
-    (trial,) = same_as_in_process(spec, tmp_path / "served", tmp_path, tmp_path / "reference")
-    assert len(trial.server.mixes.weights) == 3
 
 
 class Wrong(Aggregation):
@@ -143,7 +90,7 @@ class Wrong(Aggregation):
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_entry_and_client(weights, why):
-    with pytest.raises(UsageError, match=rf"method 'fedavg': test_mixes .*{why}"):
+    with pytest.raises(UsageError, match=rf"method 'fedavg': Wrong .*{why}"):
         plain.trial(Method().with_aggregation(Wrong(weights))).advance()
 
 

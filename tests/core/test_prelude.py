@@ -138,7 +138,7 @@ def test_a_rule_that_does_other_than_it_declares_is_refused(fault, why):
 
 @pytest.mark.parametrize("guard", [dp, median, lambda base: dp_sgd(gn(base))], ids=["dp", "median", "dp_sgd"])
 def test_privacy_and_robust_aggregation_refuse_it_as_other_uploads(guard):
-    with pytest.raises(UsageError, match=r"test_prelude sends (more than|information that) .*(client: 'n'|\(n\))"):
+    with pytest.raises(UsageError, match=r"Tells sends (more than|information that) .*(client: 'n'|\(n\))"):
         make_trial(guard(Method().with_rule(Tells())))
 
 

@@ -10,19 +10,13 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
 from fedshift.core.states import ServerState, Update
-from fedshift.core.work import Work
-from fedshift.data.assembly import federation
 from fedshift.evaluation.communication import downlink_bytes
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.fedadagrad import fedadagrad
 from fedshift.methods.fedadam import fedadam
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedavgm import fedavgm
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedyogi import fedyogi
-from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
-from fedshift.utils.errors import UsageError
 from fedshift.utils.state import clone, is_equal, nbytes
 
 SAMPLES, ROUNDS = {"a": 5.0, "b": 2.0, "c": 3.0}, 6
@@ -154,44 +148,3 @@ def test_entries_kept_on_clients_have_no_state():
     plan = plan_of(fedbn(fedadam()))
     assert {name.partition("/")[2] for name in init_server(plan).optimizer} == plan.trained & plan.sent
     assert not any("1." in name for name in init_server(plan).optimizer)
-
-
-@EACH
-def test_the_state_survives_a_checkpoint_and_matters(method, tmp_path):
-    rng = np.random.default_rng(0)
-    data = federation({name: (rng.normal(size=(8, 3)), np.arange(8) % 2) * 2 for name in "ab"})
-
-    def trial():
-        return Trial(method, network, data, Settings(rounds=4, work=Work(batch_size=4, epochs=1)), seed=1)
-
-    whole, broken, forgetful = trial(), trial(), trial()
-    for _ in range(2):
-        whole.advance()
-        broken.advance()
-    save_checkpoint(tmp_path / "c.safetensors", *broken.to_tensors())
-    resumed = trial()
-    tensors, facts = load_checkpoint(tmp_path / "c.safetensors")
-    resumed.restore(tensors, facts)
-    forgetful.restore({**tensors, **{f"server/optimizer/{k}": v for k, v in forgetful.server.optimizer.items()}}, facts)
-    assert is_equal(resumed.server.optimizer, whole.server.optimizer)
-    for each in (whole, resumed, forgetful):
-        each.advance()
-    assert is_equal(resumed.server.shared, whole.server.shared)
-    assert not is_equal(forgetful.server.shared, whole.server.shared)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fedavgm(lr=0.0), "server learning rate lr=0: it must be a number above 0"),
-        (lambda: fedadam(lr=float("nan")), "server learning rate lr=nan"),
-        (lambda: fedavgm(beta=1.0), r"beta=1: it must lie in \[0, 1\)"),
-        (lambda: fedadagrad(beta1=-0.1), "beta1=-0.1"),
-        (lambda: fedyogi(beta2=1.0), "beta2=1"),
-        (lambda: fedadam(tau=0.0), "tau=0: it must be above 0"),
-        (lambda: fedadam(fedavgm()), "fedadam.fedavgm: fedavgm already has a server optimizer"),
-    ],
-)
-def test_what_is_no_optimizer_is_refused(make, message):
-    with pytest.raises(UsageError, match=message):
-        make()

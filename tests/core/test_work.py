@@ -20,19 +20,9 @@ def test_bounds_cover_every_sample_once(samples, size, smallest):
         assert all(stop - start >= smallest for start, stop in bounds)
 
 
-def test_the_last_batch_is_kept_although_smaller():
-    # FedBN's digits: 743 samples in batches of 32 make 24 batches, the last of 7.
-    bounds = Work(batch_size=32, epochs=1).batch_bounds(743)
-    assert (len(bounds), bounds[-1][1] - bounds[-1][0]) == (24, 7)
-
-
 def test_a_single_left_over_sample_joins_the_batch_before_it_only_where_it_must():
     assert Work(batch_size=4, epochs=1).batch_bounds(9) == ((0, 4), (4, 8), (8, 9))
     assert Work(batch_size=4, epochs=1).batch_bounds(9, smallest=2) == ((0, 4), (4, 9))
-
-
-def test_full_batch_is_all_samples():
-    assert Work(batch_size=None, epochs=1).batch_bounds(17) == ((0, 17),)
 
 
 def test_groups_follow_fedmmbs_algorithm_1():
@@ -52,18 +42,6 @@ def test_rounds_are_told_from_the_steps_that_were_done(per_pass, count, kind):
         assert work.rounds(done, per_pass) == number
         assert work.passes(number, per_pass) == -(-done // per_pass)
         done = work.steps_of_round(done, per_pass).stop
-
-
-@given(samples=st.integers(1, 60), size=st.integers(1, 9), count=st.integers(1, 9), kind=st.sampled_from(AMOUNTS))
-def test_an_average_round_is_that_of_many_rounds(samples, size, count, kind):
-    work, steps, used = Work(batch_size=size, **{kind: count}), 0, 0
-    bounds = work.batch_bounds(samples)
-    rounds = len(bounds) * -(-len(bounds) // count) if kind == "batches" else len(bounds)  # whole passes
-    for _ in range(rounds):
-        coming = work.steps_of_round(steps, len(bounds))
-        used += sum(bounds[step % len(bounds)][1] - bounds[step % len(bounds)][0] for step in coming)
-        steps = coming.stop
-    assert work.average_round(samples) == pytest.approx((steps / rounds, used / rounds))
 
 
 def test_a_round_of_steps_goes_on_through_passes_where_the_last_one_ended():

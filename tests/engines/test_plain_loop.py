@@ -260,23 +260,6 @@ def test_models_just_after_local_work_are_those_of_a_plain_pytorch_loop_before_i
         assert row["loss_sum"] != pytest.approx(loaded[row["client"]]["loss_sum"], rel=1e-3)
 
 
-def test_reported_loss_and_accuracy_are_those_of_the_plain_models():
-    trial = Trial(fedbn(), model, data(), Settings(rounds=1, work=Work(batch_size=BATCH, epochs=1)), SEED)
-    rows = trial.advance().rows
-    for client in trial.data.clients:
-        network = model((3, 8, 8), 4)
-        network.load_state_dict(trial.model_state(client.name))
-        network.eval()
-        with torch.no_grad():
-            logits = network(client.test.x / 127.5 - 1.0)
-        (row,) = [row for row in rows if row["split"] == "test" and row["client"] == client.name]
-        assert row["model"] == "personal"
-        assert sum(row["hits"]) == int((logits.argmax(1) == client.test.y).sum())
-        assert row["loss_sum"] == pytest.approx(
-            float(nn.functional.cross_entropy(logits, client.test.y, reduction="sum")), rel=1e-6
-        )
-
-
 def test_a_schedule_begins_with_its_first_factor_and_goes_on_by_rounds():
     plain = make_trial(fedavg(), moments=("loaded",))
     halved = make_trial(fedavg(), moments=("loaded",), optimizer=SGD(lr=0.05, schedule=StepDecay(every=1, gamma=0.5)))

@@ -153,16 +153,3 @@ def test_a_run_is_not_resumed_in_another_precision():
     begun.advance()
     with pytest.raises(UsageError, match="begun with another precision: then 'float32', now 'bfloat16'"):
         trial("bfloat16").restore(*begun.to_tensors())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"precision": "float8"}, "unknown value of precision 'float8'.*bfloat16, float16, float32, float64"),
-        ({"engine": "vectorised"}, "unknown engine 'vectorised'.*auto, identity, pool, ray, sequential, stacked"),
-        ({"workers": 0}, "workers=0: should be greater than or equal to 1"),
-    ],
-)
-def test_settings_that_do_not_exist_are_refused(changes, message):
-    with pytest.raises(UsageError, match=message):
-        Settings(**changes)

@@ -17,12 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.optimizer import SGD
 from fedshift.data.samples import Samples
 from fedshift.engines import spread
 from fedshift.engines.sequential import Sequential
 from fedshift.engines.spread import Pool, Ray
-from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.execution.executor import InProcess
 from fedshift.utils.profiling import record_seconds
@@ -87,18 +85,6 @@ def assert_same(found, expected):
         assert (trained.client.steps, trained.loss_sum) == (other.client.steps, other.loss_sum)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "at_once"),
-    [("pool", 2), pytest.param("pool", 3, marks=pytest.mark.slow), pytest.param("ray", 2, marks=pytest.mark.slow)],
-)
-def test_bits_are_those_of_the_sequential_engine_for_any_number_of_workers(begin, engine, at_once):
-    for options in ({}, {"method": scaffold(), "optimizer": SGD(lr=0.05)}):
-        running = begin(engine, workers=at_once, **options)
-        rounds(running, 3)
-        assert_rounds(running, count=3, **options)
-
-
 @BOTH
 def test_the_client_with_most_work_begins_and_workers_bound_how_many_run(spread_over, engine):
     assert list(outcomes(spread_over(engine, plan_of(), 1))) == ["bob", "cid", "ann"]
@@ -122,19 +108,6 @@ def test_in_this_process_it_is_the_sequential_engine_on_one_thread_and_sends_not
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     assert_same(found, outcomes(Sequential(plan, DATA, 0)))
-
-
-@pytest.mark.slow
-@BOTH
-def test_trials_that_take_turns_share_lanes(begin, engine):
-    first, second = begin(engine), begin(engine, seed=4)
-    for _ in range(2):
-        first.advance()
-        second.advance()
-    second.close()
-    first.advance()
-    assert_rounds(first, count=3)
-    assert_rounds(second, count=2, seed=4)
 
 
 def test_an_engine_without_an_executor_opens_its_own_and_ends_it(monkeypatch):
@@ -266,17 +239,6 @@ def test_what_cannot_be_pickled_is_refused(held):
     assert said.startswith("the pool engine cannot send fedavg or the model to another process (cannot pickle")
     assert f"{type(held).__name__}' object): use the sequential engine, which runs anything, or auto" in said
     assert "cannot send fedavg" in Ray.refusal(plan, DATA)
-
-
-def test_an_open_file_is_refused(tmp_path):
-    with (tmp_path / "log").open("w") as file:
-
-        class Logged(nn.Linear):
-            def forward(self, x):
-                file.write("called")
-                return super().forward(x)
-
-        assert "cannot send fedavg or the model to another process" in Pool.refusal(plan_of(Logged(FEATURES, 3)), DATA)
 
 
 @pytest.mark.parametrize("engine", [Pool, Ray])

@@ -70,7 +70,7 @@ def test_clipping_takes_the_place_of_a_methods_own(tiny):
     spec = CompareSpec(methods="fedavg+agc, fedwon+agc(classifier=False), agc+agc(clip=2.0)+fedbn")
     made = make_experiment(spec).methods
     assert [method.name for method in made] == [
-        "fedavg+agc", "fedwon+agc(classifier=False)", "fedbn+agc(clip=2)+agc",
+        "fedavg+agc", "fedwon+agc(classifier=False)", "fedbn+agc+agc(clip=2)",
     ]  # fmt: skip
     assert [repr(method.rules) for method in made] == [
         f"(Clipping(clip=0.64, classifier={classifier}),)" for classifier in (True, False, True)

@@ -86,8 +86,8 @@ LIMITS = {
     "sites = 4": ("fedbn", "sites = 4, and 3 sites take part"),
     "epsilon = 8.0": ("fedbn", "epsilon = 8.0, and the method has no secret noise: add dp(secret=True"),
     "sample_epsilon = 8.0": ("fedbn", "sample_epsilon = 8.0, and the method has no secret noise: add dp_sgd(secret=Tr"),
-    'reveals = "update"\nkeep = ["*running*"]': (ONCE, "'styles/style' of others reveals statistics of the client's"),
-    'passed_on = false\nkeep = ["*running*"]': (ONCE, "'styles/style' of others is received by the server; other cl"),
+    'reveals = "update"\nkeep = ["*running*"]': (ONCE, "'styles/style' of styles reveals statistics of the client's"),
+    'passed_on = false\nkeep = ["*running*"]': (ONCE, "'styles/style' of styles is received by the server; other cl"),
     'keep = ["styles/*"]': (ONCE, "entry 'styles/style' would leave"),
 }
 WITHIN = (
@@ -254,16 +254,16 @@ def show_method(name):
 
 # What leaves once, before round 1.
 
-SENT = "1 entry of others, 16 bytes, which reveals statistics of the client's data; received by the server; other "
+SENT = "1 entry of styles, 16 bytes, which reveals statistics of the client's data; received by the server; other "
 
 
 def test_consent_and_inspect_and_page_say_that_it_leaves_once():
     plan = plain.trial(styles()).plan
     lines = TrialReview(plan=plan, model="cnn", rounds=2, sites=3, samples=16).describe().splitlines()
     assert [line for line in lines if line.startswith(f"leaves once, before round 1: {SENT}")]
-    assert "Leaves a client once, before round 1:\n1 entry of others, 8 bytes" in show_method(STYLES)
+    assert "Leaves a client once, before round 1:\n1 entry of styles, 8 bytes" in show_method(STYLES)
     cells = [[cell.text for cell in row] for row in _leaving_table(summarize_method(plan)).rows]
-    assert cells[-1][:3] == ["styles/style (once, before round 1)", "others", "16"]
+    assert cells[-1][:3] == ["styles/style (once, before round 1)", "styles", "16"]
 
 
 def serve_styles(folder, tamper=None, **options):
@@ -289,11 +289,11 @@ def test_the_record_holds_it_with_its_bytes_and_asking_again_reveals_nothing_mor
     row, *again = [entry for entry in rows if entry.event == "introduce"]
     assert row.round == 0
     assert (row.content["left"]["memory"]["names"], row.content["left"]["memory"]["bytes"]) == (["styles/style"], 8)
-    assert [text.startswith("1 entry of others, 8 bytes") for text in row.content["discloses"]] == [True]
+    assert [text.startswith("1 entry of styles, 8 bytes") for text in row.content["discloses"]] == [True]
     assert [entry.content for entry in again] == [row.content] * 2
     assert " 3 uploads, " in next(Record(tmp_path / "photo.db").list_totals())  # this one and two rounds'
     (train, _) = [entry for entry in rows if entry.event == "train"]
-    assert not any("others" in text for text in train.content["discloses"])
+    assert not any("of styles" in text for text in train.content["discloses"])
 
 
 def test_an_answer_that_is_not_what_was_declared_is_left_out(tmp_path):

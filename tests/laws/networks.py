@@ -173,6 +173,15 @@ HELD = {
     "alias of the values": Case(
         lambda net, x: net.a(x) * net.alias.norm(), lambda net: setattr(net, "alias", net.a.weight.data), ""
     ),
+    "two weights with one memory": Case(
+        lambda net, x: net.a(x) + 2 * net.c(x),
+        lambda net: [
+            setattr(net, "c", nn.Linear(6, 5)),
+            net.double(),
+            setattr(net.c.weight, "data", net.a.weight.data),
+        ],
+        "'a.weight' and 'c.weight' of the model share memory",
+    ),
     "views of one flat vector": Case(lambda net, x: net.a(x) * net.flat[0].norm(), flatten_weights, ""),
     "unregistered list": Case(
         lambda net, x: F.linear(x, net.all[0]),
@@ -286,6 +295,10 @@ def observe(net: nn.Module, x: Tensor) -> Tensor:
     return h.clamp(net.low / 2, net.high / 2)
 
 
+def fix(*values: float) -> Callable[[nn.Module], object]:
+    return keep(mask=lambda: nn.Parameter(torch.tensor(values), requires_grad=False))
+
+
 def use_buffer(call: Callable[[nn.Module, Tensor], Tensor], persistent: bool = True, **values: Tensor) -> Case:
     return Case(lambda net, x: call(net, net.a(x)), buffer(persistent, **values))
 
@@ -324,6 +337,10 @@ BUFFERS = {
     "permutation": use_buffer(lambda net, h: h[:, net.order], order=torch.tensor([3, 1, 0, 2, 4])),
     "empty": Case(setup=buffer(empty=torch.zeros(0, 3))),
     "float16": Case(setup=buffer(scale=torch.full((5,), 0.3).half())),
+    "fixed parameter, minus infinity": Case(
+        lambda net, x: (net.a(x) + net.mask).softmax(1), fix(0, -math.inf, 0, 0, 0)
+    ),
+    "fixed parameter, large integers": Case(lambda net, x: net.a(x) * (net.mask % 7), fix(*[2**60 + 3] * 5)),
     "expanded": use_buffer(lambda net, h: h * net.row, row=torch.ones(1).expand(5)),
     "one by two names": Case(
         lambda net, x: net.a(x) * net.scale + net.same,
@@ -375,6 +392,10 @@ WRITES = {
     ),
     "Embedding's max_norm": Case(look_up, keep(words=lambda: nn.Embedding(2, 5, max_norm=0.4))),
     "teacher without gradient": Case(teach, keep(teacher=lambda: nn.Parameter(torch.zeros(5, 6), requires_grad=False))),
+    "copy loaded": Case(
+        lambda net, x: last(net.c.load_state_dict(net.a.state_dict()), net.a(x) - 0.5 * net.c(x)),
+        lambda net: setattr(net, "c", copy.deepcopy(net.a).requires_grad_(False)),
+    ),
     "first call": Case(
         scale_at_first_call,
         lambda net: [keep(scale=lambda: nn.Parameter(torch.ones(5)))(net), buffer(ready=torch.tensor(False))(net)],
@@ -605,6 +626,11 @@ STATE = {
     "counter": Case(count_calls, keep(calls=int), "calls"),
     "counter with a late effect": Case(
         lambda net, x: last(setattr(net, "calls", net.calls + 1), net.a(x) * (1 + (net.calls > 100))),
+        keep(calls=int),
+        "calls",
+    ),
+    "every tenth call": Case(
+        lambda net, x: last(setattr(net, "calls", net.calls + 1), net.a(x) * (1 + (net.calls % 10 == 0))),
         keep(calls=int),
         "calls",
     ),

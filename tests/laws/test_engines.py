@@ -1,4 +1,4 @@
-"""Law 1: every engine equals the loop, and repeats itself bit for bit."""
+"""Law 1: every engine equals the loop, also over pairs (:mod:`tests.laws.test_pairs`), and repeats itself."""
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from fedshift.utils.state import is_equal
 from tests.laws.conftest import METHODS, by_name
 from tests.laws.course import ROUNDS, make_trial
 
+TWO = ("sequential", "stacked")
 POOLED = [method for method in METHODS if method.pooled]
 
 
@@ -23,17 +24,15 @@ def distance(a, b):
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
-@pytest.mark.sampled(5)
-def test_every_engine_equals_the_loop_over_rounds_in_float64(course, method, other_engine):
-    reference, other = course(method), course(method, other_engine)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("engine", ["pool", "ray"])
+def test_other_processes_repeat_the_loop_bit_for_bit(course, method, engine):
+    reference, other = course(method), course(method, engine)
     for number in range(1, ROUNDS + 1):
         expected, found = reference[number], other[number]
-        places = [[(row["client"], row["model"], row["moment"]) for row in done.rows] for done in (expected, found)]
-        assert places[0] == places[1]
-        for row, same in zip(expected.rows, found.rows, strict=True):
-            assert abs(row["loss_sum"] - same["loss_sum"]) <= 1e-9
-        assert distance(expected.tensors, found.tensors) <= 1e-9
-        assert expected.facts == found.facts
+        assert found.rows == expected.rows
+        assert is_equal(found.tensors, expected.tensors)
+        assert found.facts == expected.facts
     assert [row["moment"] for row in found.rows if row["split"] == "test"].count("trained") == 3
 
 
@@ -68,35 +67,16 @@ def test_every_engine_equals_the_loop_where_clients_take_equal_steps_over_unequa
     assert distance(*states) <= 1e-9
 
 
-def step_in_float32(method, engine):
-    """The state after one step of each client."""
-
+@pytest.mark.sampled(6)
+def test_stacked_clients_equal_the_loop_for_one_step_in_float32(method):
     def network(shape, classes):
         return nn.Sequential(nn.Conv2d(shape[0], 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, classes))
 
-    running = make_trial(method, engine, model=network, work=Work(batch_size=8, batches=1))
-    running.advance()
-    running.close()
-    assert running.plan.dtype == torch.float32
-    return running.to_tensors()[0]
-
-
-@pytest.fixture(scope="session")
-def loop_in_float32():
-    """:func:`step_in_float32` of the sequential engine, made once."""
-    known = {}
-
-    def step(method):
-        if method.text not in known:
-            known[method.text] = step_in_float32(method, "sequential")
-        return known[method.text]
-
-    return step
-
-
-@pytest.mark.sampled(8)
-def test_every_engine_equals_the_loop_for_one_step_in_float32(loop_in_float32, method, other_engine):
-    assert distance(loop_in_float32(method), step_in_float32(method, other_engine)) <= 1e-4
+    ends = [make_trial(method, engine, model=network, work=Work(batch_size=8, batches=1)) for engine in TWO]
+    for running in ends:
+        running.advance()
+    assert ends[0].plan.dtype == torch.float32
+    assert distance(*(running.to_tensors()[0] for running in ends)) <= 1e-4
 
 
 @pytest.mark.parametrize("method", POOLED, ids=by_name)

@@ -1,6 +1,7 @@
 """Law 5 and the rules' own: what a rule declares is what it does, and it leaves alone what is another's."""
 
 import re
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -16,11 +17,13 @@ from fedshift.core.schedule import StepDecay
 from fedshift.core.server_round import ClientSizes, fold_rules, receive
 from fedshift.core.step import compute_gradients, transform_gradients
 from fedshift.engines import stepper
+from fedshift.methods import METHODS as CATALOG
 from fedshift.methods.agc import agc
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.feddyn import feddyn
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.scaffold import scaffold
+from fedshift.nn import dropout
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.laws.conftest import FEDERATED, METHODS, by_name
@@ -109,7 +112,35 @@ def test_another_key_of_a_step_changes_nothing_unless_draws_are_declared(method)
 def test_the_rules_that_draw_are_these():
     plans = [make_trial(method, model=without_dropout).plan for method in METHODS]
     drawing = {bound.rule.source_method for plan in plans for bound in plan.rules if bound.reads.draws}
-    assert drawing == {"fedsr", "feddg_elcfs", "partialfed_adaptive", "fedrdn"}
+    assert drawing == {"feddg_elcfs", "partialfed_adaptive", "fedrdn"}
+
+
+def find_owner():
+    """The layer or rule that asked for a draw."""
+    frame = sys._getframe(2)
+    while not isinstance(frame.f_locals.get("self"), nn.Module | Rule):
+        frame = frame.f_back
+    return frame.f_locals["self"]
+
+
+@pytest.mark.parametrize(
+    ("text", "drawing"),
+    [("fedrdn+feddg_elcfs", {"ClientStatistics", "SentAmplitudes"}), ("partialfed_adaptive", {"Gates"})],
+)
+def test_no_two_layers_or_rules_of_a_step_draw_alike(monkeypatch, text, drawing):
+    running, owners, draw_bits = make_trial(CATALOG.parse(f"{text}+fedfa+fedsr")), {}, dropout.draw_bits
+
+    def draw(key, call, count):
+        owners.setdefault((int(key), call), set()).add(find_owner())
+        return draw_bits(key, call, count)
+
+    for module in [module for module in sys.modules.values() if getattr(module, "draw_bits", None) is draw_bits]:
+        monkeypatch.setattr(module, "draw_bits", draw)
+    for _ in range(2):  # feddg_elcfs draws from what others sent before
+        running.advance()
+    kinds = {type(owner).__name__ for asking in owners.values() for owner in asking}
+    assert kinds == drawing | {"KeyedDropout", "FeatureAugmentation", "Sampler"}
+    assert all(len(asking) == 1 for asking in owners.values())
 
 
 def acts_in_steps(method):

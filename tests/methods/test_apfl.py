@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.optimizer import SGD
 from fedshift.methods.apfl import apfl
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.methods.single import single
-from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.methods.plain import LR, SIZES, batches, largest_difference, loaded_with, network, trial
 
@@ -67,32 +64,3 @@ def step(model, x, y):
     loss = nn.functional.cross_entropy(model(x), y)
     for parameter, grad in zip(model.parameters(), torch.autograd.grad(loss, tuple(model.parameters())), strict=True):
         parameter.data -= LR * grad
-
-
-def test_mixtures_of_one_model_alone_are_that_model():
-    whole, alone = trial(apfl(alpha=1.0, learned=False)), trial(single())
-    shared, plain = trial(apfl(alpha=0.0, learned=False)), trial(fedavg())
-    for running in (whole, alone, shared, plain):
-        for _ in range(2):
-            running.advance()
-    for client in SIZES:
-        assert largest_difference(whole.model_state(client), alone.model_state(client)) <= 1e-12
-        names = shared.plan.trained
-        assert all(torch.equal(shared.model_state(client)[name], plain.model_state()[name]) for name in names)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
-def test_the_learned_part_stays_between_0_and_1_under_large_steps(engine):
-    running = trial(apfl(alpha=0.9), optimizer=SGD(lr=3.0, momentum=0.9), engine=engine)
-    seen = []
-    for _ in range(4):
-        running.advance()
-        seen += [float(client.memory[0]["alpha"]) for client in running.clients.values()]
-    assert all(0 <= alpha <= 1 for alpha in seen)
-    assert {0.0, 1.0} & set(seen)
-
-
-@pytest.mark.parametrize("alpha", [-0.1, 1.5])
-def test_a_part_outside_of_0_to_1_is_refused(alpha):
-    with pytest.raises(UsageError, match=rf"apfl: alpha={alpha}: it must lie in \[0, 1\]"):
-        apfl(alpha=alpha)

@@ -12,9 +12,7 @@ from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedmmb import fedmmb
-from fedshift.methods.fedprox import fedprox
 from fedshift.methods.single import single
-from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 from fedshift.utils.state import is_equal
 from tests.methods.plain import data, network
@@ -35,16 +33,6 @@ def after_rounds(method, rounds=ROUNDS, **settings):
     for _ in range(rounds):
         running.advance()
     return running
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("epochs", [None, 1, 3])
-@pytest.mark.parametrize("method", [fedavg(), fedbn(), fedprox(mu=0.5)], ids=lambda method: method.name)
-def test_what_the_server_holds_is_bit_for_bit_what_it_holds_without_ditto(method, epochs):
-    plain, personal = after_rounds(method), after_rounds(ditto(method, lam=0.7, epochs=epochs))
-    assert is_equal(plain.server.shared, personal.server.shared)
-    assert all(is_equal(client.personal, personal.clients[name].personal) for name, client in plain.clients.items())
-    assert not any(is_equal(plain.model_state(name), personal.model_state(name)) for name in SIZES)
 
 
 @pytest.mark.sampled(3)
@@ -84,28 +72,6 @@ def test_without_its_term_each_client_trains_alone():
     assert all(is_equal(personal.model_state(name), alone.model_state(name)) for name in SIZES)
 
 
-def test_a_strong_term_holds_personal_models_near_the_global_one():
-    def distance(lam):
-        running = after_rounds(ditto(lam=lam), 1, optimizer=SGD(lr=0.01))
-        start = running.plan.initial
-        return sum(
-            float((running.model_state(name)[entry] - start[entry]).square().sum())
-            for name in SIZES
-            for entry in running.plan.trained
-        )
-
-    assert 0 < distance(20.0) < 0.9 * distance(0.0)
-
-
-def test_nothing_of_the_personal_model_travels_and_the_global_one_is_still_there():
-    personal, plain = trial(ditto()), trial(fedavg())
-    for _ in range(2):
-        done, without = personal.advance(), plain.advance()
-        assert (done.down, done.up) == (without.down, without.up)
-    assert is_equal(personal.model_state(), plain.model_state())
-    assert personal.server.memory == ({},)
-
-
 def test_a_client_that_sits_out_keeps_its_personal_model():
     running = trial(ditto(), participation=1, rounds=6)
     seen = set()
@@ -131,14 +97,3 @@ def test_epochs_of_its_own_are_counted_where_a_round_is_a_group_of_batches():
     alone = after_rounds(single(), rounds=10, optimizer=SGD(lr=LR))
     assert {name: client.steps for name, client in running.clients.items()} == dict.fromkeys(SIZES, 5)
     assert all(is_equal(running.model_state(name), alone.model_state(name)) for name in SIZES)
-
-
-@pytest.mark.parametrize("epochs", [0, -1])
-def test_no_epochs_are_refused(epochs):
-    with pytest.raises(UsageError, match=f"ditto: epochs={epochs}: give 1 or more, or leave it out"):
-        ditto(epochs=epochs)
-
-
-def test_a_negative_strength_is_refused():
-    with pytest.raises(UsageError, match="ditto: lam=-1 is negative"):
-        ditto(lam=-1)

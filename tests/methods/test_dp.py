@@ -211,7 +211,7 @@ class Foreign(Rule):
 
 
 def test_a_rule_of_others_that_sends_is_refused():
-    with pytest.raises(UsageError, match=r"test_dp sends more than the entries that dp clips, .* \(steps\)"):
+    with pytest.raises(UsageError, match=r"Foreign sends more than the entries that dp clips, .* \(steps\)"):
         trial(dp().with_rule(Foreign()))
     trial(fedavg().with_rule(Foreign())).advance()
 

@@ -14,12 +14,10 @@ from torch import nn
 
 from fedshift.config.expressions import list_catalog
 from fedshift.core import kernel, step
-from fedshift.core.declarations import Bound, Reads, Send
 from fedshift.core.kernel import init_client, init_server
 from fedshift.core.loss import CrossEntropy, Focal
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.augmentation import AUGMENTATIONS, mixes_images
@@ -27,8 +25,6 @@ from fedshift.data.federation import encode_targets
 from fedshift.data.partition import repeat
 from fedshift.data.preparation import FeatureScaling
 from fedshift.data.samples import Samples
-from fedshift.engines.identity import Identity
-from fedshift.engines.stacked import Stacked
 from fedshift.evaluation.policy import POLICIES, check_policy, list_policies, make_state
 from fedshift.evaluation.unseen_clients import PolicyContext
 from fedshift.experiments.experiment import Experiment
@@ -44,7 +40,6 @@ from fedshift.methods.fedfa import fedfa
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedwon import fedwon
 from fedshift.methods.gn import gn
-from fedshift.methods.harmofl import harmofl
 from fedshift.methods.ln import ln
 from fedshift.methods.nonorm import nonorm
 from fedshift.tasks import CLASSIFICATION
@@ -184,15 +179,6 @@ def trial(method, seed=0, **settings):
     return Trial(method, lambda *_: network(), DATA, Settings(**settings), seed)
 
 
-def test_secret_noise_is_another_in_every_run():
-    runs = [trial(dp_sgd(gn(), secret=secret)) for secret in (True, True, False, False)]
-    for running in runs:
-        running.advance()
-    first, second, third, fourth = (running.server.shared["0.weight"] for running in runs)
-    assert not torch.isclose(first, second).all()
-    assert torch.equal(third, fourth)
-
-
 def test_whatever_else_changes_gradients_sees_them_clipped_and_noisy():
     """Whichever is named first: here a clip of units comes after the noise, so it is postprocessing."""
     x, y = batch()
@@ -235,55 +221,6 @@ def test_every_method_trains_on_private_gradients_or_is_refused(name):
     assert not is_equal(after, running.plan.initial)
 
 
-class Foreign(Rule):
-    """Sends what ``reveals`` says, and reads what ``reads`` says."""
-
-    def __init__(self, reveals="update", **reads):
-        self.reveals, self.reads = reveals, Reads(**reads)
-
-    def bind(self, plan):
-        sends = {"total": Send(shape=(), dtype=torch.float64, reveals=self.reveals)}
-        return Bound(self, reads=self.reads, sends=sends)
-
-    def end(self, client):
-        return {}, {"total": sum(tensor.sum() for tensor in client.params.values())}
-
-
-@pytest.mark.parametrize(
-    ("rule", "why"),
-    [
-        (Foreign("client"), r"test_dp_sgd sends information that does not follow from gradients \(client: 'total'\)"),
-        (Foreign("class"), r"\(class: 'total'\)"),
-        (Foreign("image"), r"\(image: 'total'\)"),
-        (Foreign(first=1), "test_dp_sgd runs the model on samples before local work"),
-        (Foreign(targets=True), "test_dp_sgd reads the targets of all samples"),
-    ],
-)
-def test_rules_of_others_are_refused_where_noise_does_not_cover_what_they_send(rule, why):
-    with pytest.raises(UsageError, match=why):
-        plan_of(dp_sgd(gn()).with_rule(rule))
-
-
-def test_what_a_rule_of_others_makes_of_noisy_gradients_is_sent():
-    running = trial(dp_sgd(gn()).with_rule(Foreign()))
-    running.advance()
-
-
-def test_amplitudes_of_single_images_leave_without_noise_and_so_are_refused():
-    """What HarmoFL sends with these options is the spectrum of one training image, which NumPy finds alike."""
-    running = trial(harmofl(gn(), alpha=0.0, frequencies=2, samples=1))
-    images = [DATA.client(name).train.inputs(slice(None)).double() for name in "abc"]
-    spectra = np.fft.fftshift(np.fft.fft2(np.concatenate(images)), axes=(-2, -1))
-    found = abs(spectra)
-    found[:, :, 2, 2] = spectra[:, :, 2, 2].real  # the zero frequency has a sign
-    server, clients = running.server, {name: running.clients[name] for name in "abc"}
-    for _, done in running.engine.train(server, clients):
-        (upload,) = done.update.memory
-        assert abs(upload["amplitude"].numpy() - found).max(axis=(1, 2, 3)).min() < 1e-6
-    with pytest.raises(UsageError, match="harmofl runs the model on samples before local work: remove one"):
-        trial(dp_sgd(harmofl(gn(), alpha=0.0, frequencies=2, samples=1), secret=True))
-
-
 class Counts(nn.Module):
     """Counts the batches that it saw."""
 
@@ -318,7 +255,7 @@ WEIGHTED = CrossEntropy(weights=(1.0, 2.0, 3.0))
         (lambda: dp_sgd(delta=0.0), "delta=0: give"),
         (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* through BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
         (lambda: plan_of(dp_sgd(fedfa(gn()))), r"'dp_sgd\+fedfa\+gn': the model writes into '.*running_mean' during"),
-        (lambda: dp_sgd(dp_sgd(gn())), "dp_sgd.gn already combines the gradients of samples; choose one of the two"),
+        (lambda: dp_sgd(dp_sgd(gn())), "dp_sgd already combines the gradients of samples; choose one of the two"),
         (
             lambda: plan_of(dp_sgd(), nn.Sequential(Counts(), nn.Flatten(), nn.Linear(25, 3)).double()),
             r"'dp_sgd': the model writes into '0\.seen' during training, which dp_sgd cannot clip sample by sample",
@@ -358,13 +295,6 @@ def test_weights_of_classes_that_come_from_label_counts_are_refused():
         Experiment(
             methods=(fedavg(), dp_sgd(gn())), data=DATA, model=lambda *_: network(), settings=settings, seeds=(0,)
         )
-
-
-def test_an_engine_is_found_for_public_and_secret_noise():
-    for secret in (False, True):
-        running = trial(dp_sgd(gn(), secret=secret))
-        assert (Stacked.refusal(running.plan, running.train) is None) == (not secret)
-        assert Identity.refusal(running.plan, running.train)
 
 
 @pytest.mark.sampled(2)

@@ -3,18 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from fedshift.core.kernel import broadcast, client_init, init_server
-from fedshift.core.optimizer import SGD
-from fedshift.core.preparation import prepare
 from fedshift.methods.fedap import fedap
 from fedshift.methods.fedavg import fedavg
-from fedshift.methods.fedavgm import fedavgm
-from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.harmofl import harmofl
-from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal, pick
 from tests.methods import plain
 from tests.methods.plain import copied, largest_difference, loaded_with, train
@@ -87,16 +81,6 @@ def test_it_equals_a_plain_loop(base, participation, engine):
     assert running.model_state() is None
 
 
-def test_statistics_leave_the_client_and_mixes_cost_no_more_than_the_mean():
-    """The upload is FedBN's and the statistics; what comes down is as large as under FedBN, also when it is a mix."""
-    kept, mixed = plain.trial(fedbn()), plain.trial(fedap())
-    statistics = 2 * 3 * 8 + 8  # a mean and a variance of three channels, and a counter
-    for _ in range(2):
-        bare, found = kept.advance(), mixed.advance()
-        assert found.up == bare.up + len(SIZES) * statistics
-        assert found.down == bare.down
-
-
 def test_the_server_keeps_the_uploads_of_one_round_and_a_row_of_weights_for_each_client():
     running = plain.trial(fedap(), participation=2)
     for _ in range(6):
@@ -128,22 +112,6 @@ def test_clients_with_equal_statistics_share_the_weight():
     weights = aggregate(running.plan, init_server(running.plan), receive(states)).mixes
     assert weights["a"][""].tolist() == pytest.approx([0, 1, 0])
     assert weights["c"][""].tolist() == pytest.approx([0.5, 0.5, 0])
-
-
-@pytest.mark.parametrize("self_weight", [-0.1, 1.5])
-def test_a_weight_that_is_no_share_is_refused(self_weight):
-    with pytest.raises(UsageError, match=rf"fedap: self_weight={self_weight:g}: give a number in \[0, 1\]"):
-        fedap(self_weight=self_weight)
-
-
-def test_a_server_optimizer_is_refused():
-    with pytest.raises(UsageError, match="sends each client its own mix of uploads, but a server optimizer updates"):
-        plain.trial(fedap(fedavgm()))
-
-
-def test_a_network_without_batch_norm_is_refused():
-    with pytest.raises(UsageError, match="batch_norm matches no entry of the model"):
-        prepare(fedap(), nn.Linear(3, 2), optimizer=SGD(lr=0.1))
 
 
 @pytest.mark.parametrize("participation", [1.0, 2])

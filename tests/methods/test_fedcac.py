@@ -12,10 +12,7 @@ from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
-from fedshift.methods.fedavgm import fedavgm
 from fedshift.methods.fedcac import fedcac
-from fedshift.methods.single import single
-from fedshift.utils.errors import UsageError
 from fedshift.utils.state import clone
 from tests.methods import plain
 
@@ -94,17 +91,3 @@ def test_rounds_equal_a_plain_loop(participation):
                     models[name][entry].flatten()[place] = own[entry].flatten()[place]
             assert plain.largest_difference(broadcast(running.server, name).shared, models[name]) <= 1e-9
     assert {1, 2} <= set(shared_with)
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: fedcac(tau=0.0), r"fedcac: tau=0 and beta=100: give a fraction in \(0, 1\]"),
-        (lambda: fedcac(beta=0), "fedcac: tau=0.5 and beta=0: give a fraction"),
-        (lambda: trial(fedcac(single())), "there is nothing to aggregate: clients send nothing that they train"),
-        (lambda: trial(fedcac(fedavgm())), "sends each client its own mix of uploads"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make, said):
-    with pytest.raises(UsageError, match=said):
-        make()

@@ -15,8 +15,9 @@ from fedshift.data.federation import ClientData, Federation
 from fedshift.data.samples import Samples
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
-from fedshift.methods.feddg_elcfs import AROUND, DRAW, _contrast, feddg_elcfs
-from fedshift.nn.dropout import draw_bits, draw_uniform
+from fedshift.methods.feddg_elcfs import AROUND, _contrast, feddg_elcfs
+from fedshift.methods.harmofl import harmofl
+from fedshift.nn.dropout import derive_key, draw_bits
 from fedshift.tasks import Segmentation
 from fedshift.tasks.segmentation import IGNORED, LEFT_OUT
 from fedshift.utils.errors import UsageError
@@ -114,21 +115,13 @@ def objective(model, x, mixed, y):
 
 
 @pytest.mark.parametrize("low", [0, 2])
-def test_rounds_equal_a_plain_loop(low, monkeypatch):
-    keys = []
-
-    def draw(key, call, count, dtype):
-        keys.extend([int(key)] if call == DRAW else [])
-        return draw_uniform(key, call, count, dtype)
-
-    monkeypatch.setitem(feddg_elcfs.__wrapped__.__globals__, "draw_uniform", draw)
+def test_rounds_equal_a_plain_loop(low):
     running = trial(feddg_elcfs(beta=BETA, boundary=BOUNDARY, tau=TAU, frequencies=low, samples=SAMPLES))
     server, bank = network(), {}
     server.load_state_dict(running.plan.initial)
     for number in range(3):
-        keys.clear()
         running.advance()
-        drawn, after, sent = iter(keys), [], {}
+        after, sent = [], {}
         for client, size in SIZES.items():
             model, samples = copy.deepcopy(server), data().client(client).train
             order = torch.from_numpy(stream(SEED, "order", client, number).permutation(size))
@@ -136,15 +129,15 @@ def test_rounds_equal_a_plain_loop(low, monkeypatch):
             seen = samples.x[order[:SAMPLES]]
             sent[client] = amplitude(spectrum(seen, low), low)[np.arange(SAMPLES) % len(seen)]
             others = [(name, each) for name, each_of in bank.items() for each in each_of]
-            for index in order.split(BATCH):
+            for step, index in enumerate(order.split(BATCH), start=number * len(order.split(BATCH))):
                 x, y = samples.x[index], samples.y[index].long()
                 y = y.masked_fill(y == IGNORED, LEFT_OUT)
                 if number:
-                    key = torch.tensor(next(drawn))
-                    scores = draw_bits(key, DRAW, len(x) * len(others)).reshape(len(x), -1)
+                    key = derive_key(running.engine.step_keys(client, [step])[0], "sentamplitudes")
+                    scores = draw_bits(key, 0, len(x) * len(others)).reshape(len(x), -1)
                     allowed = [place for place, (name, _) in enumerate(others) if name != client]
                     chosen = [others[allowed[int(row[allowed].argmax())]][1] for row in scores]
-                    share = (draw_bits(key, DRAW + 1, len(x)).double().numpy() + 0.5) / 2**32
+                    share = (draw_bits(key, 1, len(x)).double().numpy() + 0.5) / 2**32
                     loss = objective(model, x, mix(x, np.stack(chosen), share[:, None, None, None], low), y)
                 else:  # nobody has sent anything yet
                     loss = F.cross_entropy(model(x), y, ignore_index=LEFT_OUT)
@@ -192,6 +185,9 @@ def test_what_does_not_fit_is_refused():
     for name, value in wrongs.items():
         with pytest.raises(UsageError, match=name):
             feddg_elcfs(**{name: value})
+    for pair in (feddg_elcfs(harmofl()), harmofl(feddg_elcfs())):
+        with pytest.raises(UsageError, match="but harmofl gives all images the same: use one of the two"):
+            trial_of_classes(pair)
     with pytest.raises(UsageError, match="images of 4 x 4 pixels allow at most 1 in each direction"):
         trial_of_classes(feddg_elcfs(frequencies=2)).advance()
     with pytest.raises(UsageError, match="first convolution"):

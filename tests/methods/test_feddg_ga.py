@@ -7,7 +7,6 @@ from torch import nn
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.feddg_ga import AdjustedMean, GeneralizationGap, feddg_ga
-from fedshift.utils.errors import UsageError
 from tests.methods.plain import SIZES, batches, copied, largest_difference, loaded_with, mean, train, trial
 from tests.methods.received import aggregate, receive
 
@@ -73,15 +72,3 @@ def test_weights_stay_between_0_and_1_and_keep_their_sum():
         assert float(made.entries["w"]) == pytest.approx(values[1] + 2 * values[2], abs=1e-6)
     assert values[1] == 0
     assert values[0] > values[2] > 0
-
-
-def test_one_number_a_client_travels_beside_the_model():
-    adjusted, plain = trial(feddg_ga()).advance(), trial(fedavg()).advance()
-    assert adjusted.up - plain.up == 8 * len(SIZES)
-    assert adjusted.down == plain.down
-
-
-@pytest.mark.parametrize(("step_size", "rounds"), [(0.0, None), (1.5, None), (0.2, 0)])
-def test_settings_that_move_nothing_or_too_much_are_refused(step_size, rounds):
-    with pytest.raises(UsageError, match=rf"feddg_ga: step_size={step_size:g} and rounds={rounds}: give a number"):
-        feddg_ga(step_size=step_size, rounds=rounds)

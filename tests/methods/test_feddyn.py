@@ -70,11 +70,6 @@ def test_it_minimizes_the_objective_of_the_weighting(weighting):
     assert running.clients["small"].memory[0]["weight"].abs().max() > 0.01
 
 
-def test_no_more_travels_than_under_fedavg():
-    done, plain = trial(feddyn()).advance(), trial(fedavg()).advance()
-    assert (done.down, done.up) == (plain.down, plain.up)
-
-
 @pytest.mark.parametrize("alpha", [0, -1])
 def test_a_regularizer_of_no_strength_is_refused(alpha):
     with pytest.raises(UsageError, match=f"feddyn: alpha={alpha}: it must be above 0"):
@@ -85,6 +80,6 @@ def test_what_would_break_the_sum_of_changes_is_refused():
     with pytest.raises(UsageError, match="already has a server optimizer"):
         feddyn(fedadam())
     with pytest.raises(
-        UsageError, match=r"the mean of the clients' changes, but Median\(\) does not average: remove one of the two"
+        UsageError, match=r"the mean of the clients' changes, but median does not average: remove one of the two"
     ):
         trial(median(feddyn()))

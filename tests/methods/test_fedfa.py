@@ -12,7 +12,7 @@ from fedshift.core.work import Work
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.dp import dp
-from fedshift.methods.fedfa import DRAW, EPS, fedfa
+from fedshift.methods.fedfa import EPS, fedfa
 from fedshift.methods.median import median
 from fedshift.models.vision import alexnet_bn
 from fedshift.nn.dropout import draw_normal, draw_uniform
@@ -52,10 +52,10 @@ def augment(state, x, layer, key, first, p):
 
 def run(state, x, key, p):
     x, moved = torch.tanh(F.conv2d(x, state["0.weight"], state["0.bias"])), {}
-    x, found = augment(state, x, "2.0", key, DRAW, p)
+    x, found = augment(state, x, "2.0", key, 0, p)
     moved |= found
     x = F.conv2d(x, state["2.1.weight"], state["2.1.bias"])
-    x, found = augment(state, x, "3.0", key, DRAW + 5, p)
+    x, found = augment(state, x, "3.0", key, 5, p)
     return F.linear(x.flatten(1), state["4.weight"], state["4.bias"]), moved | found
 
 

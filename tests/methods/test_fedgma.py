@@ -6,7 +6,6 @@ import torch
 
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedgma import MaskedMean, fedgma
-from fedshift.utils.errors import UsageError
 from tests.methods.plain import SHARES, SIZES, copied, largest_difference, loaded_with, mean, train, trial
 from tests.methods.received import aggregate, receive
 
@@ -49,9 +48,3 @@ def test_a_threshold_of_nothing_is_fedavg():
         masked.advance()
         plain.advance()
     assert largest_difference(masked.server.shared, plain.server.shared) <= 1e-12
-
-
-@pytest.mark.parametrize("threshold", [-0.1, 1.1])
-def test_a_threshold_that_is_no_share_is_refused(threshold):
-    with pytest.raises(UsageError, match=rf"fedgma: threshold={threshold}: it must lie in \[0, 1\]"):
-        fedgma(threshold=threshold)

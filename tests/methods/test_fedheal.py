@@ -6,8 +6,6 @@ import torch
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedheal import fedheal
-from fedshift.methods.median import median
-from fedshift.utils.errors import UsageError
 from tests.methods.plain import SIZES, copied, largest_difference, loaded_with, mean, train, trial
 
 THRESHOLD, BETA = 0.4, 0.3
@@ -60,23 +58,3 @@ def test_it_equals_a_plain_loop(base, participation):
     assert largest_difference(found, {name: server[name] for name in found}) <= 1e-9
     kept = {client: running.server.kept[f"weight/{client}"] for client in SIZES}
     assert all(abs(float(kept[client]) - weights[client]) <= 1e-9 for client in SIZES)
-
-
-def test_masks_travel_as_one_byte_for_each_weight_and_memories_stay():
-    running = trial(fedheal())
-    down, up = running.advance().down, trial(fedavg()).advance()
-    weights = sum(running.plan.initial[name].numel() for name in running.plan.trained)
-    again = running.advance()
-    assert again.up - up.up == len(SIZES) * weights
-    assert again.down == down == up.down
-
-
-@pytest.mark.parametrize(("threshold", "beta"), [(1.0, 0.4), (-0.1, 0.4), (0.3, 1.1)])
-def test_settings_that_are_no_shares_are_refused(threshold, beta):
-    with pytest.raises(UsageError, match=rf"fedheal: threshold={threshold:g} and beta={beta:g}: give numbers"):
-        fedheal(threshold=threshold, beta=beta)
-
-
-def test_a_second_aggregation_is_refused():
-    with pytest.raises(UsageError, match="already replaces the aggregation"):
-        fedheal(median())

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from fedshift.core.optimizer import SGD
@@ -13,7 +12,6 @@ from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedsmb import fedsmb
-from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 from fedshift.utils.state import is_equal
 
@@ -89,15 +87,6 @@ def test_the_last_group_of_a_pass_is_smaller_and_weighs_less():
     assert used == [{"a": 12, "b": 8, "c": 12}, {"a": 1, "b": 8, "c": 10}] * 2
 
 
-def test_a_pass_uses_every_sample_once_and_the_next_in_another_order():
-    orders = []
-    for number in range(2):
-        order = stream(SEED, "order", "c", number).permutation(22)
-        assert sorted(order) == list(range(22))
-        orders.append(tuple(order))
-    assert orders[0] != orders[1]
-
-
 def test_one_batch_a_round_is_fedsmb():
     one, other = trial(fedmmb(batches=1), 5), trial(fedsmb(), 5)
     for _ in range(5):
@@ -106,39 +95,9 @@ def test_one_batch_a_round_is_fedsmb():
     assert is_equal(one.server.shared, other.server.shared)
 
 
-@pytest.mark.parametrize("method", [fedsmb(batch_size=0), fedmmb(batches=5, batch_size=0)], ids=lambda m: m.name)
-def test_full_batches_are_gradient_descent_on_the_union(method):
-    running = trial(method, rounds=6)
-    model = nn.Linear(3, 4).double()
-    model.load_state_dict(running.plan.initial)
-    sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    x = torch.from_numpy(np.concatenate([x for x, _ in DATA.values()]))
-    y = torch.from_numpy(np.concatenate([y for _, y in DATA.values()]))
-    for _ in range(6):
-        running.advance()
-        sgd.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        sgd.step()
-    for name, tensor in model.state_dict().items():
-        assert (running.server.shared[name] - tensor).abs().max() <= 1e-12
-
-
 def test_a_batch_size_of_its_own_comes_before_the_experiments():
     own, same = trial(fedmmb(batches=2, batch_size=3)), trial(fedavg(), work=Work(batch_size=3, batches=2))
     own.advance()
     same.advance()
     assert is_equal(own.server.shared, same.server.shared)
     assert not is_equal(own.server.shared, trial(fedmmb(batches=2)).server.shared)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: trial(fedmmb(batches=0)), "batches=0: must be at least 1"),
-        (lambda: trial(fedsmb(batch_size=-2)), "batch_size=-2: must be at least 1"),
-        (lambda: fedmmb(fedsmb()), "fedmmb.fedsmb: fedsmb already sets the local work"),
-    ],
-)
-def test_what_is_no_work_is_refused(make, message):
-    with pytest.raises(UsageError, match=message):
-        make()

@@ -157,7 +157,7 @@ def test_features_that_start_from_a_mix_of_models_are_measured():
     [
         (lambda: fedpac(lam=-1.0), "fedpac: lam=-1 is negative"),
         (lambda: fedpac(body=0), "fedpac: head=1 and body=0: give 1 or more for each"),
-        (lambda: trial(fedpac(fedper())), "FedPAC mixes classifiers of clients, but another part keeps '2.bias'"),
+        (lambda: trial(fedpac(fedper())), "FedPAC mixes classifiers of clients, but fedper keeps '2.bias'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, said):

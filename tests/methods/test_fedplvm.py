@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fedshift.methods.fedavg import fedavg
-from fedshift.methods.fedplvm import SMALLEST, LocalClusterPrototypes, fedplvm
-from fedshift.utils.errors import UsageError
+from fedshift.methods.fedplvm import SMALLEST, LocalClusterPrototypes
 from fedshift.utils.random_streams import stream
 from fedshift.utils.state import clone
 from tests.methods.test_fpl import LR, SEED, data, finch, network, trial
@@ -70,16 +69,3 @@ def test_rounds_equal_a_plain_loop_over_samples(samples, most):
     for label, expected in prototypes.items():
         found, expected = memory["clusters"][label][memory["used"][label] > 0], torch.stack(expected)
         assert (found[found[:, 0].argsort()] - expected[expected[:, 0].argsort()]).abs().max() <= 1e-9
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"lam": -1.0}, "fedplvm: lam=-1 is negative"),
-        ({"alpha": 2.0}, "fedplvm: alpha=2, tau=0.07 and samples=256: give a power in"),
-        ({"samples": 0}, "fedplvm: alpha=0.25, tau=0.07 and samples=0"),
-    ],
-)
-def test_arguments_without_sense_are_refused(arguments, said):
-    with pytest.raises(UsageError, match=said):
-        fedplvm(**arguments)

@@ -18,7 +18,7 @@ from fedshift.methods.single import single
 from fedshift.tasks import Multilabel, Regression, Segmentation
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
-from fedshift.utils.state import clone, is_equal
+from fedshift.utils.state import clone
 from tests.laws import test_tasks
 from tests.methods.plain import skewed_vectors as data
 from tests.methods.plain import vector_network as network
@@ -72,21 +72,6 @@ def test_rounds_equal_a_plain_loop(base):
             assert (running.model_state(name)[entry] - tensor).abs().max() <= 1e-9, (name, entry)
 
 
-def test_nothing_but_prototypes_travels_where_models_stay():
-    running = trial(fedproto(single()))
-    done = running.advance()
-    assert running.server.shared == {}
-    assert (done.down, done.up) == (2 * (4 * 5 + 4) * 8, 2 * (4 * 5 + 4) * 8)
-
-
-def test_strength_zero_is_fedavg():
-    plain, without = trial(fedavg()), trial(fedproto(lam=0.0))
-    for running in (plain, without):
-        running.advance()
-        running.advance()
-    assert is_equal(plain.server.shared, without.server.shared)
-
-
 def test_a_class_that_no_participant_has_keeps_its_prototype():
     running = trial(fedproto(), participation=1)
     known = [(1.0, 1.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0)]
@@ -129,8 +114,3 @@ def test_a_classifier_of_several_vectors_a_sample_is_refused():
         Trial(
             fedproto(), lambda shape, classes: Tokens(classes), data(), Settings(rounds=1, optimizer=SGD(lr=LR)), SEED
         )
-
-
-def test_a_negative_strength_is_refused():
-    with pytest.raises(UsageError, match="fedproto: lam=-1 is negative"):
-        fedproto(lam=-1.0)

@@ -13,9 +13,9 @@ from fedshift.core.preparation import apply_surgery
 from fedshift.core.work import Work
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
-from fedshift.methods.fedrdn import DRAW, fedrdn
+from fedshift.methods.fedrdn import fedrdn
 from fedshift.methods.harmofl import harmofl
-from fedshift.nn.dropout import draw_bits
+from fedshift.nn.dropout import derive_key, draw_bits
 from fedshift.utils.errors import UsageError
 from tests.methods.plain import (
     LR,
@@ -60,8 +60,8 @@ def test_rounds_equal_a_plain_loop():
         for client in SIZES:
             model = loaded_with(server)
             for x, y in batches(client, number):
-                key = running.engine.step_keys(client, [steps[client]])[0]
-                chosen = [int(bits) % len(bank) for bits in draw_bits(key, DRAW, len(y))]
+                key = derive_key(running.engine.step_keys(client, [steps[client]])[0], "clientstatistics")
+                chosen = [int(bits) % len(bank) for bits in draw_bits(key, 0, len(y))]
                 loss = F.cross_entropy(model(normalize(x, [bank[k] for k in chosen])), y)
                 for parameter, grad in zip(
                     model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True

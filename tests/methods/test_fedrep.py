@@ -7,16 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.preparation import prepare
-from fedshift.core.step import client_step
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedrep import fedrep
-from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 
 SIZES, SEED, LR = {"a": 12, "b": 8}, 6, 0.1
@@ -108,42 +104,3 @@ def test_epochs_for_each_part_equal_a_plain_loop_of_as_many_passes():
     for name, model in models.items():
         for entry, tensor in model.state_dict().items():
             assert (running.model_state(name)[entry] - tensor).abs().max() <= 1e-12, (name, entry)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"head_epochs": 3}, "head_epochs=3 and body_epochs=None: give 1 or more for each, or neither"),
-        ({"head_epochs": 0, "body_epochs": 1}, "head_epochs=0 and body_epochs=1: give 1 or more for each"),
-        ({"head": 2, "head_epochs": 2, "body_epochs": 1}, "head=2 and body=1 divide a round: leave them out"),
-    ],
-)
-def test_epochs_that_make_no_sense_are_refused(arguments, said):
-    with pytest.raises(UsageError, match=said):
-        fedrep(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("planned", "first"), [(1, None), (2, 1), (3, 2), (11, 10), (22, 20), (5, 4)], ids=lambda value: str(value)
-)
-def test_only_the_head_moves_first_and_only_the_body_afterwards(planned, first):
-    torch.manual_seed(0)
-    plan = prepare(fedrep(), network(), optimizer=SGD(lr=LR))
-    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=planned)
-    head = {"5.weight", "5.bias"}
-    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
-    for number in range(planned):
-        before = job.params
-        job, _ = client_step(plan, job, x, y, torch.tensor(0))
-        moved = {name for name, tensor in job.params.items() if not torch.equal(tensor, before[name])}
-        moved.discard("0.bias")  # before BatchNorm: no gradient but rounding
-        if first is None:  # a single step trains both
-            assert moved == plan.trained - {"0.bias"}
-        else:
-            assert moved == (head if number < first else plan.trained - head - {"0.bias"})
-
-
-@pytest.mark.parametrize("arguments", [{"head": 0}, {"body": 0}, {"head": -1}])
-def test_a_part_without_steps_is_refused(arguments):
-    with pytest.raises(UsageError, match="give 1 or more for each"):
-        fedrep(**arguments)

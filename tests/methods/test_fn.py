@@ -52,11 +52,17 @@ def test_the_layer_is_torchs_rms_norm_and_no_loss_pulls_at_the_length():
     assert not FeatureScaling()(zeros).any()
 
 
-@pytest.mark.parametrize("make", [lambda: fn(fedsr()), lambda: fedsr(fn()), lambda: fn(fedbn())])
-def test_it_goes_with_what_changes_the_classifier_or_reads_features(make):
+@pytest.mark.parametrize("make", [lambda: fn(fedsr(size=5)), lambda: fedsr(fn(), size=5), lambda: fn(fedbn())])
+def test_it_scales_what_the_classifier_reads_whatever_stands_before_it(make):
     running = trial(make())
     running.advance()
-    assert any(isinstance(layer, FeatureScaling) for layer in running.plan.layers)
+    read = []
+    for layer in running.plan.layers:
+        if isinstance(layer, nn.Linear) and layer.out_features == 3:
+            layer.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    running.evaluate()
+    (lengths,) = {round(float(length), 9) for z in read for length in z.square().mean(dim=1)}
+    assert lengths == 1.0
 
 
 @pytest.mark.parametrize(

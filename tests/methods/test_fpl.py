@@ -11,11 +11,9 @@ from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
-from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fpl import ClusterPrototypes, fpl
-from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
-from fedshift.utils.state import clone, is_equal
+from fedshift.utils.state import clone
 
 SIZES, SEED, LR, LAM, TAU = {"a": 6, "b": 8, "c": 10, "d": 8, "e": 6}, 5, 0.1, 0.6, 0.3
 
@@ -136,20 +134,3 @@ def test_rounds_equal_a_plain_loop_over_samples(participation, rounds):
         expected = torch.stack(prototypes[label])
         assert found.shape == expected.shape
         assert (found[found[:, 0].argsort()] - expected[expected[:, 0].argsort()]).abs().max() <= 1e-9
-
-
-def test_strength_zero_is_fedavg():
-    plain, without = trial(fedavg()), trial(fpl(lam=0.0))
-    for running in (plain, without):
-        running.advance()
-        running.advance()
-    assert is_equal(plain.server.shared, without.server.shared)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [({"lam": -1.0}, "fpl: lam=-1 is negative"), ({"tau": 0.0}, "fpl: tau=0: give a temperature above 0")],
-)
-def test_arguments_without_sense_are_refused(arguments, said):
-    with pytest.raises(UsageError, match=said):
-        fpl(**arguments)

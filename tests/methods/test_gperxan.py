@@ -92,7 +92,7 @@ def test_weights_that_were_trained_before_are_kept_and_vectors_have_no_instance_
     ("make", "said"),
     [
         (lambda: gperxan(lam=-1.0), "gperxan: lam=-1: give a finite strength, 0"),
-        (lambda: trial(fedper(gperxan())), "but another part keeps '4.bias' on clients: use one of the two"),
+        (lambda: trial(fedper(gperxan())), "but fedper keeps '4.bias' on clients: use one of the two"),
         (lambda: trial(gn(gperxan())), "both replace normalization layers"),
         (
             lambda: apply_surgery(gperxan(), nn.Linear(2, 2)),

@@ -43,8 +43,8 @@ def test_rounds_equal_a_plain_loop(lam):
     ("make", "said"),
     [
         (lambda: greg(lam=-1.0), "greg: lam=-1: give a finite strength, 0"),
-        (lambda: trial(greg(fedbn())), "another part keeps '1.num_batches_tracked' on clients: use one of the two"),
-        (lambda: trial(greg(gn())), "GReg compares statistics of BatchNorm, which the model does not have"),
+        (lambda: trial(greg(fedbn())), "but fedbn keeps '1.num_batches_tracked' on clients: use one of the two"),
+        (lambda: trial(greg(gn())), "GReg compares statistics of BatchNorm, which gn replaces"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, said):

@@ -202,7 +202,7 @@ def test_arguments_without_sense_are_refused(arguments, said):
     [
         (
             lambda: fedper(hbn(), layers="1.*"),
-            "computes '1.global_mean' from what clients measure, but another",
+            "computes '1.global_mean' from what clients measure for hbn, but fedper",
         ),
         (lambda: single(hbn()), "hbn selects exchanged entries, but single exchanges nothing"),
         (

@@ -16,7 +16,6 @@ from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.moon import moon
-from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 from fedshift.utils.state import clone, is_equal
 
@@ -79,31 +78,9 @@ def test_rounds_equal_a_plain_loop(base):
             assert (tensor - previous[client][name]).abs().max() <= 1e-9, (client, name)
 
 
-def test_the_first_round_and_strength_zero_are_fedavg():
-    plain, first, without = trial(fedavg()), trial(moon(mu=MU)), trial(moon(mu=0.0))
-    for running in (plain, first, without):
-        running.advance()
-    assert is_equal(plain.server.shared, without.server.shared)
-    assert all(
-        (tensor - first.server.shared[name]).abs().max() <= 1e-12 for name, tensor in plain.server.shared.items()
-    )
-    plain.advance()
-    first.advance()
-    assert (plain.server.shared["0.weight"] - first.server.shared["0.weight"]).abs().max() > 1e-4
-
-
 def test_the_servers_entries_are_not_written_into():
     running = trial(moon(mu=MU))
     running.advance()
     server, before = running.server, copy.deepcopy(running.server.shared)
     running.advance()
     assert is_equal(server.shared, before)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [({"mu": -1.0}, "moon: mu=-1 is negative"), ({"tau": 0.0}, "moon: tau=0: give a temperature above 0")],
-)
-def test_arguments_without_sense_are_refused(arguments, said):
-    with pytest.raises(UsageError, match=said):
-        moon(**arguments)

@@ -20,10 +20,10 @@ from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.methods.partialfed_adaptive import DRAW, Gates, partialfed_adaptive
+from fedshift.methods.partialfed_adaptive import Gates, partialfed_adaptive
 from fedshift.methods.partialfed_fix import partialfed_fix
 from fedshift.methods.single import single
-from fedshift.nn.dropout import draw_bits
+from fedshift.nn.dropout import derive_key, draw_bits
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import entries_under, is_equal
 
@@ -139,7 +139,7 @@ def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(ta
         key = torch.tensor(1000 + number)
         found = compute_gradients(plan, job, x, y, key)[0]
 
-        uniform = (draw_bits(key, DRAW, 6).double() + 0.5) / 2**32
+        uniform = (draw_bits(derive_key(key, "gates"), 0, 6).double() + 0.5) / 2**32
         scores = np.exp((logits.numpy() - np.log(-np.log(uniform.numpy().reshape(3, 2)))) / tau)
         soft = scores / scores.sum(1, keepdims=True)
         load = soft[:, 0] > soft[:, 1]

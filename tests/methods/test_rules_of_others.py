@@ -1,4 +1,4 @@
-"""Six methods as a stranger would write them, composed with ours, on every engine and across machines."""
+"""Seven methods as a stranger would write them, composed with ours, on every engine and across machines."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.laws.course import make_trial
 from tests.methods import others, plain
 
 BASES = {"fedavg": Method, "ditto": ditto, "scaffold": scaffold, "fedbn": fedbn}
-OTHERS = ("clipped", "small_features", "layer_mixes", "clusters", "styles", "mixup")
+OTHERS = ("clipped", "small_features", "layer_mixes", "clusters", "styles", "mixup", "calibrated")
 REFUSED = {
     ("clusters", "ditto"): "both define the client's model: choose one of the two",
     ("clusters", "scaffold"): "SCAFFOLD's control variate holds only if every step updates every parameter",

@@ -14,12 +14,7 @@ from torch.func import functional_call, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 
-from fedshift.core.optimizer import SGD
-from fedshift.core.preparation import prepare
 from fedshift.core.selection import batch_norm, entries
-from fedshift.evaluation.communication import summarize_method
-from fedshift.methods.fedavg import fedavg
-from fedshift.methods.fedbn import fedbn
 from fedshift.nn import linear
 from fedshift.nn.linear import (
     ALONE,
@@ -191,14 +186,6 @@ def test_names_ties_and_appearance_stay():
     assert isinstance(net[0], nn.Linear)
 
 
-def test_users_read_of_linear_layers():
-    net = nn.Sequential(layer(), nn.Linear(OUTPUTS, 3))
-    entries = summarize_method(prepare(fedavg(), net, optimizer=SGD(lr=0.1))).entries
-    assert {entry["type"] for entry in entries} == {"Linear"}
-    with pytest.raises(UsageError, match="whose layers are of type Linear:"):
-        prepare(fedbn(), net, optimizer=SGD(lr=0.1))
-
-
 def test_a_quick_layer_can_be_copied_and_stored():
     quick, x = fast(layer()), inputs((3, INPUTS))
     file = io.BytesIO()
@@ -229,15 +216,6 @@ def lanes(module):
 
 def run_together(module, state, x, x_dim=0):
     return vmap(lambda entries, x: functional_call(module, entries, (x,)), in_dims=(0, x_dim))(state, x)
-
-
-def test_clients_side_by_side_inside_torch_linear(products):
-    quick, x_KBI = fast(layer()), inputs((4, 6, INPUTS))
-    with use_torch_linear():
-        together = run_together(quick, lanes(quick), x_KBI)
-    assert not products
-    for k, made in enumerate(together):
-        assert_near(made, (k + 1) * layer()(x_KBI[k]))
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -49,7 +49,7 @@ def test_a_recipe_makes_runs_of_every_cell_and_panel(key, everything):
     for block, plan in plans:
         assert len(plan.cells) == sum(number is not None for _, numbers in block.rows for number in numbers)
         assert len(plan.panels) == (len(find_recipe(table)["panels"]) if block is PICTURES else 0)
-        assert plan.specs or any(panel.x == "theory" for panel in plan.panels)
+        assert plan.specs or any(panel.x == "toy" for panel in plan.panels)
         assert not plan.missing
     assert plans
     for spec in specs(key, everything):

@@ -149,7 +149,7 @@ def test_panels_are_drawn_and_come_to_the_page(tiny, tmp_path):
             {"name": "a", "x": "round", "y": "train_loss", "over": {"method": ["fedavg", "fedbn"]}},
             {"name": "b", "x": "samples", "y": "accuracy", "over": {"method": ["fedbn"], "samples": [16, 32]}},
             {"name": "c", "x": "client", "y": "accuracy", "over": {"method": ["fedavg", "fedbn"]}},
-            {"name": "d", "x": "theory", "y": "toy-raw"},
+            {"name": "d", "x": "toy", "y": "toy-raw"},
             {"name": "e", "x": "features", "y": "maps-01", "over": {"method": ["fedavg", "fedbn"]}},
         ]
     }

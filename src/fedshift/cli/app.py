@@ -47,7 +47,6 @@ from .predict import predict
 from .reproduce import rebuild_papers, reproduce
 from .run import Profile, RunCode, find_kind, run_experiment
 from .sweep import rebuild_sweep, sweep
-from .theory import theory
 from .watch import watch
 
 WITH_ARGUMENTS = ("methods", "policies")
@@ -108,7 +107,7 @@ app = App(
     config=(_settings_from_file,),
 )
 for command in (
-    data, diagnose, plan, advise, pki, serve, join, ledger, adapt, export, predict, reproduce, theory, sweep,
+    data, diagnose, plan, advise, pki, serve, join, ledger, adapt, export, predict, reproduce, sweep,
     features, cross_site, watch,
 ):  # fmt: skip
     app.command(command)

@@ -222,6 +222,10 @@ def _describe_parameters(signature: inspect.Signature) -> str:
     return ", ".join(shown) or "no arguments"
 
 
+def _read_literal(node: ast.expr) -> Any:
+    return float("inf") if isinstance(node, ast.Name) and node.id == "inf" else ast.literal_eval(node)
+
+
 def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]], *inner: Any) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _value(kind, node.left, lookup, _value(kind, node.right, lookup, *inner))
@@ -236,7 +240,7 @@ def _value(kind: str, node: ast.expr, lookup: Callable[[str], Callable[..., Any]
         raise UsageError(f"{kind} {ast.unparse(node)!r}: {error}; give a function of Python") from error
     written, usage = ast.unparse(node), f"{ast.unparse(call.func)} takes {_describe_parameters(takes)}"
     try:
-        keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        keywords = {str(keyword.arg): _read_literal(keyword.value) for keyword in call.keywords}
     except ValueError as error:
         raise UsageError(
             f"{kind} {written!r}: values must be numbers, strings or True, False, None; {usage}"

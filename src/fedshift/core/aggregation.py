@@ -91,6 +91,7 @@ class Aggregation(ABC):
         requires: Requirements on the rest of the method, checked before training starts.
         sums: Whether the result is the weighted mean of the uploads, so that the server stores their sum instead of
             them.
+        weighs: Whether the result depends on the clients' weights by the method's weighting.
         keeps: Whether state about clients stays on the server between rounds (``Aggregated.kept``).
         mixes: Whether clients load mixes of the round's uploads (``Aggregated.mixes``).
         passes_on: Whether clients may receive entries exactly as another client sent them; sites are informed of it.
@@ -99,6 +100,7 @@ class Aggregation(ABC):
 
     requires: Requirements = Requirements()
     sums: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
     keeps: ClassVar[bool] = False
     mixes: ClassVar[bool] = False
     passes_on: ClassVar[bool] = True
@@ -110,11 +112,6 @@ class Aggregation(ABC):
     def min_clients(self) -> int:
         """Minimum number of clients in a round."""
         return 1
-
-    @property
-    def source_method(self) -> str:
-        """Name of the method that defines the aggregation (its module), used in messages."""
-        return type(self).__module__.rpartition(".")[2]
 
     def bind(self, plan: Plan) -> Self:
         """Return the aggregation for ``plan``; raise :class:`UsageError` to refuse it."""
@@ -148,11 +145,6 @@ class FunctionAggregation(Aggregation):
 
     def __repr__(self) -> str:
         return getattr(self.function, "__qualname__", repr(self.function))
-
-    @property
-    @override
-    def source_method(self) -> str:
-        return repr(self)
 
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:

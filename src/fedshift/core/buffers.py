@@ -70,7 +70,7 @@ def _apply_kinds(plan: Plan, kinds: dict[str, Kind | None]) -> list[Entry]:
     owners = {entry.owner for entry in plan.entries if entry.name in kinds}
     seen = []
     for entry in plan.entries:
-        kind, normal = kinds.get(entry.name) or entry.kind, entry.in_batch_norm or entry.name in kinds
+        kind, normal = kinds.get(entry.name) or entry.kind, entry.in_batch_norm
         moves = not entry.is_buffer or entry.name in changing
         if isinstance(entry.owner, _BatchNorm):
             moves |= entry.name not in kinds  # the pass did not call it

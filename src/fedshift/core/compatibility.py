@@ -6,6 +6,10 @@ rule (:class:`~fedshift.core.declarations.Bound`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..nn.hybrid_batch_norm import HybridBatchNorm
@@ -19,60 +23,120 @@ from .method import Method
 from .optimizer import SGD
 from .plan import Plan
 from .requirements import Requirements
+from .rule import Rule
+from .selection import norm_statistics
 
 NAMED = 5
 """Maximum number of names listed in a message."""
+Names = TypeVar("Names")
+
+
+def select_entries(method: Method, choose: Callable[[Method], object], select: Callable[[], Names]) -> Names:
+    """Return ``select()``; a :class:`UsageError` names the components of a composition that made the choice.
+
+    ``choose``: a function of a method that returns that choice.
+    """
+    try:
+        return select()
+    except UsageError as error:
+        sources, replacing = method.name_sources(choose, ""), method.norm_replacers
+        if replacing and "matches no entry" in str(error) and str(error).startswith(("batch_norm", "norm_statistics")):
+            why = f"{sources} needs BatchNorm, which {replacing} replaces: remove one of the two"
+            raise UsageError(f"method {method.label!r}: {why}") from error
+        if sources and len(method.components) > 1:
+            raise UsageError(f"method {method.label!r}: {sources}: {{}}", error) from error
+        raise
 
 
 def check_rules(plan: Plan) -> None:
     """Raise :class:`UsageError` if rules conflict with each other or with the plan; called before they are bound."""
     method, name = plan.method, f"method {plan.method.label!r}"
     for rule in method.rules:
-        if sum(type(other) is type(rule) for other in method.rules) > 1:
-            raise UsageError(f"{name} has {rule.source_method} twice: remove one of the two")
-        _check_shared(plan, rule.requires)
+        _check_shared(plan, rule.requires, method.name_source(rule))
+    for kind in {type(rule) for rule in method.rules if sum(type(rule) is type(other) for other in method.rules) > 1}:
+        sources = method.list_sources(partial(_count_rules, kind)) or (kind.__name__,)
+        both = f": {' and '.join(sources)} both add the rule {kind.__name__}"
+        raise UsageError(f"{name}{both if len({*sources}) > 1 else f' has {sources[0]} twice'}: remove one of the two")
+    tuning = method.name_sources(lambda each: each.finetune, "fine-tuning for use")
     if method.finetune:
-        _check_shared(plan, Requirements(shared_entries="fine-tuning for use starts from what clients share"))
-    personalizing = [rule.source_method for rule in method.rules if rule.personalizes]
-    personalizing += ["fine-tuning for use"] if method.finetune else []
+        _check_shared(plan, Requirements(shared_entries="fine-tuning for use starts from what clients share"), tuning)
+    personalizing = [method.name_source(rule) for rule in method.rules if rule.personalizes]
+    personalizing += [tuning] if method.finetune else []
     if len(personalizing) > 1:
         raise UsageError(f"{name}: {' and '.join(personalizing)} both define the client's model: choose one of the two")
     if method.pooled and personalizing:
+        pooling = method.name_sources(lambda each: each.pooled, "it")
         raise UsageError(
-            f"{name} pools all data but personalizes models, and pooling leaves no clients: use centralized "
-            "without a personal method"
+            f"{name}: {pooling} pools all data but personalizes models ({personalizing[0]}), and pooling leaves no "
+            f"clients: use {pooling} without {personalizing[0]}"
         )
+
+
+def _count_rules(kind: type[Rule], method: Method) -> int:
+    return sum(type(rule) is kind for rule in method.rules)
+
+
+def _check_kept(plan: Plan) -> None:
+    """Raise :class:`UsageError` if a component keeps entries on clients that nothing changes or nothing reads there."""
+    method = plan.method
+    for component in method.components:
+        before, after = component.before.scope.load, component.after.scope.load
+        kept = [entry for entry in plan.entries if before(entry) and not after(entry)]
+        if kept and not any(entry.is_buffer or entry.name in plan.trained for entry in kept):
+            fixing = method.name_sources(lambda each: each.trains, "the model, by requires_grad=False,")
+            raise UsageError(
+                f"method {method.label!r}: {component.name} keeps {kept[0].name!r} on clients, but {fixing} leaves it "
+                "untrained, so that it is equal everywhere: remove one of the two"
+            )
 
 
 def check_compatibility(plan: Plan) -> None:
     """Raise :class:`UsageError` if parts of the method conflict with each other or do not fit the plan."""
     method, name = plan.method, f"method {plan.method.label!r}"
     for index, bound in enumerate(plan.rules):
-        _check_needs(plan, bound.rule.requires)
+        _check_needs(plan, bound.rule.requires, bound.rule.source_method)
         _check_declarations(plan, index)
+        _check_unread_statistics(plan, bound)
     if plan.work.batch_size == 1 and isinstance(plan.loss, Loss) and plan.loss.comparing:
         raise UsageError(
             f"batch_size=1, but {plan.loss} compares the samples of a batch, and a single sample has no gradient: use "
             "a batch size of 2 or more, say 32"
         ).about("batch_size")
     if method.gradient is not None:
-        _check_separate_samples(plan, f"{method.gradient.source_method} combines the gradients of single samples")
+        _check_separate_samples(plan, f"{method.name_source(method.gradient)} combines the gradients of single samples")
     if inputs := find_inputs(plan.module):
         _check_several_inputs(plan, name_inputs(inputs))
+    source = method.name_source(method.aggregate)
     nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
     if nothing_to_aggregate and (method.server is not None or not method.aggregate.sums):
+        stepping = source if not method.aggregate.sums else method.name_sources(lambda each: each.server)
+        why, other = _explain_unshared(plan)
+        why = why if method.pooled else "clients send nothing that they train"
         raise UsageError(
-            f"{name} replaces the aggregation, but there is nothing to aggregate: "
-            f"{'all data are in one place' if method.pooled else 'clients send nothing that they train'}; "
-            "remove that part"
+            f"{name}: {stepping} replaces the aggregation, but there is nothing to aggregate: {why}: remove "
+            f"{stepping}{other and f' or {other}'}"
         )
     if plan.mixes and method.server is not None:
+        stepping = method.name_sources(lambda each: each.server)
         raise UsageError(
-            f"{name}: {method.aggregate!r} sends each client its own mix of uploads, but a server optimizer updates "
-            "one global model: remove one of the two"
+            f"{name}: {source} sends each client its own mix of uploads, but a server optimizer updates one global "
+            f"model ({stepping}): remove one of the two"
         )
-    _check_shared(plan, method.aggregate.requires)
-    _check_needs(plan, method.aggregate.requires)
+    _check_shared(plan, method.aggregate.requires, source)
+    _check_needs(plan, method.aggregate.requires, source)
+    _check_kept(plan)
+
+
+def _check_unread_statistics(plan: Plan, bound: Bound) -> None:
+    """Raise :class:`UsageError` if clients keep only statistics, and a rule's network has its own for evaluation."""
+    reads_model = bound.rule.personalizes != "use" or plan.reads.first or plan.freeze_from < float("inf")
+    kept = [entry for entry in plan.entries if entry.name in plan.personal - plan.adopted]
+    if kept and not reads_model and all(norm_statistics(entry) and entry.name in bound.own.model for entry in kept):
+        raise UsageError(
+            f"method {plan.method.label!r}: {plan.name_keepers(kept[0].name)} keeps {kept[0].name!r} on clients, which "
+            f"only evaluation reads, but {bound.rule.source_method} evaluates another network with other statistics: "
+            "remove one of the two"
+        )
 
 
 def check_task(method: Method, task: Task) -> None:
@@ -81,7 +145,7 @@ def check_task(method: Method, task: Task) -> None:
         if rule.requires.classes and not isinstance(task, Classification):
             raise UsageError(
                 f"method {method.label!r}: {rule.requires.classes}, so each sample must have one class, "
-                f"but the data's task is {task}: remove {rule.source_method}"
+                f"but the data's task is {task}: remove {method.name_source(rule)}"
             )
 
 
@@ -95,10 +159,21 @@ def check_client_count(aggregate: Aggregation, clients: int) -> None:
         )
 
 
-def _check_shared(plan: Plan, needs: Requirements) -> None:
+def _explain_unshared(plan: Plan) -> tuple[str, str]:
+    """Return why clients share no trained entries, and the components that are the reason; empty: none is."""
+    method = plan.method
+    if method.pooled:
+        return "all data are in one place", method.name_sources(lambda each: each.pooled, "")
+    return "clients share no trained entries", method.name_sources(lambda each: (each.scope, each.trains), "")
+
+
+def _check_shared(plan: Plan, needs: Requirements, source: str) -> None:
     if needs.shared_entries and (plan.method.pooled or not plan.trained & plan.loaded):
-        reason = "all data are in one place" if plan.method.pooled else "clients share no trained entries"
-        raise UsageError(f"method {plan.method.label!r}: {needs.shared_entries}, but {reason}: remove it")
+        why, other = _explain_unshared(plan)
+        raise UsageError(
+            f"method {plan.method.label!r}: {needs.shared_entries}, but {why}: remove {source}"
+            f"{other and other != source and f' or {other}'}"
+        )
 
 
 def _check_declarations(plan: Plan, index: int) -> None:
@@ -133,33 +208,34 @@ def _check_declarations(plan: Plan, index: int) -> None:
                 )
         elif not phase.trains & plan.trained:
             raise UsageError(
-                f"{name}: {source} has a phase that trains {min(phase.trains, default='nothing')!r}, which another "
-                "part leaves untrained: remove one of the two, or choose other layers"
+                f"{name}: {source} has a phase that trains {min(phase.trains, default='nothing')!r}, which "
+                f"{plan.method.name_sources(lambda each: each.trains)} leaves untrained: remove one of the two, or "
+                "choose other layers"
             )
     if bound.sets:
         _check_sets(plan, bound)
 
 
-def _check_needs(plan: Plan, needs: Requirements) -> None:
+def _check_needs(plan: Plan, needs: Requirements, source: str) -> None:
     name = f"method {plan.method.label!r}"
     if needs.plain_steps:
         _check_plain_steps(plan, needs.plain_steps, momentum=needs.momentum)
     state = [entry for entry in plan.entries if entry.kind == "state" and entry.name in plan.sent]
     if needs.entries_only and state:
         raise UsageError(
-            f"{name}: training changes the buffer {state[0].name!r} of a {state[0].layer}, of which the server would "
-            "take one client's values as they are: register it with persistent=False, or keep it on clients"
+            f"{name}: training changes the buffer {state[0].name!r} of a {state[0].layer}, and the server would "
+            "take its values from one client: register it with persistent=False, or keep it on clients"
         )
     for bound in plan.rules if needs.entries_only else ():
         if bound.uploads:
             raise UsageError(
                 f"{name}: {bound.rule.source_method} sends more than the entries that {needs.entries_only} "
-                f"({', '.join(sorted(dict(bound.uploads)))}): remove one of the two"
+                f"({', '.join(sorted(dict(bound.uploads)))}): remove one of {bound.rule.source_method} and {source}"
             )
         if bound.reads.entries:
             raise UsageError(
                 f"{name}: {bound.rule.source_method} computes from the entries of single clients, beside those that "
-                f"{needs.entries_only}: remove one of the two"
+                f"{needs.entries_only}: remove one of {bound.rule.source_method} and {source}"
             )
 
 
@@ -178,13 +254,20 @@ def _check_sets(plan: Plan, bound: Bound) -> None:
     """Raise :class:`UsageError` unless clients load the entries that the server computes, and no rule copies them."""
     name = f"method {plan.method.label!r}"
     if kept := bound.sets - plan.loaded:
-        where = "pooling leaves no client to measure" if plan.method.pooled else "another part keeps it on clients"
-        raise UsageError(f"{name}: the server computes {min(kept)!r} from what clients measure, but {where}: remove it")
+        where = (
+            "pooling leaves no client to measure"
+            if plan.method.pooled
+            else f"{plan.name_keepers(min(kept))} keeps it there"
+        )
+        raise UsageError(
+            f"{name}: the server computes {min(kept)!r} from what clients measure for {bound.rule.source_method}, but "
+            f"{where}: remove one of the two"
+        )
     for other in plan.rules:
         if bound.sets & other.own.model.keys():
             raise UsageError(
                 f"{name}: {other.rule.source_method} keeps another model on each client, but the server computes "
-                f"{min(bound.sets)!r} only for the shared model: remove one of the two"
+                f"{min(bound.sets)!r} of {bound.rule.source_method} only for the shared model: remove one of the two"
             )
 
 
@@ -227,6 +310,7 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
         reads = {
             "changes the loss": index in plan.defines("loss"),
             "changes the batch": index in plan.defines("batch"),
+            "changes the outputs": index in plan.defines("outputs"),
             "reads the targets of all samples": bound.reads.targets,
             "runs the model on samples before local work": bound.reads.first,
             f"sends information that does not follow from gradients ({'; '.join(beyond)})": beyond,

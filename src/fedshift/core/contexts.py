@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -151,9 +151,9 @@ class StepContext(ClientContext):
 
     @property
     def start(self) -> State:
-        """Return all entries of the client's model when the round began: loaded ones, and those that it keeps.
+        """Return all entries of the client's model when the round began, loaded and kept ones.
 
-        They are constants, whatever the method keeps on clients: ``step.run(step.start, training=False)`` is a teacher.
+        They are constants under every method: ``step.run(step.start, training=False)`` is a teacher.
         """
         return self.loaded | self._personal
 
@@ -197,13 +197,6 @@ class ForwardPass:
         return self._features
 
 
-class RunModel(Protocol):
-    """A function that runs the network on the batch of a step, or on other inputs for the same targets."""
-
-    def __call__(self, entries: State, x: Tensor, /, *, training: bool) -> ForwardPass:
-        """Return the forward pass on ``x`` of the model with ``entries`` replaced."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossContext(StepContext):
     """The loss of a step.
@@ -219,7 +212,7 @@ class LossContext(StepContext):
     y: Tensor
     criterion: Callable[[Tensor, Tensor], Tensor]
     _make_pass: Callable[[], ForwardPass]
-    _run: RunModel
+    _run: Callable[..., ForwardPass]
     _loss_at: Callable[[State], Tensor]
 
     @property

@@ -57,18 +57,18 @@ def find_difference(
 ) -> str:  # fmt: skip
     """Return how ``actual`` differs in names, shapes and types from ``expected``; empty if it does not.
 
-    The text is a predicate with ``verb``. ``declared``: whether ``expected`` was declared (``where``), or else given.
+    The text is a predicate with ``verb``. ``declared``: whether ``expected`` was declared (``where``) or received.
     ``growing``: axes by name whose lengths may differ.
     """
     fix = f": {where} must be exactly that" if where else ""
     for name, tensor in actual.items():
         what = f"{verb}s {name!r} of shape {tuple(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}"
         if name not in expected:
-            return f"{what} without declaring it{fix}" if declared else f"{what}, which it was not given"
+            return f"{what} without declaring it{fix}" if declared else f"{what}, which it did not receive"
         like, axes = expected[name], (growing or {}).get(name, ())
         shape = tuple(tensor.shape[axis] if axis in axes else size for axis, size in enumerate(like.shape))
         if tensor.ndim != len(shape) or (tuple(tensor.shape), tensor.dtype) != (shape, like.dtype):
-            known = f"{'declared' if declared else 'given'} as {tuple(like.shape)}"
+            known = f"{'declared' if declared else 'received'} as {tuple(like.shape)}"
             return f"{what}, {known} and {str(like.dtype).removeprefix('torch.')}{fix}"
     missing = expected.keys() - actual.keys()
-    return f"{'declares' if declared else 'is given'} {min(missing)!r} but does not {verb} it{fix}" if missing else ""
+    return f"{'declares' if declared else 'receives'} {min(missing)!r} but does not {verb} it{fix}" if missing else ""

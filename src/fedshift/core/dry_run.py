@@ -1,8 +1,8 @@
 """The dry run: two rounds of a plan on generated samples, before anything trains.
 
 Two clients, or as many as the aggregation needs, do all that a round asks of them with the plan's own rules: look,
-personalize, step, end and upload; the server folds, and the next round starts. What a hook returns must have the names,
-shapes, types and devices of its declaration or of what it was given, and only finite numbers.
+personalize, step, end and upload; the server folds, and the next round starts. A hook must return the names, shapes,
+types and devices of its declaration or of its argument, and only finite numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone, is_equal, pick
 from ..utils.user_code import describe_error
-from .contexts import ClientContext, EndContext, FoldContext, Folded, LookContext
+from .contexts import ClientContext, EndContext, FoldContext, Folded
 from .declarations import Bound, RulePhase
 from .disclosure import find_difference
 from .kernel import (
@@ -75,7 +75,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
 
 def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
-    """Return what the verdict depends on; None: unknown. The code of layers counts: functions make classes anew."""
+    """Return all that the verdict depends on; None: unknown. Layers count by code: functions may define classes."""
     components = (*plan.method.rules, plan.method.aggregate, plan.method.gradient, plan.method.server)
     try:
         kind = (
@@ -92,25 +92,22 @@ def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Ha
 
 def _check_own(plan: Plan, bound: Bound) -> None:
     """Raise :class:`UsageError` if a tensor of a rule's initial state is on another device or of another type."""
-    like, own, why = next(iter(plan.initial.values())), bound.own, ""
-    trained: Mapping[str, State] = {"params": own.params, "model": plan.params}
-    for kind in ("model", "params", "buffers", "memory", "server"):
-        for name, tensor in getattr(own, kind).items():
-            if not isinstance(tensor, Tensor):
-                why = f"as a {type(tensor).__name__}, not a tensor"
-            elif tensor.device != like.device:
-                why = f"on {tensor.device}, and the model is on {like.device}"
-            elif tensor.dtype != plan.dtype and name in trained.get(kind, {}):
-                why = f"as {tensor.dtype}, and the model is {plan.dtype}"
-            if why:
-                where = f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares Own.{kind} {name!r}"
-                fix = "make it from an entry of the plan, for example next(iter(plan.params.values())).new_zeros(3)"
-                raise UsageError(f"{where} {why}: {fix}")
+    like, own = next(iter(plan.initial.values())), bound.own
+    trained = {**own.params, **pick(own.model, plan.params)}
+    for name, tensor in (*trained.items(), *own.kept.items(), *own.server.items()):
+        wrong = not isinstance(tensor, Tensor) or tensor.device != like.device
+        if wrong or (trained.get(name) is tensor and tensor.dtype != plan.dtype):
+            what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise UsageError(
+                f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares {name!r} in Own as {what}, "
+                f"and the model is {plan.dtype} on {like.device}: make it from an entry of the plan, for example "
+                "next(iter(plan.params.values())).new_zeros(3)"
+            )
 
 
 @torch.no_grad()
 def _check_features(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if the model does not call a layer that a rule reads, or its input is no vector."""
+    """Raise :class:`UsageError` if the model does not call a layer that a rule reads, or vectors are missing there."""
     plan.set_mode(training=False)
     inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
     features = compute_features(plan, clone(plan.initial), inputs)[1] if plan.feature_layers else {}
@@ -166,7 +163,9 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
         return replace(job, separate_phase=None)
 
     job = client_init(plan, client, server, 1, _see(plan, x, y))
-    with _named(plan, "a step" if plan.method.gradient is None else repr(plan.method.gradient)):
+    runs = f"computes the gradient of each sample with torch.func, which cannot run this model (in {plan.precision})"
+    gradient = plan.method.gradient
+    with _named(plan, plan.method.name_source(gradient), runs) if gradient else _named(plan, "a step"):
         if plan.before:
             job = restart(plan, take(job, *plan.before))
             job = replace(job, params=plan.clone_for_training(job.params))
@@ -184,7 +183,7 @@ def _see(plan: Plan, x: Tensor, y: Tensor) -> Seen | None:
 
 
 @contextmanager
-def _named(plan: Plan, what: str) -> Iterator[None]:
+def _named(plan: Plan, what: str, failed: str = "failed on generated samples") -> Iterator[None]:
     """Raise errors of the block as :class:`UsageError` about ``what``."""
     name = f"method {plan.method.label!r}"
     try:
@@ -192,9 +191,7 @@ def _named(plan: Plan, what: str) -> Iterator[None]:
     except UsageError as error:
         raise error if str(error).startswith(name) else UsageError(f"{name}: {what}: {{}}", error) from error
     except Exception as error:
-        raise UsageError(
-            f"{name}: {what} failed on generated samples: {describe_error(error)}. Correct it, or leave it out"
-        ) from error
+        raise UsageError(f"{name}: {what} {failed}: {describe_error(error)}. Correct it, or leave it out") from error
 
 
 def _require(why: str) -> None:
@@ -214,8 +211,7 @@ def _watch(plan: Plan, bound: Bound) -> Bound:
 
 
 def _check_hook(plan: Plan, bound: Bound, hook: str) -> Callable[..., Any]:
-    kind, check = _CHECKS[hook]
-    count = 2 if hook in ("batch", "end", "fold") else 1
+    kind, count = Tensor if hook in ("batch", "outputs", "loss") else Mapping, 1 + (hook in ("batch", "end", "fold"))
 
     def run(_: Rule, *given: Any) -> Any:
         with _named(plan, f"{type(bound.rule).__name__}.{hook}()"):
@@ -224,11 +220,60 @@ def _check_hook(plan: Plan, bound: Bound, hook: str) -> Callable[..., Any]:
             if len(returned) != count or not all(isinstance(each, kind) for each in returned):
                 what = ("tensor" if kind is Tensor else "state") + "s" * (count - 1)
                 raise UsageError(f"returns a {type(result).__name__}: return {count} {what}")
-            _require(check(bound, result, *given))
+            _require(_find_fault(bound, hook, result, given[0]))
             _require(_check_numbers(plan, _list_tensors(result), _list_tensors(given)))
         return result
 
     return run
+
+
+def _find_fault(bound: Bound, hook: str, result: Any, given: Any) -> str:
+    """Return how the ``result`` of a hook differs from declarations, or from its argument ``given``."""
+    own, expected, returned = bound.own, given, result
+    match hook:
+        case "loss":
+            return _check_loss(result, given)
+        case "end":
+            return _check_end(bound, result[0], given)
+        case "fold":
+            return _check_fold(bound, result, given)
+        case "look":
+            return find_difference(own.memory, pick(result, own.memory), "return", where="Own.memory")
+        case "batch":
+            expected, returned = {"x": given}, {"x": result[0]}
+        case "outputs":
+            expected, returned = {"outputs": given}, {"outputs": result}
+    return find_difference(expected, returned, "return", declared=False)
+
+
+def _check_loss(result: Tensor, loss: Tensor) -> str:
+    if result.ndim or not result.is_floating_point():
+        return f"returns a tensor of shape {tuple(result.shape)} and type {result.dtype}: return one number of shape ()"
+    if not loss.requires_grad:  # in phases without the model
+        return ""
+    slope = torch.autograd.grad(result, loss, retain_graph=True, allow_unused=True)[0] if result.requires_grad else None
+    if slope is None or not slope:
+        return (
+            "returns an objective that does not depend on the loss: add to the loss or scale it, and "
+            "change what it is computed from in outputs()"
+        )
+    return ""
+
+
+def _check_end(bound: Bound, kept: State, client: EndContext) -> str:
+    if client.prelude and not is_equal(kept, bound.own.memory):
+        return (
+            "returns memory before round 1 that differs from Own.memory, but clients keep none of that exchange: "
+            "return the initial values if client.prelude is true, and compute what to keep in look() of round 1"
+        )
+    return find_difference(bound.own.memory, kept, "keep", where="Own.memory")
+
+
+def _check_fold(bound: Bound, result: Folded, server: FoldContext) -> str:
+    own, sets = bound.own, {} if server.prelude else pick(server.plan.initial, bound.sets)
+    why = find_difference(own.server, result[0], "keep", where="Own.server", growing=own.growing)
+    where = "before round 1 nothing, and Bound.sets" if server.prelude else "Bound.sets"
+    return why or find_difference(sets, result[1], "compute", where=where)
 
 
 def _check_numbers(plan: Plan, returned: Iterable[tuple[str, Tensor]], given: Iterable[tuple[str, Tensor]]) -> str:
@@ -259,50 +304,3 @@ def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Ten
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _list_tensors(each, name)
-
-
-def _check_look(bound: Bound, result: State, _: LookContext) -> str:
-    return find_difference(bound.own.memory, pick(result, bound.own.memory), "return", where="Own.memory")
-
-
-def _check_same(_: Bound, result: State, given: State, *__: object) -> str:
-    return find_difference(given, result, "return", declared=False)
-
-
-def _check_batch(bound: Bound, result: tuple[Tensor, Tensor], x: Tensor, *_: object) -> str:
-    return _check_same(bound, {"x": result[0]}, {"x": x})
-
-
-def _check_loss(_: Bound, result: Tensor, loss: Tensor, *__: object) -> str:
-    if result.ndim or not result.is_floating_point():
-        return f"returns a tensor of shape {tuple(result.shape)} and type {result.dtype}: return one number of shape ()"
-    if not loss.requires_grad:  # in phases without the model
-        return ""
-    slope = torch.autograd.grad(result, loss, retain_graph=True, allow_unused=True)[0] if result.requires_grad else None
-    if slope is None or not slope:
-        return "returns an objective that does not depend on the loss that it is given: add to the loss, or scale it"
-    return ""
-
-
-def _check_end(bound: Bound, result: tuple[State, State], client: EndContext) -> str:
-    if client.prelude and not is_equal(result[0], bound.own.memory):
-        return (
-            "returns memory before round 1 that differs from Own.memory, but clients keep none of that exchange: "
-            "return the initial values if client.prelude is true, and compute what to keep in look() of round 1"
-        )
-    return find_difference(bound.own.memory, result[0], "keep", where="Own.memory")
-
-
-def _check_fold(bound: Bound, result: Folded, server: FoldContext) -> str:
-    own, sets = bound.own, {} if server.prelude else pick(server.plan.initial, bound.sets)
-    why = find_difference(own.server, result[0], "keep", where="Own.server", growing=own.growing)
-    where = "before round 1 nothing, and Bound.sets" if server.prelude else "Bound.sets"
-    return why or find_difference(sets, result[1], "compute", where=where)
-
-
-_CHECKS: Mapping[str, tuple[type, Callable[..., str]]] = {
-    "look": (Mapping, _check_look), "personalize": (Mapping, _check_same), "batch": (Tensor, _check_batch),
-    "loss": (Tensor, _check_loss), "gradients": (Mapping, _check_same), "end": (Mapping, _check_end),
-    "fold": (Mapping, _check_fold),
-}  # fmt: skip
-"""The type of what each hook returns once or twice, and the check of its content."""

@@ -23,11 +23,6 @@ class GradientEstimator(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    @property
-    def source_method(self) -> str:
-        """Name of the method that defines the estimator (its module), used in messages."""
-        return type(self).__module__.rpartition(".")[2]
-
     @abstractmethod
     def combine(self, parts: Iterable[State], key: Tensor) -> State:
         """Return the gradients of the model's trained entries.

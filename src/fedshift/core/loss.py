@@ -26,6 +26,7 @@ from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import Ref, UsageError
 from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
 from .architecture import architecture
+from .schedule import require
 
 Counted = Literal["balanced", "inverse_frequency"]
 """Names of weights that :meth:`Loss.resolve` computes from label counts."""
@@ -73,7 +74,7 @@ class Loss(ABC):
         """Return the loss of a batch, a scalar."""
 
     def to(self: LossT, device: torch.device, dtype: torch.dtype | None = None) -> LossT:
-        """Return the loss with its tensors on ``device``, those of floating point in ``dtype``, if given."""
+        """Return the loss with its tensors on ``device``, floating-point ones in ``dtype``, if given."""
         return self
 
     def resolve(self: LossT, counts: Tensor) -> LossT:
@@ -124,8 +125,7 @@ class CrossEntropy(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.smoothing < 1:
-            raise UsageError(f"{self.name}: smoothing={self.smoothing:g} must lie in [0, 1)")
+        require(0 <= self.smoothing < 1, f"{self.name}: smoothing={self.smoothing:g} must lie in [0, 1)")
         object.__setattr__(self, "smoothing", float(self.smoothing))
 
     @override
@@ -137,11 +137,6 @@ class CrossEntropy(Loss):
         total = known.sum() if weight_K is None else torch.where(known, weight_K[y.clamp(min=0)], 0).sum()
         summed = nn.functional.cross_entropy(logits, y, weight_K, reduction="sum", label_smoothing=self.smoothing)
         return summed / torch.where(total > 0, total, 1)
-
-
-def _check_gamma(loss: str, gamma: float) -> None:
-    if not 0 <= gamma < math.inf:
-        raise UsageError(f"{loss}: gamma={gamma:g} must be a number of 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +152,7 @@ class Focal(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_gamma(self.name, self.gamma)
+        require(0 <= self.gamma < math.inf, f"{self.name}: gamma={self.gamma:g} must be a number of 0 or more")
         object.__setattr__(self, "gamma", float(self.gamma))
 
     @override
@@ -190,8 +185,7 @@ class Dice(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.smooth < math.inf:
-            raise UsageError(f"{self.name}: smooth={self.smooth:g} must be a number above 0")
+        require(0 < self.smooth < math.inf, f"{self.name}: smooth={self.smooth:g} must be a number above 0")
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -227,8 +221,7 @@ class BinaryCrossEntropy(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.uses_counts:
-            raise UsageError(f"{self.name}: weights={self.weights!r}: give a number for each label")
+        require(not self.uses_counts, f"{self.name}: weights={self.weights!r}: give a number for each label")
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -245,66 +238,60 @@ class BinaryFocal(BinaryCrossEntropy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_gamma(self.name, self.gamma)
+        require(0 <= self.gamma < math.inf, f"{self.name}: gamma={self.gamma:g} must be a number of 0 or more")
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         weight_L, y = self._weights(logits), y.to(logits.dtype)
         terms = nn.functional.binary_cross_entropy_with_logits(logits, y, pos_weight=weight_L, reduction="none")
-        missed = (
-            (y - logits.sigmoid()).abs().clamp_min(torch.finfo(logits.dtype).tiny)
-        )  # the gradient of a root is infinite at 0
+        missed = (y - logits.sigmoid()).abs().clamp_min(torch.finfo(logits.dtype).tiny)  # a root's slope at 0: infinite
         return (missed**self.gamma * terms).mean()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unweighted(Loss):
-    """A loss of numeric targets ``[B, T]``, without class weights."""
+    """A loss of numeric targets ``[B, T]``, without class weights; ``measure``: torch's function."""
 
     tasks = ("regression",)
+    measure: ClassVar[Callable[..., Tensor]]
 
     def __post_init__(self) -> None:
         if self.weights is not None:
             raise UsageError(f"{self.name}: weights={self.weights!r}: this loss has no weights; leave them out")
+
+    @override
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        return self.measure(logits, y.to(logits.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredError(Unweighted):
     """Mean squared error."""
 
-    name = "mse"
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(logits, y.to(logits.dtype))
+    name, measure = "mse", staticmethod(nn.functional.mse_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AbsoluteError(Unweighted):
     """Mean absolute error."""
 
-    name = "mae"
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.l1_loss(logits, y.to(logits.dtype))
+    name, measure = "mae", staticmethod(nn.functional.l1_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Huber(Unweighted):
     """Huber's loss (1964, doi:10.1214/aoms/1177703732): squared up to an error of ``delta``, linear beyond."""
 
-    name = "huber"
+    name, measure = "huber", staticmethod(nn.functional.huber_loss)
     delta: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.delta < math.inf:
-            raise UsageError(f"{self.name}: delta={self.delta:g} must be a number above 0")
+        require(0 < self.delta < math.inf, f"{self.name}: delta={self.delta:g} must be a number above 0")
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.huber_loss(logits, y.to(logits.dtype), delta=self.delta)
+        return self.measure(logits, y.to(logits.dtype), delta=self.delta)
 
 
 Ties = Literal["breslow", "efron", "order"]
@@ -331,9 +318,8 @@ class Cox(Unweighted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ties not in get_args(Ties):
-            known = ", ".join(map(repr, get_args(Ties)))
-            raise UsageError(f"{self.name}: ties={self.ties!r} is unknown: give {known}")
+        known = ", ".join(map(repr, get_args(Ties)))
+        require(self.ties in get_args(Ties), f"{self.name}: ties={self.ties!r} is unknown: give {known}")
 
     @override
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -368,7 +354,7 @@ class CustomLoss(Loss):
 
     @override
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> CustomLoss:
-        """Return the loss with its buffers as in :meth:`Loss.to`; copy it only if they are others."""
+        """Return the loss with its buffers as in :meth:`Loss.to`; copy it only if these differ."""
         module = self.function
         buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
         if not isinstance(module, nn.Module) or all(each.device == device and not dtype for each in buffers):

@@ -1,4 +1,4 @@
-"""Methods: compositions of orthogonal choices, each of which defaults to FedAvg's.
+"""Methods: compositions of orthogonal choices, whose defaults are FedAvg's.
 
 A module in ``fedshift.methods`` defines one function that changes only what differs from its base method; the decorator
 :func:`method` adds a default base and a name. Methods therefore compose: ``fedbn(fedprox(mu=0.01))``.
@@ -7,23 +7,27 @@ A module in ``fedshift.methods`` defines one function that changes only what dif
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, cast, get_args
+from operator import attrgetter
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, Self, cast, get_args
 
 from torch import nn
 
 from ..utils.errors import UsageError, unknown_name
 from .aggregation import Aggregation, AggregationFunction, FunctionAggregation, Mean
 from .gradient import GradientEstimator
-from .rule import Rule
+from .rule import GRADIENT_STAGES, Rule
 from .selection import Scope, Select, everything, nothing
 from .server_optimizer import ServerOptimizer
 from .work import Work
 
 Surgery = Callable[[nn.Module], nn.Module]
-"""A transformation of a copy of the model, before entries are named; its repr describes it."""
+"""A transformation of a copy of the model, before entries are named; its repr describes it.
+
+Surgery that ``decides_normalization`` comes first, then all other surgery by its attribute ``stage`` (default 1).
+"""
 
 
 Weighting = Literal["auto", "samples", "used", "uniform"]
@@ -60,13 +64,15 @@ class Method:
     Args:
         name: The expression that composed the method.
         typed: The expression as the user typed it, which :attr:`label` prefers over ``name``; None: not typed.
-        surgery: Transformations of the network, in order.
+        components: The functions that composed the method, outermost first.
+        surgery: Transformations of the network, in order of :data:`Surgery`.
         scope: Entries that clients load and send.
         trains: Parameters that the federation trains, among the network's trainable parameters.
-        finetune: Number of rounds of local work on all parameters by which a client fine-tunes the loaded model before
-            the model is evaluated or exported; federated training is unaffected.
+        finetune: Number of rounds of local work on all parameters that fine-tune a client's loaded model before it is
+            evaluated or exported; federated training is unaffected.
         gradient: Combines the gradients of samples into a batch's, before any rule sees it; None: their mean.
-        rules: Changes of local training and of persistent state, applied in order.
+        rules: Changes of local training and of persistent state, in order of application: rules that change gradients
+            are last, sorted by :attr:`Rule.gradient_stage` and name.
         freeze: When BatchNorm's statistics are frozen.
         aggregate: Combines the uploads.
         weighting: Weights of clients in an average, a :data:`Weighting`.
@@ -80,6 +86,7 @@ class Method:
 
     name: str = "fedavg"
     typed: str | None = field(default=None, compare=False, repr=False)
+    components: tuple[Component, ...] = field(default=(), compare=False, repr=False)
     surgery: tuple[Surgery, ...] = ()
     scope: Scope = field(default_factory=Scope)
     trains: Select = everything
@@ -121,11 +128,51 @@ class Method:
             raise UsageError(
                 f"aggregate={self.aggregate!r} is not an Aggregation: pass a function to with_aggregation instead"
             )
+        object.__setattr__(self, "surgery", tuple(sorted(self.surgery, key=_place_surgery)))
+        object.__setattr__(self, "rules", tuple(sorted(self.rules, key=_place_rule)))
+        object.__setattr__(self, "optimizer", dict(sorted(self.optimizer.items())))
+
+    def list_sources(self, choose: Callable[[Method], object]) -> tuple[str, ...]:
+        """Return the names of the components that changed what ``choose`` returns of a method, innermost first."""
+        return tuple(each.name for each in self.components[::-1] if choose(each.before) != choose(each.after))
+
+    def name_sources(self, choose: Callable[[Method], object], otherwise: str = "another part") -> str:
+        """Return :meth:`list_sources` in words, for messages; ``otherwise``: if no component made that choice."""
+        return " and ".join(dict.fromkeys(self.list_sources(choose))) or otherwise
+
+    def name_source(self, part: Rule | Aggregation | GradientEstimator) -> str:
+        """Return the name of the component that last chose a part of this type, for messages; else its class's."""
+        kind = type(part)
+
+        def choose(method: Method) -> list[object]:
+            return [each for each in (*method.rules, method.aggregate, method.gradient) if type(each) is kind]
+
+        sources = self.list_sources(choose)
+        named = part.source_method if isinstance(part, Rule) else repr(part).partition("(")[0]
+        return sources[-1] if sources else named
+
+    @property
+    def norm_replacers(self) -> str:
+        """Names of the components that replace normalization layers; empty: none does."""
+        return self.name_sources(lambda method: list(filter(decides_normalization, method.surgery)), "")
 
     def resolve_weighting(self, work: Work) -> Self:
-        """Return the method with the weighting ``auto`` resolved under ``work``."""
-        resolved: Weighting = "used" if work.batches is not None else "samples"
-        return replace(self, weighting=resolved) if self.weighting == "auto" else self
+        """Return the method with the weighting ``auto`` resolved under ``work``.
+
+        Raises :class:`UsageError` if another weighting was chosen, and nothing is averaged by it.
+        """
+        if self.weighting == "auto":
+            return replace(self, weighting="used" if work.batches is not None else "samples")
+        unused = {
+            self.name_sources(lambda method: method.pooled) + " pools all data": self.pooled and self.aggregate.sums,
+            self.name_sources(lambda method: method.scope) + " sends nothing": self.scope.send is nothing
+            and self.aggregate.sums,
+            self.name_source(self.aggregate) + " weighs clients by other means": not self.aggregate.weighs,
+        }
+        if why := next((text for text, true in unused.items() if true), ""):
+            weighting = f"fedavg(weighting={self.weighting!r})"
+            raise UsageError(f"method {self.label!r}: {weighting} has no effect, because {why}: remove one of the two")
+        return self
 
     def weigh(self, *, samples: float, used: float) -> float:
         """Return the unnormalized weight of a client with ``samples`` training samples, ``used`` of them in the round.
@@ -145,15 +192,11 @@ class Method:
 
     def with_finetuning(self, rounds: int) -> Self:
         """Return the method with models fine-tuned for use; raise :class:`UsageError` if it already fine-tunes."""
-        if self.finetune:
-            raise UsageError(f"{self.name} already fine-tunes models for use; choose one of the two")
-        return replace(self, finetune=rounds)
+        return self._choose("fine-tunes models for use", "finetune", rounds)
 
     def with_gradient(self, gradient: GradientEstimator) -> Self:
         """Return the method with a gradient estimator; raise :class:`UsageError` if it already has one."""
-        if self.gradient is not None:
-            raise UsageError(f"{self.name} already combines the gradients of samples; choose one of the two")
-        return replace(self, gradient=gradient)
+        return self._choose("combines the gradients of samples", "gradient", gradient)
 
     def with_rule(self, rule: Rule) -> Self:
         """Return the method with ``rule`` appended to its rules."""
@@ -169,22 +212,60 @@ class Method:
         ``aggregate``: an :class:`~fedshift.core.aggregation.Aggregation`, or a function of the plan, the server and the
         sequence of :class:`~fedshift.core.aggregation.Received` that returns the server's entries.
         """
-        if not self.aggregate.sums:
-            raise UsageError(f"{self.name} already replaces the aggregation; choose one of the two")
         wrapped = aggregate if isinstance(aggregate, Aggregation) else FunctionAggregation(aggregate)
-        return replace(self, aggregate=wrapped)
+        return self._choose("replaces the aggregation", "aggregate", wrapped)
 
     def with_server(self, server: ServerOptimizer) -> Self:
         """Return the method with a server optimizer; raise :class:`UsageError` if it already has one."""
-        if self.server is not None:
-            raise UsageError(f"{self.name} already has a server optimizer; choose one of the two")
-        return replace(self, server=server)
+        return self._choose("has a server optimizer", "server", server)
 
     def with_work(self, **work: Any) -> Self:
         """Return the method with other local work; raise :class:`UsageError` if it already overrides it."""
-        if self.work:
-            raise UsageError(f"{self.name} already sets the local work; choose one of the two")
-        return replace(self, work=work)
+        return self._choose("sets the local work", "work", work)
+
+    def with_weighting(self, weighting: Weighting) -> Self:
+        """Return the method with another weighting; raise :class:`UsageError` if it already sets one."""
+        return self._choose("weighs clients", "weighting", weighting)
+
+    def _choose(self, choice: str, name: str, value: object) -> Self:
+        """Return the method with the field ``name`` set to ``value``, unless it has another than FedAvg's already."""
+        choose = attrgetter(name)
+        if choose(self) != choose(Method()):
+            source = self.name_sources(choose, self.name)
+            raise UsageError(f"{source} already {choice}; choose one of the two")
+        change: dict[str, Any] = {name: value}
+        return replace(self, **change)
+
+
+class Component(NamedTuple):
+    """A function that composed a method: its name, with the options that differ as in the method's name, and place.
+
+    ``before``: the method that it was applied to; ``after``: the method that it returned.
+    """
+
+    name: str
+    title: str
+    place: int
+    before: Method
+    after: Method
+
+
+METHOD, FOUNDATION, MODIFIER = range(3)
+"""Places of titles in a name: ``fedbn+fedavg(weighting='uniform')+gn`` composes the same method in every spelling."""
+
+
+def decides_normalization(change: Surgery) -> bool:
+    """Return whether a surgery decides which normalization the network has."""
+    return bool(getattr(change, "decides_normalization", False))
+
+
+def _place_surgery(change: Surgery) -> tuple[int, str]:
+    return (-1, repr(change)) if decides_normalization(change) else (getattr(change, "stage", 1), "")
+
+
+def _place_rule(rule: Rule) -> tuple[int, str]:
+    changes = type(rule).gradients is not Rule.gradients
+    return (GRADIENT_STAGES.index(rule.gradient_stage), type(rule).__name__) if changes else (-1, "")
 
 
 Options = ParamSpec("Options")
@@ -205,22 +286,20 @@ def method(function: Callable[Concatenate[Method, Options], Method]) -> MethodFu
     The name lists the options that differ from their defaults; ``base`` becomes optional, and error messages start with
     the name. If the function returns its base unchanged, the name stays unchanged.
     """
-    return _compose(function, _prefix)
+    return _compose(function, METHOD)
+
+
+def foundation(function: Callable[Concatenate[Method, Options], Method]) -> MethodFunction[Options]:
+    """:func:`method` for FedAvg, which stands below methods in names: ``fedbn+fedavg(weighting='uniform')``."""
+    return _compose(function, FOUNDATION)
 
 
 def modifier(function: Callable[Concatenate[Method, Options], Method]) -> MethodFunction[Options]:
-    """:func:`method` for modifiers that are not methods by themselves; appends the name: ``fedavg+gn``."""
-    return _compose(function, lambda title, base: f"{base}+{title}")
+    """:func:`method` for modifiers that are not methods by themselves, which end names: ``fedavg+gn``."""
+    return _compose(function, MODIFIER)
 
 
-def _prefix(title: str, base: str) -> str:
-    rest = base.removeprefix("fedavg").removeprefix("+") if f"{base}+".startswith("fedavg+") else base
-    return f"{title}+{rest}" if rest else title
-
-
-def _compose(
-    function: Callable[Concatenate[Method, Options], Method], join: Callable[[str, str], str]
-) -> MethodFunction[Options]:
+def _compose(function: Callable[Concatenate[Method, Options], Method], place: int) -> MethodFunction[Options]:
     signature = inspect.signature(function)
     first, *options = signature.parameters.values()
     reals = {each.name for each in options if each.annotation in (float, float | None, "float", "float | None")}
@@ -233,19 +312,46 @@ def _compose(
         try:
             composed = function(start, *args, **kwargs)
         except UsageError as error:
-            raise UsageError(f"{join(function.__name__, start.name)}: {{}}", error) from error
+            raise UsageError(f"{_name(function.__name__, place, start)}: {{}}", error) from error
         values = signature.bind(start, *args, **kwargs).arguments
         changed = {
             each.name: values[each.name] for each in options if values.get(each.name, each.default) != each.default
         }
         if composed is start:
             return composed
-        title = _title(function.__name__, changed)
-        return replace(composed, name=join(title, start.name), typed=join(title, start.typed) if start.typed else None)
+        component = Component(function.__name__, _title(function.__name__, changed), place, start, composed)
+        return replace(
+            composed,
+            name=_name(component.title, place, start),
+            typed=_join(component.title, place, start.typed) if start.typed else None,
+            components=(component, *start.components),
+        )
 
     optional = first.replace(default=None, annotation="Method | None")
     compose.__signature__ = signature.replace(parameters=[optional, *options], return_annotation="Method")  # type: ignore[attr-defined]
     return cast("MethodFunction[Options]", compose)
+
+
+def _name(title: str, place: int, base: Method) -> str:
+    """Return the expression for ``base`` with the component ``title``; equal methods have equal expressions."""
+    titles = [(each.place, each.title) for each in base.components]
+    if base.name != _join_titles(titles):  # its user named it
+        return _join(title, place, base.name)
+    return _join_titles([(place, title), *titles])
+
+
+def _join_titles(titles: Iterable[tuple[int, str]]) -> str:
+    ordered = sorted(titles, key=lambda each: each[0])
+    if not ordered or ordered[0][0] == MODIFIER:
+        ordered.insert(0, (FOUNDATION, "fedavg"))
+    return "+".join(title for _, title in ordered)
+
+
+def _join(title: str, place: int, base: str) -> str:
+    if place != METHOD:
+        return title if base == "fedavg" and place == FOUNDATION else f"{base}+{title}"
+    rest = base.removeprefix("fedavg").removeprefix("+") if f"{base}+".startswith("fedavg+") else base
+    return f"{title}+{rest}" if rest else title
 
 
 def _title(name: str, changed: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd as take_sgd_step
 from typing_extensions import override
 
 from ..config.catalog import Catalog
@@ -77,30 +78,12 @@ class SGD(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        if may_join(params.values()):
-            self._join_(params, grads, state, lr)
-            return
-        for name, param in params.items():
-            grad = grads[name]
-            if self.weight_decay:
-                grad = grad.add(param, alpha=self.weight_decay)
-            if self.momentum:
-                velocity = state[f"momentum/{name}"].mul_(self.momentum).add_(grad)
-                grad = grad.add(velocity, alpha=self.momentum) if self.nesterov else velocity
-            param.sub_(grad, alpha=lr)
-
-    def _join_(self, params: State, grads: State, state: State, lr: float) -> None:
-        """Take the step of :meth:`update_` in one operation for all parameters each, with the same bits."""
-        now = [*params.values()]
-        slopes: list[Tensor] | tuple[Tensor, ...] = [grads[name] for name in params]
-        if self.weight_decay:
-            slopes = torch._foreach_add(slopes, now, alpha=self.weight_decay)
-        if self.momentum:
-            velocities = [state[f"momentum/{name}"] for name in params]
-            torch._foreach_mul_(velocities, self.momentum)
-            torch._foreach_add_(velocities, slopes)
-            slopes = torch._foreach_add(slopes, velocities, alpha=self.momentum) if self.nesterov else velocities
-        torch._foreach_sub_(now, slopes, alpha=lr)
+        velocities = [state.get(f"momentum/{name}") for name in params]
+        take_sgd_step(
+            [*params.values()], [grads[name] for name in params], velocities,
+            foreach=may_join(params.values()), fused=False, weight_decay=self.weight_decay, momentum=self.momentum,
+            lr=lr, dampening=0.0, nesterov=self.nesterov, maximize=False,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +170,7 @@ class TorchOptimizer(Optimizer):
     lasts from step to step is in the state: ``{"square_avg/conv.weight": tensor}``. Numbers are kept as tensors with
     their type in the name, ``"step:int/conv.weight"``.
 
-    ``settings``: those of its parameter group, without ``lr`` and ``weight_decay``. ``attributes``: attributes that
+    ``settings``: its parameter group's, without ``lr`` and ``weight_decay``. ``attributes``: attributes that
     a subclass sets, which no step may change. ``decays``: whether it has ``weight_decay``.
     """
 
@@ -327,7 +310,7 @@ NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
     torch.optim.Adam: {"amsgrad": False, "weight_decay": 0, "decoupled_weight_decay": False},
     torch.optim.AdamW: {"amsgrad": False, "decoupled_weight_decay": True},
 }
-"""Arguments that :class:`SGD` and :class:`AdamW` lack, with the value at which they equal torch's."""
+"""Arguments that :class:`SGD` and :class:`AdamW` lack, and the values at which they equal torch's."""
 IMPLEMENTATION: Mapping[str, Any] = {
     "maximize": False,
     "foreach": None,
@@ -443,7 +426,7 @@ def _accept(optimizer: object, _text: str | None) -> Optimizer:
 
 
 def _adapt(optimizer: Callable[..., Any], _own: bool) -> Callable[..., Any]:
-    """Return what makes an optimizer of an expression's arguments, those of a class of torch's without parameters."""
+    """Return a factory of optimizers from an expression's arguments, for a class of torch's all but the parameters."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         return optimizer
     kind: Any = optimizer

@@ -82,8 +82,9 @@ class Plan:
         adopted: Names of the entries that a client keeps, but loads from the server in its first round.
         sent: Names of the entries that clients send.
         trained: Names of the parameters that the optimizer updates.
+        trainable: Names of the parameters that the network lets an optimizer update.
         rules: The method's rules, resolved against the plan; empty while they are being bound.
-        freeze_from: Round (from 0) from which statistics are frozen.
+        freeze_from: First round (from 0) with frozen statistics.
         work: Local work of a round.
         optimizer: The local optimizer.
         loss: Computes the mean loss of a batch from outputs and labels.
@@ -103,6 +104,7 @@ class Plan:
     adopted: frozenset[str] = frozenset()
     sent: frozenset[str]
     trained: frozenset[str]
+    trainable: frozenset[str] = frozenset()
     rules: tuple[Bound, ...] = ()
     freeze_from: float
     work: Work
@@ -131,8 +133,13 @@ class Plan:
 
     @cached_property
     def whole(self) -> frozenset[str]:
-        """Buffers without a mean (:mod:`fedshift.core.buffers`)."""
-        return frozenset(entry.name for entry in self.entries if entry.kind in WHOLE)
+        """Buffers without a mean (:mod:`fedshift.core.buffers`), and fixed parameters with values that have none."""
+        return frozenset(
+            entry.name
+            for entry in self.entries
+            if entry.kind in WHOLE
+            or (not entry.is_buffer and entry.name not in self.trained and not _has_mean(self.initial[entry.name]))
+        )
 
     @property
     def mixes(self) -> bool:
@@ -150,6 +157,17 @@ class Plan:
         keeps = any(each.kind != "hidden" and each.name not in self.adopted & self.whole for each in kept)
         adapts = self.method.finetune or any(bound.rule.personalizes for bound in self.rules)
         return keeps or self.mixes or bool(adapts)
+
+    def name_keepers(self, name: str) -> str:
+        """Return the names of the method's components that keep the entry ``name`` on clients, for messages."""
+        entry = next(entry for entry in self.entries if entry.name == name)
+        return self.method.name_sources(lambda method: (method.scope.load(entry), method.scope.send(entry)))
+
+    def refuse_kept(self, use: str, names: Collection[str]) -> UsageError:
+        """Return the error for a ``use`` of shared entries if clients keep some of ``names``."""
+        kept = min({*names} - self.loaded or names)
+        why = f"but {self.name_keepers(kept)} keeps {kept!r} on clients"
+        return UsageError(f"{use}, {why}: use one of the two, or choose other layers")
 
     def entries_fixed_in(self, round: int) -> frozenset[str]:
         """Return the entries that local work does not change in ``round`` (from 0): untrained or frozen ones."""
@@ -275,7 +293,7 @@ class Plan:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Number format of ``torch.autocast`` in which layers compute; None: in that of the parameters."""
+        """Number format of ``torch.autocast`` for layers; None: the format of the parameters."""
         return LOW.get(self.precision)
 
     @cached_property
@@ -457,6 +475,10 @@ class Plan:
     def undecayed_optimizer(self) -> Optimizer:
         """The optimizer without weight decay, for parameters that do not decay."""
         return replace(self.optimizer, weight_decay=0.0)
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def compute_outputs(plan: Plan, state: State, x: Tensor, *, in_place: bool | None = None) -> Tensor:

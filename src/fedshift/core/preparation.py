@@ -7,10 +7,11 @@ runs on one sample. Incompatible parts are refused here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,24 +20,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from ..nn.attributes import describe_network, kept_attributes
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import dropout_key, key_dropouts
-from ..nn.linear import use_fast_linear, use_torch_func
+from ..nn.linear import use_fast_linear
 from ..nn.recognition import FunctionCalls, torch_kind
 from ..nn.surgery import NORMALIZATION
 from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
-from ..utils.state import State, clone, pick
+from ..utils.state import clone
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
-from .compatibility import check_compatibility, check_rules
+from .compatibility import check_compatibility, check_rules, select_entries
 from .declarations import Bound
 from .dry_run import check_rounds
-from .method import Method
+from .method import Method, decides_normalization
 from .optimizer import SGD, Optimizer
 from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
 from .probe import make_batch, probe_network, weigh_outputs
-from .selection import entries, everything, norm_statistics
+from .selection import Kind, entries, everything, norm_statistics
 from .work import Work
 
 
@@ -47,9 +49,9 @@ def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
 
 def change_layers(method: Method, module: nn.Module) -> nn.Module:
     """Return ``module`` after the method's surgery, which changes it in place; errors name the method."""
-    replacements = [change for change in method.surgery if getattr(change, "decides_normalization", False)]
+    replacements = list(filter(decides_normalization, method.surgery))
     if len(replacements) > 1:
-        both = " and ".join(map(str, replacements))
+        both = method.norm_replacers or " and ".join(map(str, replacements))
         raise UsageError(f"method {method.label!r}: {both} both replace normalization layers: remove one of the two")
     for change in method.surgery:
         try:
@@ -110,16 +112,17 @@ def prepare(
     smallest, traits = 1, Traits()
     bare = _make_bare_plan(method, template, precision)
     if sample is not None:
-        traits = _probe(bare, sample, remake)
-        bare = replace(bare, traits=traits)
-        bare = replace(bare, entries=observe_entries(bare, make_batch(bare, sample)))
+        bare = _observe(bare, sample, remake)
+        traits = bare.traits
         _check_functions(bare, sample)
         _check_groups(bare, sample)
         smallest = _smallest_batch(bare, sample, remake)
     model_entries = tuple(e for e in bare.entries if e.kind != "hidden" or e.name in (traits.changing or ()))
     hidden = frozenset(entry.name for entry in model_entries if entry.kind == "hidden")
     initial = {entry.name: bare.initial[entry.name] for entry in model_entries}
-    loaded, sent = (select.names(model_entries) - hidden for select in (method.scope.load, method.scope.send))
+    selections = method.scope.load, method.scope.send
+    names = select_entries(method, lambda each: each.scope, lambda: [each.names(model_entries) for each in selections])
+    loaded, sent = (each - hidden for each in names)
     adopted = frozenset(entry.name for entry in model_entries if method.scope.begin(entry)) & sent - loaded
     if loaded - sent:
         raise UsageError(
@@ -129,20 +132,21 @@ def prepare(
     if method.pooled and loaded | hidden != frozenset(initial):
         raise UsageError(
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
-            "use centralized without a personal method"
+            f"use centralized without {method.name_sources(lambda each: each.scope, 'a personal method')}"
         )
     kept = frozenset[str]() if method.pooled else list_kept(model_entries, loaded)
     loaded, adopted = loaded - kept, adopted | kept
     trained = bare.trained
     if method.trains is not everything:
-        trained &= method.trains.names(model_entries, "left untrained")
+        left = partial(method.trains.names, model_entries, "left untrained")
+        trained &= select_entries(method, lambda each: each.trains, left)
     if not trained:
         raise UsageError(f"method {method.label!r} trains no parameter of the model: set requires_grad=True on some")
     work = resolve_work(method, work or Work(epochs=1), clients)
     plan = Plan(
         method=method.resolve_weighting(work),
         module=template, entries=model_entries, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
-        trained=trained, freeze_from=float("inf"), work=work,
+        trained=trained, trainable=bare.trained, freeze_from=float("inf"), work=work,
         optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
@@ -151,14 +155,14 @@ def prepare(
     check_rules(plan)
     plan = bind_rules(plan)
     if method.freeze:
-        norm_statistics.names(model_entries)
+        select_entries(method, lambda each: each.freeze, lambda: norm_statistics.names(model_entries))
         plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
     check_compatibility(plan)
     plan.optimizer.check(plan.params, rounds)
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
         _check_freezing(plan, sample)
-        _check_single_samples(plan, sample)
+        _check_single_samples(plan)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
             "batch_size=1, but BatchNorm in this model cannot compute a variance over one sample: use a batch size of "
@@ -167,7 +171,8 @@ def prepare(
     if sample is not None:
         if task is not None:
             _check_outputs(plan, sample, task, classes)
-        check_rounds(plan, sample, task, classes)
+        with kept_attributes(plan.module):
+            check_rounds(plan, sample, task, classes)
     return plan
 
 
@@ -196,6 +201,26 @@ def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -
         trained=frozenset(name for name in names if tensors[name].requires_grad), freeze_from=float("inf"),
         work=Work(epochs=1), optimizer=SGD(lr=0.1), loss=weigh_outputs, smallest_batch=1, precision=precision,
     )  # fmt: skip
+
+
+_OBSERVED: dict[Hashable, tuple[Traits, tuple[tuple[Kind, bool, bool], ...]]] = {}
+"""What probes of this process showed, so that the seeds and methods of a comparison do not repeat them."""
+
+
+def _observe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Plan:
+    """Return the plan with the traits of its network, and the kinds of entries that passes show."""
+    kind = describe_network(plan.module), sample.shape, sample.dtype, plan.precision
+    if kind not in _OBSERVED:
+        with kept_attributes(plan.module):
+            seen = replace(plan, traits=_probe(plan, sample, remake))
+            found = observe_entries(seen, make_batch(seen, sample))
+        _OBSERVED[kind] = seen.traits, tuple((entry.kind, entry.in_batch_norm, entry.moves) for entry in found)
+    traits, facts = _OBSERVED[kind]
+    observed = (
+        replace(entry, kind=kind, in_batch_norm=in_batch_norm, moves=moves)
+        for entry, (kind, in_batch_norm, moves) in zip(plan.entries, facts, strict=True)
+    )
+    return replace(plan, traits=traits, entries=tuple(observed))
 
 
 def _probe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Traits:
@@ -238,8 +263,9 @@ def bind_rules(plan: Plan) -> Plan:
     """
     plan, rules = replace(plan, rules=()), []
     for rule in plan.method.rules:
+        source = plan.method.name_source(rule)
         try:
-            bound = rule.bind(plan)
+            bound = rule.named(source).bind(plan)
         except UsageError as error:
             raise UsageError(f"method {plan.method.label!r}: {error}") from error
         if not isinstance(bound, Bound):
@@ -247,7 +273,7 @@ def bind_rules(plan: Plan) -> Plan:
                 f"method {plan.method.label!r}: {type(rule).__name__}.bind() returned a {type(bound).__name__}: return "
                 "fedshift.Bound(self, ...)"
             )
-        rules.append(bound)
+        rules.append(replace(bound, rule=bound.rule.named(source)))
     return replace(plan, rules=tuple(rules))
 
 
@@ -257,7 +283,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
     if {id(each) for each in module.parameters()} != {id(each) for _, each in nn.Module.named_parameters(module)}:
         raise UsageError(
             f"the model {type(module).__name__} overrides parameters(), so that it is not known what is trained: set "
-            "requires_grad=False on parameters that are not, and leave parameters() as it is"
+            "requires_grad=False on parameters that are not, and do not override parameters()"
         )
     for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor):
@@ -275,6 +301,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
                 f"entry {name!r} of the model is {tensor.layout} with {tensor.dtype}, which uploads and checkpoints "
                 "cannot hold: store it dense, or, if it is constant, register it with persistent=False"
             )
+    _refuse_overlap(dict(nn.Module.named_parameters(module)))
     registered = {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
@@ -293,6 +320,21 @@ def _refuse_unsupported(module: nn.Module) -> None:
             raise UsageError(
                 f"layer {name!r} of the model uses the old spectral_norm of torch.nn.utils, whose vectors belong "
                 "to no averaged weight: use torch.nn.utils.parametrizations.spectral_norm instead"
+            )
+
+
+def _refuse_overlap(parameters: Mapping[str, Tensor]) -> None:
+    """Raise :class:`UsageError` naming two parameters that share memory, so that a step of one moves the other."""
+    ranges = []
+    for name, tensor in parameters.items():
+        if tensor.numel() and not tensor.is_meta:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size(), name))
+    for (_, end, one), (start, _, other) in pairwise(sorted(ranges)):
+        if start <= end:
+            raise UsageError(
+                f"entries {one!r} and {other!r} of the model share memory, but would be trained separately: use "
+                "one parameter in both places"
             )
 
 
@@ -399,7 +441,7 @@ def _check_functions(plan: Plan, sample: Tensor) -> None:
 @torch.no_grad()
 def _check_groups(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if surgery created a GroupNorm with one value per group, whose output is constant."""
-    if not any(getattr(change, "decides_normalization", False) for change in plan.method.surgery):
+    if not any(map(decides_normalization, plan.method.surgery)):
         return
     layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm)}
     problems: list[str] = []
@@ -458,37 +500,14 @@ def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None
         )
 
 
-def _check_single_samples(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if the method combines gradients of single samples and the model does not have them.
-
-    They do not exist if the model writes into an entry during training, or if ``torch.func`` cannot run it.
-    """
-    gradient, state, inputs = plan.method.gradient, clone(plan.initial), to_inputs(plan, sample)
-    if gradient is None:
-        return
-    if inputs.is_floating_point():  # its values do not matter, and may be zeros
-        inputs = torch.linspace(0, 1, inputs.numel(), dtype=inputs.dtype, device=inputs.device).reshape(inputs.shape)
-    forward(plan, state, inputs, training=True)
-    moved = [name for name, tensor in state.items() if not torch.equal(tensor, plan.initial[name])]
-    if moved:
+def _check_single_samples(plan: Plan) -> None:
+    """Raise :class:`UsageError` if the method combines gradients of single samples, and the model writes an entry."""
+    gradient, moved = plan.method.gradient, sorted(plan.traits.changing or ())
+    if gradient is not None and moved:
         raise UsageError(
             f"method {plan.method.label!r}: the model writes into {moved[0]!r} during training, which "
-            f"{gradient.source_method} cannot clip sample by sample: use a model without running statistics"
+            f"{plan.method.name_source(gradient)} cannot clip sample by sample: use a model without running statistics"
         )
-
-    def add_outputs(params: State, x: Tensor) -> Tensor:
-        return compute_outputs(plan, {**state, **params}, x[None]).sum()
-
-    differentiate = torch.vmap(torch.func.grad(add_outputs), in_dims=(None, 0), randomness="different")
-    try:
-        with dropout_key(torch.zeros((), dtype=torch.int64, device=inputs.device)), use_torch_func():
-            differentiate(pick(state, plan.trained), inputs)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(
-            f"method {plan.method.label!r}: {gradient.source_method} computes the gradient of each sample with "
-            f"torch.func, which cannot run this model (in {plan.precision}): {reason}"
-        ) from error
 
 
 def _unsupported_sample_error(sample: Tensor, error: Exception, where: str) -> str:

@@ -2,17 +2,20 @@
 
 A rule declares its state, trained parameters, reads and uploads in :meth:`Rule.bind`, and acts in the other hooks,
 which do nothing by default. A method holds a tuple of rules, at most one per type; each hook receives the value that
-the previous rule returned.
+the previous rule returned. Gradients pass through three stages, independent of the order of composition: terms of the
+client's objective (FedProx, equation 2; FedDyn, Algorithm 1), transformations of the objective's gradient (AGC, whose
+equation 4 bounds an update by the weights), and corrections of the step (SCAFFOLD, Algorithm 1, whose control variates
+are means of the gradients that they correct). In a stage, rules act in the order of their names.
 """
 
 from __future__ import annotations
 
-from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from copy import copy
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from torch import Tensor
 
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, unknown_name
 from ..utils.state import State
 from .contexts import EndContext, FoldContext, Folded, LookContext, LossContext, RoundContext, StepContext
 from .declarations import Bound
@@ -21,41 +24,10 @@ from .requirements import Requirements
 if TYPE_CHECKING:
     from .plan import Plan
 
-HOOKS = ("look", "personalize", "batch", "loss", "gradients", "end", "fold")
+HOOKS = ("look", "personalize", "batch", "outputs", "loss", "gradients", "end", "fold")
 """The hooks that act; :meth:`Rule.bind` declares."""
-OLD_HOOKS = {
-    "client_memory": "Own.memory in bind",
-    "server_memory": "Own.server in bind",
-    "extra_entries": "Own.model, Own.params and Own.buffers in bind",
-    "find_network": "Own.model in bind",
-    "restrict_": "Own.bounds in bind",
-    "sends": "Bound.sends in bind",
-    "notices": "Bound.notices in bind",
-    "trainable": "Method.leave_untrained",
-    "trainable_at_step": "a Phase in bind",
-    "combine_samples": "a GradientEstimator in Method.with_gradient",
-    "read_targets": "look, with Reads.targets in bind",
-    "observe": "look, with Reads.first in bind",
-    "init_local": "personalize, with personalizes = 'start'",
-    "personal_model": "personalize, with personalizes = 'use'",
-    "transform_loss": "loss",
-    "transform_grads": "gradients",
-    "finalize": "end",
-    "aggregate_memory": "fold",
-    "aggregate_entries": "fold, with Bound.sets in bind",
-}
-"""Hooks of an earlier interface, with their replacements."""
-OLD_ATTRIBUTES = {
-    "lr_scale": "Phase.lr_scale in bind",
-    "decays": "Phase.decay in bind",
-    "epochs": "Phase.epochs in bind",
-    "leads": "Phase.when in bind",
-    "features": "Reads.features in bind",
-    "observes": "Reads.first in bind",
-    "growing": "Own.growing in bind",
-    "finetune_rounds": "Method.with_finetuning",
-}
-"""Class attributes of that interface, with their replacements; as dataclass fields, these names are allowed."""
+GradientStage = Literal["objective", "transform", "step"]
+GRADIENT_STAGES: tuple[GradientStage, ...] = get_args(GradientStage)
 
 
 class Rule:
@@ -70,6 +42,8 @@ class Rule:
             and keeps; ``start``: local work starts from that model, too.
         buffers_alone: Whether :meth:`personalize` changes only buffers, so that parameters start from the loaded
             values.
+        gradient_stage: What :meth:`gradients` does: ``objective``: it adds the gradient of a term of the client's
+            objective; ``transform``: it transforms that objective's gradient; ``step``: it corrects the result.
         on_copies: Whether :meth:`gradients` is also called, separately, for each rule's :attr:`Own.model`.
 
     """
@@ -77,20 +51,13 @@ class Rule:
     requires: ClassVar[Requirements] = Requirements()
     personalizes: ClassVar[Literal["", "use", "start"]] = ""
     buffers_alone: ClassVar[bool] = False
+    gradient_stage: ClassVar[GradientStage] = "transform"
     on_copies: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name, now in OLD_HOOKS.items():
-            if name in vars(cls):
-                raise UsageError(f"{cls.__name__} defines {name}, which was replaced by {now} (docs/stability.md)")
-        for name, now in OLD_ATTRIBUTES.items():
-            if name in vars(cls) and name not in vars(cls).get("__annotations__", {}):
-                raise UsageError(f"{cls.__name__} sets {name}, which was replaced by {now} (docs/stability.md)")
-        if "bind" in vars(cls) and "entries" in signature(cls.bind).parameters:
-            raise UsageError(
-                f"{cls.__name__} defines bind(entries), which is now bind(plan) and returns a fedshift.Bound"
-            )
+        if cls.gradient_stage not in GRADIENT_STAGES:
+            raise unknown_name(f"gradient_stage of {cls.__name__}", cls.gradient_stage, GRADIENT_STAGES)
         if (cls.personalize is not Rule.personalize) != bool(cls.personalizes):
             raise UsageError(
                 f"{cls.__name__}: personalize() and the class attribute personalizes ('use' or 'start') go together: "
@@ -102,8 +69,15 @@ class Rule:
 
     @property
     def source_method(self) -> str:
-        """Name of the method that defines the rule (its module), used in messages."""
-        return type(self).__module__.rpartition(".")[2]
+        """Name of the method that composed the rule, once it is bound; before, of fedshift's method or the class."""
+        package, _, module = type(self).__module__.rpartition(".")
+        return str(vars(self).get("_source", module if package == "fedshift.methods" else type(self).__name__))
+
+    def named(self, source: str) -> Self:
+        """Return a copy of the rule with ``source`` as its :attr:`source_method`."""
+        rule = copy(self)
+        vars(rule)["_source"] = source
+        return rule
 
     def bind(self, plan: Plan) -> Bound:
         """Return the rule resolved against a plan whose rules are not bound yet, with its declarations.
@@ -127,8 +101,18 @@ class Rule:
         """Return the batch to train on, in the shapes of ``x [B, ...]`` and ``y [B, ...]``."""
         return x, y
 
+    def outputs(self, outputs: Tensor, step: LossContext) -> Tensor:
+        """Return the outputs that the training loss reads, in the shape of ``outputs``, such as calibrated logits.
+
+        They also pass through here in :meth:`LossContext.loss_at`; evaluation reads the network's.
+        """
+        return outputs
+
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
-        """Return the training objective (scalar), given the loss on the batch or the previous rule's objective."""
+        """Return the training objective (scalar), given the loss on the batch or the previous rule's objective.
+
+        It must depend on ``loss``; to change what the loss is computed from, define :meth:`outputs`.
+        """
         return loss
 
     def gradients(self, grads: State, step: StepContext) -> State:

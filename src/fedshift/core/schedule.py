@@ -170,7 +170,7 @@ class TorchSchedule(Schedule):
 
 
 def by_name(kind: type) -> inspect.Signature:
-    """Return the arguments with which ``kind`` is called beside its first, all given by name."""
+    """Return the arguments of ``kind`` after its first, all given by name."""
     takes = list(inspect.signature(kind).parameters.values())[1:]
     return inspect.Signature(
         [each.replace(kind=each.KEYWORD_ONLY) if each.kind is each.POSITIONAL_OR_KEYWORD else each for each in takes]
@@ -206,7 +206,7 @@ def _accept(schedule: object, _text: str | None) -> Schedule:
 
 
 def _adapt(schedule: Callable[..., Any], user_defined: bool) -> Callable[..., Any]:
-    """Return what makes a schedule of an expression's arguments; those of a user's function are bound to it."""
+    """Return a factory of schedules from an expression's arguments, which are bound to a user's function."""
     if isinstance(schedule, type) and issubclass(schedule, LRScheduler):
 
         def make(**arguments: Any) -> TorchSchedule:

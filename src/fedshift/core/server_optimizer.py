@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from ..utils.state import State
+from ..utils.state import State, entries_under
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +41,13 @@ class ServerOptimizer(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaled(ServerOptimizer):
-    """``x = x + lr delta``: a scaled step along the aggregated change."""
-
-    @override
-    def init(self, params: State) -> State:
-        return {}
-
-    @override
-    def step(self, params: State, delta: State, state: State, share: float) -> tuple[State, State]:
-        return {name: param + self.lr * delta[name] for name, param in params.items()}, state
-
-
-@dataclass(frozen=True, kw_only=True)
 class Momentum(ServerOptimizer):
-    """``v = beta v + delta; x = x + lr v``, equal to ``torch.optim.SGD`` with momentum on the gradient ``-delta``."""
+    """``v = beta v + delta; x = x + lr v``, equal to ``torch.optim.SGD`` with momentum on the gradient ``-delta``.
 
-    beta: float
+    With ``beta`` 0, it scales the aggregated change and keeps no state.
+    """
+
+    beta: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,12 +55,14 @@ class Momentum(ServerOptimizer):
 
     @override
     def init(self, params: State) -> State:
-        return {f"velocity/{name}": torch.zeros_like(tensor) for name, tensor in params.items()}
+        return {f"velocity/{name}": torch.zeros_like(tensor) for name, tensor in params.items()} if self.beta else {}
 
     @override
     def step(self, params: State, delta: State, state: State, share: float) -> tuple[State, State]:
-        after = {f"velocity/{name}": self.beta * state[f"velocity/{name}"] + change for name, change in delta.items()}
-        return {name: param + self.lr * after[f"velocity/{name}"] for name, param in params.items()}, after
+        if self.beta:
+            state = {f"velocity/{n}": self.beta * state[f"velocity/{n}"] + change for n, change in delta.items()}
+            delta = entries_under("velocity", state)
+        return {name: param + self.lr * delta[name] for name, param in params.items()}, state
 
 
 @dataclass(frozen=True, kw_only=True)

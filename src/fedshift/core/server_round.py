@@ -119,7 +119,7 @@ class StreamingAggregator:
         if aggregated.mixes:
             loaded = plan.loaded - computed.keys() - self._whole
             mixes = Mixes(uploads=tuple(pick(each.entries, loaded) for each in received), weights=aggregated.mixes)
-            mixes.check(f"method {plan.method.label!r}: {plan.method.aggregate.source_method}")
+            mixes.check(f"method {plan.method.label!r}: {plan.method.name_source(plan.method.aggregate)}")
         if plan.method.server:
             before = pick(server.shared, plan.trained & plan.loaded)
             delta = {name: shared[name] - tensor for name, tensor in before.items()}
@@ -154,8 +154,8 @@ def _check_declared(plan: Plan, result: Aggregated) -> Aggregated:
     for field, flag, value in (("kept", "keeps", result.kept), ("mixes", "mixes", result.mixes)):
         if value and not getattr(aggregate, flag):
             raise UsageError(
-                f"method {plan.method.label!r}: {aggregate.source_method} returns Aggregated({field}=...) without "
-                f"informing sites: declare {flag} = True in an Aggregation"
+                f"method {plan.method.label!r}: {plan.method.name_source(aggregate)} returns Aggregated({field}=...) "
+                f"without informing sites: declare {flag} = True in an Aggregation"
             )
     return result
 

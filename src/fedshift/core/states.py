@@ -88,7 +88,7 @@ class LocalTrainingState:
         params: Trained parameters, including the rules'; owned by the job, like ``optimizer``.
         rest: Buffers and frozen parameters.
         global_params: Entries as loaded in this round.
-        personal: Entries that the client keeps, as they were when local work began, for rules.
+        personal: The client's kept entries from before local work, for rules.
         optimizer: State of the local optimizer.
         memory: One state per rule, without the rule's own entries.
         server_memory: One state per rule, as broadcast.

@@ -14,20 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nn.dropout import draw_bits, dropout_key
+from ..nn.dropout import derive_key, draw_bits, dropout_key
 from ..nn.linear import use_torch_func
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, nbytes, pick
 from .contexts import ForwardPass, LossContext, Owned, StepContext
-from .plan import Plan, Updated, compute_features, compute_outputs, to_memory_format
+from .plan import Plan, Updated, compute_features, to_memory_format
 from .states import LocalTrainingState
 
 SAMPLE_GRADIENTS = 2**27
 """Maximum size, in bytes, of the gradients of single samples in memory at a time."""
-
-
-SAMPLE_KEYS = 2**22
-"""Index of the draw of samples' keys under a step's key, larger than the indices that dropout layers and rules use."""
 
 
 def _own(plan: Plan, index: int, state: State) -> Owned:
@@ -55,7 +51,7 @@ def _step_facts(plan: Plan, job: LocalTrainingState, index: int, state: State, k
         "steps": job.steps,
         "_personal": job.personal,
         "_round": job.round,
-        "_key": key,
+        "_key": derive_key(key, plan.rule_names[index]) if plan.rules[index].reads.draws else key,
     }
 
 
@@ -99,6 +95,7 @@ def compute_objective(
         else:
             batch.passed = compute_features(plan, model, x, in_place=in_place)
             rest |= {name: model[name] for name in rest if name in model}
+            batch.passed = batch.change_outputs(*batch.passed, state)
             total = loss = plan.loss(batch.passed[0], y)
         for index in plan.defines("loss"):
             separate = plan.rules[index].has_separate_passes
@@ -131,8 +128,22 @@ class _Batch:
         rest = self._job.rest
         return {name: entries[name] if name in entries else rest[name].clone() for name in self._plan.initial}
 
+    def change_outputs(
+        self, outputs: Tensor, features: dict[int, Tensor], state: State
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return a pass with the outputs that rules return; ``state``: all entries, including the network's."""
+        passed = self.passed
+        for index in self._plan.defines("outputs"):
+            self.passed = outputs, features
+            outputs = self._plan.rules[index].rule.outputs(outputs, self.make_context(index, state))
+        self.passed = passed
+        return outputs, features
+
     def _loss_at(self, entries: State) -> Tensor:
-        return self._plan.loss(compute_outputs(self._plan, self._fill(entries), self._x), self._y)
+        model = self._fill(entries)
+        passed = compute_features(self._plan, model, self._x)
+        outputs, _ = self.change_outputs(*passed, {**self._params, **self._job.rest, **model})
+        return self._plan.loss(outputs, self._y)
 
     def _run(self, index: int, entries: State, x: Tensor, *, training: bool) -> ForwardPass:
         self._plan.set_mode(training=training, frozen=self._job.frozen)
@@ -192,7 +203,7 @@ def combine_samples(
         return compute_objective(plan, job, {**job.params, **params}, x[None], y[None], key)[0]
 
     descend = torch.vmap(torch.func.grad_and_value(objective), in_dims=(None, 0, 0, 0), randomness="different")
-    keys_B = key ^ draw_bits(key, SAMPLE_KEYS, len(y))
+    keys_B = key ^ draw_bits(derive_key(key, "keys of samples"), 0, len(y))
     params = {name: job.params[name] for name in list_active(plan, job)}
     together = max(1, SAMPLE_GRADIENTS // max(1, nbytes(params)))
     losses = []
@@ -205,7 +216,7 @@ def combine_samples(
             yield grads
 
     with use_torch_func():
-        grads = plan.method.gradient.combine(differentiate(), key)
+        grads = plan.method.gradient.combine(differentiate(), derive_key(key, "gradient estimator"))
     return grads, job.rest, torch.cat(losses).mean()
 
 

@@ -117,20 +117,6 @@ class Work:
         assert self.batches is not None
         return ceil(rounds / ceil(per_pass / self.batches))
 
-    def average_round(self, samples: int, smallest: int = 1) -> tuple[float, float]:
-        """Return the number of steps and of samples in a round of a client with ``samples``, averaged over rounds.
-
-        ``smallest``: see :meth:`batch_bounds`.
-        """
-        per_pass = len(self.batch_bounds(samples, smallest))
-        if self.epochs is not None:
-            return self.epochs * per_pass, self.epochs * samples
-        if self.steps is not None:
-            return self.steps, self.steps * samples / per_pass
-        assert self.batches is not None
-        rounds = ceil(per_pass / self.batches)
-        return per_pass / rounds, samples / rounds
-
 
 @lru_cache(maxsize=1024)
 def _bounds(samples: int, size: int, smallest: int) -> Bounds:

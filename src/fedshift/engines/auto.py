@@ -88,7 +88,7 @@ def choose_engine(
     on_cpu = next(iter(data.values())).y.device.type == "cpu"
     total = one * batch * steps * clients * rounds if on_cpu else inf  # small work gains most on other devices
     needs = f"{one / 1e6:.3g} MFLOP per sample, {held / 1e6:.3g} MB of parameters"
-    if total < LITTLE and _fits_identity(plan, data, separate_uploads=separate_uploads):
+    if total < LITTLE and not separate_uploads and Identity.refusal(plan, data) is None:
         return EngineChoice(
             engine="identity", reason="each client does one plain step, so a round is one step on all batches"
         )
@@ -147,21 +147,11 @@ def _predict(
     return took
 
 
-def _fits_identity(plan: Plan, data: Data, *, separate_uploads: bool) -> bool:
-    """Return whether a round can be one step on the union of all clients' batches."""
-    return not separate_uploads and Identity.refusal(plan, data) is None
-
-
 def count_steps(plan: Plan, data: Data) -> tuple[int, int]:
     """Return the number of steps in a round and of samples in a batch, for a client of mean size."""
     samples = ceil(sum(map(len, data.values())) / len(data))
     bounds = plan.work.batch_bounds(samples, plan.smallest_batch)
     return len(plan.work.steps_of_round(0, len(bounds))), min(plan.work.batch_size or samples, samples)
-
-
-def _are_equal(data: Data) -> bool:
-    """Return whether all clients have equally many samples, so that lanes may defer updates."""
-    return len(set(map(len, data.values()))) == 1
 
 
 def _format_time(value: float) -> str:
@@ -178,7 +168,7 @@ def _calibrate(
     steps, batch = count_steps(plan, data)
     once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
     lanes = min(clients, MANY), count_lanes(plan, data, clients)
-    sizes = steps, once, _are_equal(data), batch, separate_uploads, *lanes, split.shape
+    sizes = steps, once, len(set(map(len, data.values()))) == 1, batch, separate_uploads, *lanes, split.shape
     work = *sizes, plan.optimizer, plan.loss, augment
     facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
     return cached_measurement(
@@ -197,12 +187,13 @@ def _time_engines(
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
     shared = frozenset() if separate_uploads else find_shared(plan, data)
     holdable = frozenset[str]() if separate_uploads or shared else find_holdable(plan, data)
-    sizes = sizes_of_round(plan, len(split)) if _are_equal(data) else []
+    equal = len(set(map(len, data.values()))) == 1  # lanes may defer updates
+    sizes = sizes_of_round(plan, len(split)) if equal else []
     held = choose_held(plan, holdable, sizes)
     width = count_lanes(plan, data, clients, shared or frozenset(held), sum(sizes) if held else 0)
     stackable = width > 1 and Stacked.refusal(plan, data) is None
     # The identity engine is timed by whole rounds, since drawing batches is expensive.
-    whole = _fits_identity(plan, data, separate_uploads=separate_uploads)
+    whole = not separate_uploads and Identity.refusal(plan, data) is None
     names = tuple(data)[: min(clients, MANY)]
     works: dict[str, Callable[[], object]] = {"identity": _prepare_round(Identity, plan, data, names)} if whole else {}
     each = {"identity": len(names)}

@@ -43,7 +43,7 @@ def hold(params: State, held: Mapping[str, frozenset[str]], rows: int) -> Mappin
 
 def _is_plain_sgd(plan: Plan) -> bool:
     """Return whether steps are plain SGD in full precision (float32 or float64), and no rule reads weights."""
-    unread = not (plan.defines("loss") or plan.defines("batch"))
+    unread = not any(map(plan.defines, ("batch", "outputs", "loss")))
     return unread and plan.subtracts and not plan.autocast
 
 

@@ -29,7 +29,7 @@ from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits, stream, torch_stream
 from ..utils.state import State, move_together, pick
 from ..utils.threads import limit_threads
-from .half_precision import LARGEST, Step, describe_overflow
+from .half_precision import Step, advise
 
 if TYPE_CHECKING:  # workers start faster without pandas
     from ..results.schema import Row
@@ -166,14 +166,9 @@ class Engine(ABC):
         broken = find_broken(losses, pick(state, state.keys() - self.plan.whole))
         if broken is None:
             return
-        number, what = broken
-        advice = "Lower the learning rate, or check the data"
+        (number, what), advice = broken, "Lower the learning rate, or check the data"
         if self.plan.autocast is torch.float16:
-            beyond = describe_overflow(self.plan, self.begin_step(name, client, server, number))
-            advice = (
-                f"With precision=float16, {beyond or 'a value may lie'} beyond its range, {LARGEST:g}: scale the data, "
-            )
-            advice += f"{'' if beyond else 'lower the learning rate, '}or compute in bfloat16 or float32"
+            advice = advise(self.plan, self.begin_step(name, client, server, number))
         at = f"round {server.round + 1}, step {number + 1} of {len(losses)}"
         raise Diverged(f"training diverged: client {name!r}, {at}: {what}. {advice}")
 

@@ -25,7 +25,15 @@ Step = tuple[LocalTrainingState, Tensor, Tensor, Tensor]
 """The job before a step, and the step's inputs ``[B, ...]``, targets ``[B, ...]`` and key."""
 
 
-def describe_overflow(plan: Plan, step: Step) -> str:
+def advise(plan: Plan, step: Step) -> str:
+    """Return which values of ``step`` are beyond the range, if any are, and the fix."""
+    beyond = _find_overflow(plan, step)
+    fix = "scale the data" if beyond else "scale the data, lower the learning rate"
+    beyond = beyond or "a value may lie"
+    return f"With precision=float16, {beyond} beyond its range, {LARGEST:g}: {fix}, or compute in bfloat16 or float32"
+
+
+def _find_overflow(plan: Plan, step: Step) -> str:
     """Return the first values of ``step`` beyond the range, as a clause; ``""``: there are none."""
     low, exact = (_measure_layers(each, *step) for each in (plan, replace(plan, precision="float32")))
     for name, (_, output) in low.items():
@@ -77,6 +85,6 @@ def _find_largest(values: Any) -> float:
 def _compare_gradients(plan: Plan, step: Step) -> Iterator[tuple[str, float, float]]:
     """Yield each trained parameter with the norms of its gradients in float16 and in float32; infinite: not finite."""
     low, exact = (compute_gradients(each, *step)[0] for each in (plan, replace(plan, precision="float32")))
-    for name in plan.params:
+    for name in (name for name in plan.params if name in low and name in exact):
         one, other = (float(grads[name].double().norm().nan_to_num(inf, inf)) for grads in (low, exact))
         yield name, one, other

@@ -113,7 +113,7 @@ def _differentiate(
     outputs = compute_outputs(plan, {**leaves, **job.rest}, to_memory_format(x, plan.image_format))
     losses = _client_losses(plan, outputs, y)
     gradients = torch.autograd.grad(losses @ weights.to(losses), tuple(leaves.values()), allow_unused=True)
-    return losses, {name: grad for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
+    return losses, {name: grad.to_dense() for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
 
 
 def _try_union(plan: Plan, data: Data) -> str | None:

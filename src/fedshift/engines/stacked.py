@@ -107,7 +107,8 @@ class Stacked(Engine):
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         gradient = plan.method.gradient
         if gradient is not None and gradient.secret:
-            return f"cannot run {plan.method.label}: its lanes would share the secret draws of {gradient.source_method}"
+            source = plan.method.name_source(gradient)
+            return f"cannot run {plan.method.label}: its lanes would share the secret draws of {source}"
         if isinstance(plan.optimizer, TorchOptimizer):
             return f"cannot run {plan.optimizer}: torch's own optimizers step one client at a time"
         return find_exchange(plan) or plan.verdict("stacked", lambda: _try_lanes(plan, data))
@@ -194,7 +195,7 @@ class Stacked(Engine):
 
         def restart_lane(parts: Stack) -> tuple[State, State]:
             lane = restart(self.plan, replace_parts(job, parts))
-            return lane.params, lane.rest
+            return clone(lane.params), clone(lane.rest)  # loaded entries may be among them, and steps write
 
         return *torch.vmap(restart_lane)(stack), *stack[2:]
 
@@ -577,11 +578,12 @@ def _list_lanes(state: State, lanes: int) -> list[State]:
 
 
 def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
-    """Return ``stack`` with the rows at ``index`` replaced by the rows of ``changed``."""
-    return tuple(
+    """Return ``stack`` with the rows at ``index`` of what a step changes replaced by the rows of ``changed``."""
+    written = (
         {entry: tensor.contiguous().index_copy_(0, index, rows[entry]) for entry, tensor in state.items()}
-        for state, rows in zip(stack, changed, strict=True)
+        for state, rows in zip(stack[:3], changed, strict=False)
     )
+    return *written, *stack[3:]
 
 
 def _is_finite(plan: Plan, stack: Stack) -> bool:

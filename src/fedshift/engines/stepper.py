@@ -53,7 +53,7 @@ class Stepper:
         self.plan, self._shared = plan, shared
         self.template = Lock()  # running the plan's module replaces its tensors
         self._tapes: dict[object, tuple[Tape, tuple[str, ...]] | None] = {}
-        self._rules_act = bool(plan.defines("loss") or plan.defines("batch"))
+        self._rules_act = any(map(plan.defines, ("batch", "outputs", "loss")))
         self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
 
     def step(
@@ -268,8 +268,9 @@ def _subtract_(params: State, grads: Gradients, lr: float, held: Held) -> None:
 
 def replace_parts(job: LocalTrainingState, parts: Stack) -> LocalTrainingState:
     """Return the job with the ``parts`` of a stack, or of one of its lanes."""
-    params, rest, optimizer, loaded, *memory, personal = parts
+    params, rest, optimizer, loaded, *others = parts
+    memory, personal = others[: len(job.memory)], others[len(job.memory) :]
     return replace(
         job, params=params, rest=rest, optimizer=optimizer, global_params=loaded or job.global_params,
-        memory=tuple(memory), personal=personal,
+        memory=tuple(memory), personal=personal[0] if personal else {},
     )  # fmt: skip

@@ -82,7 +82,8 @@ def _list_entries(plan: Plan) -> Iterator[Disclosure]:
     made = frozenset().union(*(bound.sets for bound in plan.rules))
     for entry in plan.entries:
         if entry.name in plan.sent:
-            loaded = "each" if passed_on and entry.name not in made else "all"
+            alone = (passed_on or entry.kind == "state") and entry.name not in made
+            loaded = "each" if alone else "all"
             send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, made))[entry.name]
             yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.received else "server")
 
@@ -114,7 +115,7 @@ def describe_kept(plan: Plan) -> str:
     kept = ["the uploads of the last round, one by one"] if plan.mixes else []
     aggregate = plan.method.aggregate
     if aggregate.keeps:
-        kept.append(f"what {aggregate.source_method} remembers of each client that took part")
+        kept.append(f"what {plan.method.name_source(aggregate)} remembers of each client that took part")
     return "; ".join(kept) or "nothing of single clients"
 
 

@@ -129,7 +129,7 @@ def finetune(
     are trained.
     """
     if plan.method.trains is not everything:
-        free = frozenset(name for name, tensor in plan.module.named_parameters() if tensor.requires_grad)
+        free = plan.trainable
         plan = replace(plan, method=replace(plan.method, trains=everything), trained=free & plan.initial.keys())
     plan = bind_rules(replace(plan, initial=start))
     known = zip(plan.rules, server.memory, strict=False)  # which may be a plan without rules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,21 +84,21 @@ def _scale_for(model: ModelFactory, data: Federation) -> Federation:
     return replace(data.normalize(scaling), notices=(*data.notices, Information(f"scaling of inputs: {scaling}")))
 
 
-def make_optimizer(spec: Spec) -> Optimizer:
+def make_optimizer(spec: Spec, given: Collection[str] = ()) -> Optimizer:
     """Return the local optimizer of ``spec``, an expression with learning rate and schedule, or an object.
 
-    Raises :class:`UsageError` if an expression makes an optimizer with others.
+    Raises :class:`UsageError` if it has another learning rate or schedule than ``spec``; an object may have others than
+    those that are not ``given``.
     """
-    schedule = SCHEDULES.parse(spec.schedule, rounds=spec.rounds)
-    if not isinstance(spec.optimizer, str):
-        return as_optimizer(spec.optimizer, spec.lr, schedule)
-    made = OPTIMIZERS.parse(spec.optimizer, lr=spec.lr, schedule=schedule)
+    schedule, text = SCHEDULES.parse(spec.schedule, rounds=spec.rounds), isinstance(spec.optimizer, str)
+    parse = OPTIMIZERS.parse if text else as_optimizer
+    made = parse(spec.optimizer, lr=spec.lr, schedule=schedule)
     for name, value in (("lr", spec.lr), ("schedule", schedule)):
-        if getattr(made, name) != value:
+        if (text or name in given) and getattr(made, name) != value:
             raise UsageError(
-                f"optimizer {spec.optimizer!r} trains with {name}={getattr(made, name)}, not with {name}={value}: let "
-                f"its function take {name} and pass it on"
-            ).about("optimizer", name)
+                f"{name} and optimizer={made}: {name}={value} differs from the optimizer's: set {name} only in the "
+                f"optimizer, or let what makes it take {name}"
+            ).about(name, "optimizer")
     return made
 
 

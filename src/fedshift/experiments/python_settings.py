@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from ..config.given_settings import check_settings, find_refusal
 from ..config.spec import CompareSpec, DataSpec, Spec
-from ..core.schedule import SCHEDULES
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.user_code import locate_error
 from .experiment import Experiment
@@ -43,19 +42,8 @@ def make_spec(given: Mapping[str, Any], kind: type[S]) -> S:
     except ValidationError as error:
         raise find_refusal(error) or error from None
     if isinstance(spec, Spec) and not isinstance(spec.optimizer, str):
-        _refuse_second_values(spec, values)
+        make_optimizer(spec, values)  # refuses other values beside it
     return spec
-
-
-def _refuse_second_values(spec: Spec, given: Collection[str]) -> None:
-    """Raise :class:`UsageError` if a learning rate or a schedule is ``given`` beside an optimizer with another one."""
-    optimizer = make_optimizer(spec)
-    for name, value in (("lr", spec.lr), ("schedule", SCHEDULES.parse(spec.schedule, rounds=spec.rounds))):
-        if name in given and value != getattr(optimizer, name):
-            raise UsageError(
-                f"{name} and optimizer={optimizer}: {name}={value} differs from the optimizer's: set {name} only "
-                "in the optimizer"
-            ).about(name, "optimizer")
 
 
 def simplify(name: str, value: Any) -> Any:

@@ -1,7 +1,9 @@
 """Adaptive gradient clipping: bound the norm of each unit's gradient by ``clip`` times the norm of its weights.
 
 Brock et al. 2021, arXiv:2102.06171, as used by FedWon (arXiv:2306.05879), equation 4 and table 19, with any method: the
-gradient of an output unit i is scaled to clip * max(||W_i||, 1e-3) if it is larger. A bias or gain is one unit.
+gradient of an output unit i is scaled to clip * max(||W_i||, 1e-3) if it is larger. A bias or gain is one unit. In any
+order of composition, this clips the gradient of the client's objective, with FedProx's and FedDyn's terms, to which
+SCAFFOLD then adds its correction.
 """
 
 from collections.abc import Iterator

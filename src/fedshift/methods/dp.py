@@ -12,7 +12,7 @@ privacy.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -120,4 +120,4 @@ def dp(
 
     """
     private = base.with_aggregation(PrivateMean(clipping_norm, noise_multiplier, delta, secret))
-    return replace(private, weighting="uniform")
+    return private.with_weighting("uniform")

@@ -25,9 +25,6 @@ from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal
 from ..utils.state import State
 
-DRAW = 2**21
-"""Index of this draw under a step's key, larger than the indices that dropout layers use."""
-
 
 @dataclass(frozen=True)
 class PrivateGradients(GradientEstimator):
@@ -71,7 +68,7 @@ class PrivateGradients(GradientEstimator):
         """Return ``count`` standard normal draws, float64."""
         if self.secret:
             return draw_secret_normal(count)
-        noise: Tensor = torch.special.ndtri(draw_uniform(key, DRAW, count))
+        noise: Tensor = torch.special.ndtri(draw_uniform(key, 0, count))
         return noise
 
 

@@ -39,10 +39,7 @@ class LocalAggregation(Rule):
     def bind(self, plan: Plan) -> Bound:
         names = parse_selection(self.layers).names(plan.entries)
         if not names & plan.loaded:
-            raise UsageError(
-                f"{self.requires.shared_entries}, but another part keeps {min(names)!r} on clients: use one of the "
-                "two, or choose other layers"
-            )
+            raise plan.refuse_kept(self.requires.shared_entries, names)
         top = pick(plan.params, names)
         ones = {name: torch.ones_like(tensor) for name, tensor in top.items()}
         begun = next(iter(plan.params.values())).new_zeros((), dtype=torch.bool)

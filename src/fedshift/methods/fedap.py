@@ -37,6 +37,7 @@ class StatisticsMix(Aggregation):
     """Mixes uploads by the distances of BatchNorm's statistics; keeps each client's last statistics."""
 
     self_weight: float
+    weighs = False
     keeps = True
     mixes = True
 

@@ -4,19 +4,14 @@ McMahan et al. 2017, arXiv:1602.05629, Algorithm 1. Averaging only ``parameters(
 on the clients, which is SiloBN, not FedAvg.
 """
 
-from dataclasses import replace
-
-from ..core.method import Method, Weighting
+from ..core.method import Method, Weighting, foundation
 
 
-def fedavg(base: Method | None = None, *, weighting: Weighting = "auto") -> Method:
+@foundation
+def fedavg(base: Method, *, weighting: Weighting = "auto") -> Method:
     """Average all entries of ``base``, weighting clients by their training samples.
 
     ``weighting``: by training samples (``samples``), by samples used in the round (``used``), or equally (``uniform``);
     ``auto`` is ``used`` if the local work is a number of batches, as in FedMMB, otherwise ``samples``.
     """
-    method = base or Method()
-    if weighting == "auto":
-        return method
-    title = f"fedavg(weighting={weighting!r})"
-    return replace(method, name=title if base is None else f"{base.name}+{title}", weighting=weighting)
+    return base if weighting == "auto" else base.with_weighting(weighting)

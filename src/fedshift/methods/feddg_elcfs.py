@@ -32,12 +32,11 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
-from ..nn.amplitude_norm import amplitudes, low_frequencies, move_amplitudes, sum_waves
+from ..nn.amplitude_norm import AmplitudeNorm, amplitudes, low_frequencies, move_amplitudes, sum_waves
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.state import State
 
-DRAW = 2**21
 CLIP = 100.0
 """Maximum absolute value in the gradient of the inner step, as in the authors' code."""
 AROUND = 5
@@ -106,6 +105,11 @@ class SentAmplitudes(Rule):
 
     @override
     def bind(self, plan: Plan) -> Bound:
+        if any(isinstance(entry.owner, AmplitudeNorm) for entry in plan.entries):
+            raise UsageError(
+                "feddg_elcfs trains on amplitudes of other clients' images, but harmofl gives all images the same: use "
+                "one of the two"
+            )
         first = next((entry.owner for entry in plan.entries if isinstance(entry.owner, _ConvNd)), None)
         if not isinstance(first, nn.Conv2d):
             raise UsageError(
@@ -151,9 +155,9 @@ class SentAmplitudes(Rule):
         """Return the images, each with amplitudes moved toward one of ``others [M, C, ...]`` from another client."""
         is_own_M = (others[:, None] == step.memory["amplitudes"]).flatten(2).all(dim=2).any(dim=1)
         count = len(x_BCHW)
-        score_BM = draw_uniform(step.key, DRAW, count * len(others), x_BCHW.dtype).reshape(count, -1)
+        score_BM = draw_uniform(step.key, 0, count * len(others), x_BCHW.dtype).reshape(count, -1)
         target = others[torch.where(is_own_M, -1, score_BM).argmax(dim=1)].to(x_BCHW.dtype)
-        share_B = draw_uniform(step.key, DRAW + 1, count, x_BCHW.dtype) * ~is_own_M.all()
+        share_B = draw_uniform(step.key, 1, count, x_BCHW.dtype) * ~is_own_M.all()
         parts = low_frequencies(x_BCHW, self.frequencies)
         moved = share_B[:, None, None, None] * (target - amplitudes(parts))
         return x_BCHW + sum_waves(move_amplitudes(parts, moved), x_BCHW)

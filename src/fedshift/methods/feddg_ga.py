@@ -63,6 +63,7 @@ class AdjustedMean(Aggregation):
 
     step_size: float
     rounds: int | None
+    weighs = False
     keeps = True
 
     @override

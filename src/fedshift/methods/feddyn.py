@@ -30,14 +30,16 @@ class GradientMemory(Rule):
     """The client's part: h_k, which converges to the gradient of its loss, and the dynamic regularizer."""
 
     alpha: float
+    gradient_stage = "objective"
     requires = Requirements(shared_entries="FedDyn regularizes shared entries")
 
     @override
     def bind(self, plan: Plan) -> Bound:
         if not plan.method.aggregate.sums:
+            other = plan.method.name_source(plan.method.aggregate)
             raise UsageError(
-                f"FedDyn's server accumulates the mean of the clients' changes, but {plan.method.aggregate!r} does not "
-                "average: remove one of the two"
+                f"FedDyn's server accumulates the mean of the clients' changes, but {other} does not average: remove "
+                "one of the two"
             )
         return Bound(self, own=Own(memory={name: torch.zeros_like(tensor) for name, tensor in plan.params.items()}))
 

@@ -30,13 +30,11 @@ from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.rule import Rule
-from ..nn.dropout import Keyed, current_key, draw_normal, draw_uniform
+from ..nn.dropout import Keyed, draw_normal, draw_uniform, take_draws
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError
 from ..utils.state import State
 
-DRAW = 3 * 2**20
-"""Number of the first layer's draws under a step's key, beyond any that dropout layers or rules make."""
 DRAWS = 5
 """Numbers of draws that a layer takes."""
 EPS = 1e-6
@@ -55,9 +53,9 @@ class FeatureAugmentation(Keyed):
     var_mean: Tensor
     var_std: Tensor
 
-    def __init__(self, channels: int, number: int, p: float, momentum: float) -> None:
+    def __init__(self, channels: int, p: float, momentum: float) -> None:
         super().__init__()
-        self.number, self.p, self.momentum = number, p, momentum
+        self.p, self.momentum = p, momentum
         self.register_buffer("running_mean", torch.zeros(channels))
         for name in ("running_std", "var_mean", "var_std"):
             self.register_buffer(name, torch.ones(channels))
@@ -71,7 +69,7 @@ class FeatureAugmentation(Keyed):
             )
         if not self.training:
             return x
-        key, first = current_key(), DRAW + DRAWS * self.number
+        key, first = take_draws(self, DRAWS)
         acts = draw_uniform(key, first, 1) < self.p
         maps = x.flatten(2).to(self.var_mean.dtype)
         mean_BC, std_BC = maps.mean(dim=2), (maps.var(dim=2, correction=0) + EPS).sqrt()
@@ -102,7 +100,7 @@ class AugmentFeatures:
         for name, layer in named.items():
             if like is not None and self._is_chosen(name, layer, ended=ended):
                 channels = layer.in_channels if isinstance(layer, _ConvNd) else like.out_channels
-                chosen[layer] = FeatureAugmentation(channels, len(chosen), self.p, self.momentum).to(like.weight)
+                chosen[layer] = FeatureAugmentation(channels, self.p, self.momentum).to(like.weight)
             ended = not isinstance(layer, _ConvNd) and (ended or _ends_maps(layer))
             like = layer if isinstance(layer, _ConvNd) else like
         if not chosen:

@@ -65,6 +65,7 @@ class FairMean(Aggregation):
     """The server's part: weights that grow with the clients' distances; keeps each client's weight and last step."""
 
     beta: float
+    weighs = False
     keeps = True
 
     @override

@@ -59,7 +59,7 @@ class AlignedFeatures(Prototypes):
         zeros_K, zero = zeros_KD[:, 0].clone(), zeros_KD.new_zeros(())
         body = tuple(sorted((plan.trained & plan.loaded) - head))
         if not body:
-            raise UsageError("FedPAC averages features of clients, of which these share none: use another method")
+            raise plan.refuse_kept("FedPAC averages features of clients", plan.trained - head or head)
         early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
         early["start"] = torch.zeros_like(_sum_weights(plan.params, body))
         memory = {**bound.own.memory, "class_sizes": zeros_K.clone()}
@@ -119,12 +119,9 @@ class ClassifierMix(Aggregation):
 
     @override
     def bind(self, plan: Plan) -> Self:
-        head = _name_classifier(plan, self.source_method)
-        if missing := sorted(head - (plan.sent & plan.loaded)):
-            raise UsageError(
-                f"method {plan.method.label!r}: FedPAC mixes classifiers of clients, but another part keeps "
-                f"{missing[0]!r} on clients: use one of the two"
-            )
+        head = _name_classifier(plan, plan.method.name_source(self))
+        if kept := head - (plan.sent & plan.loaded):
+            raise plan.refuse_kept(f"method {plan.method.label!r}: FedPAC mixes classifiers of clients", kept)
         return replace(self, head=tuple(sorted(head)))
 
     @override

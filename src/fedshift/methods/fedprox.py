@@ -22,7 +22,7 @@ class Proximal(Rule):
     """Adds the gradient ``mu * (w - w_t)`` of the proximal term."""
 
     mu: float
-
+    gradient_stage = "objective"
     requires = Requirements(
         shared_entries="FedProx keeps parameters near the server's",
         several_steps="FedProx has no effect on a single local step, which starts at the server's parameters",

@@ -34,8 +34,6 @@ from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError
 from ..utils.state import State
 
-DRAW = 5 * 2**19
-"""Number of the draws of clients under a step's key, beyond any that dropout layers or other rules make."""
 KINDS = ("mean", "deviation")
 
 
@@ -138,7 +136,7 @@ class ClientStatistics(Rule):
 
     @override
     def batch(self, x: Tensor, y: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
-        drawn_B = draw_bits(step.key, DRAW, len(x)) % len(step.server["mean"])
+        drawn_B = draw_bits(step.key, 0, len(x)) % len(step.server["mean"])
         mean, deviation = (_along(step.server[kind].index_select(0, drawn_B), x) for kind in KINDS)
         own_mean, own_deviation = (_along(step.buffers[f"{self.layer}.{kind}"], x) for kind in KINDS)
         return own_mean + own_deviation * (x - mean) / deviation, y

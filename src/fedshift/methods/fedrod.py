@@ -22,7 +22,6 @@ from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import find_classifier
-from ..utils.errors import UsageError
 from ..utils.state import State, pick
 
 FEWEST = 1e-12
@@ -45,10 +44,7 @@ class PersonalHead(Rule):
         classifier = find_classifier(plan.entries, self.source_method)
         names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
         if not plan.loaded.intersection(names):
-            raise UsageError(
-                f"{self.requires.shared_entries}, but another part keeps {min(names)!r} on clients: use one of the "
-                "two, or choose other layers"
-            )
+            raise plan.refuse_kept(self.requires.shared_entries, names)
         return Bound(
             replace(self, head=names, classes=classifier.out_features),
             own=Own(

@@ -11,7 +11,7 @@ probability over 20 samples; here evaluation uses the mean features, so that pre
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,32 +25,29 @@ from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import entries, find_classifier
-from ..nn.dropout import Keyed, current_key, draw_normal
+from ..nn.dropout import Keyed, draw_normal, take_draws
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError
 
-DRAW = 2**21
-"""Index of the draw of noise under a step's key, larger than the indices that dropout layers and other rules use."""
-
-
-def _read_gaussian(raw_B2Z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means and deviations, ``[B, Z]`` each."""
-    mean_BZ, raw_BZ = raw_B2Z.chunk(2, dim=1)
-    return mean_BZ, F.softplus(raw_BZ)
-
-
-def _draw_features(raw_B2Z: Tensor, key: Tensor) -> Tensor:
-    """Return a sample of each Gaussian, ``[B, Z]``, determined by ``key``."""
-    mean_BZ, deviation_BZ = _read_gaussian(raw_B2Z)
-    return mean_BZ + deviation_BZ * draw_normal(key, DRAW, mean_BZ.shape).to(mean_BZ.dtype)
-
 
 class Sampler(Keyed):
-    """Samples features from Gaussians ``[B, 2 Z]`` in training, and returns their means ``[B, Z]`` in evaluation."""
+    """Samples features from Gaussians ``[B, 2 Z]`` in training, and returns their means ``[B, Z]`` in evaluation.
+
+    ``drawn`` passes on the means, deviations and features, ``[B, 3 Z]``, for the rule to read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = nn.Identity()
 
     def forward(self, raw_B2Z: Tensor) -> Tensor:
         """Return the features ``[B, Z]``."""
-        return _draw_features(raw_B2Z, current_key()) if self.training else _read_gaussian(raw_B2Z)[0]
+        mean_BZ, raw_BZ = raw_B2Z.chunk(2, dim=1)
+        z_BZ, deviation_BZ = mean_BZ, F.softplus(raw_BZ)
+        if self.training:
+            z_BZ = mean_BZ + deviation_BZ * draw_normal(*take_draws(self, 2), mean_BZ.shape).to(mean_BZ.dtype)
+        features_BZ: Tensor = self.drawn(torch.cat([mean_BZ, deviation_BZ, z_BZ], dim=1)).chunk(3, dim=1)[2]
+        return features_BZ
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,6 @@ class Representation(Rule):
 
     l2: float
     cmi: float
-    features: str = "sampler"
     requires = Requirements(classes="FedSR keeps features near a Gaussian for each class")
 
     @override
@@ -90,22 +86,17 @@ class Representation(Rule):
         sampler = next(name for name, layer in plan.module.named_modules() if isinstance(layer, Sampler))
         ones_KZ = torch.ones_like(classifier.weight, requires_grad=False)
         own = {"means": torch.zeros_like(ones_KZ), "deviations": ones_KZ, "scale": ones_KZ.new_ones(())}
-        return Bound(
-            replace(self, features=sampler),
-            own=Own(params=own),
-            phases=(Phase(decay=True),),
-            reads=Reads(features=sampler, draws=True),
-        )
+        return Bound(self, own=Own(params=own), phases=(Phase(decay=True),), reads=Reads(features=f"{sampler}.drawn"))
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
-        own, raw_B2Z = step.own.params, step.features
-        mean_BZ, deviation_BZ = (own["scale"] * part_BZ for part_BZ in _read_gaussian(raw_B2Z))
+        own = step.own.params
+        *gaussian, z_BZ = step.features.chunk(3, dim=1)
+        mean_BZ, deviation_BZ = (own["scale"] * values_BZ for values_BZ in gaussian)
         r_BZ, s_BZ = own["means"][step.y], F.softplus(own["deviations"])[step.y]
         divergence_BZ = s_BZ.log() - deviation_BZ.log() - 0.5
         divergence_BZ = divergence_BZ + (deviation_BZ.square() + (mean_BZ - r_BZ).square()) / (2 * s_BZ.square())
-        norm_B = _draw_features(raw_B2Z, step.key).norm(dim=1)
-        total: Tensor = loss + self.l2 * norm_B.mean() + self.cmi * divergence_BZ.sum(dim=1).mean()
+        total: Tensor = loss + self.l2 * z_BZ.norm(dim=1).mean() + self.cmi * divergence_BZ.sum(dim=1).mean()
         return total
 
 

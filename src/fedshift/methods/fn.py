@@ -10,6 +10,7 @@ features in one direction, which forget the classes that it lacks.
 from collections import OrderedDict
 from dataclasses import dataclass
 from math import sqrt
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ class FeatureScaling(nn.Module):
 
 @dataclass(frozen=True)
 class ScaleFeatures:
-    """The surgery that puts a FeatureScaling before the classifier."""
+    """The surgery that puts a FeatureScaling before the classifier, whatever put the classifier there."""
+
+    stage: ClassVar[int] = 2
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``; :class:`UsageError` where it does not end in a linear classifier."""

@@ -99,10 +99,7 @@ class Guidance(Rule):
         classifier = find_classifier(plan.entries, self.source_method)
         names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
         if not plan.loaded.issuperset(names):
-            raise UsageError(
-                f"{self.requires.shared_entries}, but another part keeps {min(names)!r} on clients: use one of the "
-                "two, or choose other layers"
-            )
+            raise plan.refuse_kept(self.requires.shared_entries, names)
         return Bound(replace(self, head=names), reads=Reads(features="last"))
 
     @override

@@ -36,12 +36,11 @@ class Consistency(Rule):
     def bind(self, plan: Plan) -> Bound:
         statistics = frozenset(each.name for each in plan.entries if norm_statistics(each))
         if not statistics:
-            raise UsageError("GReg compares statistics of BatchNorm, which the model does not have: use another model")
-        if own := sorted(statistics - plan.loaded):
-            raise UsageError(
-                f"GReg compares with statistics that clients share, but another part keeps {own[0]!r} on clients: use "
-                "one of the two"
-            )
+            lost = f"{plan.method.norm_replacers} replaces: remove one of the two"
+            why = lost if plan.method.norm_replacers else "the model does not have: use another model"
+            raise UsageError(f"GReg compares statistics of BatchNorm, which {why}")
+        if kept := statistics - plan.loaded:
+            raise plan.refuse_kept("GReg compares with statistics that clients share", kept)
         return Bound(replace(self, statistics=statistics))
 
     @override

@@ -28,6 +28,7 @@ class Krum(RobustAggregation):
 
     num_malicious: int
     num_selected: int | None = 1
+    weighs = False
 
     def __post_init__(self) -> None:
         if self.num_malicious < 0 or (self.num_selected is not None and self.num_selected < 1):

@@ -20,6 +20,8 @@ from ..core.states import ServerState
 class Median(RobustAggregation):
     """The coordinate-wise median."""
 
+    weighs = False
+
     @override
     def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
         trim = (len(received) - 1) // 2

@@ -23,9 +23,6 @@ from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick
 
-DRAW = 2**20
-"""Index of this rule's draw under a step's key, larger than the indices that dropout layers use."""
-
 
 @dataclass(frozen=True)
 class Gates(Rule):
@@ -39,12 +36,9 @@ class Gates(Rule):
 
     @override
     def bind(self, plan: Plan) -> Bound:
-        kept = plan.personal - (plan.adopted & plan.whole)
+        kept = plan.personal - plan.whole
         if kept or not plan.loaded:
-            raise UsageError(
-                "partialfed_adaptive chooses which layers to load, but another part of the method already keeps "
-                f"{min(kept or plan.personal)!r} on the client: use one of the two"
-            )
+            raise plan.refuse_kept("partialfed_adaptive chooses which layers to load", kept or plan.personal)
         layers: dict[int, list[str]] = {}
         statistics = tuple(entry.name for entry in plan.entries if norm_statistics(entry))
         for entry in plan.entries:
@@ -70,7 +64,7 @@ class Gates(Rule):
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:
         logits = step.own.params["logits"]
-        uniform = draw_uniform(step.key, DRAW, logits.numel(), logits.dtype)
+        uniform = draw_uniform(step.key, 0, logits.numel(), logits.dtype)
         noise = -torch.log(-torch.log(uniform)).reshape(logits.shape)
         soft = ((logits + noise) / self.tau).softmax(dim=1)
         hard = (soft == soft.max(dim=1, keepdim=True).values).to(soft.dtype)

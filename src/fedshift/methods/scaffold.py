@@ -18,13 +18,14 @@ from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
 from ..core.rule import Rule
-from ..core.server_optimizer import Scaled
+from ..core.server_optimizer import Momentum
 from ..utils.state import State, pick
 
 
 class ControlVariates(Rule):
     """Control variates c_i on clients and c on the server; clients send only the change of c_i."""
 
+    gradient_stage = "step"
     requires = Requirements(
         shared_entries="SCAFFOLD corrects the drift of shared entries",
         plain_steps="SCAFFOLD's control variate",
@@ -66,5 +67,5 @@ def scaffold(base: Method, *, server_lr: float = 1.0) -> Method:
     ``server_lr``: the server's step size eta_g along the mean change of the models; a value other than 1 acts as the
     server optimizer.
     """
-    stepped = base if server_lr == 1 else base.with_server(Scaled(lr=float(server_lr)))
+    stepped = base if server_lr == 1 else base.with_server(Momentum(lr=float(server_lr)))
     return stepped.with_rule(ControlVariates())

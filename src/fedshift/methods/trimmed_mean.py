@@ -21,6 +21,7 @@ class TrimmedMean(RobustAggregation):
     """The mean of each coordinate without its ``trim`` largest and ``trim`` smallest values."""
 
     trim: int
+    weighs = False
 
     def __post_init__(self) -> None:
         if self.trim < 1:

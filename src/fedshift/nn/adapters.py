@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,7 @@ class Lora:
 
     """
 
+    stage: ClassVar[int] = 3
     rank: int = 8
     targets: str = "linear"
     alpha: float | None = None

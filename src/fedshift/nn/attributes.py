@@ -6,9 +6,11 @@ reads what an earlier call wrote.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, MutableSequence
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -62,13 +64,41 @@ def list_attributes(module: nn.Module) -> dict[str, Attribute]:
     for name, layer in module.named_modules():
         kind = type(layer).__name__
         where = f"layer {name!r} of the model ({kind})" if name else f"the model {kind}"
-        hooks = sum(len(held) for attribute, held in vars(layer).items() if attribute in USUAL and "hooks" in attribute)
-        search.add(where, "hooks", hooks, _keep)
+        held = (held for attribute, held in vars(layer).items() if attribute in USUAL and "hooks" in attribute)
+        search.add(where, "hooks", [hook for hooks in held for hook in hooks.values()], _keep)
         for attribute in sorted(vars(layer).keys() - USUAL):
             search.add(where, attribute, vars(layer)[attribute], partial(setattr, layer, attribute))
         for parent in _list_classes(layer):
             search.add_class(parent)
     return search.found
+
+
+@contextmanager
+def kept_attributes(module: nn.Module) -> Iterator[None]:
+    """Set numbers and texts in attributes of ``module``, such as counts of calls, back after the block."""
+    before = list_attributes(module)
+    yield
+    for path, attribute in list_attributes(module).items():
+        if path in before and isinstance(before[path].value, PLAIN) and not attribute.equals(before[path]):
+            attribute.write(before[path].value)
+
+
+def describe_network(module: nn.Module) -> Hashable:
+    """Return what the behavior of ``module`` depends on, except the values of entries: classes, shapes, attributes."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return (
+        *((name, type(layer), layer.extra_repr()) for name, layer in module.named_modules()),
+        *((name, type(t), t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors),
+        *(getattr(t, hook, None) is None for _, t in tensors for hook in hooks),
+        *((path, _to_text(attribute.value)) for path, attribute in list_attributes(module).items()),
+    )  # fmt: skip
+
+
+def _to_text(value: Any) -> str | bytes:
+    if isinstance(value, Tensor):
+        return str(value.shape).encode() + pickle.dumps(value.cpu())
+    return pickle.dumps(value) if isinstance(value, np.ndarray) else repr(value)
 
 
 def _list_classes(layer: nn.Module) -> Iterator[type]:
@@ -122,6 +152,8 @@ class _Search:
             entry = self._memory.get(_find_memory(value), "") if isinstance(value, Tensor) else ""
             write = _keep if type(copied[0]) is not type(value) and not isinstance(value, Tensor) else write
             self.found[path] = Attribute(where, name, *copied, write, entry)
+        if isinstance(value, FunctionType):
+            self.found[f"{path}()"] = Attribute(where, name, repr(value.__code__), _keep)
         if copied is not None or depth == DEPTH or id(value) in self._seen or isinstance(value, nn.Module | type):
             return
         self._seen.add(id(value))

@@ -1,8 +1,10 @@
 """Dropout with masks determined by a key, so that every engine, and a resumed run, draws the same masks.
 
-The mask of element ``i`` in the ``c``-th dropout call of a forward pass is a hash of ``(key, c, i)``: a counter-based
-generator (Salmon et al. 2011, doi:10.1145/2063384.2063405) with the 32-bit finalizer of MurmurHash3, in integer tensor
-arithmetic, which has the same results on every device and under ``torch.vmap``.
+The mask of element ``i`` in the ``c``-th draw of a forward pass is a hash of ``(key, c, i)``: a counter-based generator
+(Salmon et al. 2011, doi:10.1145/2063384.2063405) with the 32-bit finalizer of MurmurHash3, in integer tensor
+arithmetic, which has the same results on every device and under ``torch.vmap``. Layers draw under the step's key and
+count their draws in a pass (:func:`take_draws`); each rule draws under a key that is derived for it
+(:func:`derive_key`), so that no two draws are alike.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import count
+from itertools import count, islice
 from math import pi, prod
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..utils.errors import UsageError
+from ..utils.random_streams import key_bits
 from .recognition import find_hooks, runs_as_torch
 from .surgery import replace_modules
 
@@ -27,7 +30,7 @@ _MASK = 0xFFFFFFFF
 
 
 class _Draws(NamedTuple):
-    """The key of a step, the numbers of its masks, and those that each layer has drawn."""
+    """The key of a step, the numbers of its layers' draws, and the first numbers of each layer's."""
 
     key: Tensor
     numbers: Iterator[int]
@@ -53,34 +56,33 @@ def dropout_key(key: Tensor) -> Iterator[None]:
         _current.reset(token)
 
 
-def _read_draws() -> tuple[_Draws, bool]:
-    """Return the draws of the step, and whether its backward pass is running layers again."""
+def derive_key(key: Tensor, purpose: str) -> Tensor:
+    """Return the key of draws for ``purpose``, such as a rule's name, in the step of ``key`` (int64 scalar)."""
+    return key ^ (key_bits(0, purpose) >> 65)
+
+
+def take_draws(layer: nn.Module, numbers: int = 1) -> tuple[Tensor, int]:
+    """Return the step's key and the first of ``numbers`` draws of ``layer``, which no other call in the pass makes.
+
+    If a backward pass runs the layer again, they are those that it took. Raise RuntimeError outside of a step.
+    """
     again = bool(_latest) and torch._C._current_graph_task_id() != -1
-    if draws := _latest[0] if again else _current.get():
-        return draws, again
-    raise RuntimeError(
-        "a layer with random draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
-    )
-
-
-def current_key() -> Tensor:
-    """Return the key of the current step, for layers with random draws; raise RuntimeError outside of a step."""
-    return _read_draws()[0].key
-
-
-def _number_mask(layer: nn.Module) -> int:
-    """Return the number of the layer's next mask, or of the one that it drew, if a backward pass runs it again."""
-    draws, again = _read_draws()
+    draws = _latest[0] if again else _current.get()
+    if draws is None:
+        raise RuntimeError(
+            "a layer with random draws ran in training mode outside dropout_key(...): call .eval(), or give a key"
+        )
     drawn = draws.drawn.setdefault(layer, set())
     if not again:
-        drawn.add(number := next(draws.numbers))
-        return number
+        first, *_ = islice(draws.numbers, numbers)
+        drawn.add(first)
+        return draws.key, first
     if len(drawn) != 1:
         raise UsageError(
             f"a dropout layer drew {len(drawn)} masks in a step that checkpointing runs again: call it once in a "
             "forward pass, or leave it out of torch.utils.checkpoint"
         )
-    return next(iter(drawn))
+    return draws.key, next(iter(drawn))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def draw_normal(key: Tensor, call: int, shape: Sequence[int]) -> Tensor:
 
 
 class Keyed(nn.Module):
-    """Base class of layers whose random draws in training are keyed by the step (:func:`current_key`)."""
+    """Base class of layers whose random draws in training are keyed by the step (:func:`take_draws`)."""
 
 
 class KeyedDropout(Keyed):
@@ -127,7 +129,7 @@ class KeyedDropout(Keyed):
         if not self.training or self.p == 0.0:
             return x
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else x.shape
-        keep = draw_bits(current_key(), _number_mask(self), prod(shape)) >= int(self.p * 2**32)
+        keep = draw_bits(*take_draws(self), prod(shape)) >= int(self.p * 2**32)
         return x * keep.reshape(shape).to(x.dtype) / (1.0 - self.p) if self.p < 1.0 else torch.zeros_like(x)
 
     def extra_repr(self) -> str:

@@ -140,5 +140,7 @@ class MergedLanes(TorchFunctionMode):
         merged, dimensions = _MERGED.get(func, (None, ()))
         fits = merged is not None and args and args[0].ndim in dimensions and args[0].is_cpu and may_merge_lanes()
         if merged is None or not fits or kwargs.get("return_indices"):
+            if func in (F.group_norm, torch.group_norm) and args:  # torch.vmap cannot copy channels-last inputs
+                args = args[0].contiguous(), *args[1:]
             return func(*args, **kwargs)
         return merged(*args, **kwargs)

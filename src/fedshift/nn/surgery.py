@@ -240,6 +240,7 @@ class ScaledStandardization:
     and are not replaced, nor are those that already scale their kernels (timm's ``ScaledStdConv2d``).
     """
 
+    stage: ClassVar[int] = 0
     init: Literal["xavier", "keep"] = "xavier"
     gain: float = 1.0
 

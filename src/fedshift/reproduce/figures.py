@@ -11,13 +11,12 @@ from ..report.figures import FigurePanel, to_svg
 from ..report.style import figure_settings
 from ..representations import figures as representations
 from ..results.summary import read_summary
-from ..theory.checks import compute_toy
-from ..theory.figures import draw_toy_panels
 from ..utils.files import write_atomically
 from .measurements import load_features
 from .planning import PanelPlan
 from .published_tables import Table
 from .results import run_folder
+from .toy import compute_toy, draw_toy_panels
 
 
 def draw_panels(table: Table, panel: PanelPlan, directory: Path, *, mark: str = "") -> dict[str, str]:
@@ -37,7 +36,7 @@ def draw_panels(table: Table, panel: PanelPlan, directory: Path, *, mark: str = 
 
 
 def _draw_panel(table: Table, panel: PanelPlan, directory: Path) -> Iterator[FigurePanel]:
-    if panel.x in ("theory", "features"):
+    if panel.x in ("toy", "features"):
         for picture in _draw_pictures(panel, directory):
             if picture.name.startswith(panel.y):
                 yield replace(picture, name=f"{panel.name}-{picture.name}")
@@ -56,8 +55,8 @@ def _draw_panel(table: Table, panel: PanelPlan, directory: Path) -> Iterator[Fig
 
 
 def _draw_pictures(panel: PanelPlan, directory: Path) -> Iterable[FigurePanel]:
-    """Return figures of the theory's toy example, or of the representations in the runs, all methods side by side."""
-    if panel.x == "theory":
+    """Return figures of the toy example, or of the representations in the runs, all methods side by side."""
+    if panel.x == "toy":
         with figure_settings():
             return list(draw_toy_panels(compute_toy(0)))
     runs = [run for _, spec in panel.points if (run := load_features(spec, directory))]

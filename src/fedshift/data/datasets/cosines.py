@@ -3,7 +3,7 @@
 Li et al. 2021 (arXiv:2102.07623, figures 1 and 2): content z is drawn from N(0, 1) for both clients, inputs are
 ``x = deviation * z``, and targets are ``cos(z)`` or ``cos(x)`` with noise. The paper does not give which of the two it
 uses, the deviation of the noise, or numbers of samples; figure 1 needs targets that depend on the content, figure 2
-targets that depend on the input (``theory.checks``). The model ``cosine`` is the paper's, with BatchNorm that divides
+targets that depend on the input (``reproduce.toy``). The model ``cosine`` is the paper's, with BatchNorm that divides
 by the deviation.
 """
 

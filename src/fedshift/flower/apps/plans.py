@@ -37,7 +37,7 @@ EXPERIMENT, ROUNDS, FIRST = "fedshift-experiment", "fedshift-rounds", "fedshift-
 of this node (0: none); for a node without one, first values of its local entries (safetensors)."""
 MARK = "_fedshift_surgery"
 """Attribute of a network: the surgery that it had."""
-OUTSIDE = {"name", "typed", "surgery", "scope", "aggregate", "weighting", "server"}
+OUTSIDE = {"name", "typed", "components", "surgery", "scope", "aggregate", "weighting", "server"}
 """Choices of a method that are made outside the training loop."""
 IN_ANY_LOOP = (Clipping, Proximal)
 """Rules that only change gradients, for :func:`transform_gradients_`."""
