@@ -446,11 +446,6 @@ def _spell(optimizer: Optimizer) -> str | None:
 
 
 OPTIMIZERS = Catalog[Optimizer](
-    "optimizer",
-    {"sgd": SGD, "adamw": AdamW},
-    _accept,
-    adapt=_adapt,
-    spell=_spell,
-    settings=("lr", "schedule"),
+    "optimizer", {"sgd": SGD, "adamw": AdamW}, _accept, adapt=_adapt, spell=_spell, settings=("lr", "schedule")
 )
 """Local optimizers; the learning rate ``lr`` and its ``schedule`` are added by the caller."""

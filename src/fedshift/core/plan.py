@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.dropout import Keyed, dropout_key
+from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from .declarations import Bound, Reads, RulePhase
@@ -561,12 +562,8 @@ def compute_features(
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         seen[layer] = inputs[0]
 
-    hooks = [layer.register_forward_pre_hook(record) for layer in set(plan.feature_layers.values())]
-    try:
+    with placed_hooks(layer.register_forward_pre_hook(record) for layer in set(plan.feature_layers.values())):
         outputs = compute_outputs(plan, state, x, in_place=in_place)
-    finally:
-        for hook in hooks:
-            hook.remove()
     for index, layer in plan.feature_layers.items():
         if layer not in seen:
             raise UsageError(
@@ -588,12 +585,14 @@ def _describe_wrong_outputs(module: nn.Module, outputs: object) -> str:
 
 
 @torch.no_grad()
-def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False, key: Tensor | None = None) -> Tensor:
+def forward(
+    plan: Plan, state: State, x: Tensor, *, training: bool = False, frozen: bool = False, key: Tensor | None = None
+) -> Tensor:
     """Return the model's outputs under ``state`` for inputs ``x``; in training, buffers of ``state`` are updated.
 
-    ``key``: int64 scalar that keys dropout masks; default 0.
+    ``frozen``: whether statistics are frozen. ``key``: int64 scalar that keys dropout masks; default 0.
     """
-    plan.set_mode(training=training)
+    plan.set_mode(training=training, frozen=frozen)
     state = state if training or not plan.traits.writes_in_evaluation else clone(state)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device) if key is None else key):
         return compute_outputs(plan, state, to_memory_format(x, plan.image_format))

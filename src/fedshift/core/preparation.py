@@ -22,9 +22,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..nn.attributes import describe_network, kept_attributes
 from ..nn.convolution import use_fast_convolutions
-from ..nn.dropout import dropout_key, key_dropouts
+from ..nn.dropout import key_dropouts
 from ..nn.linear import use_fast_linear
-from ..nn.recognition import FunctionCalls, torch_kind
+from ..nn.recognition import FunctionCalls, placed_hooks, torch_kind
 from ..nn.surgery import NORMALIZATION
 from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
@@ -36,7 +36,7 @@ from .declarations import Bound
 from .dry_run import check_rounds
 from .method import Method, decides_normalization
 from .optimizer import SGD, Optimizer
-from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
+from .plan import Loss, Plan, Precision, Traits, forward, to_inputs
 from .probe import make_batch, probe_network, weigh_outputs
 from .selection import Kind, entries, everything, norm_statistics
 from .work import Work
@@ -392,21 +392,19 @@ def _smallest_batch(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module])
 def _find_failing(plan: Plan, inputs: Tensor) -> str:
     """Return name, type and input shape of the layer in which two samples fail, evaluated and then trained."""
     entered: list[tuple[str, nn.Module, tuple[Any, ...]]] = []
-    handles = []
-    for name, layer in plan.module.named_modules():
-        if name:
-            handles.append(layer.register_forward_pre_hook(lambda *given, at=name: entered.append((at, *given))))
-            handles.append(layer.register_forward_hook(lambda *_: entered.pop() and None))
+    layers = {name: layer for name, layer in plan.module.named_modules() if name}
+    enter = [
+        each.register_forward_pre_hook(lambda *args, at=at: entered.append((at, *args))) for at, each in layers.items()
+    ]
+    leave = [each.register_forward_hook(lambda *_: entered.pop() and None) for each in layers.values()]
     try:
-        for training in (False, True):
-            forward(plan, clone(plan.initial), inputs.expand(2, *inputs.shape[1:]), training=training)
+        with placed_hooks(enter + leave):
+            for training in (False, True):
+                forward(plan, clone(plan.initial), inputs.expand(2, *inputs.shape[1:]), training=training)
     except Exception:  # the one that is being reported
-        for name, layer, given in reversed(entered):
-            shapes = [tuple(each.shape[1:]) for each in given if isinstance(each, Tensor)]
+        for name, layer, args in reversed(entered):
+            shapes = [tuple(each.shape[1:]) for each in args if isinstance(each, Tensor)]
             return f" in layer {name!r} ({type(layer).__name__}{f', input {shapes[0]}' if shapes else ''})"
-    finally:
-        for handle in handles:
-            handle.remove()
     return ""
 
 
@@ -450,13 +448,9 @@ def _check_groups(plan: Plan, sample: Tensor) -> None:
         if inputs[0][0].numel() == layer.num_groups:
             problems.append(f"layer {name!r} has {layer.num_groups} groups for {tuple(inputs[0].shape[1:])} values")
 
-    handles = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers.items()]
-    try:
-        with suppress(Exception):  # reported by _smallest_batch
-            forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers.items()]
+    with placed_hooks(hooks), suppress(Exception):  # reported by _smallest_batch
+        forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
     if problems:
         raise UsageError(
             f"method {plan.method.label!r}: {problems[0]}, and a group of one value is always normalized to 0: "
@@ -470,10 +464,8 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
     if not plan.method.freeze:
         return
     state, inputs = clone(plan.initial), to_inputs(plan, sample)
-    plan.set_mode(training=True, frozen=True)
-    with dropout_key(torch.zeros((), dtype=torch.int64, device=inputs.device)):
-        moved = inputs + 0.5 if inputs.is_floating_point() else inputs
-        compute_outputs(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]))
+    moved = inputs + 0.5 if inputs.is_floating_point() else inputs
+    forward(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]), training=True, frozen=True)
     for entry in plan.entries:
         if norm_statistics(entry) and not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children()):
             raise UsageError(

@@ -250,17 +250,12 @@ def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samp
         optimizer = plan.optimizer if each.decay else plan.undecayed_optimizer
         optimizer.update_(pick(job.params, each.names & grads.keys()), grads, job.optimizer, job.lr * each.lr_scale)
         if each.rule is not None:
-            _clamp_(plan, job, each.rule)
+            for entry, bounds in plan.rules[each.rule].own.bounds.items():
+                values = job.params[plan.own_names[each.rule][entry]]
+                values.copy_(values.clamp(*bounds))  # clamp_ has no batching rule
     if job.separate_phase:
         return replace(job, rest=rest)
     return replace(job, rest=rest, done=job.done + 1, samples=job.samples + samples)
-
-
-def _clamp_(plan: Plan, job: LocalTrainingState, index: int) -> None:
-    """Clamp the own parameters of the rule at ``index`` to their bounds."""
-    for entry, bounds in plan.rules[index].own.bounds.items():
-        values = job.params[plan.own_names[index][entry]]
-        values.copy_(values.clamp(*bounds))  # clamp_ has no batching rule
 
 
 def client_step_(

@@ -25,12 +25,12 @@ from ..utils.state import nbytes, pick
 from ..utils.threads import limit_threads
 from ..utils.version import find_newest_source
 from .cost_model import count_operations, time_in_turns
-from .deferral import choose_held
 from .engine import Data, Diverged, Engine
 from .identity import Identity
 from .spread import Pool
 from .stacked import (
     Stacked,
+    choose_held,
     count_lanes,
     count_threads,
     even_width,

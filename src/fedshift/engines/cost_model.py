@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from math import ceil
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils import flop_counter
 
 from ..core.plan import Plan, forward
 from ..nn.linear import FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
+from ..nn.recognition import placed_hooks
 from ..utils.allocator import keep_freed_memory
 from ..utils.files import cached_measurement
 from ..utils.profiling import wait_for_device
@@ -67,11 +68,8 @@ def measure_activations(plan: Plan, data: Data) -> int:
         counted += output.nbytes if isinstance(output, Tensor) else 0
 
     hooks = [layer.register_forward_hook(count) for layer in plan.layers if not any(layer.children())]
-    try:
+    with placed_hooks(hooks):
         forward(plan, clone(plan.initial), next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return counted
 
 
@@ -90,13 +88,8 @@ def time_in_turns(works: Mapping[str, Callable[[], object]], turns: int, seconds
     timings: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(turns):
         for name, work in works.items():
-            timings[name].append(_time(partial(_repeat, work, runs[name])) / runs[name])
+            timings[name].append(_time(work, runs[name]))
     return {name: median(each) for name, each in timings.items()}
-
-
-def _repeat(work: Callable[[], object], runs: int) -> None:
-    for _ in range(runs):
-        work()
 
 
 def _count_runs(work: Callable[[], object], seconds: float) -> int:
@@ -114,12 +107,8 @@ def count_rows(module: nn.Module) -> Iterator[dict[str, int]]:
         return lambda layer, _, out: rows.update({name: max(rows.get(name, 0), out.numel() // layer.out_features)})
 
     layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, FastLinear))
-    hooks = [layer.register_forward_hook(count(name)) for name, layer in layers]
-    try:
+    with placed_hooks(layer.register_forward_hook(count(name)) for name, layer in layers):
         yield rows
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def choose_products(plan: Plan, rows: Mapping[str, int]) -> None:
@@ -194,11 +183,13 @@ def _time_processor(work: Callable[[], object]) -> float:
     return clock() - began
 
 
-def _time(work: Callable[[], object]) -> float:
+def _time(work: Callable[[], object], runs: int = 1) -> float:
+    """Return the mean seconds of ``runs`` runs of ``work``."""
     began = time.perf_counter()
-    work()
+    for _ in range(runs):
+        work()
     wait_for_device()
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / runs
 
 
 @cache

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.plan import Plan, compute_outputs, to_memory_format
+from ..core.plan import Plan, forward
 from ..core.states import ServerState
 from ..data.augmentation import Augmentation
 from ..data.federation import Federation
 from ..data.samples import Samples, count_bytes
-from ..nn.dropout import Keyed, dropout_key
+from ..nn.dropout import Keyed
 from ..utils.errors import UsageError
 from ..utils.random_streams import peek_generators
 from ..utils.state import State, clone
@@ -218,13 +218,14 @@ def _agrees(backbone: Backbone, state: State, x: Tensor) -> bool:
     same, trained = _reach(plan, head.module, state, x, training=True)
     draws = peek_generators() != before
     alone, _ = _reach(plan, head.module, state, x[:1], training=False)
-    shorter = [_forward(head, state, features, training=training) for training in (False, True)]
+    frozen = plan.freeze_from == 0
+    shorter = [forward(head, clone(state), features, training=training, frozen=frozen) for training in (False, True)]
     equal = torch.equal(features, same) and torch.equal(outputs, shorter[0]) and torch.equal(trained, shorter[1])
     return equal and not draws and torch.allclose(alone, features[:1], rtol=1e-4, atol=1e-5)
 
 
 def _reach(plan: Plan, head: nn.Module, state: State, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-    """Return what ``head`` is given in a pass of the whole network, and the outputs; see :func:`_forward`."""
+    """Return what ``head`` is given in a pass of the whole network, and the outputs."""
     assert isinstance(head, Head)
     given: list[Tensor] = []
 
@@ -233,19 +234,8 @@ def _reach(plan: Plan, head: nn.Module, state: State, x: Tensor, *, training: bo
             raise UsageError(f"{head.name!r} is called more than once, or with another input than one tensor")
         given.append(arguments[0].clone())
 
-    handle = head.parts[0].register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        outputs = _forward(plan, state, x, training=training)
-    finally:
-        handle.remove()
+    with head.parts[0].register_forward_pre_hook(note, with_kwargs=True):
+        outputs = forward(plan, clone(state), x, training=training, frozen=plan.freeze_from == 0)
     if not given:
         raise UsageError(f"{head.name!r} is not called")
     return given[0], outputs
-
-
-@torch.no_grad()
-def _forward(plan: Plan, state: State, x: Tensor, *, training: bool) -> Tensor:
-    """Return the outputs for ``x`` under ``state``, in the mode of steps (``training``) or of evaluation."""
-    plan.set_mode(training=training, frozen=plan.freeze_from == 0)
-    with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device)):
-        return compute_outputs(plan, clone(state), to_memory_format(x, plan.image_format))

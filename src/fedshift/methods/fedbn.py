@@ -10,12 +10,7 @@ from ..core.method import Method, method
 from ..core.selection import batch_norm, buffers, norm_layers, norm_statistics, parse_selection
 from ..utils.errors import unknown_name
 
-KEPT = {
-    "all": batch_norm,
-    "statistics": norm_statistics,
-    "affine": batch_norm & ~buffers,
-    "norm_layers": norm_layers,
-}
+KEPT = {"all": batch_norm, "statistics": norm_statistics, "affine": batch_norm & ~buffers, "norm_layers": norm_layers}
 
 
 @method

@@ -27,8 +27,7 @@ class ControlVariates(Rule):
 
     gradient_stage = "step"
     requires = Requirements(
-        shared_entries="SCAFFOLD corrects the drift of shared entries",
-        plain_steps="SCAFFOLD's control variate",
+        shared_entries="SCAFFOLD corrects the drift of shared entries", plain_steps="SCAFFOLD's control variate"
     )
 
     @override
