@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
@@ -27,6 +27,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 LOW: Mapping[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Number formats of ``torch.autocast``, which decides by layer what is computed in them."""
+START: Mapping[str, bool] = {"training": True, "frozen": False, "first": True, "resident": False}
+"""Mode of a template before its first pass."""
 
 
 class Slot(NamedTuple):
@@ -115,6 +117,9 @@ class Plan:
     precision: Precision = "float32"
     seed: int = 0
     traits: Traits = field(default_factory=Traits)
+    _updates: dict[object, tuple[Updated, ...]] = field(default_factory=dict, init=False, repr=False)
+    _verdicts: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
+    _mode: dict[str, bool] = field(default_factory=lambda: {**START}, init=False, repr=False)
 
     @property
     def personal(self) -> frozenset[str]:
@@ -273,10 +278,6 @@ class Plan:
             self._updates[kind] = tuple(each for each in updates if each.names)
         return self._updates[kind]
 
-    @cached_property
-    def _updates(self) -> dict[object, tuple[Updated, ...]]:
-        return {}
-
     def _list_updates(self, active: tuple[RulePhase, ...], *, model: bool) -> Iterator[Updated]:
         """Yield the parameters trained in the phases ``active``; ``model``: whether the model is trained, too."""
         phased = frozenset[str]().union(*(phase.trains for _, phase in self._during if phase.trains != "own"))
@@ -372,10 +373,6 @@ class Plan:
         usual = nn.Module
         return any(type(layer).train is not usual.train or type(layer).eval is not usual.eval for layer in self.layers)
 
-    @cached_property
-    def _mode(self) -> dict[str, bool]:
-        return {"training": True, "frozen": False, "first": True, "resident": False}
-
     def set_mode(self, *, training: bool, frozen: bool = False, first: bool = True) -> None:
         """Put the template in training or evaluation mode; ``frozen``: BatchNorm layers always in evaluation mode.
 
@@ -467,15 +464,6 @@ class Plan:
         if engine not in self._verdicts:
             self._verdicts[engine] = judge()
         return self._verdicts[engine]
-
-    @cached_property
-    def _verdicts(self) -> dict[str, str | None]:
-        return {}
-
-    @cached_property
-    def undecayed_optimizer(self) -> Optimizer:
-        """The optimizer without weight decay, for parameters that do not decay."""
-        return replace(self.optimizer, weight_decay=0.0)
 
 
 def _has_mean(tensor: Tensor) -> bool:

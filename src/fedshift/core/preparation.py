@@ -162,7 +162,6 @@ def prepare(
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
         _check_freezing(plan, sample)
-        _check_single_samples(plan)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
             "batch_size=1, but BatchNorm in this model cannot compute a variance over one sample: use a batch size of "
@@ -489,16 +488,6 @@ def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None
         raise UsageError(
             f"the model's outputs for a sample have shape {scores}, but the data have {classes} "
             f"{PLURALS[task.output]}: make it give {wanted}, {each}"
-        )
-
-
-def _check_single_samples(plan: Plan) -> None:
-    """Raise :class:`UsageError` if the method combines gradients of single samples, and the model writes an entry."""
-    gradient, moved = plan.method.gradient, sorted(plan.traits.changing or ())
-    if gradient is not None and moved:
-        raise UsageError(
-            f"method {plan.method.label!r}: the model writes into {moved[0]!r} during training, which "
-            f"{plan.method.name_source(gradient)} cannot clip sample by sample: use a model without running statistics"
         )
 
 

@@ -73,29 +73,21 @@ def measure_activations(plan: Plan, data: Data) -> int:
     return counted
 
 
-def time_median(work: Callable[[], object], times: int) -> float:
-    """Return the median seconds of ``times`` runs of ``work``, after one warm-up run."""
-    return median([_time(work) for _ in range(times + 1)][1:])
-
-
 def time_in_turns(works: Mapping[str, Callable[[], object]], turns: int, seconds: float) -> dict[str, float]:
     """Return the median seconds of a run of each work, over ``turns`` turns of at least ``seconds``.
 
     Turns of different works alternate and have similar durations, so that other load on the machine slows all works
     equally; the median of short runs would exclude interrupted ones.
     """
-    runs = {name: _count_runs(work, seconds) for name, work in works.items()}
+    runs: dict[str, int] = {}
     timings: dict[str, list[float]] = {name: [] for name in works}
+    for name, work in works.items():
+        work()
+        runs[name] = max(1, ceil(seconds / _time(work)))  # from the second run
     for _ in range(turns):
         for name, work in works.items():
             timings[name].append(_time(work, runs[name]))
     return {name: median(each) for name, each in timings.items()}
-
-
-def _count_runs(work: Callable[[], object], seconds: float) -> int:
-    """Return how many runs of ``work`` take ``seconds``, estimated from the second run."""
-    work()
-    return max(1, ceil(seconds / _time(work)))
 
 
 @contextmanager
@@ -205,6 +197,6 @@ def measure_peak(threads: int) -> dict[str, float]:
         torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in ((32, 64, 28, 28), (64, 64, 3, 3))
     )
     with limit_threads(threads), torch.no_grad():
-        product = time_median(lambda: layer(x_BI), 5)
-        convolution = time_median(lambda: F.conv2d(images, kernels, padding=1), 5)
+        works = (lambda: layer(x_BI)), (lambda: F.conv2d(images, kernels, padding=1))
+        product, convolution = (median([_time(work) for _ in range(6)][1:]) for work in works)  # the first warms up
     return {"product": 2 * 1024**3 / product, "convolution": 2 * 32 * 28**2 * 64**2 * 9 / convolution}

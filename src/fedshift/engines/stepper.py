@@ -114,10 +114,6 @@ class Stepper:
         params = {n: tensor.expand(len(x), *tensor.shape) if n in shared else tensor for n, tensor in params.items()}
         return (params, rest, *stack[2:]), loss
 
-    def _may_record(self, job: LocalTrainingState) -> bool:
-        """Return whether the step may be recorded; a tape fixes the round, and one a round costs more than it saves."""
-        return not job.separate_phase and not (self._rules_act and self.plan.reads.round)
-
     def _list_read(self, job: LocalTrainingState, stack: Stack) -> tuple[Any, ...]:
         """Return the inputs of rules that vary between steps and must not be constants of a tape."""
         if not self._rules_act:
@@ -169,7 +165,8 @@ class Stepper:
 
         inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys, *factors, *read)
         tape = None
-        if recorded and self._may_record(job):
+        # A tape fixes the round, and one a round costs more than it saves.
+        if recorded and not job.separate_phase and not (self._rules_act and self.plan.reads.round):
             shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
             kind = shapes, job.frozen, list_updates(self.plan, job)
             factored = self.plan.subtracts and not (self._shared or self._rules_act)

@@ -9,6 +9,7 @@ torch's up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,20 +111,16 @@ def _normalize_groups(
     return _merge(normalize, x, weight, bias)
 
 
-def _pool_average(x: Tensor, output_size: Any) -> Tensor:
-    return _merge(lambda x: F.adaptive_avg_pool2d(x, output_size), x)
-
-
-def _pool_maximum(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _merge(lambda x: F.max_pool2d(x, *args, **kwargs), x)
+def _pool(pool: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _merge(lambda x: pool(x, *args, **kwargs), x)
 
 
 _MERGED: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     F.conv2d: (_convolve, (4,)),
     F.batch_norm: (_normalize_batch, (2, 3, 4, 5)),
     F.group_norm: (_normalize_groups, (2, 3, 4, 5)),
-    F.adaptive_avg_pool2d: (_pool_average, (4,)),
-    F.max_pool2d: (_pool_maximum, (4,)),
+    F.adaptive_avg_pool2d: (partial(_pool, F.adaptive_avg_pool2d), (4,)),
+    F.max_pool2d: (partial(_pool, F.max_pool2d), (4,)),
 }
 """Replacements of torch's functions, each with the supported numbers of input dimensions."""
 
