@@ -62,38 +62,16 @@ def label_out_of_range(rewrite):
     rewrite("bob", y_test=np.full(12, 7))
 
 
-def nan_pixels(rewrite):
-    x = np.zeros((17, 8, 8, 3), np.float32)
-    x[5, 2, 2, 1] = np.nan
-    rewrite("bob", x_train=x)
-
-
 def an_empty_client(rewrite):
     rewrite("bob", x_train=np.zeros((0, 8, 8, 3), np.uint8), y_train=np.zeros(0, np.int64))
-
-
-def a_client_of_one_class(rewrite):
-    rewrite("bob", y_train=np.ones(17, np.int64))
 
 
 def other_channels(rewrite):
     rewrite("bob", x_train=np.zeros((17, 8, 8, 4), np.uint8))
 
 
-def other_features(rewrite):
-    rewrite("bob", x_train=np.zeros((17, 5)))
-
-
 def text_in_place_of_arrays(rewrite):
     rewrite("bob").write_text("x,y")
-
-
-def objects(rewrite):
-    rewrite("bob", y_train=np.array([None] * 17))
-
-
-def no_test_labels(rewrite):
-    rewrite("bob", y_test=None)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +81,12 @@ def no_test_labels(rewrite):
             label_out_of_range,
             "client 'bob', test data: label 7 is out of range; labels must be 0..2 (correct the labels",
         ),
-        (nan_pixels, "client 'bob', train data: sample 5 has NaN or infinite values; remove or impute them"),
         (an_empty_client, "client 'bob' has no sample for train among its 12: its parts must give it some"),
-        (
-            a_client_of_one_class,
-            "client 'bob' has only class 1 in its 17 training samples: leave the client out, or allow",
-        ),
         (
             other_channels,
             "samples of shape (17, 8, 8, 4); images are [N, H, W], [N, H, W, C] with 1 or 3 channels or",
         ),
-        (other_features, "client 'bob', train data: samples of shape (5,) where others are images (C, H, W)"),
         (text_in_place_of_arrays, "bob.npz is not an .npz file, or is cut short: write it again with numpy.savez"),
-        (objects, "bob.npz cannot be read without pickle (Object arrays cannot be loaded when allow_pickle=False)"),
-        (no_test_labels, "bob.npz has no array 'y_test' (it has x_train, y_train, x_test): name the arrays"),
     ],
 )
 def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, said):
@@ -128,63 +98,42 @@ def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, 
 @pytest.mark.parametrize(
     ("settings", "about"),
     [
-        ({"lr": -1}, ("lr",)),
         ({"lr": math.nan}, ("lr",)),
         ({"lr": math.inf}, ("lr",)),
         ({"lr": "fast"}, ("lr",)),
         ({"lr": -1, "validation": 2}, ("lr", "validation")),
-        ({"rounds": 0}, ("rounds",)),
         ({"rounds": 2.5}, ("rounds",)),
-        ({"epochs": 0}, ("epochs",)),
-        ({"batch_size": -1}, ("batch_size",)),
-        ({"validation": 1}, ("validation",)),
         ({"participation": 0}, ("participation",)),
-        ({"participation": 1.5}, ("participation",)),
         ({"participation": 9}, ("participation",)),
         ({"seeds": 0}, ("seeds",)),
         ({"seeds": "a"}, ("seeds",)),
-        ({"seeds": "3..a"}, ("seeds",)),
         ({"target_metric": 90}, ("target_metric",)),
-        ({"threads": 0}, ("threads",)),
         ({"workers": 1.5}, ("workers",)),
-        ({"methods": "fedbm"}, ("methods",)),
         ({"methods": "fedavg,fedavg"}, ("methods",)),
         ({"methods": "fedprox(mu=a)"}, ("methods",)),
         ({"methods": "fedprox(nu=1)"}, ("methods",)),
         ({"methods": "fedbn("}, ("methods",)),
         ({"methods": ""}, ("methods",)),
         ({"methods": "nowhere:method"}, ("methods",)),
-        ({"model": "small-cn"}, ("model",)),
         ({"model": "torch.nn:Linear"}, ("model",)),
         ({"model": "math:pi"}, ("model",)),
-        ({"optimizer": "adam"}, ("optimizer",)),
         ({"optimizer": "adamw(beta3=1)"}, ("optimizer",)),
         ({"optimizer": "adamw(beta1=2)"}, ("optimizer",)),
         ({"optimizer": "sgd,adamw"}, ("optimizer",)),
         ({"optimizer": "adamw(momentum=0.9)"}, ("optimizer",)),
         ({"optimizer": "sgd(nesterov=True)"}, ("optimizer",)),
-        ({"schedule": "cosin"}, ("schedule",)),
-        ({"loss": "focl"}, ("loss",)),
         ({"loss": "focal(gamma=-1)"}, ("loss",)),
         ({"loss": "focal(weights=(1.0, 2.0))"}, ("loss",)),
         ({"loss": "operator:add"}, ("loss",)),
-        ({"augment": "flp()"}, ("augment",)),
-        ({"engine": "none"}, ("engine",)),
         ({"engine": "identity"}, ("engine",)),
-        ({"device": "tpu"}, ("device",)),
-        ({"moments": "trained"}, ("moments",)),
         ({"moments": "loaded,later"}, ("moments",)),
-        ({"newcomers": "pem"}, ("newcomers",)),
         ({"epochs": 1, "batches": 1}, ("epochs", "batches")),
         ({"data": "digit"}, ("data",)),
-        ({"data": "some/where"}, ("data",)),
         ({"data": "digits", "target": "y"}, ("target",)),
         ({"data": "tiny", "batch_size": 1}, ("batch_size",)),
         ({"data": "tiny", "image_size": 3}, ("model",)),
         ({"data": "tiny", "select": "best"}, ("select",)),
-        ({"data": "tiny", "domains": "ann,bbo"}, ("domains",)),
         ({"data": "tiny", "samples": 20}, ("samples",)),
-        ({"data": "tiny", "split": "iid(client=3)"}, ("split",)),
         ({"data": "tiny", "validation": 0.99}, ("validation",)),
         ({"data": "tiny", "out": "tiny"}, ("out",)),
         ({"data": "tiny", "out": "tiny/ann.npz"}, ("out",)),
@@ -192,6 +141,7 @@ def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, 
     ],
 )  # fmt: skip
 def test_a_refusal_is_about_the_settings_whose_values_it_refuses(tiny_folder, monkeypatch, settings, about):
+    """As in ``config/test_spec.py``, which refuses one value of every setting."""
     monkeypatch.chdir(tiny_folder.parent)
     given = {"methods": "fedavg,fedbn", "data": "digits"} | settings
     with pytest.raises(fedshift.UsageError) as refused:

@@ -20,7 +20,6 @@ from fedshift.config.settings_file import format_settings
 from fedshift.config.spec import CompareSpec
 from fedshift.engines import sequential
 from fedshift.results.checkpoint import load_checkpoint
-from fedshift.results.summary import read_summary
 
 CHECKPOINT = "trials/fedbn-seed0/checkpoint.safetensors"
 
@@ -162,17 +161,6 @@ def test_validation_accuracy_is_printed_and_written_where_data_are_held_out(cli,
     assert not (tmp_path / "none/tables/validation.csv").exists()
 
 
-@pytest.mark.slow
-def test_the_number_of_threads_is_set_and_written_down(cli, unpublished, tiny_folder, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    assert cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "as-it-is").code == 0
-    assert asked == []
-    assert cli("run", "--data", tiny_folder, "--rounds", 1, "--threads", 3, "--out", "three").code == 0
-    assert asked == [3]
-    assert tomllib.loads((tmp_path / "three/config.toml").read_text())["threads"] == 3
-
-
 def test_a_method_and_a_model_of_ones_own_are_found_where_the_program_is_started(
     cli, unpublished, monkeypatch, tiny_folder, tmp_path
 ):
@@ -247,24 +235,6 @@ def test_two_ctrl_c_stop_at_once(cli, interrupt, monkeypatch, tiny_folder, tmp_p
     assert cli("run", "--resume", "stopped").code == 0
     assert cli(*settings, "--out", "whole").code == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
-
-
-@pytest.mark.slow
-def test_a_process_stopped_by_ctrl_c_ends_in_order(program, tiny_folder, tmp_path):
-    process = program(
-        "run", "--data", tiny_folder, "--rounds", 100000, "--evaluate-every", 1, "--out", "out", cwd=tmp_path
-    )
-    for line in process.stdout:
-        if "round 2/100000" in line:
-            process.send_signal(signal.SIGINT)
-            break
-    out, err = process.communicate()
-    assert (process.returncode, err) == (130, "")
-    assert "Stopping after this round" in out
-    assert "continue with: fedshift run --resume out" in out
-    study = read_summary(tmp_path / "out")
-    assert load_checkpoint(tmp_path / "out" / CHECKPOINT)[1]["round"] == study.rows["round"].max()
-    assert (tmp_path / "out/report.html").exists()
 
 
 # Looking
@@ -387,10 +357,3 @@ def test_an_engine_that_does_not_fit_is_refused_before_anything_starts(cli, tiny
     assert outcome.code == 2
     assert "the identity engine needs exactly one step per client and round" in outcome.err
     assert not (tmp_path / "never").exists()
-
-
-@pytest.mark.slow
-def test_the_engine_that_was_chosen_is_said(cli, unpublished, tiny_folder):
-    said = cli("run", "--data", tiny_folder, "--rounds", 1, "--method", "fedavg").out
-    assert "note: fedavg runs on the sequential engine on one thread (" in said
-    assert "runs on" not in cli("run", "--data", tiny_folder, "--rounds", 1, "--engine", "stacked").out

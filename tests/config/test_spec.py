@@ -2,18 +2,16 @@
 
 import dataclasses
 import inspect
-import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-import fedshift
 from fedshift.cli import app as program
 from fedshift.config.settings_file import format_settings, to_toml
 from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.experiments.python_settings import make_python_experiment
-from fedshift.utils.errors import MOVED, UsageError, as_argument, as_flag
+from fedshift.utils.errors import UsageError
 
 OTHER = {
     "data": "some/where", "domains": "ann,bob", "samples": 20, "validation": 0.25, "image_size": 16, "classes": 4,
@@ -151,18 +149,6 @@ def test_a_settings_file_that_is_no_text_is_refused(resolved, tmp_path):
     assert "no settings file at" in resolved("run", "--config", tmp_path).err
     assert "no settings file at gone.toml: give the path" in resolved("run", "--config", "gone.toml").err
     assert "no run to resume at gone/config.toml" in resolved("run", "--resume", "gone").err
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_a_former_name_is_refused_with_the_new_spelling_wherever_it_is_given(name, resolved, tmp_path):
-    place, example = MOVED[name]
-    told = f"write {as_flag(place, example)} instead"
-    (tmp_path / "old.toml").write_text(f"{name} = 1\n")
-    for words in ((as_flag(name), 1), ("--config", tmp_path / "old.toml")):
-        outcome = resolved("compare", *words)
-        assert (outcome.code, told in outcome.err) == (2, True), outcome.err
-    with pytest.raises(TypeError, match=re.escape(f"write {as_argument(place, example)} instead")):
-        fedshift.compare("fedavg", "digits", **{name: 1})
 
 
 BAD = {

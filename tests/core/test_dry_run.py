@@ -15,7 +15,7 @@ from fedshift.core.declarations import Bound, Own, Send
 from fedshift.core.method import method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
+from fedshift.core.rule import HOOKS, Rule
 from fedshift.core.server_optimizer import ServerOptimizer
 from fedshift.experiments.settings import Settings
 from fedshift.methods.fedavg import fedavg
@@ -73,6 +73,7 @@ WRONG = {
     r"loss\(\): returns an objective that does not": rule(loss=lambda loss, step: 0 * loss + step.outputs.sum()),
     r"loss\(\): returns a tensor with numbers that are not finite": loss(lambda step: step.outputs.sum() / 0),
     r"batch\(\): returns 'x' of shape \(2, 2\) .*, received as \(2, 3\)": rule(batch=lambda x, y, step: (x[:, 1:], y)),
+    r"outputs\(\): returns 'outputs' of .*, received as \(2, 2\)": rule(outputs=lambda outputs, step: outputs[:1]),
     r"batch\(\): returns a Tensor: return 2 tensors": rule(batch=lambda x, y, step: x),
     r"gradients\(\): receives '0.bias' but does not return it": rule(gradients=without_bias),
     r"gradients\(\): returns '0.bias' of .*, received as \(4,\)": grads(lambda bias: {"0.bias": ONE}),
@@ -109,7 +110,7 @@ def test_a_rule_that_does_other_than_it_declares_is_refused_by_rule_and_hook(why
         prepared(WRONG[why])
 
 
-@pytest.mark.parametrize("hook", ["look", "personalize", "batch", "loss", "gradients", "end", "fold"])
+@pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_that_raises_is_refused_with_its_place(hook):
     broken = rule("start" if hook == "personalize" else "", **{hook: lambda *given: {}["absent"]})
     with pytest.raises(

@@ -1,7 +1,6 @@
 """Experiments: what is measured of whom, divergence, selection, and what a study tells."""
 
 import inspect
-import json
 import math
 import threading
 from collections import Counter
@@ -323,28 +322,6 @@ def test_a_diverging_run_stops_and_keeps_the_round_before(make, tmp_path, monkey
     assert {row["round"] for row in rows_of(tmp_path / "run", "fedbn-seed0")} == {1, 2}
 
 
-@pytest.mark.slow
-def test_in_a_comparison_the_other_trials_go_on(make, tmp_path, Listener):
-    class Ends(Listener):
-        def on_trial_end(self, stopped):
-            ends[self.trial.method, self.trial.seed] = stopped
-
-    watch, ends = Ends(), {}
-    experiment = make(methods="fedavg,scaffold,fedprox(mu=1e30)", seeds=2, rounds=2)
-    with pytest.raises(Diverged, match=r"training diverged: client '\w+', round \d, step \d of \d: "):
-        experiment.run(tmp_path / "run", callback=watch)
-    for seed in (0, 1):
-        for method in ("fedavg", "scaffold"):
-            assert {row["round"] for row in rows_of(tmp_path / "run", f"{method}-seed{seed}")} == {1, 2}
-        said = [text for text in watch.notices if text.startswith(f"fedprox(mu=1e30), seed {seed}: training diverged")]
-        assert len(said) == 1
-        assert said[0].endswith("Its numbers are from the previous round.")
-    assert len(ends) == 6
-    assert {method for (method, _), stopped in ends.items() if "diverged" in stopped} == {"fedprox(mu=1e30)"}
-    with pytest.raises(Diverged):
-        experiment.run(tmp_path / "run", resume=True)
-
-
 # Selection
 
 
@@ -380,22 +357,6 @@ def test_a_round_that_measured_fewer_clients_is_never_the_best(make, tmp_path):
 
 
 # What is written
-
-
-@pytest.mark.slow
-def test_a_study_tells_all_that_was_run(make, tmp_path):
-    experiment = make(methods="fedavg,fedbn", rounds=2, seeds=2)
-    experiment.run(tmp_path / "run")
-    study = read_summary(tmp_path / "run")
-    assert (study.name, study.seeds, study.rounds, study.select, study.classes) == ("tiny", (0, 1), 2, "last", 3)
-    assert list(study.methods) == ["fedavg", "fedbn"]
-    assert dict(study.config) == dict(experiment.config)
-    assert {name: x.shape for name, x in study.samples.items()} == dict.fromkeys(("ann", "bob", "cid"), (8, 8, 8, 3))
-    assert study.samples["bob"].dtype == np.uint8
-    first = experiment.data.client("bob").test.x[0].permute(1, 2, 0).numpy()
-    assert np.array_equal(study.samples["bob"][0], first)
-    facts = json.loads((tmp_path / "run" / "study.json").read_text())
-    assert facts["clients"]["bob"] == {"train": 17, "test": 12}
 
 
 def test_float_images_and_features_are_shown_or_left_out(tmp_path):

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -358,28 +357,6 @@ def test_counting_operations_leaves_the_compiler_out():
         "assert count_operations(trial.plan, trial.train) > 0; assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.slow
-def test_workers_end_with_a_program_that_is_killed_and_the_run_goes_on(
-    make, tiny_folder, tmp_path, assert_same, program
-):
-    settings = {"methods": "fedavg,fedbn", "rounds": 60, "batch_size": 8, "evaluate_every": 60}
-    flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]
-    running = program("compare", "--data", tiny_folder, *flags, "--jobs", 2, "--out", tmp_path / "run")
-    while len(list((tmp_path / "run").glob("trials/*/rounds.jsonl"))) < 2:
-        assert running.poll() is None, running.communicate()
-        time.sleep(0.05)
-    workers = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    assert len(workers) == 2
-    running.kill()
-    running.wait()
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        time.sleep(0.05)
-    experiment = make(**settings)
-    assert experiment.run(tmp_path / "run", resume=True)
-    experiment.run(tmp_path / "whole")
-    assert_same(tmp_path / "whole", tmp_path / "run")
 
 
 def test_a_trial_whose_first_seed_is_elsewhere_is_that_of_its_own_seed(make, tmp_path, monkeypatch):

@@ -75,98 +75,6 @@ def test_a_finished_run_resumed_does_nothing_and_may_be_given_more_rounds(make, 
     assert_same(tmp_path / "two", tmp_path / "four")
 
 
-# Where a killed process may die, as Python that runs in it before the program: each counts what happens, and kills.
-KILL = "import os, signal; die = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
-IN_A_CLIENTS_WORK = KILL + (
-    "from fedshift.engines.sequential import Sequential; real, calls = Sequential.load_batch, []\n"
-    "def load(*given):\n"
-    "    calls.append(1)\n"
-    "    if len(calls) == {at}: die()\n"
-    "    return real(*given)\n"
-    "Sequential.load_batch = load\n"
-)
-BETWEEN_CLIENTS_AND_CHECKPOINT = KILL + (
-    "import fedshift.experiments.trial as t; real, calls = t.save_checkpoint, []\n"
-    "def save(*given):\n"
-    "    calls.append(1)\n"
-    "    if len(calls) == {at}: die()\n"
-    "    real(*given)\n"
-    "t.save_checkpoint = save\n"
-)
-CLIENTS_HALF_WRITTEN = KILL + (
-    "import fedshift.experiments.client_store as c; calls = []\n"
-    "real = c.write_atomically\n"
-    "def write(path, content):\n"
-    "    calls.append(1)\n"
-    "    if len(calls) == {at}: path.with_name(path.name + '.tmp').write_bytes(content[:len(content) // 2]); die()\n"
-    "    real(path, content)\n"
-    "c.write_atomically = write\n"
-)
-CHECKPOINT_HALF_WRITTEN = KILL + (
-    "import fedshift.results.checkpoint as c; real, calls = c.save, []\n"
-    "def save(*given, **more):\n"
-    "    calls.append(1)\n"
-    "    content = real(*given, **more)\n"
-    "    if len(calls) != {at}: return content\n"
-    "    class Half(bytes): pass\n"
-    "    def write(path, content):\n"
-    "        path.with_name(path.name + '.tmp').write_bytes(content[:len(content) // 2]); die()\n"
-    "    c.write_atomically = write\n"
-    "    return content\n"
-    "c.save = save\n"
-)
-ROWS_HALF_WRITTEN = KILL + (
-    "import fedshift.experiments.trial_run as e; real, calls = e.append_rows, []\n"
-    "def append(path, rows):\n"
-    "    calls.append(1)\n"
-    "    real(path, rows)\n"
-    "    if len(calls) == {at}: path.write_bytes(path.read_bytes()[:-30]); die()\n"
-    "e.append_rows = append\n"
-)
-
-
-@pytest.mark.slow  # the tests below end in the same places without a process for each
-@pytest.mark.parametrize(
-    ("arguments", "moments"),
-    [
-        pytest.param(["--method", "fedavg"], [(ROWS_HALF_WRITTEN, 3)], id="fedavg"),
-        pytest.param(
-            ["--method", "fedbn", "--optimizer", "sgd(momentum=0.9, keep=True)"],
-            [(BETWEEN_CLIENTS_AND_CHECKPOINT, 2), (IN_A_CLIENTS_WORK, 20)],
-            id="fedbn, momentum kept",
-        ),
-        pytest.param(
-            ["--method", "scaffold", "--participation", "0.5"],
-            [(IN_A_CLIENTS_WORK, 13)],
-            id="scaffold, half of them",
-        ),
-        pytest.param(
-            ["--method", "scaffold", "--participation", "2", "--seeds", "2"],
-            [(CHECKPOINT_HALF_WRITTEN, 1), (ROWS_HALF_WRITTEN, 2), (IN_A_CLIENTS_WORK, 40)],
-            id="scaffold, two of them, two seeds",
-        ),
-        pytest.param(
-            ["--method", "fedbn", "--model", "digit-cnn-dropout", "--batches", "2"],
-            [(IN_A_CLIENTS_WORK, 9), (CLIENTS_HALF_WRITTEN, 2), (CHECKPOINT_HALF_WRITTEN, 1)],
-            id="dropout",
-        ),
-    ],
-)
-def test_a_process_killed_at_any_moment_and_resumed_equals_uninterrupted(
-    program, cli, unpublished, tiny_folder, tmp_path, assert_same, arguments, moments
-):
-    settings = ["run", "--engine", "sequential", "--data", tiny_folder, "--rounds", 4, "--batch-size", 8, *arguments]
-    assert cli(*settings, "--out", tmp_path / "whole").code == 0
-    killed = tmp_path / "killed"
-    for number, (moment, at) in enumerate(moments):
-        begin = [*settings, "--out", killed] if number == 0 else ["run", "--resume", killed]
-        process = program(*begin, before=moment.format(at=at))
-        _, errors = process.communicate()
-        assert (process.returncode, errors, number) == (-signal.SIGKILL, "", number)
-    assert cli("run", "--resume", killed).code == 0
-    assert_same(tmp_path / "whole", killed)
-
-
 def cut(path, rows):
     """Append ``rows``, of which the last is not written whole."""
     append_rows(path, rows)
@@ -191,7 +99,7 @@ def half(path, content):
 def test_ended_in_the_middle_and_resumed_equals_uninterrupted(
     make, tmp_path, monkeypatch, assert_same, moment, at, instead
 ):
-    """As the processes above, which end for real."""
+    """As a process that is killed at this moment; the next test kills one."""
     experiment = make("fedbn", optimizer="sgd(momentum=0.9, keep=True)", rounds=3)
     experiment.run(tmp_path / "whole")
     module, _, name = f"fedshift.{moment}".rpartition(".")

@@ -369,12 +369,6 @@ def test_each_method_is_shown_where_its_validation_data_are_best(sweep, tmp_path
 
 
 @pytest.mark.slow
-def test_without_validation_data_nothing_is_chosen(sweep, tmp_path, unpublished, undrawn):
-    assert sweep("--over", "lr=0.01,0.1", "--out", "out", rounds=1).code == 0
-    assert not (tmp_path / "out" / "tables" / "chosen.md").exists()
-
-
-@pytest.mark.slow
 def test_a_report_of_a_sweep_is_the_sweeps_own_of_what_is_there(sweep, cli, monkeypatch, tmp_path, unpublished):
     made = []
     monkeypatch.setattr(

@@ -121,7 +121,9 @@ def test_proxies_of_the_environment_and_ipv6_are_no_obstacle(tmp_path, files, mo
 
 
 def test_in_plain_text_a_backbone_that_is_frozen_gives_the_bits_of_one_process(tmp_path):
-    spec = spec_for("fixbn(switch=0)", model="tests.flower.test_months:frozen_network", samples=24, domains="pen,photo")
+    spec = spec_for(
+        "fixbn(switch=0)", model="tests.flower.test_remote_engine:frozen_network", samples=24, domains="pen,photo"
+    )
     with machines(tmp_path, spec, tls=False) as two:
         code = "--code", spec.model
         end_well(two.serve("--min-clients", 2, *code), [two.join(name, *code) for name in two.names])
@@ -386,24 +388,3 @@ def test_strangers_take_little_memory_and_no_time_of_a_run(tmp_path, files):
         end_well(coordinator, sites.values())
         assert two.rounds == [["pen", "photo"]] * 3
     same_as_in_process(spec, two.served, tmp_path, tmp_path / "reference")
-
-
-def test_a_site_with_another_authority_or_key_is_told_so_and_the_others_go_on(tmp_path, files):
-    with machines(tmp_path, gated(files, rounds=1, evaluate_every=1)) as three:
-        three.hold("pen", 1)
-        coordinator = three.serve("--min-clients", 2)
-        sites = [three.join(name) for name in ("pen", "photo")]
-        three.held("pen", sites[0])
-        public = tmp_path / "tls" / "nodes" / "print.pub"
-        public.rename(tmp_path / "kept.pub")
-        words = ["join", three.address("print"), "--check", *three.secured("print")]
-        unknown = three.start("unknown", *words)
-        assert unknown.ends() == 1
-        assert "the coordinator does not know this key" in unknown.said
-        (tmp_path / "kept.pub").rename(public)
-        assert three.start("known", *words).ends() == 0
-        used = three.start("used", "join", three.address("pen"), "--check", *three.secured("pen"))
-        assert used.ends() == 1
-        assert "this site's key is in use" in used.said
-        three.release("pen")
-        end_well(coordinator, sites)

@@ -61,12 +61,6 @@ def test_a_target_is_reached_at_the_first_round_that_is_as_good(course):
     assert found.loc[("fedbn", 1)].isna().all()
 
 
-def test_bytes_to_a_target_are_the_traffic_of_the_run_up_to_there(course):
-    study = course({"fedavg": [CLIMB], "fedbn": [CLIMB]})
-    rows = study.traffic[(study.traffic["method"] == "fedbn") & (study.traffic["round"] <= 3)]
-    assert find_reached(study, 0.9).loc[("fedbn", 0), "bytes"] == rows["down"].sum() + rows["up"].sum()
-
-
 def test_the_metric_of_a_target_may_be_another_and_loss_is_reached_from_above(course):
     study = course({"fedavg": [CLIMB]})
     assert find_reached(study, 0.3, "balanced_accuracy")["round"].tolist() == [1]  # all hits are of one of two classes
@@ -121,15 +115,6 @@ def test_a_report_has_the_target_in_words_files_and_page(course, tmp_path, capsy
     assert "| fedbn | never | never | 0 of 1 |" in (tmp_path / "tables" / "target.md").read_text()
     assert "never" in (tmp_path / "tables" / "target.tex").read_text()
     assert "<td>66 B</td>" in (tmp_path / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_a_report_without_a_target_has_none(course, tmp_path, capsys, undrawn):
-    from rich.console import Console
-
-    publish_summary(course({"fedavg": [CLIMB]}), tmp_path, Console())
-    assert not (tmp_path / "tables" / "target.csv").exists()
-    assert "never" not in (tmp_path / "report.html").read_text()
 
 
 # Curves

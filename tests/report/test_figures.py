@@ -119,12 +119,6 @@ def distance(one, other):
     return min(np.linalg.norm(to_lab(one, seen) - to_lab(other, seen)) for seen in (np.eye(3), deutan, protan))
 
 
-def test_a_method_keeps_its_look_when_others_have_no_data(make_study):
-    study = make_study(keep=lambda row: row["method"] != "fedavg")
-    line = make_figures(study)["accuracy-macro"].axes[0].lines[0]
-    assert line.get_color() == make_styles(study.methods)["fedbn"].color
-
-
 def test_a_pdf_has_no_title_unless_it_marks_a_partial_run(tmp_path, monkeypatch):
     titles = {}
     for title in ("Accuracy", "PARTIAL: Accuracy"):

@@ -123,15 +123,6 @@ def test_what_may_not_be_claimed_is_said(make_study, undrawn, runs, said):
     assert said in text
 
 
-@pytest.mark.slow
-def test_methods_are_described_in_words(make_study, undrawn):
-    runs = [{"a": 50, "b": 240}]
-    text = render_page(make_study({"fedbn+fedprox(mu=0.1)": runs, "mine": runs}))
-    assert "batch normalization stays on the client, both its affine parameters and its statistics; " in text
-    assert "a proximal term keeps local models near the server" in text
-    assert re.search(r'<th scope="row"><span>mine</span></th>\s*<td>-</td>', text)
-
-
 def test_values_answer_the_pointer_where_they_are_drawn(study, plain):
     """The last value of fedbn in the macro panel: its text, at the marker's place in the panel's own coordinates."""
     panel = plain.page[plain.page.index('aria-label="Mean over clients') :]
@@ -160,12 +151,6 @@ def test_everything_is_escaped(make_study, blank):
     assert bad not in text
     assert text.count("&lt;img src=x") >= 6
     read(text)
-
-
-@pytest.mark.slow
-def test_selection_is_stated(make_study, undrawn):
-    assert "its last evaluated one" in render_page(make_study())
-    assert "best macro validation accuracy" in render_page(make_study(select="best"))
 
 
 @pytest.mark.slow

@@ -12,17 +12,15 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from fedshift import compare, digits, read_run
+from fedshift import read_run
 from fedshift.config.spec import CompareSpec, RunSpec
 from fedshift.experiments.callbacks import Callback
 from fedshift.experiments.factory import make_experiment
 from fedshift.experiments.restoration import load_experiment, restore_trial
-from fedshift.methods.fedavg import fedavg
 from fedshift.representations.comparison import select_inputs, train_models
 from fedshift.representations.figures import draw_panels, tile_maps
 from fedshift.representations.rendering import distance_table, list_notes, render_comparison, similarity_table
 from fedshift.utils.errors import FedshiftError, UsageError
-from tests.conftest import change_settings
 
 THREE = {
     "data": "digits", "domains": "pen,photo,faded", "image_size": 12, "model": "small-cnn", "samples": 16,
@@ -122,16 +120,6 @@ def test_a_seed_whose_maps_are_not_finite_is_left_out_and_named(found):
     lost = replace(found, similarity=rows.assign(**{name: [rows[name][0], math.nan] for name in rows.columns[3:]}))
     assert similarity_table(lost).rows[0][1].text == f"{rows['client_client'][0]:.3f}"
     assert "Feature maps are not finite, so similarities are left out: fedavg with seed 1." in [*list_notes(lost)]
-
-
-@pytest.mark.slow
-def test_the_reported_round_is_the_one_that_is_looked_at(tmp_path):
-    run = trained(tmp_path / "run", methods="fedavg", select="best", validation=0.25, rounds=4, lr=3.0)
-    trial = next(trials_of(run))
-    rows = pd.read_json(run / "trials" / "fedavg-seed0" / "metrics.jsonl", lines=True)
-    rows = rows[rows["split"] == "validation"].assign(hits=lambda r: r["hits"].map(sum))
-    by_round = rows.groupby("round")["hits"].sum()
-    assert trial.server.round == by_round.idxmax() < 4
 
 
 # Statistics
@@ -295,28 +283,6 @@ def test_an_unfinished_run_is_refused_with_the_command_that_goes_on(tmp_path, cl
     (run / "trials" / "fedbn-seed0" / "checkpoint.safetensors").unlink()
     with pytest.raises(FedshiftError, match=r"no checkpoint at .*: the run ended earlier"):
         read_run(run).features()
-
-
-@pytest.mark.slow
-def test_a_run_of_a_device_that_is_not_here_is_looked_at_on_the_processor_and_that_is_said(tmp_path, cli, monkeypatch):
-    monkeypatch.setattr("fedshift.report.figures.save_each", lambda *_: [])
-    run = trained(tmp_path / "run", RunSpec, method="fedbn", rounds=1, domains="pen,photo")
-    plain = cli("features", run, "--samples", 3).out
-    change_settings(run, device="cuda:99")
-    said = cli("features", run, "--samples", 3).out
-    note = "note: the run was made on cuda:99, which cannot be used here: computed on cpu (--device)\n"
-    assert note in said
-    assert said.replace(note, "") == plain
-    assert cli("features", run, "--device", "cuda:99").code == 2
-
-
-@pytest.mark.slow
-def test_a_run_made_from_python_is_looked_at_there_alone(tmp_path, cli):
-    result = compare(
-        [fedavg()], data=digits().select_clients(["pen"]).limit_samples(16), rounds=1, out=tmp_path / "run"
-    )
-    assert result.features(samples=2).similarity["method"].tolist() == ["fedavg"]
-    assert "data was given from Python" in cli("features", tmp_path / "run").err
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.utils.errors import FedshiftError, Ref, Sentence, UsageError, as_argument, as_flag, unknown_name
+from fedshift.utils.errors import FedshiftError, Ref, Sentence, UsageError, as_argument, as_flag
 
 MESSAGES = [
     (
@@ -53,9 +53,3 @@ def test_a_message_survives_the_way_to_another_process(error):
 
 def test_text_without_references_stays_as_it_is():
     assert str(UsageError("client {0} of {}: 100 %s {")) == "client {0} of {}: 100 %s {"
-
-
-def test_a_former_name_is_refused_with_the_one_that_took_its_place():
-    said = "unknown setting 'group_column': write groups='patient' instead"
-    assert str(unknown_name("setting", "group_column", ["groups", "split_column"])) == said
-    assert "did you mean 'split_column'" in str(unknown_name("setting", "group_column", ["split_column"]))

@@ -31,7 +31,7 @@ from ..config.settings_file import COMMAND, read_run_settings
 from ..config.spec import EXPRESSIONS, SHOWN, TRAINING, CompareSpec, DataSpec, RunOptions, RunSpec
 from ..console.printing import Console
 from ..console.terminal import make_console, print_line, print_parts
-from ..utils.errors import FedshiftError, UsageError, as_flag, find_moved
+from ..utils.errors import FedshiftError, UsageError, as_flag
 from ..utils.user_code import locate_error
 from ..utils.version import __version__
 from .adapt import adapt
@@ -341,10 +341,6 @@ def _format_error(error: BaseException) -> str:
         where = f"{error.filename}: {error.strerror}"
         denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         return f"{where}; make it accessible to this user, or choose another place" if denied else where
-    if isinstance(error, cyclopts.UnknownOptionError):
-        known = [_flag(argument.names) for argument in error.argument_collection]
-        if moved := find_moved(_flag([error.token.keyword or ""]), known):
-            return f"unknown option {error.token.keyword}: write {moved.render(as_flag)} instead"
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"{' '.join(error.unused_tokens or ())!r} belongs to no flag: write --flag value, and lists with commas"
     return error.render(as_flag) if isinstance(error, FedshiftError) else str(error)

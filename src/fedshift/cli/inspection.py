@@ -13,9 +13,13 @@ from rich.text import Text
 from ..config.expressions import list_catalog
 from ..core.buffers import describe_buffers
 from ..core.optimizer import SGD
+from ..core.plan import forward
 from ..core.preparation import prepare
+from ..core.probe import make_batch
 from ..data.federation import Federation, count_labels
+from ..data.samples import Samples
 from ..diagnosis.overview import describe
+from ..engines.stacked import Stacked
 from ..evaluation.communication import find_capabilities, summarize_method
 from ..experiments.description import describe_weighting
 from ..experiments.factory import resolve_model
@@ -75,7 +79,10 @@ def describe_method(
     factory = resolve_model(model, shape, inputs=inputs)
     model = getattr(factory, "__name__", model).replace("_", "-") if model == "auto" else model
     network = make_network(factory, shape, classes)
-    plan = prepare(chosen, network, optimizer=SGD(lr=0.01), sample=torch.zeros(1, *shape))
+    sample = torch.zeros(1, *shape)
+    plan = prepare(
+        chosen, network, optimizer=SGD(lr=0.01), sample=sample, again=lambda: make_network(factory, shape, classes)
+    )
     facts = summarize_method(plan)
     taken = ", ".join(map(str, inputs)) or str(shape)
     also = "" if adapted is None else f" with {adapted}"
@@ -98,6 +105,10 @@ def describe_method(
     if buffers := [entry.name for entry in plan.entries if entry.kind == "constant"]:
         yield Text(f"Constants, passed on as they are: {join_some(buffers)}")
     yield from (Text(f"Note: {text}") for text in describe_buffers(plan))
+    x = make_batch(plan, sample)
+    data = {"": Samples(x=x, y=torch.arange(len(x)) % classes)}
+    if forward(plan, plan.initial, x).ndim == 2 and (refused := Stacked.refusal(plan, data)):
+        yield Text(f"Note: the stacked engine {refused}; auto takes another one")
     local = [row for row in facts.entries if not row["load"]]
     layers = len({row["name"].rpartition(".")[0] for row in local})
     parameters = sum(plan.initial[name].numel() for name in plan.trained)

@@ -459,11 +459,11 @@ class Plan:
             for names, bound in zip(self.own_names, self.rules, strict=True)
         )
 
-    def verdict(self, engine: str, judge: Callable[[], str | None]) -> str | None:
-        """Return why ``engine`` cannot run the plan, which ``judge`` finds once; None if it can."""
-        if engine not in self._verdicts:
+    def verdict(self, engine: str, judge: Callable[[], str | None] | None = None) -> str | None:
+        """Return why ``engine`` cannot run the plan, which ``judge`` finds once; None: it can, as far as known."""
+        if judge and engine not in self._verdicts:
             self._verdicts[engine] = judge()
-        return self._verdicts[engine]
+        return self._verdicts.get(engine)
 
 
 def _has_mean(tensor: Tensor) -> bool:

@@ -469,7 +469,7 @@ class Federation:
                     "samples: leave the client out, or allow it ({})",
                     Ref(allow_single_class=True),
                 )
-        shapes = self._shapes()
+        shapes = {where: split.shape for where, split in self.named_splits().items()}
         common = Counter(shapes.values()).most_common(1)[0][0]
         for where, shape in shapes.items():
             if shape != common:
@@ -482,10 +482,6 @@ class Federation:
     def named_splits(self) -> dict[str, Samples]:
         """Return every split by its name in messages."""
         return {_locate(c.name, name): split for c in self.clients for name, split in c.splits.items()}
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sample shape of every split, by the split's name in error messages."""
-        return {where: split.shape for where, split in self.named_splits().items()}
 
 
 def _draw_groups(unit: NDArray[np.int64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ from ..utils.state import nbytes, pick
 from ..utils.threads import limit_threads
 from ..utils.version import find_newest_source
 from .cost_model import count_operations, time_in_turns
-from .engine import Data, Diverged, Engine
+from .engine import Data, Diverged, Engine, find_exchange
 from .identity import Identity
 from .spread import Pool
 from .stacked import (
@@ -96,12 +96,16 @@ def choose_engine(
         few = f"{needs}: {total / 1e9:.3g} GFLOP in total are too few to gain from more"
         return EngineChoice(engine="sequential", threads=1, reason=few)
     took = _predict(plan, data, clients, rounds, workers, augment, separate_uploads=separate_uploads)
+    refused = find_exchange(plan) or plan.verdict("stacked")
+    if isinstance(plan.optimizer, TorchOptimizer) or any(name.startswith("stacked") for name in took):
+        refused = Stacked.refusal(plan, data)  # times may be another network's that prints the same
+    took = {name: value for name, value in took.items() if not (refused and name.startswith("stacked"))}
     best = min(took, key=lambda name: took[name])
     each = ", ".join(f"{name} {_format_time(value)}" for name, value in sorted(took.items(), key=lambda item: item[1]))
     threads = 1 if best.endswith(ALONE) else None
     why = f"{needs}; predicted training time from a timed step: {each}"
-    if isinstance(plan.optimizer, TorchOptimizer):
-        why += f"; the stacked engine {Stacked.refusal(plan, data)}"
+    if refused:
+        why += f"; the stacked engine {refused}"
     return EngineChoice(engine=best.removesuffix(ALONE), threads=threads, reason=why)
 
 

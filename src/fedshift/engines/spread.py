@@ -13,19 +13,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import torch
 from typing_extensions import override
 
+from ..core.kernel import client_init, init_client, init_server
 from ..core.plan import Plan
+from ..core.probe import find_difference
 from ..core.states import ClientState, ServerState
+from ..core.step import client_step_
 from ..data.augmentation import Augmentation
 from ..data.samples import count_bytes
 from ..utils.errors import FedshiftError, Ref, Sentence
 from ..utils.execution.executor import Chain, Executor, Handle, InProcess, LaneLost, run_all
 from ..utils.execution.ray_cluster import RayCluster
-from ..utils.execution.shared_memory import pickle_without_tensors
+from ..utils.execution.shared_memory import pickle_without_tensors, unpickle_with_tensors
 from ..utils.execution.workers import Workers
 from ..utils.processors import available_memory
 from ..utils.profiling import timed_section
+from ..utils.random_streams import torch_stream
+from ..utils.state import clone
 from ..utils.threads import limit_threads
 from .engine import ClientResult, Data, Engine
 from .sequential import Sequential
@@ -51,6 +57,25 @@ def train_client(
     """Train a client for one round on one thread; ``data`` includes the client's samples."""
     with limit_threads(1):
         return Sequential(plan, data, seed, augment=augment).train_client(server, name, client)
+
+
+def _try_copy(plan: Plan, data: Data) -> str | None:
+    """Return why two steps of the plan's copy in another process would differ, as a predicate; None: they would not."""
+    split, key = next(iter(data.values())), torch.zeros((), dtype=torch.int64)
+    index = torch.arange(2 * plan.smallest_batch) % len(split)
+    x, y = split.inputs(index, plan.dtype), split.targets(index)
+    tensors, packed = pickle_without_tensors(plan)
+    copy = unpickle_with_tensors(packed, lambda number, *_: tensors[number].clone())
+    before, states = clone(plan.initial), []
+    for own in (copy, plan):
+        job = client_init(own, init_client(own), init_server(own), planned_steps=2)
+        with torch_stream(0, "spread"):
+            for _ in range(2):
+                job, _loss = client_step_(own, job, x.clone(), y, key)
+        states.append({name: job.state[name] for name in before})
+    if wrong := find_difference(plan, before, *states):
+        return f"trains {wrong!r} of this model otherwise: its copy in another process lacks a hook or something else"
+    return None
 
 
 @dataclass(eq=False, repr=False)
@@ -84,7 +109,7 @@ class Spread(Engine):
                 pickle_without_tensors(split if split.lazy else None)
             except Exception as error:
                 return f"cannot send the dataset of client {name!r} to another process ({error})"
-        return None
+        return plan.verdict("spread", lambda: _try_copy(plan, data))
 
     @abstractmethod
     def _open(self) -> Executor:

@@ -348,9 +348,10 @@ class Trial:
         after: dict[str, ClientState] = {}
         rows: list[Row] = []
         after_work: list[Row] = []
-        measures, measuring = self._measures_trained(number), 0.0
+        measures, measuring = "trained" in self.settings.moments and self.settings.is_evaluated(number), 0.0
         common: Row = {"method": self.plan.method.label, "seed": self.seed, "round": number}
-        down, up = len(names) * self._downlink_bytes(), self._prelude.get("up", 0) if number == 1 else 0
+        down = 0 if self.plan.method.pooled else len(names) * downlink_bytes(self.plan, self.server)
+        up = self._prelude.get("up", 0) if number == 1 else 0
         for name, trained in self._train(names):
             with timed_section("aggregation"):
                 folding.add(name, trained.update, trained.summed)
@@ -471,10 +472,6 @@ class Trial:
         """Splits that are measured."""
         return tuple(split for split in measured_splits(self.data) if split in self.settings.splits)
 
-    def _measures_trained(self, number: int) -> bool:
-        """Return whether clients are measured just after their work of round ``number``."""
-        return "trained" in self.settings.moments and self.settings.is_evaluated(number)
-
     def _evaluate_trained(self, name: str, trained: ClientResult) -> list[Row]:
         """Return rows of the model of client ``name`` after its work; on all clients' data if they are pooled."""
         plan = self.inputs.plan
@@ -482,9 +479,6 @@ class Trial:
         names = [n for n in self.data.names if n not in self.settings.newcomers] if plan.method.pooled else [name]
         owners = map(self.inputs.measured.client, names)
         return evaluate_trained(plan, state, owners, self.splits, self.data.task, self.data.classes)
-
-    def _downlink_bytes(self) -> int:
-        return 0 if self.plan.method.pooled else downlink_bytes(self.plan, self.server)
 
     def model_state(self, client: str | None = None) -> State | None:
         """Return the model that ``client`` would use, or with ``client=None`` the server's (None if it has none)."""

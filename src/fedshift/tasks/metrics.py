@@ -75,7 +75,8 @@ class SampleMetric(Metric):
 
     @override
     def count(self, task: Task, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
-        return {"sums": {self.name: _keep_finite(float(self.measure(predictions, y).sum()))}}
+        total = float(self.measure(predictions, y).sum())
+        return {"sums": {self.name: total if math.isfinite(total) else None}}
 
     @override
     def record(self, task: Task, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
@@ -216,7 +217,3 @@ def _precisions(score_KN: Tensor, positive_KN: Tensor) -> Tensor:
     above_KN = hit_KN.flip(1).cumsum(dim=1).flip(1).gather(1, first_KN)
     precision_KN = above_KN / (score_KN.shape[1] - first_KN)
     return (hit_KN * precision_KN).sum(dim=1) / hit_KN.sum(dim=1)
-
-
-def _keep_finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

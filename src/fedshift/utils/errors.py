@@ -8,7 +8,7 @@ line. ``str(error)`` speaks Python; the command line prints ``error.render(as_fl
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
@@ -116,31 +116,9 @@ class UsageError(FedshiftError, ValueError):
     exit_code = 2
 
 
-MOVED: Mapping[str, tuple[str, str]] = {
-    "group_column": ("groups", "patient"),
-    "momentum": ("optimizer", "sgd(momentum=0.9)"),
-    "nesterov": ("optimizer", "sgd(momentum=0.9, nesterov=True)"),
-    "weight_decay": ("optimizer", "sgd(weight_decay=0.0001)"),
-    "keep_optimizer": ("optimizer", "sgd(momentum=0.9, keep=True)"),
-    "agc": ("methods", "fedavg+agc(clip=0.64)"),
-    "agc_skip_classifier": ("methods", "fedavg+agc(clip=0.64, classifier=False)"),
-    "first_seed": ("seeds", "3..5"),
-}
-"""Former names of settings, each with the one that took its place, and a value of that."""
-
-
-def find_moved(name: str, allowed: Collection[str]) -> Ref | None:
-    """Return what is written now in place of the setting ``name``, if that is among the settings ``allowed``."""
-    place, example = MOVED.get(name, ("", ""))
-    places = (each for each in (place, place.removesuffix("s")) if each in allowed)  # `run` has one method
-    return next((Ref(**{each: example}) for each in places), None)
-
-
 def unknown_name(kind: str, value: str, allowed: Iterable[str]) -> UsageError:
-    """Return the error for a name that is not among ``allowed``, with the nearest valid one, or its new spelling."""
+    """Return the error for a name that is not among ``allowed``, with the nearest valid one."""
     allowed = sorted(allowed)
-    if moved := find_moved(value, allowed):
-        return UsageError(f"unknown {kind} {value!r}: write {{}} instead", moved)
     near = get_close_matches(value, allowed, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UsageError(f"unknown {kind} {value!r}: {hint}allowed are {', '.join(allowed)}")

@@ -10,11 +10,6 @@ from fedshift.data.datasets.camelyon17 import camelyon17
 from fedshift.utils.errors import UsageError
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def published(tmp_path):
     """Five hospitals of three slides of four patches; red is the slide, green the label."""

@@ -13,11 +13,6 @@ THINGS = ("bird", "car", "chair", "dog", "person")
 PLACES = tuple(f"location_{number}" for number in (38, 43, 46, 100))
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-
-
 def write(root, folders, classes, count=5):
     """``count`` images of every class in every folder, whose red is the class and whose blue is the folder."""
     for place, folder in enumerate(folders):

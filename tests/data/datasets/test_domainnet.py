@@ -16,11 +16,6 @@ TEN = ("bird", "feather", "headphones", "ice_cream", "teapot", "tiger", "whale",
 NUMBERS = {name: number for number, name in enumerate(sorted([*TEN, "aircraft_carrier", "The_Eiffel_Tower"]))}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def archives(tmp_path):
     """``<domain>/<class>/<domain>_<class number>_00000<n>.jpg``, quick drawings ``.png``; three images of each class.

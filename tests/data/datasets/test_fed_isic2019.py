@@ -17,11 +17,6 @@ CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 DATA = Path(os.environ.get("FEDSHIFT_DATA", ""))
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-
-
 def name(center: int, number: int) -> str:
     return f"ISIC_{100 * center + number:07d}" + ("_downsampled" if center == 4 else "")
 

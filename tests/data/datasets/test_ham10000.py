@@ -19,11 +19,6 @@ COLUMNS = ["lesion_id", "image_id", "dx", "dx_type", "age", "sex", "localization
 DATA = Path(os.environ.get("FEDSHIFT_DATA", ""))
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-
-
 def rows() -> list[dict[str, str]]:
     """At every site five lesions of every class, each with two images."""
     table = []

@@ -17,11 +17,6 @@ nibabel = pytest.importorskip("nibabel")
 SITES = ("BIDMC", "BMC", "HK", "I2CVB", "RUNMC", "UCL")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-
-
 def draw(*key):
     return np.random.default_rng([sum(map(ord, str(part))) for part in key])
 

@@ -10,7 +10,7 @@ from scipy.ndimage import binary_dilation, binary_erosion, distance_transform_ed
 from sklearn.datasets import load_digits
 
 from fedshift.data.datasets._morphology import KINDS, perturb, thin_to_skeleton
-from fedshift.data.datasets.morpho_mnist import CARD, morpho_mnist
+from fedshift.data.datasets.morpho_mnist import morpho_mnist
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 
@@ -257,10 +257,3 @@ def test_other_domains_are_refused(root):
         morpho_mnist(root, domains=["swell"])
     with pytest.raises(UsageError, match="give one or more of plain, thin, thick, swollen, fractured, global, local"):
         morpho_mnist(root, domains=["thin", "thin"])
-
-
-def test_what_is_fetched_is_where_it_is_looked_for(tmp_path):
-    for remote in CARD.remotes:
-        (tmp_path / "morpho-mnist" / remote.name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "morpho-mnist" / remote.name).touch()
-    assert CARD.present("morpho-mnist", tmp_path)

@@ -22,11 +22,6 @@ def shade(place: int, label: int, number: int) -> tuple[int, int, int]:
     return 60 * place, 25 * label, 40 * number
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def published(tmp_path):
     """``office_caltech_10/<domain>/<class>/frame_000<number>.jpg``: four images of every class, of different sizes."""

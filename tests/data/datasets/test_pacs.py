@@ -11,11 +11,6 @@ CLIENTS = ("art_painting", "cartoon", "photo", "sketch")
 CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def published(tmp_path):
     """Four images of every class; the last one is for crossvalidation, and all are in the list for testing."""

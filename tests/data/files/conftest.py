@@ -13,6 +13,7 @@ from fedshift.data.assembly import assemble
 from fedshift.data.federation import Federation
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.readers import images as reader
+from fedshift.utils.errors import UsageError
 
 SUFFIXES = ("png", "bmp", "tif", "TIFF", "PNG")
 
@@ -25,6 +26,16 @@ def write(path: Path, image: Image.Image | np.ndarray, **options) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(path, **options)
     return path
+
+
+def samples(split) -> Counter[bytes]:
+    return Counter(x.numpy().tobytes() + bytes([int(y)]) for x, y in zip(split.x, split.y, strict=True))
+
+
+def refused(read, *arguments, **choices) -> str:
+    with pytest.raises(UsageError) as error:
+        read(*arguments, **choices)
+    return str(error.value)
 
 
 @pytest.fixture

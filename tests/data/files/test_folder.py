@@ -18,12 +18,6 @@ def test_a_folder_holds_the_same_federation_as_its_arrays(tiny, tiny_folder):
     assert read.check() is read
 
 
-def test_domains_choose_and_order(tiny_folder):
-    assert read_folder(tiny_folder, ["cid", "ann"]).names == ("cid", "ann")
-    with pytest.raises(UsageError, match="unknown client 'an': did you mean 'ann'\\? allowed are ann, bob, cid"):
-        read_folder(tiny_folder, ["an"])
-
-
 def test_files_that_are_not_chosen_need_not_be_readable(tiny_folder):
     (tiny_folder / "bob.npz").write_text("nothing")
     assert read_folder(tiny_folder, ["cid"]).names == ("cid",)

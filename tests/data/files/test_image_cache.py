@@ -3,10 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
-import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,27 +18,7 @@ from fedshift.data.files import signals, volume_decoding
 from fedshift.data.files.image_decoding import Unreadable, explain_unreadable
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.utils.errors import UsageError
-
-
-def noise(*shape: int, key: int = 0, top: int = 256, dtype=np.uint8) -> np.ndarray:
-    return np.random.default_rng([key, *shape]).integers(0, top, shape).astype(dtype)
-
-
-def write(path: Path, image: Image.Image | np.ndarray, **options) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(path, **options)
-    return path
-
-
-def samples(split) -> Counter[bytes]:
-    return Counter(x.numpy().tobytes() + bytes([int(y)]) for x, y in zip(split.x, split.y, strict=True))
-
-
-def refused(read, *arguments, **choices) -> str:
-    with pytest.raises(UsageError) as error:
-        read(*arguments, **choices)
-    return str(error.value)
-
+from tests.data.files.conftest import noise, refused, samples, write
 
 # Files that cannot be read
 
@@ -248,35 +224,6 @@ def test_threads_that_read_at_the_same_time_all_get_the_same(read):
     assert all(data.notices == () for data in readings)
 
 
-@pytest.mark.slow
-def test_two_processes_that_decode_at_the_same_time_get_the_same(read, root, tmp_path):
-    cache = tmp_path / "shared"
-    code = f"""
-import pathlib, time
-from fedshift.data import assembly
-from fedshift.data.files.read_options import ReadOptions
-def meet(*told):
-    pathlib.Path({str(tmp_path)!r}, "child").touch()
-    while not pathlib.Path({str(tmp_path)!r}, "parent").exists():
-        time.sleep(0.01)
-choices = ReadOptions(cache=pathlib.Path({str(cache)!r}), progress=meet)
-data = assembly.read_source(pathlib.Path({str(root)!r}), choices)
-print(data.fingerprint, data.notices)
-"""
-    child = subprocess.Popen([sys.executable, "-W", "error", "-c", code], stdout=subprocess.PIPE, text=True)
-
-    def meet(*told):  # neither has finished when the other begins
-        (tmp_path / "parent").touch()
-        while not (tmp_path / "child").exists():
-            assert child.poll() is None
-            time.sleep(0.01)
-
-    data = read(cache=cache, progress=meet)
-    assert child.communicate()[0] == f"{data.fingerprint} {data.notices}\n"
-    assert data.notices == ()
-    assert len(list((cache / "images").iterdir())) == 2
-
-
 def test_an_entry_that_another_process_finished_first_is_used(read, tmp_path):
     fingerprint = read(cache=tmp_path / "other").fingerprint
 
@@ -455,24 +402,11 @@ def test_what_the_program_itself_uses_is_not_removed(read, root, images, monkeyp
     assert len(image_store.entries(images)) == 2  # of the other size alone
 
 
-@pytest.mark.slow
-def test_an_entry_that_another_program_has_mapped_stays_readable_when_it_is_removed(read, tmp_path, root, images):
-    code = f"""
-import sys
-from pathlib import Path
-from fedshift.data.assembly import read_source
-from fedshift.data.files.read_options import ReadOptions
-data = read_source(Path({str(root)!r}), ReadOptions(cache=Path({str(images.parent)!r})))
-print("mapped", flush=True)
-sys.stdin.readline()
-print(data.fingerprint, flush=True)
-"""
-    fingerprint = read().fingerprint
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "mapped\n"
+def test_an_entry_that_is_mapped_stays_readable_when_it_is_removed(read, images):
+    fingerprint, data = read().fingerprint, read()
     image_store.clear(images)
     assert list(images.iterdir()) == []
-    assert other.communicate("go on\n")[0] == f"{fingerprint}\n"
+    assert data.fingerprint == fingerprint
 
 
 def test_what_a_crash_left_is_removed_after_a_day_and_what_is_being_written_is_not(read, images, monkeypatch):

@@ -1,30 +1,11 @@
 """Images: which pixels come out of a file, of which depth and size."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from fedshift.utils.errors import UsageError
-
-
-def noise(*shape: int, key: int = 0, top: int = 256, dtype=np.uint8) -> np.ndarray:
-    return np.random.default_rng([key, *shape]).integers(0, top, shape).astype(dtype)
-
-
-def write(path: Path, image: Image.Image | np.ndarray, **options) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(path, **options)
-    return path
-
-
-def refused(read, *arguments, **choices) -> str:
-    with pytest.raises(UsageError) as error:
-        read(*arguments, **choices)
-    return str(error.value)
-
+from tests.data.files.conftest import noise, refused, write
 
 # Pixels of a file
 
@@ -244,10 +225,6 @@ def test_a_size_asked_for_is_bilinear_with_antialiasing(one, channels):
     small = torch.nn.functional.interpolate(whole, size=(4, 4), mode="bilinear", antialias=True, align_corners=False)
     assert pixels.shape == small.shape[1:]
     assert np.abs(pixels - small[0].numpy()).max() <= 1  # Pillow rounds after each direction
-
-
-def test_without_a_size_images_of_one_size_keep_it(read):
-    assert {client.train.shape for client in read().clients} == {(1, 4, 6), (3, 4, 6)}
 
 
 def test_sizes_that_differ_are_refused_by_name(read, root):

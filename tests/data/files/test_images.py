@@ -4,34 +4,12 @@ from collections import Counter
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from fedshift.data.files.images import holds_images
-from fedshift.utils.errors import UsageError
-
-
-def noise(*shape: int, key: int = 0, top: int = 256, dtype=np.uint8) -> np.ndarray:
-    return np.random.default_rng([key, *shape]).integers(0, top, shape).astype(dtype)
-
-
-def write(path: Path, image: Image.Image | np.ndarray, **options) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(path, **options)
-    return path
-
-
-def samples(split) -> Counter[bytes]:
-    return Counter(x.numpy().tobytes() + bytes([int(y)]) for x, y in zip(split.x, split.y, strict=True))
-
-
-def refused(read, *arguments, **choices) -> str:
-    with pytest.raises(UsageError) as error:
-        read(*arguments, **choices)
-    return str(error.value)
-
+from tests.data.files.conftest import noise, refused, samples, write
 
 # Which file lands where
 
@@ -122,14 +100,6 @@ def test_more_classes_may_be_said_but_not_fewer(read):
     assert read(classes=5).classes == 5
     assert "classes=1: " in (said := refused(read, classes=1))
     assert "has 2 class folders (cat, dog); ask for as many" in said
-
-
-def test_domains_choose_and_order_clients(read, root):
-    (root / "color" / "cat" / "0.png").write_text("not chosen, so not read")
-    assert read(domains=("gray",)).names == ("gray",)
-    (root / "color" / "cat" / "0.png").unlink()
-    assert read(domains=("gray", "color")).names == ("gray", "color")
-    assert "unknown client 'grey': did you mean 'gray'?" in refused(read, domains=("grey",))
 
 
 def test_what_systems_leave_behind_is_ignored(read, root):

@@ -187,7 +187,7 @@ def list_files(
             images = [f for f in files if f.name.lower().endswith(known) or (slices and is_dicom(Path(f)))]
             lost = [file for file in files if file not in images]
             images = sorted(images + series, key=lambda each: each.name)
-            own = (Path(file.name).suffix for file in lost if not _is_lost(file))
+            own = (Path(file.name).suffix for file in lost if Path(file.name).suffix.lower() not in UNREAD)
             others.update(suffix for suffix in own if suffix not in attached)
             if not images:
                 notices.append(f"client {name!r}: {folder.path} holds no image")
@@ -255,10 +255,6 @@ def list_content(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry
         seen = [e for e in entries if not e.name.startswith(".") and e.name.lower() not in _IGNORED]
     seen.sort(key=lambda e: e.name)
     return [e for e in seen if not e.is_dir()], [e for e in seen if e.is_dir()]
-
-
-def _is_lost(file: os.DirEntry[str]) -> bool:
-    return Path(file.name).suffix.lower() in UNREAD
 
 
 def _is_image(file: os.DirEntry[str]) -> bool:

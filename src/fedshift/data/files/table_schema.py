@@ -351,7 +351,7 @@ def read_declared_types(name: str, tables: Sequence[TableFile]) -> ColumnContent
 
 def infer_column(name: str, seen: ColumnContents) -> tuple[Column, str]:
     """Return a column's encoding and a notice (may be empty); raise :class:`UsageError` if it cannot be encoded."""
-    numeric = seen.typed or any(_is_number(value) for value in seen.values)
+    numeric = seen.typed or any(value.lower() not in CODES and _are_numbers(pa.array([value])) for value in seen.values)
     if not seen.values or (seen.odd is None and numeric and not seen.declared):
         codes = join_some(f"{code!r} ({place})" for code, place in seen.codes.items())
         told = (
@@ -379,10 +379,6 @@ def infer_column(name: str, seen: ColumnContents) -> tuple[Column, str]:
         "if the text is a slip or marks a missing value, correct it or leave the cell empty"
     )
     return Column(name=name, categories=tuple(found)), notice if mixed else ""
-
-
-def _is_number(text: str) -> bool:
-    return text.lower() not in CODES and _are_numbers(pa.array([text]))
 
 
 def _date_error(name: str, example: str) -> UsageError:

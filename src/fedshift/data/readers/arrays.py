@@ -144,7 +144,9 @@ def list_splits(client: str, given: Any) -> dict[str, Any]:
     parts: Sequence[Any] = given if isinstance(given, tuple | list) else [given]
     if len(parts) == 4:
         return {"train": tuple(parts[:2]), "test": tuple(parts[2:])}
-    if len(parts) == 2 and all(map(_holds_samples, parts)):
+    if len(parts) == 2 and all(
+        (isinstance(part, tuple | list) and len(part) == 2) or _is_dataset(part) for part in parts
+    ):
         return dict(zip(("train", "test"), parts, strict=True))
     kinds = ", ".join(type(part).__name__ for part in parts)
     raise UsageError(f"client {client!r}: {kinds or 'nothing'} given: {ACCEPTED}")
@@ -172,7 +174,3 @@ def _name_splits(client: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_dataset(part: object) -> bool:
     return isinstance(part, Dataset | LazyDataset) or is_hub_dataset(part)
-
-
-def _holds_samples(part: object) -> bool:
-    return (isinstance(part, tuple | list) and len(part) == 2) or _is_dataset(part)

@@ -34,7 +34,7 @@ def can_read(source: object) -> bool:
     """Return whether ``source`` is a directory of recordings, and not of images."""
     if not isinstance(source, Path) or not source.is_dir() or folders.holds_images(source):
         return False
-    return any(_holds_signals(folder, _DEEPEST) for folder in _list_folders(source))
+    return any(_holds_signals(Path(folder), _DEEPEST) for folder in folders.list_content(source)[1])
 
 
 def scan(source: Path, reading: ReadOptions) -> Scan:
@@ -147,7 +147,3 @@ def _holds_signals(folder: Path, levels: int) -> bool:
     files, deeper = folders.list_content(folder)
     found = any(file.name.lower().endswith(SIGNALS) for file in files)
     return found or (levels > 1 and any(_holds_signals(Path(each), levels - 1) for each in deeper))
-
-
-def _list_folders(path: Path) -> list[Path]:
-    return [Path(folder) for folder in folders.list_content(path)[1]]

@@ -110,11 +110,7 @@ class SiteState:
 
     def list_rounds(self) -> list[int]:
         """Return the rounds after which there is a state."""
-        return sorted(map(_round_of, self.folder.glob(STATES)))
+        return sorted(int(path.stem.removeprefix("state-")) for path in self.folder.glob(STATES))
 
     def _path(self, round: int) -> Path:
         return self.folder / f"state-{round}.safetensors"
-
-
-def _round_of(path: Path) -> int:
-    return int(path.stem.removeprefix("state-"))
