@@ -114,8 +114,7 @@ def prepare(
     if sample is not None:
         bare = _observe(bare, sample, remake)
         traits = bare.traits
-        _check_functions(bare, sample)
-        _check_groups(bare, sample)
+        _check_surgery(bare, sample)
         smallest = _smallest_batch(bare, sample, remake)
     model_entries = tuple(e for e in bare.entries if e.kind != "hidden" or e.name in (traits.changing or ()))
     hidden = frozenset(entry.name for entry in model_entries if entry.kind == "hidden")
@@ -229,8 +228,7 @@ def _probe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Trait
     except UsageError:
         raise
     except Exception as error:  # a user's network may raise any type
-        _check_functions(plan, sample)
-        _check_groups(plan, sample)
+        _check_surgery(plan, sample)
         _smallest_batch(plan, sample, remake)
         where = _find_failing(plan, to_inputs(plan, sample))
         raise UsageError(_unsupported_sample_error(sample, error, where)) from error
@@ -418,27 +416,13 @@ def _accepts(model: nn.Module, inputs: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _check_functions(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if surgery replaced normalization, and the model also normalizes without a layer."""
+def _check_surgery(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` if surgery replaced normalization, and the result normalizes wrongly.
+
+    The model also normalizes without a layer, or a new GroupNorm has one value per group, so that it is constant.
+    """
     functions = {each for change in plan.method.surgery for each in getattr(change, "replaced", ())}
-    if not functions:
-        return
-    with suppress(Exception), FunctionCalls(plan.module, functions) as calls:  # errors are reported by _smallest_batch
-        forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    others = [call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))]
-    for name, layer, function, *_ in others[:1]:
-        where = f"its layer {name!r}" if name else "it"
-        raise UsageError(
-            f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "
-            f"{where} ({type(layer).__name__}) calls {function.__name__}: make a layer of it, or use a method that "
-            "keeps normalization"
-        )
-
-
-@torch.no_grad()
-def _check_groups(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if surgery created a GroupNorm with one value per group, whose output is constant."""
-    if not any(map(decides_normalization, plan.method.surgery)):
+    if not (functions or any(map(decides_normalization, plan.method.surgery))):
         return
     layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm)}
     problems: list[str] = []
@@ -448,8 +432,17 @@ def _check_groups(plan: Plan, sample: Tensor) -> None:
             problems.append(f"layer {name!r} has {layer.num_groups} groups for {tuple(inputs[0].shape[1:])} values")
 
     hooks = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers.items()]
-    with placed_hooks(hooks), suppress(Exception):  # reported by _smallest_batch
+    # Errors are reported by _smallest_batch.
+    with placed_hooks(hooks), suppress(Exception), FunctionCalls(plan.module, functions) as calls:
         forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
+    others = [call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))]
+    for name, layer, function, *_ in others[:1]:
+        where = f"its layer {name!r}" if name else "it"
+        raise UsageError(
+            f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "
+            f"{where} ({type(layer).__name__}) calls {function.__name__}: make a layer of it, or use a method that "
+            "keeps normalization"
+        )
     if problems:
         raise UsageError(
             f"method {plan.method.label!r}: {problems[0]}, and a group of one value is always normalized to 0: "

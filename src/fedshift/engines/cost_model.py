@@ -45,32 +45,26 @@ def count_operations(plan: Plan, data: Data) -> int:
     """
     split = next(iter(data.values()))
     x = split.inputs(slice(0, 1), plan.dtype)
-    _keep_compiler_out()
+    dispatch: Any = flop_counter._FlopCounterMode.__torch_dispatch__
+    with suppress(AttributeError):  # keeps the compiler out, whose import takes a second; not in all versions of torch
+        vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
     counter = flop_counter.FlopCounterMode(display=False)  # its tracker of layers fails where these differentiate
     with flop_counter._FlopCounterMode(counter), use_torch_linear():
         forward(plan, clone(plan.initial), x)
     return 3 * int(counter.get_total_flops())
 
 
-def _keep_compiler_out() -> None:
-    """Keep torch's counter from importing the compiler at its first use, which takes a second."""
-    dispatch: Any = flop_counter._FlopCounterMode.__torch_dispatch__
-    with suppress(AttributeError):  # other versions of torch import it
-        vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
-
-
 def measure_activations(plan: Plan, data: Data) -> int:
     """Return the bytes of the layers' outputs for one sample, which training keeps until the backward pass."""
-    counted = 0
+    counted: list[int] = []
 
     def count(_layer: nn.Module, _inputs: object, output: object) -> None:
-        nonlocal counted
-        counted += output.nbytes if isinstance(output, Tensor) else 0
+        counted.append(output.nbytes if isinstance(output, Tensor) else 0)
 
     hooks = [layer.register_forward_hook(count) for layer in plan.layers if not any(layer.children())]
     with placed_hooks(hooks):
         forward(plan, clone(plan.initial), next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
-    return counted
+    return sum(counted)
 
 
 def time_in_turns(works: Mapping[str, Callable[[], object]], turns: int, seconds: float) -> dict[str, float]:

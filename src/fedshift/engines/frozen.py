@@ -174,7 +174,9 @@ def _list_cuts(plan: Plan, changing: frozenset[str]) -> Iterator[tuple[str, int]
     """
     owners = {entry.owner for entry in plan.entries if entry.name in changing}
     modules = dict(plan.module.named_modules())
-    after = [name for name, module in modules.items() if module in owners or _is_random(module)]
+    sees_batch = {layer for layer in modules.values() if isinstance(layer, _BatchNorm) and layer.running_mean is None}
+    draws = {layer for layer in modules.values() if isinstance(layer, Keyed)}
+    after = [name for name, module in modules.items() if module in owners | sees_batch | draws]
     name = after[0]
     while name and not all(map(partial(_is_in, name), after)):
         name = name.rpartition(".")[0]
@@ -191,11 +193,6 @@ def _list_cuts(plan: Plan, changing: frozenset[str]) -> Iterator[tuple[str, int]
 
 def _is_in(module: str, name: str) -> bool:
     return f"{name}.".startswith(f"{module}.")
-
-
-def _is_random(layer: nn.Module) -> bool:
-    """Return whether the output of ``layer`` for a sample depends on a draw or, in evaluation too, on the batch."""
-    return isinstance(layer, Keyed) or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
 
 
 def _is_sound(backbone: Backbone, x: Tensor) -> bool:
