@@ -130,15 +130,9 @@ def estimate_seconds(plan: Plan, data: Data, *, clients: int, rounds: int) -> fl
 
 
 def _predict(
-    plan: Plan,
-    data: Data,
-    clients: int,
-    rounds: int,
-    workers: int | None,
-    augment: Augmentation | None,
-    *,
+    plan: Plan, data: Data, clients: int, rounds: int, workers: int | None, augment: Augmentation | None, *,
     separate_uploads: bool,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Return the seconds that ``rounds`` rounds take on each engine, from a timed step (cached)."""
     steps, batch = count_steps(plan, data)
     split = next(iter(data.values()))

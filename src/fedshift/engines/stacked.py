@@ -199,13 +199,9 @@ class Stacked(Engine):
         return *torch.vmap(restart_lane)(stack), *stack[2:]
 
     def _take_steps(
-        self,
-        lanes: Sequence[_Lane],
-        turns: Sequence[Batches],
-        job: LocalTrainingState,
-        stack: Stack,
+        self, lanes: Sequence[_Lane], turns: Sequence[Batches], job: LocalTrainingState, stack: Stack,
         held: Held | None = None,
-    ) -> tuple[Stack, Tensor]:
+    ) -> tuple[Stack, Tensor]:  # fmt: skip
         """Return the stack after each lane's steps in ``turns``, and their losses, float64 ``[lanes, steps]``.
 
         ``job``: the state common to all lanes. Losses of steps that a lane does not take are 0. ``held``: storage for
@@ -520,16 +516,9 @@ def _find_limits(device: torch.device) -> tuple[int, int]:
 
 
 def prepare_steps(
-    plan: Plan,
-    data: Data,
-    lanes: int,
-    threads: int,
-    batch: int | None = None,
-    steps: int = 1,
-    shared: frozenset[str] = frozenset(),
-    held: Mapping[str, frozenset[str]] | None = None,
-    rows: int = 0,
-) -> Callable[[], None]:
+    plan: Plan, data: Data, lanes: int, threads: int, batch: int | None = None, steps: int = 1,
+    shared: frozenset[str] = frozenset(), held: Mapping[str, frozenset[str]] | None = None, rows: int = 0,
+) -> Callable[[], None]:  # fmt: skip
     """Return a function that takes ``steps`` steps with ``threads`` chunks of ``lanes`` clients, for timing or testing.
 
     ``shared``: see :class:`Stepper`; ``held``: parameters with deferred updates, whose buffers of ``rows`` rows are

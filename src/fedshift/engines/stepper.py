@@ -57,16 +57,9 @@ class Stepper:
         self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
 
     def step(
-        self,
-        job: LocalTrainingState,
-        stack: Stack,
-        x: Tensor,
-        y: Tensor,
-        keys: Tensor,
-        *,
-        recorded: bool = False,
+        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool = False,
         held: Held | None = None,
-    ) -> tuple[Stack, Tensor]:
+    ) -> tuple[Stack, Tensor]:  # fmt: skip
         """Step all lanes of ``stack`` in place; ``job`` holds the state common to all lanes.
 
         ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``; ``recorded``: whether to use a tape, if possible.
@@ -126,16 +119,9 @@ class Stepper:
         return after.params, after.optimizer, after.rest
 
     def _differentiate(
-        self,
-        job: LocalTrainingState,
-        stack: Stack,
-        x: Tensor,
-        y: Tensor,
-        keys: Tensor,
-        *,
-        recorded: bool,
+        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool,
         held: Held | None = None,
-    ) -> tuple[Gradients, State, Tensor]:
+    ) -> tuple[Gradients, State, Tensor]:  # fmt: skip
         """Return the gradients, ``rest`` after the batch and the data losses ``[lanes]``.
 
         For ``held`` parameters, the gradient is a pair: the gradients of the layer's outputs, and its inputs.
@@ -187,16 +173,9 @@ class Stepper:
 
 
 def _compute_lanes(
-    plan: Plan,
-    job: LocalTrainingState,
-    parts: Stack,
-    x: Tensor,
-    y: Tensor,
-    keys: Tensor,
-    *,
-    shared: frozenset[str],
+    plan: Plan, job: LocalTrainingState, parts: Stack, x: Tensor, y: Tensor, keys: Tensor, *, shared: frozenset[str],
     held: Mapping[str, tuple[Tensor, Tensor, frozenset[str]]],
-) -> tuple[dict[str, Any], State, Tensor]:
+) -> tuple[dict[str, Any], State, Tensor]:  # fmt: skip
     """Return the gradients of the lanes' objectives, their ``rest`` after the batch, and their data losses.
 
     Parameters that the objective does not depend on have none.

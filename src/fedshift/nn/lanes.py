@@ -69,14 +69,9 @@ def _merge(function: Callable[..., Tensor], x: Tensor, *params: Tensor | None, b
 
 
 def _convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,  # noqa: ARG001
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,  # noqa: ARG001
+) -> Tensor:  # fmt: skip
     def convolve(x_NCHW: Tensor, w_OIKL: Tensor, b_O: Tensor | None) -> Tensor:
         return F.conv2d(x_NCHW, w_OIKL, b_O, stride, padding, dilation, x_NCHW.shape[1] // w_OIKL.shape[1])
 
@@ -84,15 +79,9 @@ def _convolve(
 
 
 def _normalize_batch(
-    x: Tensor,
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+    x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
     def normalize(x: Tensor, *channels: Tensor | None) -> Tensor:
         m, v, w, b = channels
         return F.batch_norm(x, m, v, w, b, training, momentum, eps)
