@@ -82,8 +82,7 @@ def _normalize_batch(
     x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    def normalize(x: Tensor, *channels: Tensor | None) -> Tensor:
-        m, v, w, b = channels
+    def normalize(x: Tensor, m: Tensor | None, v: Tensor | None, w: Tensor | None, b: Tensor | None) -> Tensor:
         return F.batch_norm(x, m, v, w, b, training, momentum, eps)
 
     return _merge(normalize, x, mean, var, weight, bias, by_sample=not training)
