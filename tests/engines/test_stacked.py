@@ -15,9 +15,8 @@ from fedshift.data.assembly import federation
 from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.engines import stacked, stepper
 from fedshift.engines.cost_model import measure_activations
-from fedshift.engines.deferral import hold
 from fedshift.engines.engine import Diverged
-from fedshift.engines.stacked import Stacked
+from fedshift.engines.stacked import Stacked, hold
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc

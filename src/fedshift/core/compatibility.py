@@ -98,7 +98,7 @@ def check_compatibility(plan: Plan) -> None:
             "a batch size of 2 or more, say 32"
         ).about("batch_size")
     if method.gradient is not None:
-        _check_separate_samples(plan, f"{method.name_source(method.gradient)} combines the gradients of single samples")
+        _check_separate_samples(plan, method.name_source(method.gradient))
     if inputs := find_inputs(plan.module):
         _check_several_inputs(plan, name_inputs(inputs))
     source = method.name_source(method.aggregate)
@@ -275,12 +275,12 @@ def _check_plain_steps(plan: Plan, what: str, *, momentum: bool) -> None:
             )
 
 
-def _check_separate_samples(plan: Plan, what: str) -> None:
+def _check_separate_samples(plan: Plan, source: str) -> None:
     """Raise :class:`UsageError` unless a sample affects only the gradient of its own loss.
 
     Uploads of rules that declare ``reveals="update"`` then follow from the combined gradients.
     """
-    name = f"method {plan.method.label!r}"
+    name, what = f"method {plan.method.label!r}", f"{source} combines the gradients of single samples"
     for layer, module in plan.module.named_modules():
         if isinstance(module, _BatchNorm | HybridBatchNorm):
             raise UsageError(
@@ -299,6 +299,11 @@ def _check_separate_samples(plan: Plan, what: str) -> None:
         }
         if why := next((text for text, true in reads.items() if true), ""):
             raise UsageError(f"{name}: {what}, and {bound.rule.source_method} {why}: remove one of the two")
+    if plan.traits.changing:
+        raise UsageError(
+            f"{name}: the model writes into {min(plan.traits.changing)!r} during training, which "
+            f"{source} cannot clip sample by sample: use a model without running statistics"
+        )
     if isinstance(plan.loss, Loss) and plan.loss.comparing:
         raise UsageError(
             f"{name}: {what}, but {plan.loss} compares the samples of a batch, and a single sample has no gradient: "

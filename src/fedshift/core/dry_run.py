@@ -159,7 +159,7 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
     def take(job: LocalTrainingState, *phases: RulePhase | None) -> LocalTrainingState:
         for phase in phases:
-            job, _ = client_step_(plan, replace(job, separate_phase=phase), x, y, _make_key(x))
+            job, _ = client_step_(plan, replace(job, separate_phase=phase), x, y, x.new_ones((), dtype=torch.int64))
         return replace(job, separate_phase=None)
 
     job = client_init(plan, client, server, 1, _see(plan, x, y))
@@ -173,13 +173,9 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
     return client_final(plan, job)
 
 
-def _make_key(x: Tensor) -> Tensor:
-    return torch.ones((), dtype=torch.int64, device=x.device)
-
-
 def _see(plan: Plan, x: Tensor, y: Tensor) -> Seen | None:
     first, targets = plan.reads.first, y if plan.reads.targets else y[:0]
-    return Seen(targets, x[:first], y[:first], _make_key(x)) if plan.defines("look") else None
+    return Seen(targets, x[:first], y[:first], x.new_ones((), dtype=torch.int64)) if plan.defines("look") else None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 
 from torch import Tensor
 
+from ..nn.recognition import placed_hooks
 from ..utils.state import State, clone, pick
 from .buffers import fit_spectral_norms
 from .contexts import EndContext, Glimpse, Hook, LookContext, Owned, RoundContext
@@ -157,12 +158,8 @@ def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen, *
     x, y, layers = seen.x[:count], seen.y[:count], dict(plan.module.named_modules())
 
     def run(hooks: Mapping[str, Hook]) -> None:
-        handles = [layers[name].register_forward_pre_hook(hook) for name, hook in hooks.items()]
-        try:
+        with placed_hooks(layers[name].register_forward_pre_hook(hook) for name, hook in hooks.items()):
             forward(plan, clone(state), x, training=True, key=seen.key)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def loss_at(entries: State) -> Tensor:
         return plan.loss(forward(plan, clone({**state, **entries}), x, training=False), y)

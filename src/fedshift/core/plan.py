@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.dropout import Keyed, dropout_key
+from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from .declarations import Bound, Reads, RulePhase
@@ -26,6 +27,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 LOW: Mapping[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Number formats of ``torch.autocast``, which decides by layer what is computed in them."""
+START: Mapping[str, bool] = {"training": True, "frozen": False, "first": True, "resident": False}
+"""Mode of a template before its first pass."""
 
 
 class Slot(NamedTuple):
@@ -114,6 +117,9 @@ class Plan:
     precision: Precision = "float32"
     seed: int = 0
     traits: Traits = field(default_factory=Traits)
+    _updates: dict[object, tuple[Updated, ...]] = field(default_factory=dict, init=False, repr=False)
+    _verdicts: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
+    _mode: dict[str, bool] = field(default_factory=lambda: {**START}, init=False, repr=False)
 
     @property
     def personal(self) -> frozenset[str]:
@@ -272,10 +278,6 @@ class Plan:
             self._updates[kind] = tuple(each for each in updates if each.names)
         return self._updates[kind]
 
-    @cached_property
-    def _updates(self) -> dict[object, tuple[Updated, ...]]:
-        return {}
-
     def _list_updates(self, active: tuple[RulePhase, ...], *, model: bool) -> Iterator[Updated]:
         """Yield the parameters trained in the phases ``active``; ``model``: whether the model is trained, too."""
         phased = frozenset[str]().union(*(phase.trains for _, phase in self._during if phase.trains != "own"))
@@ -371,10 +373,6 @@ class Plan:
         usual = nn.Module
         return any(type(layer).train is not usual.train or type(layer).eval is not usual.eval for layer in self.layers)
 
-    @cached_property
-    def _mode(self) -> dict[str, bool]:
-        return {"training": True, "frozen": False, "first": True, "resident": False}
-
     def set_mode(self, *, training: bool, frozen: bool = False, first: bool = True) -> None:
         """Put the template in training or evaluation mode; ``frozen``: BatchNorm layers always in evaluation mode.
 
@@ -467,15 +465,6 @@ class Plan:
             self._verdicts[engine] = judge()
         return self._verdicts.get(engine)
 
-    @cached_property
-    def _verdicts(self) -> dict[str, str | None]:
-        return {}
-
-    @cached_property
-    def undecayed_optimizer(self) -> Optimizer:
-        """The optimizer without weight decay, for parameters that do not decay."""
-        return replace(self.optimizer, weight_decay=0.0)
-
 
 def _has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.isfinite().all())
@@ -561,12 +550,8 @@ def compute_features(
     def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         seen[layer] = inputs[0]
 
-    hooks = [layer.register_forward_pre_hook(record) for layer in set(plan.feature_layers.values())]
-    try:
+    with placed_hooks(layer.register_forward_pre_hook(record) for layer in set(plan.feature_layers.values())):
         outputs = compute_outputs(plan, state, x, in_place=in_place)
-    finally:
-        for hook in hooks:
-            hook.remove()
     for index, layer in plan.feature_layers.items():
         if layer not in seen:
             raise UsageError(
@@ -588,12 +573,14 @@ def _describe_wrong_outputs(module: nn.Module, outputs: object) -> str:
 
 
 @torch.no_grad()
-def forward(plan: Plan, state: State, x: Tensor, *, training: bool = False, key: Tensor | None = None) -> Tensor:
+def forward(
+    plan: Plan, state: State, x: Tensor, *, training: bool = False, frozen: bool = False, key: Tensor | None = None
+) -> Tensor:
     """Return the model's outputs under ``state`` for inputs ``x``; in training, buffers of ``state`` are updated.
 
-    ``key``: int64 scalar that keys dropout masks; default 0.
+    ``frozen``: whether statistics are frozen. ``key``: int64 scalar that keys dropout masks; default 0.
     """
-    plan.set_mode(training=training)
+    plan.set_mode(training=training, frozen=frozen)
     state = state if training or not plan.traits.writes_in_evaluation else clone(state)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device) if key is None else key):
         return compute_outputs(plan, state, to_memory_format(x, plan.image_format))

@@ -22,9 +22,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..nn.attributes import describe_network, kept_attributes
 from ..nn.convolution import use_fast_convolutions
-from ..nn.dropout import dropout_key, key_dropouts
+from ..nn.dropout import key_dropouts
 from ..nn.linear import use_fast_linear
-from ..nn.recognition import FunctionCalls, torch_kind
+from ..nn.recognition import FunctionCalls, placed_hooks, torch_kind
 from ..nn.surgery import NORMALIZATION
 from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
@@ -36,7 +36,7 @@ from .declarations import Bound
 from .dry_run import check_rounds
 from .method import Method, decides_normalization
 from .optimizer import SGD, Optimizer
-from .plan import Loss, Plan, Precision, Traits, compute_outputs, forward, to_inputs
+from .plan import Loss, Plan, Precision, Traits, forward, to_inputs
 from .probe import make_batch, probe_network, weigh_outputs
 from .selection import Kind, entries, everything, norm_statistics
 from .work import Work
@@ -114,8 +114,7 @@ def prepare(
     if sample is not None:
         bare = _observe(bare, sample, remake)
         traits = bare.traits
-        _check_functions(bare, sample)
-        _check_groups(bare, sample)
+        _check_surgery(bare, sample)
         smallest = _smallest_batch(bare, sample, remake)
     model_entries = tuple(e for e in bare.entries if e.kind != "hidden" or e.name in (traits.changing or ()))
     hidden = frozenset(entry.name for entry in model_entries if entry.kind == "hidden")
@@ -162,7 +161,6 @@ def prepare(
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
         _check_freezing(plan, sample)
-        _check_single_samples(plan)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
         raise UsageError(
             "batch_size=1, but BatchNorm in this model cannot compute a variance over one sample: use a batch size of "
@@ -230,8 +228,7 @@ def _probe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Trait
     except UsageError:
         raise
     except Exception as error:  # a user's network may raise any type
-        _check_functions(plan, sample)
-        _check_groups(plan, sample)
+        _check_surgery(plan, sample)
         _smallest_batch(plan, sample, remake)
         where = _find_failing(plan, to_inputs(plan, sample))
         raise UsageError(_unsupported_sample_error(sample, error, where)) from error
@@ -392,21 +389,19 @@ def _smallest_batch(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module])
 def _find_failing(plan: Plan, inputs: Tensor) -> str:
     """Return name, type and input shape of the layer in which two samples fail, evaluated and then trained."""
     entered: list[tuple[str, nn.Module, tuple[Any, ...]]] = []
-    handles = []
-    for name, layer in plan.module.named_modules():
-        if name:
-            handles.append(layer.register_forward_pre_hook(lambda *given, at=name: entered.append((at, *given))))
-            handles.append(layer.register_forward_hook(lambda *_: entered.pop() and None))
+    layers = {name: layer for name, layer in plan.module.named_modules() if name}
+    enter = [
+        each.register_forward_pre_hook(lambda *args, at=at: entered.append((at, *args))) for at, each in layers.items()
+    ]
+    leave = [each.register_forward_hook(lambda *_: entered.pop() and None) for each in layers.values()]
     try:
-        for training in (False, True):
-            forward(plan, clone(plan.initial), inputs.expand(2, *inputs.shape[1:]), training=training)
+        with placed_hooks(enter + leave):
+            for training in (False, True):
+                forward(plan, clone(plan.initial), inputs.expand(2, *inputs.shape[1:]), training=training)
     except Exception:  # the one that is being reported
-        for name, layer, given in reversed(entered):
-            shapes = [tuple(each.shape[1:]) for each in given if isinstance(each, Tensor)]
+        for name, layer, args in reversed(entered):
+            shapes = [tuple(each.shape[1:]) for each in args if isinstance(each, Tensor)]
             return f" in layer {name!r} ({type(layer).__name__}{f', input {shapes[0]}' if shapes else ''})"
-    finally:
-        for handle in handles:
-            handle.remove()
     return ""
 
 
@@ -421,12 +416,24 @@ def _accepts(model: nn.Module, inputs: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _check_functions(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if surgery replaced normalization, and the model also normalizes without a layer."""
+def _check_surgery(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` if surgery replaced normalization, and the result normalizes wrongly.
+
+    The model also normalizes without a layer, or a new GroupNorm has one value per group, so that it is constant.
+    """
     functions = {each for change in plan.method.surgery for each in getattr(change, "replaced", ())}
-    if not functions:
+    if not (functions or any(map(decides_normalization, plan.method.surgery))):
         return
-    with suppress(Exception), FunctionCalls(plan.module, functions) as calls:  # errors are reported by _smallest_batch
+    layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm)}
+    problems: list[str] = []
+
+    def check(name: str, layer: nn.GroupNorm, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0][0].numel() == layer.num_groups:
+            problems.append(f"layer {name!r} has {layer.num_groups} groups for {tuple(inputs[0].shape[1:])} values")
+
+    hooks = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers.items()]
+    # Errors are reported by _smallest_batch.
+    with placed_hooks(hooks), suppress(Exception), FunctionCalls(plan.module, functions) as calls:
         forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
     others = [call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))]
     for name, layer, function, *_ in others[:1]:
@@ -436,27 +443,6 @@ def _check_functions(plan: Plan, sample: Tensor) -> None:
             f"{where} ({type(layer).__name__}) calls {function.__name__}: make a layer of it, or use a method that "
             "keeps normalization"
         )
-
-
-@torch.no_grad()
-def _check_groups(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if surgery created a GroupNorm with one value per group, whose output is constant."""
-    if not any(map(decides_normalization, plan.method.surgery)):
-        return
-    layers = {name: layer for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm)}
-    problems: list[str] = []
-
-    def check(name: str, layer: nn.GroupNorm, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0][0].numel() == layer.num_groups:
-            problems.append(f"layer {name!r} has {layer.num_groups} groups for {tuple(inputs[0].shape[1:])} values")
-
-    handles = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers.items()]
-    try:
-        with suppress(Exception):  # reported by _smallest_batch
-            forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     if problems:
         raise UsageError(
             f"method {plan.method.label!r}: {problems[0]}, and a group of one value is always normalized to 0: "
@@ -470,10 +456,8 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
     if not plan.method.freeze:
         return
     state, inputs = clone(plan.initial), to_inputs(plan, sample)
-    plan.set_mode(training=True, frozen=True)
-    with dropout_key(torch.zeros((), dtype=torch.int64, device=inputs.device)):
-        moved = inputs + 0.5 if inputs.is_floating_point() else inputs
-        compute_outputs(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]))
+    moved = inputs + 0.5 if inputs.is_floating_point() else inputs
+    forward(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]), training=True, frozen=True)
     for entry in plan.entries:
         if norm_statistics(entry) and not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children()):
             raise UsageError(
@@ -497,16 +481,6 @@ def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None
         raise UsageError(
             f"the model's outputs for a sample have shape {scores}, but the data have {classes} "
             f"{PLURALS[task.output]}: make it give {wanted}, {each}"
-        )
-
-
-def _check_single_samples(plan: Plan) -> None:
-    """Raise :class:`UsageError` if the method combines gradients of single samples, and the model writes an entry."""
-    gradient, moved = plan.method.gradient, sorted(plan.traits.changing or ())
-    if gradient is not None and moved:
-        raise UsageError(
-            f"method {plan.method.label!r}: the model writes into {moved[0]!r} during training, which "
-            f"{plan.method.name_source(gradient)} cannot clip sample by sample: use a model without running statistics"
         )
 
 

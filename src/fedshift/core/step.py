@@ -26,18 +26,15 @@ SAMPLE_GRADIENTS = 2**27
 """Maximum size, in bytes, of the gradients of single samples in memory at a time."""
 
 
-def _own(plan: Plan, index: int, state: State) -> Owned:
-    own, names = plan.rules[index].own, plan.own_names[index]
-    return Owned(*({entry: state[names[entry]] for entry in part} for part in (own.model, own.params, own.buffers)))
-
-
 def client_facts(plan: Plan, job: LocalTrainingState, index: int, state: State) -> dict[str, Any]:
     """Return the fields of the :class:`ClientContext` of the rule at ``index``; ``state``: all current entries."""
+    own, names = plan.rules[index].own, plan.own_names[index]
+    parts = ({entry: state[names[entry]] for entry in part} for part in (own.model, own.params, own.buffers))
     return {
         "bound": plan.rules[index],
         "loaded": job.global_params,
         "memory": job.memory[index],
-        "own": _own(plan, index, state),
+        "own": Owned(*parts),
         "server": job.server_memory[index],
         "lr": job.lr,
     }
@@ -247,20 +244,15 @@ def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: 
 def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samples: int) -> LocalTrainingState:
     """Take the optimizer's step along ``grads``, computed on ``samples`` samples, in place in ``job``'s tensors."""
     for each in list_updates(plan, job):
-        optimizer = plan.optimizer if each.decay else plan.undecayed_optimizer
+        optimizer = plan.optimizer if each.decay else replace(plan.optimizer, weight_decay=0.0)
         optimizer.update_(pick(job.params, each.names & grads.keys()), grads, job.optimizer, job.lr * each.lr_scale)
         if each.rule is not None:
-            _clamp_(plan, job, each.rule)
+            for entry, bounds in plan.rules[each.rule].own.bounds.items():
+                values = job.params[plan.own_names[each.rule][entry]]
+                values.copy_(values.clamp(*bounds))  # clamp_ has no batching rule
     if job.separate_phase:
         return replace(job, rest=rest)
     return replace(job, rest=rest, done=job.done + 1, samples=job.samples + samples)
-
-
-def _clamp_(plan: Plan, job: LocalTrainingState, index: int) -> None:
-    """Clamp the own parameters of the rule at ``index`` to their bounds."""
-    for entry, bounds in plan.rules[index].own.bounds.items():
-        values = job.params[plan.own_names[index][entry]]
-        values.copy_(values.clamp(*bounds))  # clamp_ has no batching rule
 
 
 def client_step_(

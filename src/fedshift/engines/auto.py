@@ -25,12 +25,12 @@ from ..utils.state import nbytes, pick
 from ..utils.threads import limit_threads
 from ..utils.version import find_newest_source
 from .cost_model import count_operations, time_in_turns
-from .deferral import choose_held
 from .engine import Data, Diverged, Engine, find_exchange
 from .identity import Identity
 from .spread import Pool
 from .stacked import (
     Stacked,
+    choose_held,
     count_lanes,
     count_threads,
     even_width,
@@ -130,20 +130,24 @@ def estimate_seconds(plan: Plan, data: Data, *, clients: int, rounds: int) -> fl
 
 
 def _predict(
-    plan: Plan,
-    data: Data,
-    clients: int,
-    rounds: int,
-    workers: int | None,
-    augment: Augmentation | None,
-    *,
+    plan: Plan, data: Data, clients: int, rounds: int, workers: int | None, augment: Augmentation | None, *,
     separate_uploads: bool,
-) -> dict[str, float]:
-    """Return the seconds that ``rounds`` rounds take on each engine, from a timed step."""
-    steps, _ = count_steps(plan, data)
-    on_cpu = next(iter(data.values())).y.device.type == "cpu"
+) -> dict[str, float]:  # fmt: skip
+    """Return the seconds that ``rounds`` rounds take on each engine, from a timed step (cached)."""
+    steps, batch = count_steps(plan, data)
+    split = next(iter(data.values()))
+    on_cpu = split.y.device.type == "cpu"
     processes = min(workers or available_processors(), clients) if on_cpu else 1  # others share one device
-    step_times = _calibrate(plan, data, clients, processes, augment, separate_uploads=separate_uploads)
+    machine = torch.__version__, find_newest_source(), torch.get_num_threads(), processes, str(split.y.device)
+    shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
+    once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
+    lanes = min(clients, MANY), count_lanes(plan, data, clients)
+    sizes = steps, once, len(set(map(len, data.values()))) == 1, batch, separate_uploads, *lanes, split.shape
+    work = *sizes, plan.optimizer, plan.loss, augment
+    facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
+    step_times = cached_measurement(
+        "engines.json", facts, lambda: _time_engines(plan, data, clients, processes, augment, separate_uploads)
+    )
     took = {name: steps * clients * rounds * value for name, value in step_times.items() if name != "pool"}
     if "pool" in step_times:
         moved = 3 * nbytes(plan.initial) / COPY
@@ -160,24 +164,6 @@ def count_steps(plan: Plan, data: Data) -> tuple[int, int]:
 
 def _format_time(value: float) -> str:
     return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"
-
-
-def _calibrate(
-    plan: Plan, data: Data, clients: int, processes: int, augment: Augmentation | None, *, separate_uploads: bool
-) -> dict[str, float]:
-    """Return the seconds of a client's step on each engine that can run the plan (cached)."""
-    split = next(iter(data.values()))
-    machine = torch.__version__, find_newest_source(), torch.get_num_threads(), processes, str(split.y.device)
-    shapes = [tuple(tensor.shape) for tensor in plan.initial.values()]
-    steps, batch = count_steps(plan, data)
-    once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
-    lanes = min(clients, MANY), count_lanes(plan, data, clients)
-    sizes = steps, once, len(set(map(len, data.values()))) == 1, batch, separate_uploads, *lanes, split.shape
-    work = *sizes, plan.optimizer, plan.loss, augment
-    facts = machine, plan.method.text, str(plan.module), shapes, str(plan.dtype), plan.precision, str(work)
-    return cached_measurement(
-        "engines.json", facts, lambda: _time_engines(plan, data, clients, processes, augment, separate_uploads)
-    )
 
 
 def _time_engines(

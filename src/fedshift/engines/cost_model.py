@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from math import ceil
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils import flop_counter
 
 from ..core.plan import Plan, forward
 from ..nn.linear import FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
+from ..nn.recognition import placed_hooks
 from ..utils.allocator import keep_freed_memory
 from ..utils.files import cached_measurement
 from ..utils.profiling import wait_for_device
@@ -44,40 +45,26 @@ def count_operations(plan: Plan, data: Data) -> int:
     """
     split = next(iter(data.values()))
     x = split.inputs(slice(0, 1), plan.dtype)
-    _keep_compiler_out()
+    dispatch: Any = flop_counter._FlopCounterMode.__torch_dispatch__
+    with suppress(AttributeError):  # keeps the compiler out, whose import takes a second; not in all versions of torch
+        vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
     counter = flop_counter.FlopCounterMode(display=False)  # its tracker of layers fails where these differentiate
     with flop_counter._FlopCounterMode(counter), use_torch_linear():
         forward(plan, clone(plan.initial), x)
     return 3 * int(counter.get_total_flops())
 
 
-def _keep_compiler_out() -> None:
-    """Keep torch's counter from importing the compiler at its first use, which takes a second."""
-    dispatch: Any = flop_counter._FlopCounterMode.__torch_dispatch__
-    with suppress(AttributeError):  # other versions of torch import it
-        vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
-
-
 def measure_activations(plan: Plan, data: Data) -> int:
     """Return the bytes of the layers' outputs for one sample, which training keeps until the backward pass."""
-    counted = 0
+    counted: list[int] = []
 
     def count(_layer: nn.Module, _inputs: object, output: object) -> None:
-        nonlocal counted
-        counted += output.nbytes if isinstance(output, Tensor) else 0
+        counted.append(output.nbytes if isinstance(output, Tensor) else 0)
 
     hooks = [layer.register_forward_hook(count) for layer in plan.layers if not any(layer.children())]
-    try:
+    with placed_hooks(hooks):
         forward(plan, clone(plan.initial), next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return counted
-
-
-def time_median(work: Callable[[], object], times: int) -> float:
-    """Return the median seconds of ``times`` runs of ``work``, after one warm-up run."""
-    return median([_time(work) for _ in range(times + 1)][1:])
+    return sum(counted)
 
 
 def time_in_turns(works: Mapping[str, Callable[[], object]], turns: int, seconds: float) -> dict[str, float]:
@@ -86,23 +73,15 @@ def time_in_turns(works: Mapping[str, Callable[[], object]], turns: int, seconds
     Turns of different works alternate and have similar durations, so that other load on the machine slows all works
     equally; the median of short runs would exclude interrupted ones.
     """
-    runs = {name: _count_runs(work, seconds) for name, work in works.items()}
+    runs: dict[str, int] = {}
     timings: dict[str, list[float]] = {name: [] for name in works}
+    for name, work in works.items():
+        work()
+        runs[name] = max(1, ceil(seconds / _time(work)))  # from the second run
     for _ in range(turns):
         for name, work in works.items():
-            timings[name].append(_time(partial(_repeat, work, runs[name])) / runs[name])
+            timings[name].append(_time(work, runs[name]))
     return {name: median(each) for name, each in timings.items()}
-
-
-def _repeat(work: Callable[[], object], runs: int) -> None:
-    for _ in range(runs):
-        work()
-
-
-def _count_runs(work: Callable[[], object], seconds: float) -> int:
-    """Return how many runs of ``work`` take ``seconds``, estimated from the second run."""
-    work()
-    return max(1, ceil(seconds / _time(work)))
 
 
 @contextmanager
@@ -114,12 +93,8 @@ def count_rows(module: nn.Module) -> Iterator[dict[str, int]]:
         return lambda layer, _, out: rows.update({name: max(rows.get(name, 0), out.numel() // layer.out_features)})
 
     layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, FastLinear))
-    hooks = [layer.register_forward_hook(count(name)) for name, layer in layers]
-    try:
+    with placed_hooks(layer.register_forward_hook(count(name)) for name, layer in layers):
         yield rows
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def choose_products(plan: Plan, rows: Mapping[str, int]) -> None:
@@ -194,11 +169,13 @@ def _time_processor(work: Callable[[], object]) -> float:
     return clock() - began
 
 
-def _time(work: Callable[[], object]) -> float:
+def _time(work: Callable[[], object], runs: int = 1) -> float:
+    """Return the mean seconds of ``runs`` runs of ``work``."""
     began = time.perf_counter()
-    work()
+    for _ in range(runs):
+        work()
     wait_for_device()
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / runs
 
 
 @cache
@@ -214,6 +191,6 @@ def measure_peak(threads: int) -> dict[str, float]:
         torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in ((32, 64, 28, 28), (64, 64, 3, 3))
     )
     with limit_threads(threads), torch.no_grad():
-        product = time_median(lambda: layer(x_BI), 5)
-        convolution = time_median(lambda: F.conv2d(images, kernels, padding=1), 5)
+        works = (lambda: layer(x_BI)), (lambda: F.conv2d(images, kernels, padding=1))
+        product, convolution = (median([_time(work) for _ in range(6)][1:]) for work in works)  # the first warms up
     return {"product": 2 * 1024**3 / product, "convolution": 2 * 32 * 28**2 * 64**2 * 9 / convolution}

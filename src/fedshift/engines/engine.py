@@ -282,11 +282,6 @@ def move_batches(batches: Batches, device: torch.device) -> Batches:
     return [(step, index) for (step, _), index in zip(batches, moved, strict=True)]
 
 
-def total_loss(losses: Tensor, batches: Batches) -> float:
-    """Return the data loss, summed over samples; ``losses [steps]`` are means over ``batches``."""
-    return float(losses @ torch.tensor([len(index) for _, index in batches], dtype=torch.float64))
-
-
 def find_broken(losses: Tensor, state: State) -> tuple[int, str] | None:
     """Return the first step after which values are not finite, from 0, and which; None: all are finite.
 

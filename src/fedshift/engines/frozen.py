@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.plan import Plan, compute_outputs, to_memory_format
+from ..core.plan import Plan, forward
 from ..core.states import ServerState
 from ..data.augmentation import Augmentation
 from ..data.federation import Federation
 from ..data.samples import Samples, count_bytes
-from ..nn.dropout import Keyed, dropout_key
+from ..nn.dropout import Keyed
 from ..utils.errors import UsageError
 from ..utils.random_streams import peek_generators
 from ..utils.state import State, clone
@@ -174,7 +174,9 @@ def _list_cuts(plan: Plan, changing: frozenset[str]) -> Iterator[tuple[str, int]
     """
     owners = {entry.owner for entry in plan.entries if entry.name in changing}
     modules = dict(plan.module.named_modules())
-    after = [name for name, module in modules.items() if module in owners or _is_random(module)]
+    sees_batch = {layer for layer in modules.values() if isinstance(layer, _BatchNorm) and layer.running_mean is None}
+    draws = {layer for layer in modules.values() if isinstance(layer, Keyed)}
+    after = [name for name, module in modules.items() if module in owners | sees_batch | draws]
     name = after[0]
     while name and not all(map(partial(_is_in, name), after)):
         name = name.rpartition(".")[0]
@@ -191,11 +193,6 @@ def _list_cuts(plan: Plan, changing: frozenset[str]) -> Iterator[tuple[str, int]
 
 def _is_in(module: str, name: str) -> bool:
     return f"{name}.".startswith(f"{module}.")
-
-
-def _is_random(layer: nn.Module) -> bool:
-    """Return whether the output of ``layer`` for a sample depends on a draw or, in evaluation too, on the batch."""
-    return isinstance(layer, Keyed) or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
 
 
 def _is_sound(backbone: Backbone, x: Tensor) -> bool:
@@ -218,13 +215,14 @@ def _agrees(backbone: Backbone, state: State, x: Tensor) -> bool:
     same, trained = _reach(plan, head.module, state, x, training=True)
     draws = peek_generators() != before
     alone, _ = _reach(plan, head.module, state, x[:1], training=False)
-    shorter = [_forward(head, state, features, training=training) for training in (False, True)]
+    frozen = plan.freeze_from == 0
+    shorter = [forward(head, clone(state), features, training=training, frozen=frozen) for training in (False, True)]
     equal = torch.equal(features, same) and torch.equal(outputs, shorter[0]) and torch.equal(trained, shorter[1])
     return equal and not draws and torch.allclose(alone, features[:1], rtol=1e-4, atol=1e-5)
 
 
 def _reach(plan: Plan, head: nn.Module, state: State, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-    """Return what ``head`` is given in a pass of the whole network, and the outputs; see :func:`_forward`."""
+    """Return what ``head`` is given in a pass of the whole network, and the outputs."""
     assert isinstance(head, Head)
     given: list[Tensor] = []
 
@@ -233,19 +231,8 @@ def _reach(plan: Plan, head: nn.Module, state: State, x: Tensor, *, training: bo
             raise UsageError(f"{head.name!r} is called more than once, or with another input than one tensor")
         given.append(arguments[0].clone())
 
-    handle = head.parts[0].register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        outputs = _forward(plan, state, x, training=training)
-    finally:
-        handle.remove()
+    with head.parts[0].register_forward_pre_hook(note, with_kwargs=True):
+        outputs = forward(plan, clone(state), x, training=training, frozen=plan.freeze_from == 0)
     if not given:
         raise UsageError(f"{head.name!r} is not called")
     return given[0], outputs
-
-
-@torch.no_grad()
-def _forward(plan: Plan, state: State, x: Tensor, *, training: bool) -> Tensor:
-    """Return the outputs for ``x`` under ``state``, in the mode of steps (``training``) or of evaluation."""
-    plan.set_mode(training=training, frozen=plan.freeze_from == 0)
-    with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device)):
-        return compute_outputs(plan, clone(state), to_memory_format(x, plan.image_format))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..core.plan import Plan, forward
 from ..core.states import LocalTrainingState
 from ..core.step import compute_gradients
+from ..nn.recognition import placed_hooks
 from ..utils.state import clone, pick
 
 LARGEST = torch.finfo(torch.float16).max
@@ -67,11 +68,8 @@ def _measure_layers(
         largest.setdefault(name, (max(map(_find_largest, inputs), default=0.0), _find_largest(output)))
 
     hooks = [layer.register_forward_hook(partial(measure, name)) for name, layer in plan.module.named_modules()]
-    try:
+    with placed_hooks(hooks):
         forward(plan, clone(pick(job.state, plan.initial)), x, training=True, key=key)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return largest
 
 

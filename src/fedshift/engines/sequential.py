@@ -15,7 +15,7 @@ from ..core.states import ClientState, LocalTrainingState, ServerState
 from ..core.step import client_step_
 from ..utils.profiling import timed_section
 from ..utils.random_streams import kept_generators, seed_generators
-from .engine import Batches, ClientResult, Engine, move_batches, total_loss
+from .engine import Batches, ClientResult, Engine, move_batches
 
 
 class Sequential(Engine):
@@ -47,7 +47,8 @@ class Sequential(Engine):
         done, update = client_final(plan, self._take_separate(name, client, job, plan.after))
         per_step = torch.stack(losses).double().cpu()
         self.refuse_divergence(per_step, {**done.personal, **update.shared}, name, client, server)
-        return ClientResult(client=done, update=update, loss_sum=total_loss(per_step, batches))
+        sizes = torch.tensor([len(index) for _, index in batches], dtype=torch.float64)
+        return ClientResult(client=done, update=update, loss_sum=float(per_step @ sizes))
 
     def _take_separate(
         self, name: str, client: ClientState, job: LocalTrainingState, phases: Sequence[RulePhase]

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby, islice
 from math import ceil
 from threading import Lock
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ..core.kernel import (
@@ -43,13 +43,13 @@ from ..core.states import ClientState, LocalTrainingState, ServerState, Update
 from ..core.step import client_step_
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples, are_alike, gather_rows
-from ..nn.deferred import FEW
+from ..nn.deferred import FEW, LaneUpdates
+from ..nn.linear import chosen_products
 from ..utils.profiling import timed_section
 from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
 from .cost_model import measure_activations
-from .deferral import choose_held, hold
 from .engine import Batches, ClientResult, Data, Engine, find_exchange, move_batches
 from .sequential import Sequential
 from .stepper import Held, Stack, Stepper, replace_parts
@@ -65,6 +65,8 @@ MEMORY = 2**33
 """Bytes of memory of a device that does not tell."""
 GATHERED = 2**25
 """Maximum size, in bytes, of the samples gathered for a chunk's next steps."""
+LARGE = 2**15
+"""Minimum number of weights of a layer whose updates are deferred."""
 TRIED = 4
 """Number of samples in a batch with which an engine is tried on a plan."""
 LASTING = 4
@@ -101,6 +103,7 @@ class Stacked(Engine):
         self.width = count_lanes(self.plan, self.data, len(self.data), self._shared)
         self._stepper = Stepper(self.plan, self._shared)
         self._whole = _WholeBatches()
+        self._is_summed = not self.separate_uploads and self.plan.lanes_alike and sums_suffice(self.plan)
 
     @override
     @classmethod
@@ -163,10 +166,6 @@ class Stacked(Engine):
     def _weigh(self, lane: _Lane) -> float:
         return self.plan.method.weigh(samples=len(self.data[lane.name]), used=sum(lane.sizes))
 
-    @cached_property
-    def _is_summed(self) -> bool:
-        return not self.separate_uploads and self.plan.lanes_alike and sums_suffice(self.plan)
-
     def _load(self, server: ServerState, lanes: Sequence[_Lane]) -> tuple[LocalTrainingState, Stack]:
         """Return the first lane's job, for the state common to all lanes, and the stack of all lanes."""
         if not self.plan.lanes_alike:
@@ -200,13 +199,9 @@ class Stacked(Engine):
         return *torch.vmap(restart_lane)(stack), *stack[2:]
 
     def _take_steps(
-        self,
-        lanes: Sequence[_Lane],
-        turns: Sequence[Batches],
-        job: LocalTrainingState,
-        stack: Stack,
+        self, lanes: Sequence[_Lane], turns: Sequence[Batches], job: LocalTrainingState, stack: Stack,
         held: Held | None = None,
-    ) -> tuple[Stack, Tensor]:
+    ) -> tuple[Stack, Tensor]:  # fmt: skip
         """Return the stack after each lane's steps in ``turns``, and their losses, float64 ``[lanes, steps]``.
 
         ``job``: the state common to all lanes. Losses of steps that a lane does not take are 0. ``held``: storage for
@@ -323,7 +318,7 @@ def _try_lanes(plan: Plan, data: Data) -> str | None:
             for done in range(2):
                 job = replace(jobs[0], done=jobs[0].start + done)
                 stack, _ = stepper.step(job, stack, x.clone(), y, key.expand(2), recorded=True)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "randomness error mode" in reason:
             reason = "the model draws random numbers in training outside of torch's dropout layers"
@@ -348,7 +343,8 @@ class _Samples:
         sizes = [[index.shape[0] for _, index in turn] for turn in turns]
         together = engine.augment is None and all(size == sizes[0] for size in sizes) and are_alike(self._data)
         self._sizes = sizes[0] if together else None
-        self._turns = turns if together else _move_turns(turns, self.device)
+        moved = iter(() if together else move_batches([batch for turn in turns for batch in turn], self.device))
+        self._turns = turns if together else [list(islice(moved, len(turn))) for turn in turns]
         steps = {name: [step for step, _ in turn] for name, turn in zip(names, turns, strict=True)}
         self._keys_SK = engine.draw_keys(steps, self.device).T.contiguous()
         self._held = range(0)
@@ -383,12 +379,6 @@ class _Samples:
         self._held = range(at, end)
         indices = move_together([torch.cat([index for _, index in turn[at:end]]) for turn in self._turns], self.device)
         self._x_KR, self._y_KR = _gather_lanes(self._data, indices)
-
-
-def _move_turns(turns: Sequence[Batches], device: torch.device) -> list[Batches]:
-    """Return the batches of all lanes with their indices on ``device``."""
-    moved = iter(move_batches([batch for turn in turns for batch in turn], device))
-    return [list(islice(moved, len(turn))) for turn in turns]
 
 
 class _WholeBatches:
@@ -431,11 +421,16 @@ def find_shared(plan: Plan, data: Data) -> frozenset[str]:
     shared = frozenset(entry.name for entry in plan.entries if not entry.is_buffer) & plan.loaded
     if not (once and linear and plan.lanes_alike and sums_suffice(plan) and shared & plan.trained):
         return frozenset()
+    return shared if _can_step(plan, data, shared) else frozenset()
+
+
+def _can_step(plan: Plan, data: Data, shared: frozenset[str] = frozenset(), held: str = "") -> bool:
+    """Return whether lanes can take a step with ``shared`` parameters, or with deferred updates of ``held``."""
     try:
-        prepare_steps(plan, data, 2, 1, shared=shared)()
-    except (RuntimeError, NotImplementedError, ValueError, TypeError):
-        return frozenset()
-    return shared
+        prepare_steps(plan, data, 2, 1, shared=shared, held={held: frozenset()} if held else {}, rows=FEW)()
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return True
 
 
 def find_holdable(plan: Plan, data: Data) -> frozenset[str]:
@@ -443,18 +438,37 @@ def find_holdable(plan: Plan, data: Data) -> frozenset[str]:
 
     These are weights of large linear layers that all lanes load and call once, on vectors, which is tested by one step.
     """
-
-    def is_holdable(name: str) -> bool:
-        try:
-            prepare_steps(plan, data, 2, 1, held={name: frozenset()}, rows=FEW)()
-        except (RuntimeError, NotImplementedError, ValueError, TypeError):
-            return False
-        return True
-
     if not (plan.lanes_alike and sums_suffice(plan)):
         return frozenset()
     fewest = sizes_of_round(plan, min(map(len, data.values())))
-    return frozenset(filter(is_holdable, choose_held(plan, plan.loaded & plan.trained, fewest)))
+    chosen = choose_held(plan, plan.loaded & plan.trained, fewest)
+    return frozenset(name for name in chosen if _can_step(plan, data, held=name))
+
+
+def choose_held(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> dict[str, frozenset[str]]:
+    """Return the weights among ``names`` whose updates lanes with batches of ``sizes`` should defer for a round.
+
+    These are weights of linear layers larger than their factored updates (:mod:`fedshift.nn.deferred`), if steps are
+    plain SGD in full precision and no rule reads weights; each has the products that its layer computes with oneDNN.
+    """
+    reads = any(map(plan.defines, ("batch", "outputs", "loss")))
+    if max(sizes, default=FEW + 1) > FEW or reads or plan.autocast or not plan.subtracts:
+        return {}
+    layers = {id(layer._parameters): layer for layer in plan.layers if isinstance(layer, nn.Linear)}
+    shapes = {name: plan.initial[name].shape for name in names}
+    linear = [(name, layers[id(held)]) for held, key, name, _ in plan.slots if key == "weight" and id(held) in layers]
+    return {
+        name: chosen_products(layer)
+        for name, layer in linear
+        if name in names and LARGE <= shapes[name].numel() >= sum(sizes) * sum(shapes[name])
+    }
+
+
+def hold(params: State, held: Mapping[str, frozenset[str]], rows: int) -> Mapping[str, LaneUpdates]:
+    """Allocate ``rows`` rows for deferred updates of the parameters ``held``, which are equal in all lanes."""
+    return {
+        name: LaneUpdates(params[name][0].contiguous(), len(params[name]), rows, fast) for name, fast in held.items()
+    }
 
 
 def sizes_of_round(plan: Plan, samples: int) -> list[int]:
@@ -502,16 +516,9 @@ def _find_limits(device: torch.device) -> tuple[int, int]:
 
 
 def prepare_steps(
-    plan: Plan,
-    data: Data,
-    lanes: int,
-    threads: int,
-    batch: int | None = None,
-    steps: int = 1,
-    shared: frozenset[str] = frozenset(),
-    held: Mapping[str, frozenset[str]] | None = None,
-    rows: int = 0,
-) -> Callable[[], None]:
+    plan: Plan, data: Data, lanes: int, threads: int, batch: int | None = None, steps: int = 1,
+    shared: frozenset[str] = frozenset(), held: Mapping[str, frozenset[str]] | None = None, rows: int = 0,
+) -> Callable[[], None]:  # fmt: skip
     """Return a function that takes ``steps`` steps with ``threads`` chunks of ``lanes`` clients, for timing or testing.
 
     ``shared``: see :class:`Stepper`; ``held``: parameters with deferred updates, whose buffers of ``rows`` rows are

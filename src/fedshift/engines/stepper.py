@@ -57,16 +57,9 @@ class Stepper:
         self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
 
     def step(
-        self,
-        job: LocalTrainingState,
-        stack: Stack,
-        x: Tensor,
-        y: Tensor,
-        keys: Tensor,
-        *,
-        recorded: bool = False,
+        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool = False,
         held: Held | None = None,
-    ) -> tuple[Stack, Tensor]:
+    ) -> tuple[Stack, Tensor]:  # fmt: skip
         """Step all lanes of ``stack`` in place; ``job`` holds the state common to all lanes.
 
         ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``; ``recorded``: whether to use a tape, if possible.
@@ -114,10 +107,6 @@ class Stepper:
         params = {n: tensor.expand(len(x), *tensor.shape) if n in shared else tensor for n, tensor in params.items()}
         return (params, rest, *stack[2:]), loss
 
-    def _may_record(self, job: LocalTrainingState) -> bool:
-        """Return whether the step may be recorded; a tape fixes the round, and one a round costs more than it saves."""
-        return not job.separate_phase and not (self._rules_act and self.plan.reads.round)
-
     def _list_read(self, job: LocalTrainingState, stack: Stack) -> tuple[Any, ...]:
         """Return the inputs of rules that vary between steps and must not be constants of a tape."""
         if not self._rules_act:
@@ -130,16 +119,9 @@ class Stepper:
         return after.params, after.optimizer, after.rest
 
     def _differentiate(
-        self,
-        job: LocalTrainingState,
-        stack: Stack,
-        x: Tensor,
-        y: Tensor,
-        keys: Tensor,
-        *,
-        recorded: bool,
+        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool,
         held: Held | None = None,
-    ) -> tuple[Gradients, State, Tensor]:
+    ) -> tuple[Gradients, State, Tensor]:  # fmt: skip
         """Return the gradients, ``rest`` after the batch and the data losses ``[lanes]``.
 
         For ``held`` parameters, the gradient is a pair: the gradients of the layer's outputs, and its inputs.
@@ -169,7 +151,8 @@ class Stepper:
 
         inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys, *factors, *read)
         tape = None
-        if recorded and self._may_record(job):
+        # A tape fixes the round, and one a round costs more than it saves.
+        if recorded and not job.separate_phase and not (self._rules_act and self.plan.reads.round):
             shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
             kind = shapes, job.frozen, list_updates(self.plan, job)
             factored = self.plan.subtracts and not (self._shared or self._rules_act)
@@ -190,16 +173,9 @@ class Stepper:
 
 
 def _compute_lanes(
-    plan: Plan,
-    job: LocalTrainingState,
-    parts: Stack,
-    x: Tensor,
-    y: Tensor,
-    keys: Tensor,
-    *,
-    shared: frozenset[str],
+    plan: Plan, job: LocalTrainingState, parts: Stack, x: Tensor, y: Tensor, keys: Tensor, *, shared: frozenset[str],
     held: Mapping[str, tuple[Tensor, Tensor, frozenset[str]]],
-) -> tuple[dict[str, Any], State, Tensor]:
+) -> tuple[dict[str, Any], State, Tensor]:  # fmt: skip
     """Return the gradients of the lanes' objectives, their ``rest`` after the batch, and their data losses.
 
     Parameters that the objective does not depend on have none.

@@ -10,7 +10,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, MutableSequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -139,12 +139,8 @@ class _Search:
                 self.add(
                     f"the module {function.__module__}", name, value, partial(function.__globals__.__setitem__, name)
                 )
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            self.add(f"the function {where}", name, value, partial(setattr, cell, "cell_contents"))
+        for name, value, write in _list_cells(function):
+            self.add(f"the function {where}", name, value, write)
 
     def _add(self, where: str, name: str, path: str, value: Any, write: Callable[[Any], None], depth: int) -> None:
         copied = _copy(value)
@@ -208,12 +204,15 @@ def _list_bound(function: Any) -> Iterator[tuple[Any, Any, Callable[[Any], None]
         held = (function.__self__, function.__func__)
     else:
         held = (function.__defaults__, function.__kwdefaults__)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents, partial(setattr, cell, "cell_contents")
-            except ValueError:  # not assigned yet
-                continue
+        yield from _list_cells(function)
     yield from ((at, each, _keep) for at, each in enumerate(held))
+
+
+def _list_cells(function: FunctionType) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+    """Yield the names, values and replacing functions of the variables in the closure of ``function``."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents, partial(setattr, cell, "cell_contents")
 
 
 def _keep(_: Any) -> None:

@@ -9,6 +9,7 @@ torch's up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,14 +69,9 @@ def _merge(function: Callable[..., Tensor], x: Tensor, *params: Tensor | None, b
 
 
 def _convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,  # noqa: ARG001
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,  # noqa: ARG001
+) -> Tensor:  # fmt: skip
     def convolve(x_NCHW: Tensor, w_OIKL: Tensor, b_O: Tensor | None) -> Tensor:
         return F.conv2d(x_NCHW, w_OIKL, b_O, stride, padding, dilation, x_NCHW.shape[1] // w_OIKL.shape[1])
 
@@ -83,17 +79,10 @@ def _convolve(
 
 
 def _normalize_batch(
-    x: Tensor,
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    def normalize(x: Tensor, *channels: Tensor | None) -> Tensor:
-        m, v, w, b = channels
+    x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    def normalize(x: Tensor, m: Tensor | None, v: Tensor | None, w: Tensor | None, b: Tensor | None) -> Tensor:
         return F.batch_norm(x, m, v, w, b, training, momentum, eps)
 
     return _merge(normalize, x, mean, var, weight, bias, by_sample=not training)
@@ -110,20 +99,16 @@ def _normalize_groups(
     return _merge(normalize, x, weight, bias)
 
 
-def _pool_average(x: Tensor, output_size: Any) -> Tensor:
-    return _merge(lambda x: F.adaptive_avg_pool2d(x, output_size), x)
-
-
-def _pool_maximum(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _merge(lambda x: F.max_pool2d(x, *args, **kwargs), x)
+def _pool(pool: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _merge(lambda x: pool(x, *args, **kwargs), x)
 
 
 _MERGED: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     F.conv2d: (_convolve, (4,)),
     F.batch_norm: (_normalize_batch, (2, 3, 4, 5)),
     F.group_norm: (_normalize_groups, (2, 3, 4, 5)),
-    F.adaptive_avg_pool2d: (_pool_average, (4,)),
-    F.max_pool2d: (_pool_maximum, (4,)),
+    F.adaptive_avg_pool2d: (partial(_pool, F.adaptive_avg_pool2d), (4,)),
+    F.max_pool2d: (partial(_pool, F.max_pool2d), (4,)),
 }
 """Replacements of torch's functions, each with the supported numbers of input dimensions."""
 

@@ -9,7 +9,8 @@ mode, and its outputs and statistics are compared with torch's ``forward`` follo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -21,6 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from ..utils.errors import UsageError
 
@@ -160,6 +162,15 @@ def is_scaled(layer: _ConvNd) -> bool:
     squares, centered = one.square().sum(1), one.mean(1).abs() <= SCALED
     same = torch.allclose(one, other, rtol=SCALED, atol=SCALED)
     return same and bool((centered & (squares > 0.5) & (squares < 5)).all())
+
+
+@contextmanager
+def placed_hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove the hooks of ``handles`` after the block."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle)
+        yield
 
 
 def find_hooks(layer: nn.Module) -> set[object]:
