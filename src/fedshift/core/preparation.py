@@ -111,6 +111,9 @@ def prepare(
     template = _make_template(method, network)
     smallest, traits = 1, Traits()
     bare = _make_bare_plan(method, template, precision)
+    no_training = f"method {method.label!r} trains no parameter of the model: set requires_grad=True on some"
+    if not bare.trained:
+        raise UsageError(no_training)
     if sample is not None:
         bare = _observe(bare, sample, remake)
         traits = bare.traits
@@ -140,7 +143,7 @@ def prepare(
         left = partial(method.trains.names, model_entries, "left untrained")
         trained &= select_entries(method, lambda each: each.trains, left)
     if not trained:
-        raise UsageError(f"method {method.label!r} trains no parameter of the model: set requires_grad=True on some")
+        raise UsageError(no_training)
     work = resolve_work(method, work or Work(epochs=1), clients)
     plan = Plan(
         method=method.resolve_weighting(work),

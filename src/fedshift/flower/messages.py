@@ -187,7 +187,8 @@ def check_state(
 
 def check_finite(name: str, tensor: Tensor, what: str, wanted: Tensor) -> None:
     """Raise :class:`RefusedMessage` if ``tensor`` contains NaN, or infinity where ``wanted`` has another value."""
-    if tensor.is_floating_point() and not (tensor.isfinite() | (tensor == wanted)).all():
+    same = tensor == wanted if tensor.shape == wanted.shape else torch.zeros_like(tensor, dtype=torch.bool)
+    if tensor.is_floating_point() and not (tensor.isfinite() | same).all():
         raise RefusedMessage(f"entry {name!r} of {what} holds NaN or infinity")
 
 
