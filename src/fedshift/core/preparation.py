@@ -112,9 +112,9 @@ def prepare(
     smallest, traits = 1, Traits()
     bare = _make_bare_plan(method, template, precision)
     no_training = f"method {method.label!r} trains no parameter of the model: set requires_grad=True on some"
-    if not bare.trained:
-        raise UsageError(no_training)
     if sample is not None:
+        if not bare.trained:
+            raise UsageError(no_training)
         bare = _observe(bare, sample, remake)
         traits = bare.traits
         _check_surgery(bare, sample)
