@@ -78,6 +78,10 @@ class SGD(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
+        if not (self.momentum or self.weight_decay or may_join(params.values())):
+            for name, param in params.items():
+                param.sub_(grads[name], alpha=lr)
+            return
         velocities = [state.get(f"momentum/{name}") for name in params]
         take_sgd_step(
             [*params.values()], [grads[name] for name in params], velocities,

@@ -48,6 +48,7 @@ class Traits(NamedTuple):
         writes_in_evaluation: Whether it writes entries in evaluation, so that it is given copies.
         contiguous: Whether channels-last images give other outputs or errors.
         changing: Buffers that steps of training change; None: not tried.
+        draws: Whether it draws from a global generator, as far as known.
         exchange: Why passes with other tensors in place of the template's differ; empty: they do not.
 
     """
@@ -56,6 +57,7 @@ class Traits(NamedTuple):
     writes_in_evaluation: bool = False
     contiguous: bool = False
     changing: frozenset[str] | None = None
+    draws: bool = True
     exchange: str = ""
 
 

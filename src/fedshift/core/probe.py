@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..nn.attributes import Attribute, list_attributes
 from ..nn.dropout import dropout_key
 from ..utils.errors import UsageError
-from ..utils.random_streams import torch_stream
+from ..utils.random_streams import peek_generators, torch_stream
 from ..utils.state import State, clone
 from ..utils.user_code import describe_error
 from .kernel import client_init, init_client, init_server
@@ -72,6 +72,7 @@ def probe_network(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -
             raise _describe_state(changed)
         probe.advance(_list_changed(middle, end), first)
     return plan.traits._replace(
+        draws=probe.draws,
         exchange=probe.compare_exchange(),
         writes_inputs=probe.writes_inputs(),
         writes_in_evaluation=probe.writes_in_evaluation(),
@@ -103,7 +104,7 @@ class _Probe:
     """Courses of a plan on inputs ``x [B, ...]``; ``others``: the entries of another client."""
 
     def __init__(self, plan: Plan, x: Tensor) -> None:
-        self.plan, self.x = plan, x
+        self.plan, self.x, self.draws = plan, x, False
         self.others = {
             name: tensor * 1.1 + 0.01 if name in plan.trained else tensor for name, tensor in plan.initial.items()
         }
@@ -114,11 +115,13 @@ class _Probe:
         key, y = torch.zeros((), dtype=torch.int64, device=x.device), x.new_zeros(len(x), dtype=torch.int64)
         course = State()
         with torch_stream(0, "probe"):
+            before = peek_generators()
             job = client_init(plan, init_client(plan), replace(init_server(plan), shared=clone(state)))
             for step in ("first", "second"):
                 job, _ = client_step_(plan, job, x.clone(), y, key)
                 course |= {f"{step}/{name}": tensor.clone() for name, tensor in job.rest.items()}
             outputs = forward(plan, clone(job.state), x.clone())
+            self.draws |= before != peek_generators()
             return course | job.params | {"outputs": outputs}
 
     def advance(self, counters: list[Attribute], first: State) -> None:

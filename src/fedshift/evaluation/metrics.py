@@ -7,6 +7,7 @@ no global model, and with a personal method a client that never trained has no p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
 
 import numpy as np
@@ -48,7 +49,7 @@ def evaluate(plan: Plan, state: State, split: Samples, task: Task, classes: int)
     return evaluate_together(plan, state, [split], task, classes)[0]
 
 
-@torch.no_grad()  # inference tensors would stay in what a network keeps
+@torch.inference_mode()
 def evaluate_together(plan: Plan, state: State, splits: Iterable[Samples], task: Task, classes: int) -> list[Row]:
     """Return :func:`evaluate` of each of ``splits``; small ones share a forward pass, and cases are counted singly."""
     return [_add_up([task.measure(*part, classes) for part in parts]) for parts in _predict(plan, state, list(splits))]
@@ -65,6 +66,7 @@ def _predict(plan: Plan, state: State, splits: Sequence[Samples]) -> Iterator[It
     yield from (_predict_cases(plan, state, split) if split.patches else [next(whole)] for split in splits)
 
 
+@torch.inference_mode(False)  # inference tensors would stay in what a network keeps
 @torch.no_grad()
 def _predict_cases(plan: Plan, state: State, split: Samples) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's outputs ``[1, K, ...]`` and the targets of each case, by windows, on the processor."""
@@ -74,6 +76,7 @@ def _predict_cases(plan: Plan, state: State, split: Samples) -> Iterator[tuple[T
         yield slide(lambda x: forward(plan, state, split.scale(x, plan.dtype)), x, split.patches.size).cpu(), y.cpu()
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _predict_whole(plan: Plan, state: State, splits: Iterable[Samples]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's outputs and the targets of each of ``splits``, on the processor."""
@@ -84,7 +87,7 @@ def _predict_whole(plan: Plan, state: State, splits: Iterable[Samples]) -> Itera
         outputs: Tensor | None = None
         for start in range(0, max(sizes), most):
             x = torch.cat([s.inputs(slice(start, start + most), plan.dtype) for s in group])
-            with torch_stream(plan.seed, "evaluation", start):
+            with torch_stream(plan.seed, "evaluation", start) if plan.traits.draws else nullcontext():
                 made = forward(plan, state, x)
             # into one array: small tensors kept between large freed ones would make the heap grow by the large ones
             outputs = made.new_empty(sum(sizes), *made.shape[1:]) if outputs is None else outputs
