@@ -76,6 +76,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize(
     ("task", "metric", "measure"), [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in CASES]

@@ -188,7 +188,7 @@ def register() -> None:
     global DEVICE
     _setup_privateuseone_for_python_backend(NAME)
     DEVICE = torch.device(NAME, 0)
-    torch.inference_mode = torch.no_grad  # type: ignore[assignment,misc]
+    torch.inference_mode = lambda mode=True: torch.no_grad()  # type: ignore[assignment,misc]
     register.fallback = torch.library.Library("_", "IMPL")  # type: ignore[attr-defined]
     register.fallback.fallback(lambda op, *args, **kwargs: run(op, args, kwargs), "PrivateUse1")  # type: ignore[attr-defined]
     register.factories = torch.library.Library("aten", "IMPL")  # type: ignore[attr-defined]

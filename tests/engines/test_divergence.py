@@ -16,6 +16,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.single import single
 
 GENERAL = sorted(ENGINES.keys() - {"identity"})
+PROCESSES = {True: [pytest.mark.slow], False: []}
 
 
 def trial(lr, engine, x_bad=None, method=None, work=None):
@@ -43,7 +44,10 @@ def test_a_nan_loss_names_client_round_and_step_and_leaves_the_state(engine):
 
 @pytest.mark.parametrize(
     ("method", "engine"),
-    [*((fedavg(), engine) for engine in GENERAL), *((single(), engine) for engine in ("sequential", "stacked"))],
+    [
+        *(pytest.param(fedavg(), engine, marks=PROCESSES[engine in ("pool", "ray")]) for engine in GENERAL),
+        *((single(), engine) for engine in ("sequential", "stacked")),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_parameters_that_overflow_on_the_last_step_are_refused_too(method, engine):

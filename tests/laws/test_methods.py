@@ -194,6 +194,7 @@ def test_names_of_clients_and_layers_change_nothing(trial, tmp_path, federated):
     assert all(torch.equal(one, other) for pair in zip(*states, strict=True) for one, other in zip(*pair, strict=True))
 
 
+@pytest.mark.sampled(14)
 def test_uploads_fold_alike_in_whatever_order_they_arrive(course, federated):
     running = course(federated)
     updates = running[1].updates
@@ -205,6 +206,7 @@ def test_uploads_fold_alike_in_whatever_order_they_arrive(course, federated):
     assert all(map(is_equal, first.memory, second.memory))
 
 
+@pytest.mark.sampled(10)
 def test_constants_keep_their_bits_everywhere(course, method, engine):
     last = course(method, engine)[ROUNDS]
     for state in (*last.states.values(), last.server.shared if not method.pooled else {}):

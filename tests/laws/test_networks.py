@@ -181,13 +181,13 @@ def assert_right_or_refused(name, engine, plain):
     assert_plain(trial, plain(name, engine))
 
 
-@pytest.mark.sampled(120)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("name", CATALOG)
 def test_the_sequential_engine_trains_as_plain_pytorch_or_refuses(name, plain):
     assert_right_or_refused(name, "sequential", plain)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("engine", ["stacked", "identity"])
 @pytest.mark.parametrize("name", CATALOG)
 def test_other_engines_train_as_plain_pytorch_or_refuse(name, engine, plain):
@@ -200,7 +200,7 @@ def test_processes_train_as_plain_pytorch_or_refuse(name, plain):
     assert_right_or_refused(name, "pool", plain)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_resumed_run_and_any_number_of_evaluations_give_the_same_bits(name, tmp_path):
     whole, resumed = begin(name), begin(name)
@@ -217,7 +217,7 @@ def test_a_resumed_run_and_any_number_of_evaluations_give_the_same_bits(name, tm
     assert is_equal(resumed.to_tensors()[0], whole.to_tensors()[0])
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", RIGHT)
 def test_training_alone_does_not_depend_on_other_clients_data(name):
     states = []

@@ -219,7 +219,7 @@ def test_references_are_fedavg_and_single_or_the_one_that_was_chosen(profits):
     assert list_frames(alone) == {}
 
 
-@pytest.mark.parametrize("seeds", [5, 8])
+@pytest.mark.parametrize("seeds", [5, pytest.param(8, marks=pytest.mark.slow)])
 def test_of_95_percent_intervals_19_in_20_contain_the_truth(profits, seeds):
     """A sample has a difficulty that methods share, and a training a quality; the truth is over all of both."""
     random, hits, studies = np.random.default_rng(seeds), 0, 60
