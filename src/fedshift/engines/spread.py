@@ -37,7 +37,7 @@ from .engine import ClientResult, Data, Engine
 from .sequential import Sequential
 
 HOW_TO_CONTINUE = Sentence(
-    "Earlier checkpoints are intact: continue with {}, with fewer {}, or with {}",
+    "What was saved before is intact: continue with {}, with fewer {}, or with {}",
     Ref(resume=True),
     Ref("workers"),
     Ref(engine="sequential"),
