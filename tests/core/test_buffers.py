@@ -37,7 +37,7 @@ class Buffered(nn.Module):
 
 
 def normalize(function):
-    """Return a layer of its own that calls ``function`` of BatchNorm."""
+    """Return a layer that calls ``function`` of BatchNorm with its own statistics."""
 
     def call(layer, x):
         affine, statistics = (layer.scale, layer.shift), (layer.mu, layer.spread)

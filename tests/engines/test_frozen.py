@@ -57,7 +57,7 @@ class Limited(Named):
 
 
 class Drawing(Named):
-    """A network that draws from Python's generator, which leaves the first pass as it is."""
+    """A network that draws from Python's generator, which changes no output."""
 
     def forward(self, x):
         return self.classifier(self.features(x) * (random.random() < 2 if self.training else 1))

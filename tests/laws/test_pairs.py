@@ -21,7 +21,7 @@ from tests.methods.plain import data
 
 CATALOG = list_catalog("methods")
 NAMES = sorted(CATALOG, key=lambda name: (name in WITHOUT_BATCH_NORM, name))
-"""Methods that refuse the network as it is stand last, where they have another method for a base."""
+"""Methods that refuse this network stand last, composed on another method."""
 PAIRS = [(outer, CATALOG[inner](WITHOUT_BATCH_NORM.get(inner))) for i, inner in enumerate(NAMES) for outer in NAMES[:i]]
 PAIRS = [(outer, method) for outer in NAMES for method in GIVEN] or PAIRS
 

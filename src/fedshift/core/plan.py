@@ -41,7 +41,7 @@ class Slot(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What a trial of the network shows (:mod:`fedshift.core.probe`).
+    """Facts about a network that its probe shows (:mod:`fedshift.core.probe`).
 
     Args:
         writes_inputs: Whether the network changes its inputs, so that it is given copies.
@@ -371,7 +371,7 @@ class Plan:
 
     @cached_property
     def overrides_mode(self) -> bool:
-        """Whether a layer overrides ``train`` or ``eval``, which may read and write entries (a merged LoRA)."""
+        """Return whether a layer overrides ``train`` or ``eval``, which may read and write entries (a merged LoRA)."""
         usual = nn.Module
         return any(type(layer).train is not usual.train or type(layer).eval is not usual.eval for layer in self.layers)
 

@@ -205,7 +205,7 @@ def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -
 
 
 _OBSERVED: dict[Hashable, tuple[Traits, tuple[tuple[Kind, bool, bool], ...]]] = {}
-"""What probes of this process showed, so that the seeds and methods of a comparison do not repeat them."""
+"""Results of probes in this process, so that the seeds and methods of a comparison do not repeat them."""
 
 
 def _observe(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -> Plan:

@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is a buffer."""
+        """Return whether the entry is a buffer."""
         return self.kind != "parameter"
 
     @property

@@ -280,7 +280,7 @@ def make_plan(
         model: function that makes the network.
         settings: settings of the comparison.
         seed: seed of the initial weights and of random draws in surgery.
-        sample: inputs ``[1, ...]`` of one sample, on the training device; only the shape matters.
+        sample: inputs ``[1, ...]`` of one sample, on the training device; its shape, type and range count.
         classes: number of classes, of labels or of targets.
         labels: total number of training samples of each class, int64 ``[classes]``.
         clients: number of clients that train.

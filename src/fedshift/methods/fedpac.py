@@ -8,7 +8,7 @@ has a row p_k mu_k for each class k, of its share among the client's samples and
 are trained, and v = (sum_k p_k m_k - |h|^2) / n, of the mean squared norms m_k and n samples, is the variance of h.
 Weights below 0.001 are left out, as in that code.
 
-That code measures h and v in a pass of its own. Here they are of the samples of the first pass until the features are
+That code measures h and v in a separate pass. Here they are of the samples of the first pass until the features are
 trained, normalized by batch where there is BatchNorm, and p_k is the share among the classes of these samples. A client
 that sits a round out is known by the h that it sent last, and its mix is of the clients that took part.
 """

@@ -42,7 +42,7 @@ class Attribute(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether a number can be added to the value."""
+        """Return whether a number can be added to the value."""
         return type(self.value) in NUMBERS or isinstance(self.value, Tensor | np.ndarray)
 
     def equals(self, other: Attribute | None) -> bool:
@@ -77,10 +77,12 @@ def list_attributes(module: nn.Module) -> dict[str, Attribute]:
 def kept_attributes(module: nn.Module) -> Iterator[None]:
     """Set numbers and texts in attributes of ``module``, such as counts of calls, back after the block."""
     before = list_attributes(module)
-    yield
-    for path, attribute in list_attributes(module).items():
-        if path in before and isinstance(before[path].value, PLAIN) and not attribute.equals(before[path]):
-            attribute.write(before[path].value)
+    try:
+        yield
+    finally:
+        for path, attribute in list_attributes(module).items():
+            if path in before and isinstance(before[path].value, PLAIN) and not attribute.equals(before[path]):
+                attribute.write(before[path].value)
 
 
 def describe_network(module: nn.Module) -> Hashable:
