@@ -78,7 +78,7 @@ CORE = (
           "_run_rounds(replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules)), x, y)", "pass",
           "tests/core/test_dry_run.py"),
     Fault("memory-of-a-rule-not-compared", "core/dry_run.py", "_check_end",
-          'find_difference(bound.own.memory, kept, "keep", where="Own.memory")', '""',
+          'find_difference(bound.memory, kept, "keep", where="Declared.memory")', '""',
           "tests/core/test_dry_run.py"),
     Fault("numbers-not-finite-pass", "core/dry_run.py", "_is_finite", "bool(tensor.isfinite().all())", "True",
           "tests/core/test_dry_run.py"),

@@ -108,7 +108,7 @@ def test_a_channel_that_never_varies_is_divided_by_one():
         for hook in hooks.values():
             hook(None, (x,))
 
-    found = bound.rule.look(SimpleNamespace(prelude=True, memory=bound.own.memory, run=run))
+    found = bound.rule.start(SimpleNamespace(prelude=True, memory=bound.memory, run=run))
     assert (float(found["mean"]), float(found["deviation"])) == (1.0, 1.0)
 
 

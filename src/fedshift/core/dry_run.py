@@ -22,7 +22,7 @@ from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone, is_equal, pick
 from ..utils.user_code import describe_error
 from .contexts import ClientContext, EndContext, FoldContext, Folded
-from .declarations import Bound, RulePhase
+from .declarations import Declared, RulePhase
 from .disclosure import find_difference
 from .kernel import (
     broadcast,
@@ -90,16 +90,16 @@ def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Ha
     return kind
 
 
-def _check_own(plan: Plan, bound: Bound) -> None:
+def _check_own(plan: Plan, bound: Declared) -> None:
     """Raise :class:`UsageError` if a tensor of a rule's initial state is on another device or of another type."""
-    like, own = next(iter(plan.initial.values())), bound.own
+    like, own = next(iter(plan.initial.values())), bound
     trained = {**own.params, **pick(own.model, plan.params)}
-    for name, tensor in (*trained.items(), *own.kept.items(), *own.server.items()):
+    for name, tensor in (*trained.items(), *own.on_client.items(), *own.server.items()):
         wrong = not isinstance(tensor, Tensor) or tensor.device != like.device
         if wrong or (trained.get(name) is tensor and tensor.dtype != plan.dtype):
             what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise UsageError(
-                f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares {name!r} in Own as {what}, "
+                f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares {name!r} as {what}, "
                 f"and the model is {plan.dtype} on {like.device}: make it from an entry of the plan, for example "
                 "next(iter(plan.params.values())).new_zeros(3)"
             )
@@ -115,7 +115,7 @@ def _check_features(plan: Plan, sample: Tensor) -> None:
         if bound.rule.requires.classes and z.ndim != 2:
             raise UsageError(
                 f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, but "
-                f"the input of layer {bound.reads.features!r} has shape {tuple(z.shape[1:])}: choose a model whose "
+                f"the input of layer {bound.features!r} has shape {tuple(z.shape[1:])}: choose a model whose "
                 "classifier receives a vector"
             )
 
@@ -174,8 +174,8 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
 
 def _see(plan: Plan, x: Tensor, y: Tensor) -> Seen | None:
-    first, targets = plan.reads.first, y if plan.reads.targets else y[:0]
-    return Seen(targets, x[:first], y[:first], x.new_ones((), dtype=torch.int64)) if plan.defines("look") else None
+    first, targets = plan.samples_before_work, y if any(each.targets for each in plan.rules) else y[:0]
+    return Seen(targets, x[:first], y[:first], x.new_ones((), dtype=torch.int64)) if plan.defines("start") else None
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def _require(why: str) -> None:
         raise UsageError(why)
 
 
-def _watch(plan: Plan, bound: Bound) -> Bound:
+def _watch(plan: Plan, bound: Declared) -> Declared:
     """Return ``bound`` with a copy of the rule whose hooks are checked."""
     rule, kind = copy(bound.rule), type(bound.rule)
     members = {name: getattr(kind, name) for name in ("__module__", "__qualname__")} | {"__slots__": ()}
@@ -206,7 +206,7 @@ def _watch(plan: Plan, bound: Bound) -> Bound:
     return replace(bound, rule=rule)
 
 
-def _check_hook(plan: Plan, bound: Bound, hook: str) -> Callable[..., Any]:
+def _check_hook(plan: Plan, bound: Declared, hook: str) -> Callable[..., Any]:
     kind, count = Tensor if hook in ("batch", "outputs", "loss") else Mapping, 1 + (hook in ("batch", "end", "fold"))
 
     def run(_: Rule, *given: Any) -> Any:
@@ -223,9 +223,9 @@ def _check_hook(plan: Plan, bound: Bound, hook: str) -> Callable[..., Any]:
     return run
 
 
-def _find_fault(bound: Bound, hook: str, result: Any, given: Any) -> str:
+def _find_fault(bound: Declared, hook: str, result: Any, given: Any) -> str:
     """Return how the ``result`` of a hook differs from declarations, or from its argument ``given``."""
-    own, expected, returned = bound.own, given, result
+    own, expected, returned = bound, given, result
     match hook:
         case "loss":
             return _check_loss(result, given)
@@ -233,8 +233,8 @@ def _find_fault(bound: Bound, hook: str, result: Any, given: Any) -> str:
             return _check_end(bound, result[0], given)
         case "fold":
             return _check_fold(bound, result, given)
-        case "look":
-            return find_difference(own.memory, pick(result, own.memory), "return", where="Own.memory")
+        case "start":
+            return find_difference(own.memory, pick(result, own.memory), "return", where="Declared.memory")
         case "batch":
             expected, returned = {"x": given}, {"x": result[0]}
         case "outputs":
@@ -256,19 +256,19 @@ def _check_loss(result: Tensor, loss: Tensor) -> str:
     return ""
 
 
-def _check_end(bound: Bound, kept: State, client: EndContext) -> str:
-    if client.prelude and not is_equal(kept, bound.own.memory):
+def _check_end(bound: Declared, kept: State, client: EndContext) -> str:
+    if client.prelude and not is_equal(kept, bound.memory):
         return (
-            "returns memory before round 1 that differs from Own.memory, but clients keep none of that exchange: "
-            "return the initial values if client.prelude is true, and compute what to keep in look() of round 1"
+            "returns memory before round 1 that differs from Declared.memory, but clients keep none of that exchange: "
+            "return the initial values if client.prelude is true, and compute what to keep in start() of round 1"
         )
-    return find_difference(bound.own.memory, kept, "keep", where="Own.memory")
+    return find_difference(bound.memory, kept, "keep", where="Declared.memory")
 
 
-def _check_fold(bound: Bound, result: Folded, server: FoldContext) -> str:
-    own, sets = bound.own, {} if server.prelude else pick(server.plan.initial, bound.sets)
-    why = find_difference(own.server, result[0], "keep", where="Own.server", growing=own.growing)
-    where = "before round 1 nothing, and Bound.sets" if server.prelude else "Bound.sets"
+def _check_fold(bound: Declared, result: Folded, server: FoldContext) -> str:
+    own, sets = bound, {} if server.prelude else pick(server.plan.initial, bound.sets)
+    why = find_difference(own.server, result[0], "keep", where="Declared.server", growing=own.growing)
+    where = "before round 1 nothing, and Declared.sets" if server.prelude else "Declared.sets"
     return why or find_difference(sets, result[1], "compute", where=where)
 
 

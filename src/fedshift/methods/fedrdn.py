@@ -21,7 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from ..core.contexts import EndContext, FoldContext, Folded, Hook, LookContext, RoundContext, StepContext
-from ..core.declarations import Bound, Own, Reads, Send
+from ..core.declarations import Declared, Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
@@ -89,23 +89,22 @@ class ClientStatistics(Rule):
     )
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         name = next(entry.name for entry in plan.entries if isinstance(entry.owner, InputScaling))
         zeros_C = torch.zeros_like(plan.initial[name])
         blank = dict.fromkeys(KINDS, zeros_C)
-        return Bound(
+        return Declared(
             replace(self, layer=name.rpartition(".")[0]),
-            own=Own(
-                memory=blank,  # no deviation is 0 once measured
-                server={"mean": zeros_C[None], "deviation": torch.ones_like(zeros_C)[None]},
-                growing=dict.fromkeys(KINDS, (0,)),
-            ),
-            reads=Reads(first=self.samples, draws=True),
+            memory=blank,  # no deviation is 0 once measured
+            server={"mean": zeros_C[None], "deviation": torch.ones_like(zeros_C)[None]},
+            growing=dict.fromkeys(KINDS, (0,)),
+            samples_before_work=self.samples,
+            draws=True,
             prelude=Send.like(blank, "image" if self.samples == 1 else "client", passed_on=True),
         )
 
     @override
-    def look(self, client: LookContext) -> State:
+    def start(self, client: LookContext) -> State:
         if not client.prelude and client.memory["deviation"].any():
             return client.memory
         seen: dict[str, Tensor] = {}
@@ -143,7 +142,7 @@ class ClientStatistics(Rule):
     @override
     def end(self, client: EndContext) -> tuple[State, State]:
         if client.prelude:
-            return dict(client.bound.own.memory), client.memory
+            return dict(client.bound.memory), client.memory
         return client.memory, {}
 
     @override
