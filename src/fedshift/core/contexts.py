@@ -90,14 +90,8 @@ class Glimpse(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LookContext(RoundContext):
-    """A client's round before local work.
+    """A client's round before local work."""
 
-    Args:
-        prelude: Whether this is the exchange before round 1, which uses the samples of a first epoch.
-
-    """
-
-    prelude: bool
     _targets: Tensor
     _first: Glimpse
 
@@ -263,19 +257,17 @@ class EndContext(RoundContext):
         params: Trained entries of the model.
         buffers: The model's other entries.
         steps: Number of steps in the round.
-        prelude: Whether this is the exchange before round 1, which has no steps and leaves no memory on the client.
 
     """
 
     params: State
     buffers: State
     steps: int
-    prelude: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldContext:
-    """The server after a round, or after the exchange before round 1: the ``prelude``.
+    """The server after a round.
 
     Args:
         memory: The rule's memory on the server.
@@ -283,7 +275,6 @@ class FoldContext:
         received: The clients' rounds, in the same order.
         plan: The plan.
         server: The server before the round.
-        prelude: Whether this is the exchange before round 1, in which :attr:`Bound.sets` are not computed.
 
     """
 
@@ -292,7 +283,6 @@ class FoldContext:
     received: Sequence[Received]
     plan: Plan
     server: ServerState
-    prelude: bool
 
 
 class Folded(NamedTuple):

@@ -137,7 +137,7 @@ GRAINS: tuple[Reveals, ...] = get_args(Reveals)
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """One tensor that every client uploads for a rule, in each round or once before round 1.
+    """One tensor that every client uploads for a rule in each round.
 
     Args:
         shape: The shape, equal for all clients and rounds; content of variable length is padded.
@@ -186,10 +186,6 @@ class Bound:
         phases: When parameters are trained.
         reads: Reads that must be declared.
         sends: Uploads of every client for the rule in each round: exactly the tensors of :meth:`Rule.end`.
-        prelude: Uploads of every client before round 1; empty: the rule takes no part in that exchange. In it, clients
-            take no steps and send no entries of the model: :meth:`Rule.look` runs on the samples of a first epoch, then
-            :meth:`Rule.end`, and :meth:`Rule.fold` on the server. Clients keep no memory of it, and clients that join
-            later do not take part.
         sets: Entries of the server that :meth:`Rule.fold` computes, replacing their aggregate.
         notices: Sentences that users should read before the rule runs.
 
@@ -200,14 +196,8 @@ class Bound:
     phases: tuple[Phase, ...] = field(default=(), kw_only=True)
     reads: Reads = field(default_factory=Reads, kw_only=True)
     sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
-    prelude: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
     sets: frozenset[str] = field(default=frozenset(), kw_only=True)
     notices: tuple[str, ...] = field(default=(), kw_only=True)
-
-    @property
-    def uploads(self) -> tuple[tuple[str, Send], ...]:
-        """All uploads for the rule, with their names: before round 1, and in each round."""
-        return *self.prelude.items(), *self.sends.items()
 
     def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:
         """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""

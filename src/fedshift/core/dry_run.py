@@ -19,16 +19,15 @@ from torch import Tensor
 from ..tasks import Task
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
-from ..utils.state import State, clone, is_equal, pick
+from ..utils.state import clone, pick
 from ..utils.user_code import describe_error
-from .contexts import ClientContext, EndContext, FoldContext, Folded
+from .contexts import ClientContext, FoldContext, Folded
 from .declarations import Bound, RulePhase
 from .disclosure import find_difference
 from .kernel import (
     broadcast,
     client_final,
     client_init,
-    client_prelude,
     init_client,
     init_server,
     personal_state,
@@ -37,7 +36,7 @@ from .kernel import (
 from .plan import Plan, compute_features, forward, to_inputs, to_memory_format
 from .probe import make_batch
 from .rule import HOOKS, Rule
-from .server_round import ClientSizes, server_prelude, server_round
+from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_step_
 
@@ -138,9 +137,6 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
     data = {str(number): halves[number % CLIENTS] for number in range(count)}
     sizes = {name: len(y) for name, (_, y) in data.items()}
     server, clients = init_server(plan), dict.fromkeys(data, init_client(plan))
-    if plan.prelude:
-        sent = {name: client_prelude(plan, sizes[name], _see(plan, *data[name])) for name in data}
-        server = server_prelude(plan, server, sent, ClientSizes(plan, sizes))
     for _ in range(ROUNDS):
         updates = {}
         for name, samples in data.items():
@@ -230,7 +226,7 @@ def _find_fault(bound: Bound, hook: str, result: Any, given: Any) -> str:
         case "loss":
             return _check_loss(result, given)
         case "end":
-            return _check_end(bound, result[0], given)
+            return find_difference(own.memory, result[0], "keep", where="Own.memory")
         case "fold":
             return _check_fold(bound, result, given)
         case "look":
@@ -256,20 +252,10 @@ def _check_loss(result: Tensor, loss: Tensor) -> str:
     return ""
 
 
-def _check_end(bound: Bound, kept: State, client: EndContext) -> str:
-    if client.prelude and not is_equal(kept, bound.own.memory):
-        return (
-            "returns memory before round 1 that differs from Own.memory, but clients keep none of that exchange: "
-            "return the initial values if client.prelude is true, and compute what to keep in look() of round 1"
-        )
-    return find_difference(bound.own.memory, kept, "keep", where="Own.memory")
-
-
 def _check_fold(bound: Bound, result: Folded, server: FoldContext) -> str:
-    own, sets = bound.own, {} if server.prelude else pick(server.plan.initial, bound.sets)
+    own, sets = bound.own, pick(server.plan.initial, bound.sets)
     why = find_difference(own.server, result[0], "keep", where="Own.server", growing=own.growing)
-    where = "before round 1 nothing, and Bound.sets" if server.prelude else "Bound.sets"
-    return why or find_difference(sets, result[1], "compute", where=where)
+    return why or find_difference(sets, result[1], "compute", where="Bound.sets")
 
 
 def _check_numbers(plan: Plan, returned: Iterable[tuple[str, Tensor]], given: Iterable[tuple[str, Tensor]]) -> str:

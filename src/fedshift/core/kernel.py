@@ -2,7 +2,7 @@
 
 In a communication round, each participant runs ``client_init``, ``client_step_`` for each batch
 (:mod:`fedshift.core.step`) and ``client_final``; then the server aggregates the uploads
-(:mod:`fedshift.core.server_round`). Before round 1, each client may run ``client_prelude``.
+(:mod:`fedshift.core.server_round`).
 """
 
 from __future__ import annotations
@@ -101,15 +101,14 @@ def client_init(
 
 
 def load_state(
-    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None, *,
-    prelude: bool = False,
-) -> LocalTrainingState:  # fmt: skip
+    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
+) -> LocalTrainingState:
     """Return the job of :func:`client_init` without copying tensors of server and client: copy before a step."""
     contexts = [_context_between_rounds(plan, client, server, index) for index in range(len(plan.rules))]
     merged = _merge_loaded_and_personal(plan, client, server)
     state = _begin(plan, merged, contexts)
     if seen is not None and plan.defines("look"):
-        contexts = look(plan, contexts, state, seen, prelude=prelude)
+        contexts = look(plan, contexts, state, seen)
         state = _begin(plan, merged, contexts)
     for index, names in enumerate(plan.own_names):
         state = state | {name: client.memory[index][entry] for entry, name in names.items()}
@@ -129,7 +128,6 @@ def load_state(
         done=client.steps,
         planned_steps=planned_steps,
         frozen=server.round >= plan.freeze_from,
-        prelude=prelude,
     )
 
 
@@ -141,19 +139,17 @@ def _begin(plan: Plan, state: State, contexts: Sequence[RoundContext]) -> State:
     return state
 
 
-def look(
-    plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen, *, prelude: bool
-) -> list[RoundContext]:
+def look(plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen) -> list[RoundContext]:
     """Call the rules' :meth:`Rule.look` on the model ``state``; return their contexts with the new memories."""
     return [
-        replace(each, memory=each.bound.rule.look(_look_context(plan, each, state, seen, prelude=prelude)))
-        if index in plan.defines("look") and (each.bound.prelude or not prelude)
+        replace(each, memory=each.bound.rule.look(_look_context(plan, each, state, seen)))
+        if index in plan.defines("look")
         else each
         for index, each in enumerate(contexts)
     ]
 
 
-def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen, *, prelude: bool) -> LookContext:
+def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen) -> LookContext:
     count = context.bound.reads.first
     x, y, layers = seen.x[:count], seen.y[:count], dict(plan.module.named_modules())
 
@@ -165,7 +161,7 @@ def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen, *
         return plan.loss(forward(plan, clone({**state, **entries}), x, training=False), y)
 
     common = {each.name: getattr(context, each.name) for each in fields(context)}
-    return LookContext(**common, prelude=prelude, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
+    return LookContext(**common, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
 
 
 def restart(plan: Plan, job: LocalTrainingState) -> LocalTrainingState:
@@ -188,12 +184,12 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
     memory, uploads, steps = [], [], job.done - job.start
     for index, bound in enumerate(plan.rules):
         kept, sent = {name: job.memory[index][name] for name in bound.own.memory}, State()
-        if index in plan.defines("end") and (bound.prelude or not job.prelude):
+        if index in plan.defines("end"):
             facts, end = client_facts(plan, job, index, together), bound.rule.end
             params, rest = ({name: together[name] for name in part} for part in (plan.params, plan.buffers))
-            facts |= {"params": params, "buffers": rest, "steps": steps, "prelude": job.prelude}
+            facts |= {"params": params, "buffers": rest, "steps": steps}
             kept, sent = end(EndContext(**facts, round=job.round))
-        check_sends(plan, index, sent, prelude=job.prelude)
+        check_sends(plan, index, sent)
         memory.append(kept | {entry: together[name] for entry, name in plan.own_names[index].items()})
         uploads.append(sent)
     client = ClientState(
@@ -202,17 +198,4 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
         memory=tuple(memory),
         steps=job.done,
     )
-    shared = {} if job.prelude else pick(state, plan.sent)
-    return client, Update(shared=shared, memory=tuple(uploads), weight=float(job.samples), steps=steps)
-
-
-def client_prelude(plan: Plan, samples: int, seen: Seen | None) -> Update:
-    """Return the upload of a client with ``samples`` training samples in the exchange before round 1.
-
-    It depends only on the plan and the client's data, so that the client receives nothing, and a repeated call returns
-    the same upload.
-
-    Raises :class:`UsageError` if a rule's upload differs from its declarations.
-    """
-    job = load_state(plan, init_client(plan), init_server(plan), 0, seen, prelude=True)
-    return client_final(plan, replace(job, samples=samples))[1]
+    return client, Update(shared=pick(state, plan.sent), memory=tuple(uploads), weight=float(job.samples), steps=steps)

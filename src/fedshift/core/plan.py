@@ -196,11 +196,6 @@ class Plan:
         """Initial values of the model's other entries."""
         return pick(self.initial, self.initial.keys() - self.trained)
 
-    @cached_property
-    def prelude(self) -> bool:
-        """Whether rules need an exchange before round 1."""
-        return any(bound.prelude for bound in self.rules)
-
     def defines(self, hook: str) -> tuple[int, ...]:
         """Return the positions of the rules that define ``hook``."""
         return self._defined[hook]
