@@ -76,7 +76,7 @@ CORE = (
           "_run_rounds(replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules)), x, y)", "pass",
           "tests/core/test_dry_run.py"),
     Fault("memory-of-a-rule-not-compared", "core/dry_run.py", "_find_fault",
-          'find_difference(own.memory, result[0], "keep", where="Own.memory")', '""',
+          'find_difference(own.memory, result[0], "keep", where="Declared.memory")', '""',
           "tests/core/test_dry_run.py"),
     Fault("numbers-not-finite-pass", "core/dry_run.py", "_is_finite", "bool(tensor.isfinite().all())", "True",
           "tests/core/test_dry_run.py"),

@@ -26,10 +26,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .core.aggregation import Received as Received
     from .core.contexts import Folded as Folded
     from .core.declarations import (
-        Bound as Bound,
-        Own as Own,
+        Declared as Declared,
         Phase as Phase,
-        Reads as Reads,
         Send as Send,
     )
     from .core.method import (
@@ -141,7 +139,7 @@ _HOME = {
     "utils.errors": ("FedshiftError", "UsageError"),
     "core.aggregation": ("Aggregated", "Aggregation", "Received"),
     "core.contexts": ("Folded",),
-    "core.declarations": ("Bound", "Own", "Phase", "Reads", "Send"),
+    "core.declarations": ("Declared", "Phase", "Send"),
     "core.method": ("Freeze", "Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW"),
     "core.requirements": ("Requirements",),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
-from fedshift.core.declarations import GRAINS, Bound, Send
+from fedshift.core.declarations import GRAINS, Declared, Send
 from fedshift.core.disclosure import check_upload, like_sends
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
@@ -31,7 +31,7 @@ class Sending(Rule):
         self.declared, self.late, self.sent = declared, late, sent
 
     def bind(self, plan):
-        return Bound(self, sends=self.declared)
+        return Declared(self, sends=self.declared)
 
     def end(self, client):
         if self.late and client.round < 2:

@@ -109,7 +109,7 @@ def test_a_channel_that_never_varies_is_divided_by_one():
         for hook in hooks.values():
             hook(None, (x,))
 
-    found = bound.rule.look(SimpleNamespace(memory=bound.own.memory, run=run))
+    found = bound.rule.start(SimpleNamespace(memory=bound.memory, run=run))
     assert (float(found["mean"]), float(found["deviation"])) == (1.0, 1.0)
 
 

@@ -1,7 +1,6 @@
 """Contexts: the information that the hooks of a rule may read.
 
-Information that is costly or sensitive (:class:`~fedshift.core.declarations.Reads`) is refused unless the rule declares
-it.
+Information that is costly or sensitive is refused unless the rule declares it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..nn.linear import use_torch_func
 from ..utils.errors import UsageError
 from ..utils.state import State
 from .aggregation import Received
-from .declarations import Bound
+from .declarations import Declared
 from .states import ServerState
 
 if TYPE_CHECKING:
@@ -29,17 +28,17 @@ Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 
 
 class Owned(NamedTuple):
-    """Current values of the entries of :class:`Own` on a client; losses differentiate ``model`` and ``params``."""
+    """Current values of the entries that a rule owns on a client; losses differentiate ``model`` and ``params``."""
 
     model: State
     params: State
     buffers: State
 
 
-def _refuse(bound: Bound, what: str, declaration: str) -> UsageError:
+def _refuse(bound: Declared, what: str, declaration: str) -> UsageError:
     return UsageError(
         f"{type(bound.rule).__name__} reads {what} without declaring it: return "
-        f"Bound(self, reads=Reads({declaration})) from its bind()"
+        f"Declared(self, {declaration}) from its bind()"
     )
 
 
@@ -51,13 +50,13 @@ class ClientContext:
         bound: The rule and its declarations.
         loaded: The model's entries as the server sent them.
         memory: The rule's memory on this client.
-        own: The current values of the rule's :class:`Own` entries.
+        own: The current values of the rule's own entries.
         server: The rule's memory on the server, as broadcast.
         lr: The model's learning rate in this round; for stacked clients, a scalar tensor in a batch and a loss.
 
     """
 
-    bound: Bound
+    bound: Declared
     loaded: State
     memory: State
     own: Owned
@@ -78,7 +77,7 @@ class RoundContext(ClientContext):
 
 
 class Glimpse(NamedTuple):
-    """Functions that evaluate the round's initial model on some samples, for :meth:`Rule.look`.
+    """Functions that evaluate the round's initial model on some samples, for :meth:`Rule.start`.
 
     ``samples``: the number of samples. ``run`` and ``loss_at``: see :class:`LookContext`.
     """
@@ -97,14 +96,14 @@ class LookContext(RoundContext):
 
     @property
     def targets(self) -> Tensor:
-        """Return the targets of all training samples, ``[N, ...]``; needs ``Reads(targets=True)``."""
-        if not self.bound.reads.targets:
+        """Return the targets of all training samples, ``[N, ...]``; needs ``Declared(self, targets=True)``."""
+        if not self.bound.targets:
             raise _refuse(self.bound, "targets", "targets=True")
         return self._targets
 
     @property
     def samples(self) -> int:
-        """Return the number of samples of :meth:`run` and :meth:`loss_at`; all three need ``Reads.first``."""
+        """Return the number of samples of :meth:`run` and :meth:`loss_at`; all three need ``Declared.first``."""
         return self._glimpse("samples").samples
 
     def run(self, hooks: Mapping[str, Hook]) -> None:
@@ -120,8 +119,8 @@ class LookContext(RoundContext):
         return self._glimpse("loss_at").loss_at(entries)
 
     def _glimpse(self, what: str) -> Glimpse:
-        if not self.bound.reads.first:
-            raise _refuse(self.bound, what, "first=samples")
+        if not self.bound.samples_before_work:
+            raise _refuse(self.bound, what, "samples_before_work=samples")
         return self._first
 
 
@@ -140,7 +139,6 @@ class StepContext(ClientContext):
     buffers: State
     steps: Tensor
     _personal: State = field(default_factory=dict)
-    _round: int
     _key: Tensor
 
     @property
@@ -152,16 +150,9 @@ class StepContext(ClientContext):
         return self.loaded | self._personal
 
     @property
-    def round(self) -> int:
-        """Return the number of rounds done, which disables the recording of steps; needs ``Reads(round=True)``."""
-        if not self.bound.reads.round:
-            raise _refuse(self.bound, "round in a step", "round=True")
-        return self._round
-
-    @property
     def key(self) -> Tensor:
-        """Return the int64 scalar that keys the step's random draws; needs ``Reads(draws=True)``."""
-        if not self.bound.reads.draws:
+        """Return the int64 scalar that keys the step's random draws; needs ``Declared(self, draws=True)``."""
+        if not self.bound.draws:
             raise _refuse(self.bound, "key", "draws=True")
         return self._key
 
@@ -177,7 +168,7 @@ class ForwardPass:
 
     """
 
-    bound: Bound
+    bound: Declared
     x: Tensor
     y: Tensor
     outputs: Tensor
@@ -185,8 +176,8 @@ class ForwardPass:
 
     @property
     def features(self) -> Tensor:
-        """Return the input of the layer that ``Reads.features`` names; needs ``Reads.features``."""
-        if not self.bound.reads.features:
+        """Return the input of the layer that ``Declared.features`` names; needs ``Declared.features``."""
+        if not self.bound.features:
             raise _refuse(self.bound, "features", "features='last'")
         return self._features
 
@@ -216,7 +207,7 @@ class LossContext(StepContext):
 
     @property
     def features(self) -> Tensor:
-        """Return the input of the layer that ``Reads.features`` names, from the same pass."""
+        """Return the input of the layer that ``Declared.features`` names, from the same pass."""
         return self._make_pass().features
 
     def run(self, entries: State, x: Tensor | None = None, *, training: bool = True) -> ForwardPass:

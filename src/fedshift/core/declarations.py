@@ -20,37 +20,6 @@ if TYPE_CHECKING:
     from .rule import Rule
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Own:
-    """The initial state of a rule. Names are unique across all fields except ``server``.
-
-    Args:
-        model: Weights and buffers of another network, under some or all of the model's names. They are trained and
-            decayed like the model, and rules with :attr:`Rule.on_copies` transform their gradients.
-        params: Other trained parameters. Without weight decay unless a phase enables it; other rules do not see them.
-        bounds: Minimum and maximum of ``params``, which are clamped after each step.
-        buffers: Entries that are neither trained nor sent; :meth:`Rule.loss` may write into them.
-        memory: State that each client keeps from round to round and never sends.
-        server: State that the server keeps and broadcasts.
-        growing: Axes of entries in ``server`` whose lengths may change between rounds; all other lengths and all dtypes
-            are fixed.
-
-    """
-
-    model: State = field(default_factory=dict)
-    params: State = field(default_factory=dict)
-    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    buffers: State = field(default_factory=dict)
-    memory: State = field(default_factory=dict)
-    server: State = field(default_factory=dict)
-    growing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def kept(self) -> State:
-        """All entries that a client keeps for the rule."""
-        return {**self.model, **self.params, **self.buffers, **self.memory}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """When parameters are trained.
@@ -67,7 +36,7 @@ class Phase:
             ``min(max(1, round(share * n)), n - 1)``, and a single step trains all parameters.
         epochs: Number of epochs of a separate pass, whose batches are drawn independently of the model's.
         lr_scale: Learning rate relative to the model's.
-        decay: Whether weight decay applies to :attr:`Own.params`.
+        decay: Whether weight decay applies to :attr:`Declared.params`.
 
     """
 
@@ -104,30 +73,6 @@ class Phase:
 
 RulePhase = tuple[int, Phase]
 """The position of a rule, and one of its phases."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reads:
-    """Declaration of costly or sensitive reads; a context refuses undeclared reads by name.
-
-    Args:
-        targets: Whether the rule reads :attr:`LookContext.targets`, the targets of all training samples of a client.
-        first: Number of distinct samples, the first of the round, on which :meth:`Rule.look` runs the model. A client
-            that uses fewer in the round provides those.
-        features: Name of the layer whose input :meth:`Rule.loss` receives, or ``"last"`` for the last layer with
-            parameters, so that features are the classifier's input. They come from the pass of the loss.
-        draws: Whether the rule reads :attr:`StepContext.key` for random draws.
-        round: Whether the rule reads :attr:`StepContext.round`, which disables the recording of steps.
-        entries: Whether :meth:`Rule.fold` receives the entries of each client, and not only their mean.
-
-    """
-
-    targets: bool = False
-    first: int = 0
-    features: str = ""
-    draws: bool = False
-    round: bool = False
-    entries: bool = False
 
 
 Reveals = Literal["update", "client", "class", "image"]
@@ -177,27 +122,59 @@ class Send:
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
-    """A rule resolved against a plan, with its declarations; ``plan.rules`` holds one per rule.
+class Declared:
+    """A rule resolved against a network, and all that it keeps, trains, reads and sends.
+
+    Names of entries are unique across ``model``, ``params``, ``buffers`` and ``memory``. A read that costs or reveals
+    something is refused unless it is declared.
 
     Args:
-        rule: The rule, configured for the plan.
-        own: The rule's initial state.
+        rule: The rule, configured for the network.
+        memory: State that each client keeps from round to round and never sends.
+        server: State that the server keeps and broadcasts.
+        growing: Axes of entries in ``server`` whose lengths may change between rounds; all other lengths and all dtypes
+            are fixed.
+        model: Weights and buffers of another network, under some or all of the model's names. They are trained and
+            decayed like the model, and rules with :attr:`Rule.on_copies` transform their gradients.
+        params: Other trained parameters. Without weight decay unless a phase enables it; other rules do not see them.
+        limits: Minimum and maximum of ``params``, which are clamped after each step.
+        buffers: Entries that are neither trained nor sent; :meth:`Rule.loss` may write into them.
         phases: When parameters are trained.
-        reads: Reads that must be declared.
         sends: Uploads of every client for the rule in each round: exactly the tensors of :meth:`Rule.end`.
         sets: Entries of the server that :meth:`Rule.fold` computes, replacing their aggregate.
+        targets: Whether :meth:`Rule.start` reads the targets of all training samples of a client.
+        samples_before_work: Number of distinct samples, the first of the round, on which :meth:`Rule.start` runs the
+            model. A client that uses fewer in the round provides those.
+        features: Name of the layer whose input :meth:`Rule.loss` receives, or ``"last"`` for the last layer with
+            parameters, so that features are the classifier's input. They come from the pass of the loss.
+        draws: Whether the rule reads ``step.key`` for random draws.
+        entries: Whether :meth:`Rule.fold` receives the entries of each client, and not only their mean.
         notices: Sentences that users should read before the rule runs.
 
     """
 
     rule: Rule
-    own: Own = field(default_factory=Own, kw_only=True)
+    memory: State = field(default_factory=dict, kw_only=True)
+    server: State = field(default_factory=dict, kw_only=True)
+    growing: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
+    model: State = field(default_factory=dict, kw_only=True)
+    params: State = field(default_factory=dict, kw_only=True)
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict, kw_only=True)
+    buffers: State = field(default_factory=dict, kw_only=True)
     phases: tuple[Phase, ...] = field(default=(), kw_only=True)
-    reads: Reads = field(default_factory=Reads, kw_only=True)
     sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
     sets: frozenset[str] = field(default=frozenset(), kw_only=True)
+    targets: bool = field(default=False, kw_only=True)
+    samples_before_work: int = field(default=0, kw_only=True)
+    features: str = field(default="", kw_only=True)
+    draws: bool = field(default=False, kw_only=True)
+    entries: bool = field(default=False, kw_only=True)
     notices: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def on_client(self) -> State:
+        """All entries that a client keeps for the rule."""
+        return {**self.model, **self.params, **self.buffers, **self.memory}
 
     def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:
         """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""

@@ -22,7 +22,7 @@ from ..utils.random_streams import torch_stream
 from ..utils.state import clone, pick
 from ..utils.user_code import describe_error
 from .contexts import ClientContext, FoldContext, Folded
-from .declarations import Bound, RulePhase
+from .declarations import Declared, RulePhase
 from .disclosure import find_difference
 from .kernel import (
     broadcast,
@@ -89,16 +89,16 @@ def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Ha
     return kind
 
 
-def _check_own(plan: Plan, bound: Bound) -> None:
+def _check_own(plan: Plan, bound: Declared) -> None:
     """Raise :class:`UsageError` if a tensor of a rule's initial state is on another device or of another type."""
-    like, own = next(iter(plan.initial.values())), bound.own
+    like, own = next(iter(plan.initial.values())), bound
     trained = {**own.params, **pick(own.model, plan.params)}
-    for name, tensor in (*trained.items(), *own.kept.items(), *own.server.items()):
+    for name, tensor in (*trained.items(), *own.on_client.items(), *own.server.items()):
         wrong = not isinstance(tensor, Tensor) or tensor.device != like.device
         if wrong or (trained.get(name) is tensor and tensor.dtype != plan.dtype):
             what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise UsageError(
-                f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares {name!r} in Own as {what}, "
+                f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares {name!r} as {what}, "
                 f"and the model is {plan.dtype} on {like.device}: make it from an entry of the plan, for example "
                 "next(iter(plan.params.values())).new_zeros(3)"
             )
@@ -114,7 +114,7 @@ def _check_features(plan: Plan, sample: Tensor) -> None:
         if bound.rule.requires.classes and z.ndim != 2:
             raise UsageError(
                 f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, but "
-                f"the input of layer {bound.reads.features!r} has shape {tuple(z.shape[1:])}: choose a model whose "
+                f"the input of layer {bound.features!r} has shape {tuple(z.shape[1:])}: choose a model whose "
                 "classifier receives a vector"
             )
 
@@ -170,8 +170,8 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
 
 def _see(plan: Plan, x: Tensor, y: Tensor) -> Seen | None:
-    first, targets = plan.reads.first, y if plan.reads.targets else y[:0]
-    return Seen(targets, x[:first], y[:first], x.new_ones((), dtype=torch.int64)) if plan.defines("look") else None
+    first, targets = plan.samples_before_work, y if any(each.targets for each in plan.rules) else y[:0]
+    return Seen(targets, x[:first], y[:first], x.new_ones((), dtype=torch.int64)) if plan.defines("start") else None
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def _require(why: str) -> None:
         raise UsageError(why)
 
 
-def _watch(plan: Plan, bound: Bound) -> Bound:
+def _watch(plan: Plan, bound: Declared) -> Declared:
     """Return ``bound`` with a copy of the rule whose hooks are checked."""
     rule, kind = copy(bound.rule), type(bound.rule)
     members = {name: getattr(kind, name) for name in ("__module__", "__qualname__")} | {"__slots__": ()}
@@ -202,7 +202,7 @@ def _watch(plan: Plan, bound: Bound) -> Bound:
     return replace(bound, rule=rule)
 
 
-def _check_hook(plan: Plan, bound: Bound, hook: str) -> Callable[..., Any]:
+def _check_hook(plan: Plan, bound: Declared, hook: str) -> Callable[..., Any]:
     kind, count = Tensor if hook in ("batch", "outputs", "loss") else Mapping, 1 + (hook in ("batch", "end", "fold"))
 
     def run(_: Rule, *given: Any) -> Any:
@@ -219,18 +219,18 @@ def _check_hook(plan: Plan, bound: Bound, hook: str) -> Callable[..., Any]:
     return run
 
 
-def _find_fault(bound: Bound, hook: str, result: Any, given: Any) -> str:
+def _find_fault(bound: Declared, hook: str, result: Any, given: Any) -> str:
     """Return how the ``result`` of a hook differs from declarations, or from its argument ``given``."""
-    own, expected, returned = bound.own, given, result
+    own, expected, returned = bound, given, result
     match hook:
         case "loss":
             return _check_loss(result, given)
         case "end":
-            return find_difference(own.memory, result[0], "keep", where="Own.memory")
+            return find_difference(own.memory, result[0], "keep", where="Declared.memory")
         case "fold":
             return _check_fold(bound, result, given)
-        case "look":
-            return find_difference(own.memory, pick(result, own.memory), "return", where="Own.memory")
+        case "start":
+            return find_difference(own.memory, pick(result, own.memory), "return", where="Declared.memory")
         case "batch":
             expected, returned = {"x": given}, {"x": result[0]}
         case "outputs":
@@ -252,10 +252,10 @@ def _check_loss(result: Tensor, loss: Tensor) -> str:
     return ""
 
 
-def _check_fold(bound: Bound, result: Folded, server: FoldContext) -> str:
-    own, sets = bound.own, pick(server.plan.initial, bound.sets)
-    why = find_difference(own.server, result[0], "keep", where="Own.server", growing=own.growing)
-    return why or find_difference(sets, result[1], "compute", where="Bound.sets")
+def _check_fold(bound: Declared, result: Folded, server: FoldContext) -> str:
+    why = find_difference(bound.server, result[0], "keep", where="Declared.server", growing=bound.growing)
+    sets = pick(server.plan.initial, bound.sets)
+    return why or find_difference(sets, result[1], "compute", where="Declared.sets")
 
 
 def _check_numbers(plan: Plan, returned: Iterable[tuple[str, Tensor]], given: Iterable[tuple[str, Tensor]]) -> str:

@@ -28,7 +28,7 @@ def init_server(plan: Plan) -> ServerState:
     return ServerState(
         round=0,
         shared=pick(plan.initial, plan.sent),
-        memory=tuple(dict(bound.own.server) for bound in plan.rules),
+        memory=tuple(dict(bound.server) for bound in plan.rules),
         optimizer=plan.method.server.init(common) if plan.method.server else {},
     )
 
@@ -42,7 +42,7 @@ def broadcast(server: ServerState, name: str) -> ServerState:
 
 def init_client(plan: Plan) -> ClientState:
     """Return the state of a client before its first round; its entries share memory with the plan's."""
-    memory = tuple(bound.own.kept for bound in plan.rules)
+    memory = tuple(bound.on_client for bound in plan.rules)
     return ClientState(personal=pick(plan.initial, plan.personal), memory=memory)
 
 
@@ -62,8 +62,8 @@ def _context_between_rounds(plan: Plan, client: ClientState, server: ServerState
     return RoundContext(
         bound=bound,
         loaded=pick(server.shared, plan.loaded),
-        memory={name: kept[name] for name in bound.own.memory},
-        own=Owned(*(pick(kept, part) for part in (bound.own.model, bound.own.params, bound.own.buffers))),
+        memory={name: kept[name] for name in bound.memory},
+        own=Owned(*(pick(kept, part) for part in (bound.model, bound.params, bound.buffers))),
         server=server.memory[index],
         round=server.round,
         lr=plan.optimizer.lr_in_round(server.round),
@@ -94,7 +94,7 @@ def client_init(
 ) -> LocalTrainingState:
     """Start ``planned_steps`` local steps of a client from the shared and the personal entries.
 
-    ``seen``: samples for :meth:`Rule.look`; None: skip that hook.
+    ``seen``: samples for :meth:`Rule.start`; None: skip that hook.
     """
     job = load_state(plan, client, server, planned_steps, seen)
     return replace(job, params=plan.clone_for_training(job.params), optimizer=clone(job.optimizer))
@@ -107,7 +107,7 @@ def load_state(
     contexts = [_context_between_rounds(plan, client, server, index) for index in range(len(plan.rules))]
     merged = _merge_loaded_and_personal(plan, client, server)
     state = _begin(plan, merged, contexts)
-    if seen is not None and plan.defines("look"):
+    if seen is not None and plan.defines("start"):
         contexts = look(plan, contexts, state, seen)
         state = _begin(plan, merged, contexts)
     for index, names in enumerate(plan.own_names):
@@ -140,17 +140,17 @@ def _begin(plan: Plan, state: State, contexts: Sequence[RoundContext]) -> State:
 
 
 def look(plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen) -> list[RoundContext]:
-    """Call the rules' :meth:`Rule.look` on the model ``state``; return their contexts with the new memories."""
+    """Call the rules' :meth:`Rule.start` on the model ``state``; return their contexts with the new memories."""
     return [
-        replace(each, memory=each.bound.rule.look(_look_context(plan, each, state, seen)))
-        if index in plan.defines("look")
+        replace(each, memory=each.bound.rule.start(_look_context(plan, each, state, seen)))
+        if index in plan.defines("start")
         else each
         for index, each in enumerate(contexts)
     ]
 
 
 def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen) -> LookContext:
-    count = context.bound.reads.first
+    count = context.bound.samples_before_work
     x, y, layers = seen.x[:count], seen.y[:count], dict(plan.module.named_modules())
 
     def run(hooks: Mapping[str, Hook]) -> None:
@@ -183,7 +183,7 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
     state = {name: together[name] for name in plan.initial}
     memory, uploads, steps = [], [], job.done - job.start
     for index, bound in enumerate(plan.rules):
-        kept, sent = {name: job.memory[index][name] for name in bound.own.memory}, State()
+        kept, sent = {name: job.memory[index][name] for name in bound.memory}, State()
         if index in plan.defines("end"):
             facts, end = client_facts(plan, job, index, together), bound.rule.end
             params, rest = ({name: together[name] for name in part} for part in (plan.params, plan.buffers))

@@ -16,7 +16,7 @@ from ..nn.dropout import Keyed, dropout_key
 from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
-from .declarations import Bound, Reads, RulePhase
+from .declarations import Declared, RulePhase
 from .method import Method
 from .optimizer import SGD, Optimizer
 from .rule import HOOKS, Rule
@@ -110,7 +110,7 @@ class Plan:
     sent: frozenset[str]
     trained: frozenset[str]
     trainable: frozenset[str] = frozenset()
-    rules: tuple[Bound, ...] = ()
+    rules: tuple[Declared, ...] = ()
     freeze_from: float
     work: Work
     optimizer: Optimizer
@@ -209,28 +209,21 @@ class Plan:
         }
 
     @cached_property
-    def reads(self) -> Reads:
-        """The union of the rules' reads, with the largest ``first``; for features, see :attr:`feature_layers`."""
-        each = [bound.reads for bound in self.rules]
-        return Reads(
-            targets=any(reads.targets for reads in each),
-            first=max((reads.first for reads in each), default=0),
-            draws=any(reads.draws for reads in each),
-            round=any(reads.round for reads in each),
-            entries=any(reads.entries for reads in each),
-        )
+    def samples_before_work(self) -> int:
+        """Largest number of samples that a rule sees before local work."""
+        return max((bound.samples_before_work for bound in self.rules), default=0)
 
     @cached_property
     def draws(self) -> bool:
         """Whether a step makes random draws."""
         keyed = any(isinstance(each, Keyed) for each in self.layers)
-        return keyed or self.reads.draws or self.method.gradient is not None
+        return keyed or any(bound.draws for bound in self.rules) or self.method.gradient is not None
 
     @cached_property
     def lanes_alike(self) -> bool:
         """Whether clients differ only in the model's entries when they start, not in the state of rules."""
-        kept = any(bound.own.kept or bound.own.server for bound in self.rules)
-        acts = any(map(self.defines, ("look", "personalize", "end", "fold")))
+        kept = any(bound.on_client or bound.server for bound in self.rules)
+        acts = any(map(self.defines, ("start", "personalize", "end", "fold")))
         return not (kept or acts or self.mixes)
 
     @cached_property
@@ -282,7 +275,7 @@ class Plan:
         yield Updated(taken, None, 1.0, decay=True)
         for index, phase in active:
             if phase.trains == "own":
-                names, own = self.own_names[index], self.rules[index].own
+                names, own = self.own_names[index], self.rules[index]
                 network = frozenset(names[entry] for entry in own.model.keys() & self.trained)
                 yield Updated(network, index, phase.lr_scale, decay=True)
                 yield Updated(frozenset(names[entry] for entry in own.params), index, phase.lr_scale, decay=phase.decay)
@@ -327,11 +320,11 @@ class Plan:
     @cached_property
     def feature_layers(self) -> dict[int, nn.Module]:
         """Layers whose inputs rules read, by position of the rule."""
-        return {index: self._find_layer(bound) for index, bound in enumerate(self.rules) if bound.reads.features}
+        return {index: self._find_layer(bound) for index, bound in enumerate(self.rules) if bound.features}
 
-    def _find_layer(self, bound: Bound) -> nn.Module:
+    def _find_layer(self, bound: Declared) -> nn.Module:
         named: dict[str, nn.Module] = dict(self.module.named_modules())
-        wanted = bound.reads.features
+        wanted = bound.features
         if wanted == "last":
             return next(entry.owner for entry in self.entries if entry.from_end == 0)
         if wanted not in named:
@@ -444,7 +437,7 @@ class Plan:
     def own_names(self) -> tuple[dict[str, str], ...]:
         """Names of each rule's own entries in local training, by their names in the rule."""
         return tuple(
-            {entry: f"{name}/{entry}" for entry in (*bound.own.model, *bound.own.params, *bound.own.buffers)}
+            {entry: f"{name}/{entry}" for entry in (*bound.model, *bound.params, *bound.buffers)}
             for name, bound in zip(self.rule_names, self.rules, strict=True)
         )
 
@@ -452,7 +445,7 @@ class Plan:
     def own_trained(self) -> tuple[frozenset[str], ...]:
         """Names of each rule's own parameters in local training."""
         return tuple(
-            frozenset(names[entry] for entry in (*(bound.own.model.keys() & self.trained), *bound.own.params))
+            frozenset(names[entry] for entry in (*(bound.model.keys() & self.trained), *bound.params))
             for names, bound in zip(self.own_names, self.rules, strict=True)
         )
 

@@ -32,7 +32,7 @@ from ..utils.state import clone
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .compatibility import check_compatibility, check_rules, select_entries
-from .declarations import Bound
+from .declarations import Declared
 from .dry_run import check_rounds
 from .method import Method, decides_normalization
 from .optimizer import SGD, Optimizer
@@ -268,10 +268,10 @@ def bind_rules(plan: Plan) -> Plan:
             bound = rule.named(source).bind(plan)
         except UsageError as error:
             raise UsageError(f"method {plan.method.label!r}: {error}") from error
-        if not isinstance(bound, Bound):
+        if not isinstance(bound, Declared):
             raise UsageError(
                 f"method {plan.method.label!r}: {type(rule).__name__}.bind() returned a {type(bound).__name__}: return "
-                "fedshift.Bound(self, ...)"
+                "fedshift.Declared(self, ...)"
             )
         rules.append(replace(bound, rule=bound.rule.named(source)))
     return replace(plan, rules=tuple(rules))

@@ -18,13 +18,13 @@ from torch import Tensor
 from ..utils.errors import UsageError, unknown_name
 from ..utils.state import State
 from .contexts import EndContext, FoldContext, Folded, LookContext, LossContext, RoundContext, StepContext
-from .declarations import Bound
+from .declarations import Declared
 from .requirements import Requirements
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-HOOKS = ("look", "personalize", "batch", "outputs", "loss", "gradients", "end", "fold")
+HOOKS = ("start", "personalize", "batch", "outputs", "loss", "gradients", "end", "fold")
 """The hooks that act; :meth:`Rule.bind` declares."""
 GradientStage = Literal["objective", "transform", "step"]
 GRADIENT_STAGES: tuple[GradientStage, ...] = get_args(GradientStage)
@@ -34,7 +34,7 @@ class Rule:
     """Base class of rules, which changes nothing.
 
     ``personalize``, ``batch``, ``loss`` and ``gradients`` run under ``torch.vmap`` and are recorded: they must not
-    branch on values of tensors. All hooks are pure, except that ``loss`` may write into :attr:`Own.buffers`.
+    branch on values of tensors. All hooks are pure, except that ``loss`` may write into :attr:`Declared.buffers`.
 
     Attributes:
         requires: Requirements on the rest of the method, checked before training starts.
@@ -44,7 +44,7 @@ class Rule:
             values.
         gradient_stage: What :meth:`gradients` does: ``objective``: it adds the gradient of a term of the client's
             objective; ``transform``: it transforms that objective's gradient; ``step``: it corrects the result.
-        on_copies: Whether :meth:`gradients` is also called, separately, for each rule's :attr:`Own.model`.
+        on_copies: Whether :meth:`gradients` is also called, separately, for each rule's :attr:`Declared.model`.
 
     """
 
@@ -79,17 +79,17 @@ class Rule:
         vars(rule)["_source"] = source
         return rule
 
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         """Return the rule resolved against a plan whose rules are not bound yet, with its declarations.
 
         Raise :class:`UsageError`, without the method's name, to refuse the plan.
         """
-        return Bound(self)
+        return Declared(self)
 
-    def look(self, client: LookContext) -> State:
+    def start(self, client: LookContext) -> State:
         """Return the client's memory for the round, before local work.
 
-        Additional entries, not in :attr:`Own.memory`, last until :meth:`end`.
+        Additional entries, not in :attr:`Declared.memory`, last until :meth:`end`.
         """
         return client.memory
 
@@ -123,9 +123,9 @@ class Rule:
         return grads
 
     def end(self, client: EndContext) -> tuple[State, State]:
-        """Return the client's memory after local work, and its upload: exactly :attr:`Bound.sends`."""
+        """Return the client's memory after local work, and its upload: exactly :attr:`Declared.sends`."""
         return client.memory, {}
 
     def fold(self, server: FoldContext) -> Folded:
-        """Return the server's memory after a round, and the entries of :attr:`Bound.sets`."""
+        """Return the server's memory after a round, and the entries of :attr:`Declared.sets`."""
         return Folded(server.memory)

@@ -48,7 +48,7 @@ class ClientSizes:
 
 def sums_suffice(plan: Plan) -> bool:
     """Return whether the server needs only the weighted sum of the clients' entries."""
-    return plan.method.aggregate.sums and bool(plan.sent) and not plan.reads.entries
+    return plan.method.aggregate.sums and bool(plan.sent) and not any(bound.entries for bound in plan.rules)
 
 
 class StreamingAggregator:
@@ -165,7 +165,7 @@ def fold_rules(plan: Plan, server: ServerState, received: Sequence[Received]) ->
     memory, computed, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
     for index in plan.defines("fold"):
         uploads = [each.update.memory[index] for each in received]
-        visible = received if plan.rules[index].reads.entries else withheld
+        visible = received if plan.rules[index].entries else withheld
         context = FoldContext(memory=memory[index], uploads=uploads, received=visible, plan=plan, server=server)
         folded = plan.rules[index].rule.fold(context)
         memory[index] = folded.memory

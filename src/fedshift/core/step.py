@@ -28,7 +28,7 @@ SAMPLE_GRADIENTS = 2**27
 
 def client_facts(plan: Plan, job: LocalTrainingState, index: int, state: State) -> dict[str, Any]:
     """Return the fields of the :class:`ClientContext` of the rule at ``index``; ``state``: all current entries."""
-    own, names = plan.rules[index].own, plan.own_names[index]
+    own, names = plan.rules[index], plan.own_names[index]
     parts = ({entry: state[names[entry]] for entry in part} for part in (own.model, own.params, own.buffers))
     return {
         "bound": plan.rules[index],
@@ -47,8 +47,7 @@ def _step_facts(plan: Plan, job: LocalTrainingState, index: int, state: State, k
         "buffers": {name: job.rest[name] for name in plan.buffers},
         "steps": job.steps,
         "_personal": job.personal,
-        "_round": job.round,
-        "_key": derive_key(key, plan.rule_names[index]) if plan.rules[index].reads.draws else key,
+        "_key": derive_key(key, plan.rule_names[index]) if plan.rules[index].draws else key,
     }
 
 
@@ -220,8 +219,8 @@ def combine_samples(
 def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: Tensor) -> State:
     """Return the objective's gradients after every rule has transformed the model's.
 
-    A rule with :attr:`Rule.on_copies` also transforms the gradients of other rules' ``Own.model``; no rule changes the
-    gradients of other rules' parameters otherwise.
+    A rule with :attr:`Rule.on_copies` also transforms the gradients of other rules' ``Declared.model``; no rule changes
+    the gradients of other rules' parameters otherwise.
     """
     state = job.state
     for index in plan.defines("gradients"):
@@ -230,7 +229,7 @@ def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: 
         if changed:
             changed = rule.gradients(changed, StepContext(**facts | {"params": pick(facts["params"], changed)}))
         for other, bound in enumerate(plan.rules) if rule.on_copies else ():
-            names = {entry: plan.own_names[other][entry] for entry in bound.own.model}
+            names = {entry: plan.own_names[other][entry] for entry in bound.model}
             copy_grads = {entry: grads[name] for entry, name in names.items() if name in grads}
             if copy_grads:
                 copy = {entry: state[name] for entry, name in names.items()}
@@ -247,7 +246,7 @@ def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samp
         optimizer = plan.optimizer if each.decay else replace(plan.optimizer, weight_decay=0.0)
         optimizer.update_(pick(job.params, each.names & grads.keys()), grads, job.optimizer, job.lr * each.lr_scale)
         if each.rule is not None:
-            for entry, bounds in plan.rules[each.rule].own.bounds.items():
+            for entry, bounds in plan.rules[each.rule].limits.items():
                 values = job.params[plan.own_names[each.rule][entry]]
                 values.copy_(values.clamp(*bounds))  # clamp_ has no batching rule
     if job.separate_phase:

@@ -186,7 +186,7 @@ class Stacked(Engine):
 
     def _load_lane(self, server: ServerState, lane: _Lane) -> LocalTrainingState:
         seen = self.see(lane.name, lane.batches)
-        with self._stepper.template:  # Rule.look may run the model
+        with self._stepper.template:  # Rule.start may run the model
             return load_state(self.plan, lane.client, server, 0, seen)
 
     def _restart(self, job: LocalTrainingState, stack: Stack) -> Stack:

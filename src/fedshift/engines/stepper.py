@@ -152,7 +152,7 @@ class Stepper:
         inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys, *factors, *read)
         tape = None
         # A tape fixes the round, and one a round costs more than it saves.
-        if recorded and not job.separate_phase and not (self._rules_act and self.plan.reads.round):
+        if recorded and not job.separate_phase:
             shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
             kind = shapes, job.frozen, list_updates(self.plan, job)
             factored = self.plan.subtracts and not (self._shared or self._rules_act)

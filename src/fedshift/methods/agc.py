@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.contexts import StepContext
-from ..core.declarations import Bound
+from ..core.declarations import Declared
 from ..core.method import Method, modifier
 from ..core.plan import Plan
 from ..core.rule import Rule
@@ -41,10 +41,10 @@ class Clipping(Rule):
     on_copies = True
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         left_out = frozenset() if self.classifier else last_layers(1).names(plan.entries)
         bound = replace(self, names=frozenset(entry.name for entry in plan.entries) - left_out)
-        return Bound(bound, notices=tuple(bound._warn(plan.method.label, plan.work.batch_size, plan.params)))
+        return Declared(bound, notices=tuple(bound._warn(plan.method.label, plan.work.batch_size, plan.params)))
 
     def _warn(self, method: str, batch_size: int | None, params: State) -> Iterator[str]:
         if batch_size is not None and batch_size <= SMALL_BATCH:

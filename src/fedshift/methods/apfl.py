@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.contexts import LossContext, Owned, RoundContext
-from ..core.declarations import Bound, Own
+from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -32,10 +32,10 @@ class Mixture(Rule):
     requires = Requirements(shared_entries="APFL mixes each client's model with the shared model")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         bound = replace(self, buffers=frozenset(entry.name for entry in plan.entries if entry.is_buffer))
         alpha = {"alpha": next(iter(plan.params.values())).new_full((), self.alpha)} if self.learned else {}
-        return Bound(bound, own=Own(model=plan.initial, params=alpha, bounds=dict.fromkeys(alpha, (0.0, 1.0))))
+        return Declared(bound, model=plan.initial, params=alpha, limits=dict.fromkeys(alpha, (0.0, 1.0)))
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

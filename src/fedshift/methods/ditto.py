@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.contexts import LossContext, RoundContext
-from ..core.declarations import Bound, Own, Phase
+from ..core.declarations import Declared, Phase
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -30,9 +30,9 @@ class PersonalModel(Rule):
     requires = Requirements(shared_entries="Ditto keeps each client's model near the shared model")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         after = (Phase(when="after", epochs=self.epochs),) if self.epochs else ()
-        return Bound(self, own=Own(model=plan.initial), phases=after)
+        return Declared(self, model=plan.initial, phases=after)
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

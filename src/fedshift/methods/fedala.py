@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.contexts import ClientContext, EndContext, LossContext, RoundContext
-from ..core.declarations import Bound, Own, Phase
+from ..core.declarations import Declared, Phase
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -36,7 +36,7 @@ class LocalAggregation(Rule):
     requires = Requirements(shared_entries="FedALA learns weights for adopting the shared model")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         names = parse_selection(self.layers).names(plan.entries)
         if not names & plan.loaded:
             raise plan.refuse_kept(self.requires.shared_entries, names)
@@ -44,8 +44,9 @@ class LocalAggregation(Rule):
         ones = {name: torch.ones_like(tensor) for name, tensor in top.items()}
         begun = next(iter(plan.params.values())).new_zeros((), dtype=torch.bool)
         memory = {"begun": begun} | add_prefix("last", top)
-        own = Own(params=ones, bounds=dict.fromkeys(ones, (0.0, 1.0)), memory=memory)
-        return Bound(self, own=own, phases=(Phase(when="before", epochs=self.epochs, lr_scale=self.lr_scale),))
+        before = Phase(when="before", epochs=self.epochs, lr_scale=self.lr_scale)
+        limits = dict.fromkeys(ones, (0.0, 1.0))
+        return Declared(self, params=ones, limits=limits, memory=memory, phases=(before,))
 
     @override
     def personalize(self, state: State, client: RoundContext) -> State:

@@ -26,7 +26,7 @@ from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
-from ..core.declarations import Bound, Own, Reads, Send
+from ..core.declarations import Declared, Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
@@ -104,7 +104,7 @@ class SentAmplitudes(Rule):
     )
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         if any(isinstance(entry.owner, AmplitudeNorm) for entry in plan.entries):
             raise UsageError(
                 "feddg_elcfs trains on amplitudes of other clients' images, but harmofl gives all images the same: use "
@@ -118,15 +118,19 @@ class SentAmplitudes(Rule):
             )
         size = 2 * self.frequencies + 1
         empty = {"amplitudes": next(iter(plan.params.values())).new_zeros(self.observes, first.in_channels, size, size)}
-        return Bound(
+        return Declared(
             self,
-            own=Own(memory=empty, server={"amplitudes": empty["amplitudes"][:0]}, growing={"amplitudes": (0,)}),
-            reads=Reads(first=self.observes, features=self.features, draws=True),
+            memory=empty,
+            server={"amplitudes": empty["amplitudes"][:0]},
+            growing={"amplitudes": (0,)},
+            samples_before_work=self.observes,
+            features=self.features,
+            draws=True,
             sends=Send.like(empty, "image", passed_on=True),
         )
 
     @override
-    def look(self, client: LookContext) -> State:
+    def start(self, client: LookContext) -> State:
         measured: State = {}
 
         def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # noqa: ARG001

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received
 from ..core.contexts import EndContext, LossContext
-from ..core.declarations import Bound, Own, Send
+from ..core.declarations import Declared, Send
 from ..core.means import weighted_mean
 from ..core.method import Method, method
 from ..core.plan import Plan
@@ -36,11 +36,11 @@ class GeneralizationGap(Rule):
     requires = Requirements(shared_entries="FedDG-GA compares each client's model with the shared model")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         first = next(iter(plan.params.values()))
         gap, begun = {"gap": first.new_zeros(())}, first.new_zeros((), dtype=torch.bool)
-        own = Own(buffers=gap, memory={"begun": begun} | add_prefix("last", plan.params))
-        return Bound(self, own=own, sends=Send.like(gap, "client"))
+        memory = {"begun": begun} | add_prefix("last", plan.params)
+        return Declared(self, buffers=gap, memory=memory, sends=Send.like(gap, "client"))
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

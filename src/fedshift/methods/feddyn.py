@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from ..core.contexts import EndContext, StepContext
-from ..core.declarations import Bound, Own
+from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -34,14 +34,14 @@ class GradientMemory(Rule):
     requires = Requirements(shared_entries="FedDyn regularizes shared entries")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         if not plan.method.aggregate.sums:
             other = plan.method.name_source(plan.method.aggregate)
             raise UsageError(
                 f"FedDyn's server accumulates the mean of the clients' changes, but {other} does not average: remove "
                 "one of the two"
             )
-        return Bound(self, own=Own(memory={name: torch.zeros_like(tensor) for name, tensor in plan.params.items()}))
+        return Declared(self, memory={name: torch.zeros_like(tensor) for name, tensor in plan.params.items()})
 
     @override
     def gradients(self, grads: State, step: StepContext) -> State:

@@ -25,7 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from ..core.contexts import FoldContext, Folded
-from ..core.declarations import Bound, Reads
+from ..core.declarations import Declared
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
@@ -131,11 +131,11 @@ class SharedVariances(Rule):
     layers: tuple[str, ...] = field(default=(), repr=False)
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         owned = [entry.name for entry in plan.entries if isinstance(entry.owner, FeatureAugmentation)]
         layers = tuple(name.removesuffix("var_mean") for name in owned if name.endswith("var_mean"))
         sets = frozenset(f"{layer}var_{kind}" for layer in layers for kind in KINDS)
-        return Bound(replace(self, layers=layers), reads=Reads(entries=True), sets=sets)
+        return Declared(replace(self, layers=layers), entries=True, sets=sets)
 
     @override
     def fold(self, server: FoldContext) -> Folded:

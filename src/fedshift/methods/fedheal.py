@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received
 from ..core.contexts import EndContext
-from ..core.declarations import Bound, Own, Send
+from ..core.declarations import Declared, Send
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
 from ..core.plan import Plan
@@ -39,11 +39,11 @@ class Consistency(Rule):
     requires = Requirements(shared_entries="FedHEAL weighs changes of shared entries")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         rounds = torch.zeros((), dtype=torch.int64, device=next(iter(plan.params.values())).device)
         down = {f"down/{name}": torch.zeros_like(tensor) for name, tensor in plan.params.items()}
         counts = {name: tensor.bool() for name, tensor in pick(plan.params, plan.loaded).items()}
-        return Bound(self, own=Own(memory={"rounds": rounds} | down), sends=Send.like(counts, "update"))
+        return Declared(self, memory={"rounds": rounds} | down, sends=Send.like(counts, "update"))
 
     @override
     def end(self, client: EndContext) -> tuple[State, State]:

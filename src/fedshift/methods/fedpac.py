@@ -27,7 +27,7 @@ from typing_extensions import override
 from ..analysis.statistics import Floats
 from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.contexts import EndContext, LookContext, LossContext
-from ..core.declarations import Bound, Send
+from ..core.declarations import Declared, Send
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.selection import find_classifier
@@ -53,20 +53,22 @@ class AlignedFeatures(Prototypes):
     """Parameters of the features that clients load and train."""
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         bound, head = super().bind(plan), _name_classifier(plan, self.source_method)
-        zeros_KD = bound.own.server["prototypes"]
+        zeros_KD = bound.server["prototypes"]
         zeros_K, zero = zeros_KD[:, 0].clone(), zeros_KD.new_zeros(())
         body = tuple(sorted((plan.trained & plan.loaded) - head))
         if not body:
             raise plan.refuse_kept("FedPAC averages features of clients", plan.trained - head or head)
         early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
         early["start"] = torch.zeros_like(_sum_weights(plan.params, body))
-        memory = {**bound.own.memory, "class_sizes": zeros_K.clone()}
-        own = replace(bound.own, buffers={**bound.own.buffers, **early}, memory=memory)
+        memory = {**bound.memory, "class_sizes": zeros_K.clone()}
+        buffers = {**bound.buffers, **early}
         described = Send.like({"weighted_means": zeros_KD}, "class") | Send.like({"variance": zero}, "client")
         sends = {**bound.sends, **described}
-        return replace(bound, rule=replace(self, body=body), own=own, sends=sends, notices=self._warn(plan))
+        return replace(
+            bound, rule=replace(self, body=body), buffers=buffers, memory=memory, sends=sends, notices=self._warn(plan)
+        )
 
     def _warn(self, plan: Plan) -> tuple[str, ...]:
         if plan.work.batch_size is None or (plan.work.epochs or 0) >= self.epochs:
@@ -77,10 +79,10 @@ class AlignedFeatures(Prototypes):
         )
 
     @override
-    def look(self, client: LookContext) -> State:
+    def start(self, client: LookContext) -> State:
         sizes_K = client.memory["class_sizes"]
         sizes_K = torch.bincount(client.targets, minlength=len(sizes_K)).to(sizes_K.dtype)
-        return {**super().look(client), "class_sizes": sizes_K}
+        return {**super().start(client), "class_sizes": sizes_K}
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.functional import cosine_similarity
 from typing_extensions import override
 
 from ..core.contexts import EndContext, LossContext
-from ..core.declarations import Bound, Send
+from ..core.declarations import Declared, Send
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..utils.errors import UsageError, require
@@ -42,14 +42,14 @@ class LocalClusterPrototypes(ClusterPrototypes):
     most: int = 8
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         bound = super().bind(plan)
-        classes, width = bound.own.buffers["sums"].shape
-        zeros = bound.own.buffers["sums"].new_zeros
+        classes, width = bound.buffers["sums"].shape
+        zeros = bound.buffers["sums"].new_zeros
         buffers = {"features": zeros(self.samples, width), "labels": zeros(self.samples) - 1, "seen": zeros(())}
         clusters = {"clusters": zeros(classes, self.most, width), "used": zeros(classes, self.most)}
         sends = Send.like(clusters, "class", passed_on=True)
-        return replace(bound, own=replace(bound.own, buffers=buffers), sends=sends)
+        return replace(bound, buffers=buffers, sends=sends)
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
-from ..core.declarations import Bound, Own, Reads, Send
+from ..core.declarations import Declared, Send
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -35,24 +35,23 @@ class Prototypes(Rule):
     requires = Requirements(classes="prototypes are mean features of classes")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         classifier = find_classifier(plan.entries, self.source_method)
         zeros_KD = torch.zeros_like(classifier.weight, requires_grad=False)
         counts_K = zeros_KD[:, 0].clone()
         sent = Send.like({"prototypes": zeros_KD}, "class", passed_on=True)  # if only one client has the class
-        return Bound(
+        return Declared(
             self,
-            own=Own(
-                buffers={"sums": zeros_KD, "counts": counts_K},
-                memory={"samples": zeros_KD.new_zeros(())},
-                server={"prototypes": zeros_KD, "known": counts_K},
-            ),
-            reads=Reads(targets=True, features="last"),
+            buffers={"sums": zeros_KD, "counts": counts_K},
+            memory={"samples": zeros_KD.new_zeros(())},
+            server={"prototypes": zeros_KD, "known": counts_K},
+            targets=True,
+            features="last",
             sends=sent | Send.like({"counts": counts_K}, "class"),
         )
 
     @override
-    def look(self, client: LookContext) -> State:
+    def start(self, client: LookContext) -> State:
         return {"samples": torch.full_like(client.memory["samples"], len(client.targets))}
 
     @override

@@ -23,7 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from ..core.contexts import EndContext, FoldContext, Folded, Hook, LookContext, RoundContext, StepContext
-from ..core.declarations import Bound, Own, Reads, Send
+from ..core.declarations import Declared, Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
@@ -91,23 +91,22 @@ class ClientStatistics(Rule):
     )
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         name = next(entry.name for entry in plan.entries if isinstance(entry.owner, InputScaling))
         zeros_C = torch.zeros_like(plan.initial[name])
         blank = dict.fromkeys(KINDS, zeros_C)
-        return Bound(
+        return Declared(
             replace(self, layer=name.rpartition(".")[0]),
-            own=Own(
-                memory=blank,  # no deviation is 0 once measured
-                server={kind: zeros[None] for kind, zeros in blank.items()},
-                growing=dict.fromkeys(KINDS, (0,)),
-            ),
-            reads=Reads(first=self.samples, draws=True),
+            memory=blank,  # no deviation is 0 once measured
+            server=dict.fromkeys(KINDS, zeros_C[None]),
+            growing=dict.fromkeys(KINDS, (0,)),
+            samples_before_work=self.samples,
+            draws=True,
             sends=Send.like(blank, "image" if self.samples == 1 else "client", passed_on=True),
         )
 
     @override
-    def look(self, client: LookContext) -> State:
+    def start(self, client: LookContext) -> State:
         if client.memory["deviation"].any():
             return client.memory
         seen: dict[str, Tensor] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.contexts import LookContext, LossContext, RoundContext
-from ..core.declarations import Bound, Own, Reads
+from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -39,17 +39,17 @@ class PersonalHead(Rule):
     )
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         classifier = find_classifier(plan.entries, self.source_method)
         names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
         if not plan.loaded.intersection(names):
             raise plan.refuse_kept(self.requires.shared_entries, names)
         counts_K = next(iter(plan.params.values())).new_zeros(classifier.out_features)
-        own = Own(model=pick(plan.params, names), memory={"class_counts": counts_K})
-        return Bound(replace(self, head=names), own=own, reads=Reads(targets=True))
+        model, memory = pick(plan.params, names), {"class_counts": counts_K}
+        return Declared(replace(self, head=names), model=model, memory=memory, targets=True)
 
     @override
-    def look(self, client: LookContext) -> State:
+    def start(self, client: LookContext) -> State:
         before_K = client.memory["class_counts"]
         return {"class_counts": torch.bincount(client.targets, minlength=len(before_K)).to(before_K.dtype)}
 

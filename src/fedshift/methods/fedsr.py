@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..core.contexts import LossContext
-from ..core.declarations import Bound, Own, Phase, Reads
+from ..core.declarations import Declared, Phase
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -81,12 +81,12 @@ class Representation(Rule):
     requires = Requirements(classes="FedSR keeps features near a Gaussian for each class")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         classifier = find_classifier(plan.entries, self.source_method)
         sampler = next(name for name, layer in plan.module.named_modules() if isinstance(layer, Sampler))
         ones_KZ = torch.ones_like(classifier.weight, requires_grad=False)
         own = {"means": torch.zeros_like(ones_KZ), "deviations": ones_KZ, "scale": ones_KZ.new_ones(())}
-        return Bound(self, own=Own(params=own), phases=(Phase(decay=True),), reads=Reads(features=f"{sampler}.drawn"))
+        return Declared(self, params=own, phases=(Phase(decay=True),), features=f"{sampler}.drawn")
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

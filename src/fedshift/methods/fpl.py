@@ -23,7 +23,7 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
-from ..core.declarations import Bound
+from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..utils.errors import require
@@ -55,11 +55,11 @@ class ClusterPrototypes(Prototypes):
     tau: float = 0.02
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         bound = super().bind(plan)
-        zeros_KD = bound.own.server["prototypes"]
+        zeros_KD = bound.server["prototypes"]
         memory = {"clusters": zeros_KD[:, None], "used": zeros_KD[:, :1]}
-        return replace(bound, own=replace(bound.own, server=memory, growing={"clusters": (1,), "used": (1,)}))
+        return replace(bound, server=memory, growing={"clusters": (1,), "used": (1,)})
 
     @staticmethod
     def cluster(points_ND: Tensor) -> Tensor:

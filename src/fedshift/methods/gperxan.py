@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from ..core.contexts import LossContext
-from ..core.declarations import Bound, Reads
+from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -95,12 +95,12 @@ class Guidance(Rule):
     requires = Requirements(shared_entries="gPerXAN guides features by the classifier that clients share")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         classifier = find_classifier(plan.entries, self.source_method)
         names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
         if not plan.loaded.issuperset(names):
             raise plan.refuse_kept(self.requires.shared_entries, names)
-        return Bound(replace(self, head=names), reads=Reads(features="last"))
+        return Declared(replace(self, head=names), features="last")
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.contexts import LossContext
-from ..core.declarations import Bound
+from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -33,7 +33,7 @@ class Consistency(Rule):
     requires = Requirements(classes="GReg compares probabilities of classes")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         statistics = frozenset(each.name for each in plan.entries if norm_statistics(each))
         if not statistics:
             lost = f"{plan.method.norm_replacers} replaces: remove one of the two"
@@ -41,7 +41,7 @@ class Consistency(Rule):
             raise UsageError(f"GReg compares statistics of BatchNorm, which {why}")
         if kept := statistics - plan.loaded:
             raise plan.refuse_kept("GReg compares with statistics that clients share", kept)
-        return Bound(replace(self, statistics=statistics))
+        return Declared(replace(self, statistics=statistics))
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
-from ..core.declarations import Bound, Reads, Send
+from ..core.declarations import Declared, Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
@@ -65,18 +65,18 @@ class MeanAmplitude(Rule):
         return f"{self.layer}.amplitude"
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         (name,) = (entry.name for entry in plan.entries if isinstance(entry.owner, AmplitudeNorm))
         bound = replace(self, layer=name.removesuffix(".amplitude"))
-        return Bound(
+        return Declared(
             bound,
-            reads=Reads(first=self.observes),
+            samples_before_work=self.observes,
             sends=Send.like({"amplitude": plan.initial[name]}, "image" if self.observes == 1 else "client"),
             sets=frozenset({name}),
         )
 
     @override
-    def look(self, client: LookContext) -> State:
+    def start(self, client: LookContext) -> State:
         measured: State = {}
 
         def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..core.contexts import EndContext, FoldContext, Folded, Hook, LookContext
-from ..core.declarations import Bound, Reads, Send
+from ..core.declarations import Declared, Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
@@ -45,19 +45,19 @@ class Measurement(Rule):
     layers: tuple[str, ...] = field(default=(), repr=False)
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         owned = [entry.name for entry in plan.entries if isinstance(entry.owner, HybridBatchNorm)]
         layers = tuple(name.removesuffix("running_mean") for name in owned if name.endswith("running_mean"))
         bound = replace(self, layers=layers)
-        return Bound(
+        return Declared(
             bound,
-            reads=Reads(first=self.observes),
+            samples_before_work=self.observes,
             sends=Send.like(bound._blank(plan.initial), "image" if self.observes == 1 else "client"),
             sets=frozenset(f"{layer}{group}_{kind}" for layer in layers for group in GROUPS for kind in KINDS),
         )
 
     @override
-    def look(self, client: LookContext) -> State:
+    def start(self, client: LookContext) -> State:
         measured: State = {}
 
         def make_hook(layer: str) -> Hook:

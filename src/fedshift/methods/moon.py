@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.contexts import EndContext, LossContext
-from ..core.declarations import Bound, Own, Reads
+from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -34,8 +34,8 @@ class PreviousModel(Rule):
     requires = Requirements(shared_entries="MOON attracts features to the shared model's")
 
     @override
-    def bind(self, plan: Plan) -> Bound:
-        return Bound(self, own=Own(memory=plan.initial), reads=Reads(features=self.features))
+    def bind(self, plan: Plan) -> Declared:
+        return Declared(self, memory=plan.initial, features=self.features)
 
     @override
     def loss(self, loss: Tensor, step: LossContext) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.contexts import EndContext, LossContext, RoundContext
-from ..core.declarations import Bound, Own, Phase, Reads
+from ..core.declarations import Declared, Phase
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.rule import Rule
@@ -35,7 +35,7 @@ class Gates(Rule):
     personalizes = "start"
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         kept = plan.personal - plan.whole
         if kept or not plan.loaded:
             raise plan.refuse_kept("partialfed_adaptive chooses which layers to load", kept or plan.personal)
@@ -45,11 +45,12 @@ class Gates(Rule):
             if entry.name not in statistics:
                 layers.setdefault(id(entry.owner), []).append(entry.name)
         logits = next(iter(plan.params.values())).new_zeros(len(layers), 2)
-        return Bound(
+        return Declared(
             replace(self, layers=tuple(map(tuple, layers.values())), statistics=statistics),
-            own=Own(params={"logits": logits}, memory=add_prefix("last", plan.initial)),
+            params={"logits": logits},
+            memory=add_prefix("last", plan.initial),
             phases=(Phase(lr_scale=self.lr_scale),),
-            reads=Reads(draws=True),
+            draws=True,
         )
 
     @override

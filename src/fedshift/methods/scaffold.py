@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from ..core.contexts import EndContext, FoldContext, Folded, StepContext
-from ..core.declarations import Bound, Own, Send
+from ..core.declarations import Declared, Send
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
@@ -31,10 +31,10 @@ class ControlVariates(Rule):
     )
 
     @override
-    def bind(self, plan: Plan) -> Bound:
+    def bind(self, plan: Plan) -> Declared:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in plan.params.items()}
         common = pick(zeros, plan.loaded)
-        return Bound(self, own=Own(memory=zeros, server=common), sends=Send.like(common, "update"))
+        return Declared(self, memory=zeros, server=common, sends=Send.like(common, "update"))
 
     @override
     def gradients(self, grads: State, step: StepContext) -> State:

@@ -95,7 +95,7 @@ def transform_gradients_(method: Method, model: nn.Module, received: State | Non
                 )
         context = StepContext(
             bound=bound, loaded=pick(near, plan.loaded), memory={}, own=Owned({}, {}, {}), server={},
-            lr=plan.optimizer.lr, params=params, buffers={}, steps=zero, _round=0, _key=zero,
+            lr=plan.optimizer.lr, params=params, buffers={}, steps=zero, _key=zero,
         )  # fmt: skip
         grads = bound.rule.gradients(grads, context)
     for name, param in params.items():

@@ -211,7 +211,7 @@ class SiteTrial:
         arrays = {kind: from_record(asked.arrays[kind]) for kind in ("shared", "memory")}
         check_state(arrays["shared"], pick(plan.initial, names), "the broadcast")
         bound = zip(plan.rule_names, plan.rules, strict=True)
-        free = {f"{rule}/{entry}": axes for rule, each in bound for entry, axes in each.own.growing.items()}
+        free = {f"{rule}/{entry}": axes for rule, each in bound for entry, axes in each.growing.items()}
         like = join_states(plan.rule_names, init_server(plan).memory)
         check_state(arrays["memory"], like, "the broadcast's rule memory", free)
         shared, memory = ({name: x.to(device) for name, x in state.items()} for state in arrays.values())
