@@ -162,7 +162,7 @@ def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(ta
             )
             slope = soft[layer, 0] * soft[layer, 1] / tau
             expected = torch.tensor([slope, -slope]) * along
-            assert (found[plan.own_names[0][LOGITS]][layer] - expected).abs().max() <= 1e-10 * (
+            assert (found[plan.rules[0].names[LOGITS]][layer] - expected).abs().max() <= 1e-10 * (
                 1 + expected.abs().max()
             )
     assert len(choices) > 2
