@@ -7,7 +7,7 @@ its entries alone takes the same course again after another client's, on another
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..nn.attributes import Attribute, list_attributes
+from ..nn.attributes import Attribute, list_attributes, list_changed, set_back
 from ..nn.dropout import dropout_key
 from ..utils.errors import UsageError
 from ..utils.random_streams import peek_generators, torch_stream
-from ..utils.state import State, clone
+from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .kernel import client_init, init_client, init_server
 from .optimizer import SGD
@@ -54,32 +54,34 @@ def probe_network(plan: Plan, sample: Tensor, remake: Callable[[], nn.Module]) -
     plan = replace(plan, loss=weigh_outputs, optimizer=SGD(lr=0.1))
     x = make_batch(plan, sample)
     plan = replace(plan, traits=Traits(contiguous=_needs_torch_format(plan, x)))
-    probe, entries, start = _Probe(plan, x), _list_entries(plan.module), _refuse_copies(plan.module)
+    probe, names, start = _Probe(plan, x), _list_entries(plan.module), _refuse_copies(plan.module)
     first = probe.run(plan.initial)
-    if new := _list_entries(plan.module) - entries:
+    if new := _list_entries(plan.module) - names:
         raise UsageError(
             f"the model makes {min(new)!r} at its first call, so that no optimizer trains it: make it in __init__, or "
             "run one batch through the model before its function returns it"
         )
     middle = list_attributes(plan.module)
     other = probe.run(probe.others)
-    probe.writes_in_evaluation()  # a seventh call, so that cycles of 2 to 6 calls are found, too
-    if not is_close(first, probe.run(plan.initial)):
-        raise _refuse_state(start, lambda: is_close(first, probe.run(plan.initial)), plan.module)
+    writes = probe.writes_in_evaluation()  # a seventh call, so that cycles of 2 to 6 calls are found, too
     end = list_attributes(plan.module)
-    if changed := _list_changed(start, end):
-        if not is_close(other, _Probe(replace(plan, module=remake()), x).run(probe.others)):
-            raise _describe_state(changed)
-        probe.advance(_list_changed(middle, end), first)
+    counters = [each for each in list_changed(middle, end).values() if each.is_number]
+    for counter in counters:
+        counter.write(FAR - 1 if type(counter.value) is int else counter.value + FAR)
+    if not probe.repeats(first):
+        raise _describe_state(probe.find_cause(start, first))
+    for counter in counters:
+        counter.write(counter.value)
+    changed = [*list_changed(start, end).values()]
+    if changed and not is_close(other, _Probe(replace(plan, module=remake()), x).run(probe.others)):
+        raise _describe_state(changed)
+    changing = [
+        name for name in plan.initial.keys() - plan.trained for step in ("first", "second")
+        if not _equal(plan.initial[name], first[f"{step}/{name}"])
+    ]  # fmt: skip
     return plan.traits._replace(
-        draws=probe.draws,
-        exchange=probe.compare_exchange(),
-        writes_inputs=probe.writes_inputs(),
-        writes_in_evaluation=probe.writes_in_evaluation(),
-        changing=frozenset(
-            name for name in plan.initial.keys() - plan.trained for step in ("first", "second")
-            if not _equal(plan.initial[name], first[f"{step}/{name}"])
-        ),
+        draws=probe.draws, exchange=probe.compare_exchange(), writes_inputs=probe.writes_inputs,
+        writes_in_evaluation=writes, changing=frozenset(changing),
     )  # fmt: skip
 
 
@@ -101,98 +103,100 @@ def make_batch(plan: Plan, sample: Tensor) -> Tensor:
 
 
 class _Probe:
-    """Courses of a plan on inputs ``x [B, ...]``; ``others``: the entries of another client."""
+    """Courses of a plan on inputs ``x [B, ...]``, and what they show; ``others``: the entries of another client."""
 
     def __init__(self, plan: Plan, x: Tensor) -> None:
-        self.plan, self.x, self.draws = plan, x, False
+        self.plan, self.x, self.draws, self.writes_inputs = plan, x, False, False
         self.others = {
             name: tensor * 1.1 + 0.01 if name in plan.trained else tensor for name, tensor in plan.initial.items()
         }
 
     def run(self, state: State) -> State:
         """Return the entries after each of two steps from ``state``, and then outputs in evaluation."""
-        plan, x = self.plan, self.x
+        plan, x, course = self.plan, self.x.clone(), State()
         key, y = torch.zeros((), dtype=torch.int64, device=x.device), x.new_zeros(len(x), dtype=torch.int64)
-        course = State()
         with torch_stream(0, "probe"):
             before = peek_generators()
             job = client_init(plan, init_client(plan), replace(init_server(plan), shared=clone(state)))
             for step in ("first", "second"):
-                job, _ = client_step_(plan, job, x.clone(), y, key)
+                job, _ = client_step_(plan, job, x, y, key)
                 course |= {f"{step}/{name}": tensor.clone() for name, tensor in job.rest.items()}
-            outputs = forward(plan, clone(job.state), x.clone())
+            outputs = forward(plan, clone(job.state), x)
             self.draws |= before != peek_generators()
-            return course | job.params | {"outputs": outputs}
+        self.writes_inputs |= not torch.equal(x, self.x)
+        return course | job.params | {"outputs": outputs}
 
-    def advance(self, counters: list[Attribute], first: State) -> None:
-        """Raise :class:`UsageError` if the course is not ``first`` after many more calls, counted by ``counters``."""
-        counters = [counter for counter in counters if counter.is_number]
-        for counter in counters:
-            counter.write(FAR - 1 if type(counter.value) is int else counter.value + FAR)
-        try:
-            same = not counters or is_close(first, self.run(self.plan.initial))
-        except Exception:  # a user's network may raise any type, such as an IndexError
-            same = False
-        for counter in counters:
-            counter.write(counter.value)
-        if not same:
-            raise _describe_state(counters)
+    def writes_in_evaluation(self) -> bool:
+        """Return whether evaluation changes the entries ``others``, in which a copy of a weight is not equal to it."""
+        state = clone(self.others)
+        forward(self.plan, state, self.x.clone())
+        return not all(_equal(tensor, self.others[name]) for name, tensor in state.items())
+
+    def repeats(self, first: State) -> bool:
+        """Return whether a course is ``first`` once more."""
+        with suppress(Exception):  # a user's network may raise any type, such as an IndexError
+            return is_close(first, self.run(self.plan.initial))
+        return False
+
+    def find_cause(self, start: Mapping[str, Attribute], first: State) -> list[Attribute]:
+        """Return the attributes in which calls keep what changes the course ``first``.
+
+        Attributes are set back to ``start`` one by one, until the course is as at first: the last of them is the cause.
+        """
+        changed = list_changed(start, list_attributes(self.plan.module))
+        for number, path in enumerate(changed, 1):
+            set_back(self.plan.module, {path: start[path] for path in [*changed][:number] if path in start})
+            if path in start and self.repeats(first):
+                return [changed[path]]
+        return [*changed.values()]
 
     def compare_exchange(self) -> str:
         """Return where a pass with other tensors in place of the network's own goes wrong; empty: nowhere."""
-        plan, state = self.plan, {**self.others}
-        active = sorted(plan.trained)
-        with torch_stream(0, "probe"), torch.enable_grad(), plan.resident(clone(state), active) as leaves:
-            plan.set_mode(training=True)
-            weigh_outputs(self._run({**clone(state), **leaves}, in_place=True), self.x).backward()  # type: ignore[no-untyped-call]
-            expected = {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}
+        expected = self._differentiate(in_place=True)
         try:
-            with torch_stream(0, "probe"), torch.enable_grad():
-                inputs = {name: state[name].detach().clone().requires_grad_() for name in active}
-                loss = weigh_outputs(self._run({**clone(state), **inputs}, in_place=False), self.x)
-                with torch.no_grad():  # as between two clients
-                    self._run(clone(plan.initial), in_place=True)
-                found = torch.autograd.grad(loss, tuple(inputs.values()), allow_unused=True)
+            found = self._differentiate(in_place=False)
         except Exception as error:  # a user's network may raise any type
             return describe_error(error)
-        grads = {name: grad.to_dense() for name, grad in zip(active, found, strict=True) if grad is not None}
-        wrong = [
-            name for name in active
-            if (name in grads) != (name in expected)
-            or (name in grads and not is_close({"": grads[name]}, {"": expected[name]}, 1e-3))
-        ]  # fmt: skip
-        return f"the gradient of {wrong[0]!r} is lost or another" if wrong else ""
+        for name in sorted(self.plan.trained):
+            if not is_close(pick(found, [name]), pick(expected, [name]), 1e-3):
+                return f"the gradient of {name!r} is lost or another"
+        return ""
 
-    def _run(self, state: State, *, in_place: bool) -> Tensor:
-        plan, key = self.plan, torch.zeros((), dtype=torch.int64, device=self.x.device)
-        with dropout_key(key):
-            x = to_memory_format(self.x.clone(), plan.image_format)
-            return compute_outputs(plan, state, x, in_place=in_place)
+    def _differentiate(self, *, in_place: bool) -> State:
+        """Return the gradients at the entries ``others``; of exchanged ones, after a pass with another client's."""
+        plan, names, state = self.plan, sorted(self.plan.trained), clone(self.others)
+        with torch_stream(0, "probe"), torch.enable_grad(), plan.resident(clone(state), names) as leaves:
+            plan.set_mode(training=True)
+            if in_place:
+                weigh_outputs(self._forward({**state, **leaves}, in_place=True), self.x).backward()  # type: ignore[no-untyped-call]
+                return {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}
+        with torch_stream(0, "probe"), torch.enable_grad():
+            leaves = {name: state[name].detach().requires_grad_() for name in names}
+            loss = weigh_outputs(self._forward({**state, **leaves}, in_place=False), self.x)
+            with torch.no_grad():  # as between two clients
+                self._forward(clone(plan.initial), in_place=True)
+            grads = torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
+        return {name: grad.to_dense() for name, grad in zip(names, grads, strict=True) if grad is not None}
 
-    def writes_inputs(self) -> bool:
-        given = self.x.clone()
-        for training in (True, False):
-            forward(self.plan, clone(self.plan.initial), given, training=training)
-        return not torch.equal(given, self.x)
-
-    def writes_in_evaluation(self) -> bool:
-        state = clone(self.others)  # in which a copy of a weight is not equal to it
-        forward(self.plan, state, self.x.clone())
-        return not all(_equal(tensor, self.others[name]) for name, tensor in state.items())
+    def _forward(self, state: State, *, in_place: bool) -> Tensor:
+        with dropout_key(torch.zeros((), dtype=torch.int64, device=self.x.device)):
+            x = to_memory_format(self.x.clone(), self.plan.image_format)
+            return compute_outputs(self.plan, state, x, in_place=in_place)
 
 
 def _needs_torch_format(plan: Plan, x: Tensor) -> bool:
     """Return whether the network is wrong on channels-last images, as one that depends on their layout."""
+
+    def run(traits: Traits) -> State:
+        with torch_stream(0, "probe"):
+            return {"": forward(replace(plan, traits=traits), clone(plan.initial), x.clone())}
+
     if plan.image_format == torch.contiguous_format:
         return False
-    usual = replace(plan, traits=Traits(contiguous=True))
-    try:
-        with torch_stream(0, "probe"):
-            outputs = forward(plan, clone(plan.initial), x.clone())
-    except Exception:  # reported by the first course, if torch's format does not help
-        return True
-    with torch_stream(0, "probe"):
-        return not is_close({"": outputs}, {"": forward(usual, clone(plan.initial), x.clone())})
+    with suppress(Exception):  # reported by the first course, if torch's format does not help
+        outputs = run(Traits())
+        return not is_close(outputs, run(Traits(contiguous=True)))
+    return True
 
 
 def find_difference(plan: Plan, before: State, found: State, expected: State) -> str | None:
@@ -236,30 +240,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _list_entries(module: nn.Module) -> set[str]:
     return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-
-
-def _list_changed(before: dict[str, Attribute], after: dict[str, Attribute]) -> list[Attribute]:
-    """Return the attributes of ``after`` that differ from ``before``."""
-    return [attribute for path, attribute in after.items() if not attribute.equals(before.get(path))]
-
-
-def _refuse_state(start: dict[str, Attribute], retry: Callable[[], bool], module: nn.Module) -> UsageError:
-    """Return the error for a course that calls changed; ``retry``: takes it again and says if it is as at first.
-
-    Attributes are set back to ``start`` one by one, until the course is as at first: the last of them is the cause.
-    """
-    changed = [path for path, each in list_attributes(module).items() if not each.equals(start.get(path))]
-    for number, path in enumerate(changed, 1):
-        for earlier in changed[:number]:
-            now = list_attributes(module)
-            if earlier in now and earlier in start:
-                value = start[earlier].value
-                now[earlier].write(value.clone() if isinstance(value, Tensor) else value)
-        with suppress(Exception):  # a user's network may raise any type
-            if retry():
-                return _describe_state([start[path]])
-    now = list_attributes(module)
-    return _describe_state([now[path] for path in changed if path in now])
 
 
 def _describe_state(attributes: list[Attribute]) -> UsageError:
