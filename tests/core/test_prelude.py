@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fedshift import Bound, Folded, Own, Reads, Rule, Send
+from fedshift import Declared, Folded, Rule, Send
 from fedshift.core.method import Method
 from fedshift.evaluation.communication import list_disclosures, summarize_method
 from fedshift.experiments.experiment import Experiment
@@ -34,11 +34,10 @@ class Counts(Rule):
 
     def bind(self, plan):
         zero = torch.zeros((), dtype=torch.int64)
-        own = Own(memory={"own": zero}, server={"sum": zero})
         sends = Send.like({"n": zero}, "client")
-        return Bound(self, own=own, reads=Reads(targets=True), prelude=sends)
+        return Declared(self, memory={"own": zero}, server={"sum": zero}, targets=True, prelude=sends)
 
-    def look(self, client):
+    def start(self, client):
         return client.memory | {"n": torch.tensor(len(client.targets))}
 
     def end(self, client):
@@ -58,7 +57,7 @@ class Tells(Rule):
     """Sends a number that is no measurement."""
 
     def bind(self, plan):
-        return Bound(self, prelude=Send.like({"n": torch.zeros(())}, "client"))
+        return Declared(self, prelude=Send.like({"n": torch.zeros(())}, "client"))
 
     def end(self, client):
         return {}, {"n": torch.zeros(())} if client.prelude else {}
@@ -67,7 +66,7 @@ class Tells(Rule):
 class Watches(Rule):
     """A rule without such an exchange, whose hooks run in rounds alone."""
 
-    def look(self, client):
+    def start(self, client):
         assert not client.prelude
         return client.memory
 
@@ -125,10 +124,10 @@ def test_methods_without_it_hold_none():
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ("keeps", r"end\(\): returns memory before round 1 that differs from Own.memory"),
+        ("keeps", r"end\(\): returns memory before round 1 that differs from Declared.memory"),
         ("silent", "declares 'n' but does not upload it: the prelude of its bind"),
         ("again", "uploads 'n' .* without declaring it: the sends of its bind"),
-        ("sets", "computes 'head' .* without declaring it: before round 1 nothing, and Bound.sets must"),
+        ("sets", "computes 'head' .* without declaring it: before round 1 nothing, and Declared.sets must"),
     ],
 )
 def test_a_rule_that_does_other_than_it_declares_is_refused(fault, why):

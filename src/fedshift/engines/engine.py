@@ -230,17 +230,17 @@ class Engine(ABC):
         return x, augment_masks(augment, y, stream(*key)) if y.dim() > 2 else y
 
     def see(self, name: str, batches: Batches) -> Seen | None:
-        """Return the samples for :meth:`Rule.look` before the client's local work; None if no rule defines it.
+        """Return the samples for :meth:`Rule.start` before the client's local work; None if no rule defines it.
 
         The first distinct samples of the round, augmented like the samples of its first step.
         """
-        if not self.plan.defines("look"):
+        if not self.plan.defines("start"):
             return None
-        data, count, step = self.data[name], self.plan.reads.first, batches[0][0]
+        data, count, step = self.data[name], self.plan.samples_before_work, batches[0][0]
         order = torch.cat([index for _, index in batches])
         _, first = np.unique(order.cpu().numpy(), return_index=True)
         x, y = self.load_batch(name, step, order[torch.from_numpy(np.sort(first))[: max(1, count)]])
-        targets = data.targets() if self.plan.reads.targets else y[:0]
+        targets = data.targets() if any(bound.targets for bound in self.plan.rules) else y[:0]
         return Seen(targets, x[:count], y[:count], self.step_keys(name, [step])[0])
 
     def draw_keys(self, steps: Mapping[str, Sequence[int]], device: torch.device) -> Tensor:
