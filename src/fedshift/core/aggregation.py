@@ -48,11 +48,11 @@ class Received:
 
     @property
     def entries(self) -> State:
-        """The entries of the model that the client sent; a rule needs ``Reads(entries=True)``."""
+        """The entries of the model that the client sent; a rule needs ``entries=True``."""
         if self.withheld:
             raise UsageError(
                 "a rule's fold() reads the entries of single clients, without declaring it: return "
-                "Bound(self, reads=Reads(entries=True)) from its bind()"
+                "Declared(self, entries=True) from its bind()"
             )
         return self.update.shared
 

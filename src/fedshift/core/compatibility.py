@@ -1,7 +1,7 @@
 """Compatibility checks of the parts of a method, before training starts.
 
 Checks read declarations: the needs of a part (:class:`~fedshift.core.requirements.Requirements`) and the effects of a
-rule (:class:`~fedshift.core.declarations.Bound`).
+rule (:class:`~fedshift.core.declarations.Declared`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..nn.several_inputs import find_inputs, name_inputs
 from ..tasks import Classification, Task
 from ..utils.errors import UsageError, require
 from .aggregation import Aggregation
-from .declarations import Bound
 from .loss import CrossEntropy, Loss
 from .method import Method
 from .optimizer import SGD
 from .plan import Plan
 from .requirements import Requirements
+from .rule import Declared
 from .selection import norm_statistics
 
 NAMED = 5
@@ -97,8 +97,8 @@ def check_compatibility(plan: Plan) -> None:
             f"batch_size=1, but {plan.loss} compares the samples of a batch, and a single sample has no gradient: use "
             "a batch size of 2 or more, say 32"
         ).about("batch_size")
-    if method.gradient is not None:
-        _check_separate_samples(plan, method.name_source(method.gradient))
+    if plan.estimator:
+        _check_separate_samples(plan, plan.estimator.source_method)
     if inputs := find_inputs(plan.module):
         _check_several_inputs(plan, name_inputs(inputs))
     source = method.name_source(method.aggregate)
@@ -122,13 +122,13 @@ def check_compatibility(plan: Plan) -> None:
     _check_kept(plan)
 
 
-def _check_unread_statistics(plan: Plan, bound: Bound) -> None:
+def _check_unread_statistics(plan: Plan, bound: Declared) -> None:
     """Raise :class:`UsageError` if clients keep only statistics, and a rule's network has its own for evaluation."""
-    reads_model = bound.rule.personalizes != "use" or plan.reads.first or plan.freeze_from < float("inf")
+    reads_model = bound.rule.personalizes != "use" or plan.samples_before_work or plan.freeze_from < float("inf")
     kept = [entry for entry in plan.entries if entry.name in plan.personal - plan.adopted]
-    if kept and not reads_model and all(norm_statistics(entry) and entry.name in bound.own.model for entry in kept):
+    if kept and not reads_model and all(norm_statistics(entry) and entry.name in bound.model for entry in kept):
         raise UsageError(
-            f"method {plan.method.label!r}: {plan.name_keepers(kept[0].name)} keeps {kept[0].name!r} on clients, which "
+            f"method {plan.method.label!r}: {plan.keepers[kept[0].name]} keeps {kept[0].name!r} on clients, which "
             f"only evaluation reads, but {bound.rule.source_method} evaluates another network with other statistics: "
             "remove one of the two"
         )
@@ -174,17 +174,17 @@ def _check_shared(plan: Plan, needs: Requirements, source: str) -> None:
 def _check_declarations(plan: Plan, index: int) -> None:
     """Raise :class:`UsageError` if a rule's declarations are inconsistent or do not fit the plan."""
     bound, name = plan.rules[index], f"method {plan.method.label!r}"
-    source, own = bound.rule.source_method, bound.own
+    source, own = bound.rule.source_method, bound
     entries = [entry for part in (own.model, own.params, own.buffers, own.memory) for entry in part]
-    if len(own.kept) < len(entries):
+    if len(own.on_client) < len(entries):
         twice = min(entry for entry in entries if entries.count(entry) > 1)
-        raise UsageError(f"{name}: {source} declares the entry {twice!r} twice in Own: rename one")
-    if taken := plan.initial.keys() & plan.own_names[index].values():
+        raise UsageError(f"{name}: {source} declares the entry {twice!r} twice: rename one")
+    if taken := plan.initial.keys() & set(bound.names.values()):
         raise UsageError(f"{name}: {source} trains its own entry under {min(taken)!r}, a name of the model: rename it")
     for what, names, known, allowed in (
-        ("bounds", own.bounds.keys(), own.params.keys(), "Own.params"),
+        ("limits", own.limits.keys(), own.params.keys(), "Declared.params"),
         ("another network's entry", own.model.keys(), plan.initial.keys(), "the model's entries"),
-        ("growing axes of", own.growing.keys(), own.server.keys(), "Own.server"),
+        ("growing axes of", own.growing.keys(), own.server.keys(), "Declared.server"),
     ):
         if wrong := names - known:
             raise UsageError(
@@ -220,10 +220,10 @@ def _check_needs(plan: Plan, needs: Requirements, source: str) -> None:
             "take its values from one client: register it with persistent=False, or keep it on clients"
         )
     for bound in plan.rules if needs.entries_only else ():
-        rule, sent = bound.rule.source_method, ", ".join(sorted(dict(bound.uploads)))
+        rule, sent = bound.rule.source_method, ", ".join(sorted(bound.sends))
         more = f"sends more than the entries that {needs.entries_only} ({sent})"
         beside = f"computes from the entries of single clients, beside those that {needs.entries_only}"
-        if sent or bound.reads.entries:
+        if sent or bound.entries:
             raise UsageError(f"{name}: {rule} {more if sent else beside}: remove one of {rule} and {source}")
 
 
@@ -238,18 +238,18 @@ def _check_several_inputs(plan: Plan, names: str) -> None:
             )
 
 
-def _check_sets(plan: Plan, bound: Bound) -> None:
+def _check_sets(plan: Plan, bound: Declared) -> None:
     """Raise :class:`UsageError` unless clients load the entries that the server computes, and no rule copies them."""
     name = f"method {plan.method.label!r}"
     if kept := bound.sets - plan.loaded:
-        keeping = f"{plan.name_keepers(min(kept))} keeps it there"
+        keeping = f"{plan.keepers[min(kept)]} keeps it there"
         where = "pooling leaves no client to measure" if plan.method.pooled else keeping
         raise UsageError(
             f"{name}: the server computes {min(kept)!r} from what clients measure for {bound.rule.source_method}, but "
             f"{where}: remove one of the two"
         )
     for other in plan.rules:
-        if bound.sets & other.own.model.keys():
+        if bound.sets & other.model.keys():
             raise UsageError(
                 f"{name}: {other.rule.source_method} keeps another model on each client, but the server computes "
                 f"{min(bound.sets)!r} of {bound.rule.source_method} only for the shared model: remove one of the two"
@@ -288,13 +288,13 @@ def _check_separate_samples(plan: Plan, source: str) -> None:
                 "batch, and the statistics: add gn, ln, nonorm or fedwon"
             )
     for index, bound in enumerate(plan.rules):
-        beyond = [f"{send.reveals}: {entry!r}" for entry, send in bound.uploads if send.reveals != "update"]
+        beyond = [f"{send.reveals}: {entry!r}" for entry, send in bound.sends.items() if send.reveals != "update"]
         reads = {
             "changes the loss": index in plan.defines("loss"),
             "changes the batch": index in plan.defines("batch"),
             "changes the outputs": index in plan.defines("outputs"),
-            "reads the targets of all samples": bound.reads.targets,
-            "runs the model on samples before local work": bound.reads.first,
+            "reads the targets of all samples": bound.targets,
+            "runs the model on samples before local work": bound.samples_before_work,
             f"sends information that does not follow from gradients ({'; '.join(beyond)})": beyond,
         }
         if why := next((text for text, true in reads.items() if true), ""):

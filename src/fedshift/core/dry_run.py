@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,28 +19,29 @@ from torch import Tensor
 from ..tasks import Task
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
-from ..utils.state import State, clone, is_equal, pick
+from ..utils.state import clone, pick
 from ..utils.user_code import describe_error
-from .contexts import ClientContext, EndContext, FoldContext, Folded
-from .declarations import Bound, RulePhase
+from .declarations import RulePhase
 from .disclosure import find_difference
 from .kernel import (
     broadcast,
     client_final,
     client_init,
-    client_prelude,
     init_client,
     init_server,
     personal_state,
     restart,
 )
-from .plan import Plan, compute_features, forward, to_inputs, to_memory_format
+from .network import compute_features, forward, to_inputs, to_memory_format
+from .plan import Plan
 from .probe import make_batch
-from .rule import HOOKS, Rule
-from .server_round import ClientSizes, server_prelude, server_round
+from .rule import HOOKS, Declared, Folded, Rule, Server, View
+from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_step_
 
+FACTS = ("loaded", "memory", "server", "own", "uploads")
+"""States that views give to hooks."""
 CLIENTS, ROUNDS = 2, 2
 """Smallest number of clients, and number of rounds."""
 _PASSED: set[Hashable] = set()
@@ -58,7 +59,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
     """
     method = plan.method
-    if not (plan.rules or method.gradient or method.server or not method.aggregate.sums):
+    if not (plan.rules or plan.estimator or method.server or not method.aggregate.sums):
         return
     for bound in plan.rules:
         _check_own(plan, bound)
@@ -76,7 +77,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
 def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
     """Return all that the verdict depends on; None: unknown. Layers count by code: functions may define classes."""
-    components = (*plan.method.rules, plan.method.aggregate, plan.method.gradient, plan.method.server)
+    components = (*plan.method.rules, plan.method.aggregate, plan.method.server)
     try:
         kind = (
             *((type(each), *vars(each).items()) for each in components if each), plan.work, plan.optimizer, plan.loss,
@@ -90,16 +91,16 @@ def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Ha
     return kind
 
 
-def _check_own(plan: Plan, bound: Bound) -> None:
+def _check_own(plan: Plan, bound: Declared) -> None:
     """Raise :class:`UsageError` if a tensor of a rule's initial state is on another device or of another type."""
-    like, own = next(iter(plan.initial.values())), bound.own
+    like, own = next(iter(plan.initial.values())), bound
     trained = {**own.params, **pick(own.model, plan.params)}
-    for name, tensor in (*trained.items(), *own.kept.items(), *own.server.items()):
+    for name, tensor in (*trained.items(), *own.on_client.items(), *own.server.items()):
         wrong = not isinstance(tensor, Tensor) or tensor.device != like.device
         if wrong or (trained.get(name) is tensor and tensor.dtype != plan.dtype):
             what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise UsageError(
-                f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares {name!r} in Own as {what}, "
+                f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares {name!r} as {what}, "
                 f"and the model is {plan.dtype} on {like.device}: make it from an entry of the plan, for example "
                 "next(iter(plan.params.values())).new_zeros(3)"
             )
@@ -110,12 +111,13 @@ def _check_features(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if the model does not call a layer that a rule reads, or vectors are missing there."""
     plan.set_mode(training=False)
     inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-    features = compute_features(plan, clone(plan.initial), inputs)[1] if plan.feature_layers else {}
-    for bound, z in ((plan.rules[index], z) for index, z in features.items()):
+    layers = plan.feature_layers
+    features = compute_features(plan, clone(plan.initial), inputs, layers)[1] if layers else {}
+    for bound, z in ((bound, features[bound.name]) for bound in plan.rules if bound.features):
         if bound.rule.requires.classes and z.ndim != 2:
             raise UsageError(
                 f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, but "
-                f"the input of layer {bound.reads.features!r} has shape {tuple(z.shape[1:])}: choose a model whose "
+                f"the input of layer {bound.features!r} has shape {tuple(z.shape[1:])}: choose a model whose "
                 "classifier receives a vector"
             )
 
@@ -138,9 +140,6 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
     data = {str(number): halves[number % CLIENTS] for number in range(count)}
     sizes = {name: len(y) for name, (_, y) in data.items()}
     server, clients = init_server(plan), dict.fromkeys(data, init_client(plan))
-    if plan.prelude:
-        sent = {name: client_prelude(plan, sizes[name], _see(plan, *data[name])) for name in data}
-        server = server_prelude(plan, server, sent, ClientSizes(plan, sizes))
     for _ in range(ROUNDS):
         updates = {}
         for name, samples in data.items():
@@ -164,7 +163,7 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
     job = client_init(plan, client, server, 1, _see(plan, x, y))
     runs = f"computes the gradient of each sample with torch.func, which cannot run this model (in {plan.precision})"
-    gradient = plan.method.gradient
+    gradient = plan.estimator
     with _named(plan, plan.method.name_source(gradient), runs) if gradient else _named(plan, "a step"):
         if plan.before:
             job = restart(plan, take(job, *plan.before))
@@ -174,8 +173,8 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
 
 def _see(plan: Plan, x: Tensor, y: Tensor) -> Seen | None:
-    first, targets = plan.reads.first, y if plan.reads.targets else y[:0]
-    return Seen(targets, x[:first], y[:first], x.new_ones((), dtype=torch.int64)) if plan.defines("look") else None
+    first, targets = plan.samples_before_work, y if any(each.targets for each in plan.rules) else y[:0]
+    return Seen(targets, x[:first], y[:first], x.new_ones((), dtype=torch.int64)) if plan.defines("start") else None
 
 
 @contextmanager
@@ -195,7 +194,7 @@ def _require(why: str) -> None:
         raise UsageError(why)
 
 
-def _watch(plan: Plan, bound: Bound) -> Bound:
+def _watch(plan: Plan, bound: Declared) -> Declared:
     """Return ``bound`` with a copy of the rule whose hooks are checked."""
     rule, kind = copy(bound.rule), type(bound.rule)
     members = {name: getattr(kind, name) for name in ("__module__", "__qualname__")} | {"__slots__": ()}
@@ -206,7 +205,7 @@ def _watch(plan: Plan, bound: Bound) -> Bound:
     return replace(bound, rule=rule)
 
 
-def _check_hook(plan: Plan, bound: Bound, hook: str) -> Callable[..., Any]:
+def _check_hook(plan: Plan, bound: Declared, hook: str) -> Callable[..., Any]:
     kind, count = Tensor if hook in ("batch", "outputs", "loss") else Mapping, 1 + (hook in ("batch", "end", "fold"))
 
     def run(_: Rule, *given: Any) -> Any:
@@ -223,18 +222,20 @@ def _check_hook(plan: Plan, bound: Bound, hook: str) -> Callable[..., Any]:
     return run
 
 
-def _find_fault(bound: Bound, hook: str, result: Any, given: Any) -> str:
+def _find_fault(bound: Declared, hook: str, result: Any, given: Any) -> str:
     """Return how the ``result`` of a hook differs from declarations, or from its argument ``given``."""
-    own, expected, returned = bound.own, given, result
+    own, expected, returned = bound, given, result
     match hook:
         case "loss":
             return _check_loss(result, given)
         case "end":
-            return _check_end(bound, result[0], given)
+            return find_difference(own.memory, result[0], "keep", where="Declared.memory")
         case "fold":
             return _check_fold(bound, result, given)
-        case "look":
-            return find_difference(own.memory, pick(result, own.memory), "return", where="Own.memory")
+        case "start":
+            return find_difference(own.memory, pick(result, own.memory), "return", where="Declared.memory")
+        case "combine_samples":  # its argument is a stream
+            return ""
         case "batch":
             expected, returned = {"x": given}, {"x": result[0]}
         case "outputs":
@@ -256,20 +257,10 @@ def _check_loss(result: Tensor, loss: Tensor) -> str:
     return ""
 
 
-def _check_end(bound: Bound, kept: State, client: EndContext) -> str:
-    if client.prelude and not is_equal(kept, bound.own.memory):
-        return (
-            "returns memory before round 1 that differs from Own.memory, but clients keep none of that exchange: "
-            "return the initial values if client.prelude is true, and compute what to keep in look() of round 1"
-        )
-    return find_difference(bound.own.memory, kept, "keep", where="Own.memory")
-
-
-def _check_fold(bound: Bound, result: Folded, server: FoldContext) -> str:
-    own, sets = bound.own, {} if server.prelude else pick(server.plan.initial, bound.sets)
-    why = find_difference(own.server, result[0], "keep", where="Own.server", growing=own.growing)
-    where = "before round 1 nothing, and Bound.sets" if server.prelude else "Bound.sets"
-    return why or find_difference(sets, result[1], "compute", where=where)
+def _check_fold(bound: Declared, result: Folded, server: Server) -> str:
+    why = find_difference(bound.server, result[0], "keep", where="Declared.server", growing=bound.growing)
+    sets = pick(server.network.initial, bound.sets)
+    return why or find_difference(sets, result[1], "compute", where="Declared.sets")
 
 
 def _check_numbers(plan: Plan, returned: Iterable[tuple[str, Tensor]], given: Iterable[tuple[str, Tensor]]) -> str:
@@ -292,8 +283,9 @@ def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Ten
     """Yield the tensors in ``value``, which may be states and contexts, with names."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, ClientContext | FoldContext):
-        yield from _list_tensors({each.name: getattr(value, each.name) for each in fields(value)})
+    elif isinstance(value, View | Server):
+        facts = {fact: getattr(value, fact, None) for fact in FACTS}
+        yield from _list_tensors({fact: fact_value for fact, fact_value in facts.items() if fact_value})
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _list_tensors(each, repr(key))
