@@ -87,7 +87,7 @@ CORE = (
     Fault("a-model-completed-by-the-one-in-training", "core/contexts.py", "LossContext._complete",
           "self.params.keys() - entries.keys()", "entries.keys() - entries.keys()", "tests/core/test_dry_run.py"),
     Fault("a-teacher-in-training", "core/contexts.py", "StepContext.start", "self.loaded | self._personal",
-          "{**self.params, **self.buffers, **self.loaded}", "tests/methods/test_teachers.py"),
+          "{**self.params, **self.buffers, **self.loaded}", "tests/methods/test_local_losses.py"),
     Fault("last-batch-dropped", "core/work.py", "_bounds", "[*range(0, samples, size), samples]",
           "[*range(0, samples - samples % size + 1, size)]", "tests/core/test_work.py"),
     Fault("a-group-of-batches-runs-into-the-next-pass", "core/work.py", "Work.steps_of_round",
