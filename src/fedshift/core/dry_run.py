@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone, is_equal, pick
 from ..utils.user_code import describe_error
-from .contexts import ClientContext, EndContext, FoldContext, Folded
-from .declarations import Declared, RulePhase
+from .declarations import RulePhase
 from .disclosure import find_difference
 from .kernel import (
     broadcast,
@@ -34,13 +33,16 @@ from .kernel import (
     personal_state,
     restart,
 )
-from .plan import Plan, compute_features, forward, to_inputs, to_memory_format
+from .network import compute_features, forward, to_inputs, to_memory_format
+from .plan import Plan
 from .probe import make_batch
-from .rule import HOOKS, Rule
+from .rule import HOOKS, Client, Declared, Folded, Rule, Server, View
 from .server_round import ClientSizes, server_prelude, server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_step_
 
+FACTS = ("loaded", "memory", "server", "own", "uploads")
+"""States that views give to hooks."""
 CLIENTS, ROUNDS = 2, 2
 """Smallest number of clients, and number of rounds."""
 _PASSED: set[Hashable] = set()
@@ -58,7 +60,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
     """
     method = plan.method
-    if not (plan.rules or method.gradient or method.server or not method.aggregate.sums):
+    if not (plan.rules or plan.estimator or method.server or not method.aggregate.sums):
         return
     for bound in plan.rules:
         _check_own(plan, bound)
@@ -76,7 +78,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
 def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
     """Return all that the verdict depends on; None: unknown. Layers count by code: functions may define classes."""
-    components = (*plan.method.rules, plan.method.aggregate, plan.method.gradient, plan.method.server)
+    components = (*plan.method.rules, plan.method.aggregate, plan.method.server)
     try:
         kind = (
             *((type(each), *vars(each).items()) for each in components if each), plan.work, plan.optimizer, plan.loss,
@@ -110,8 +112,9 @@ def _check_features(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if the model does not call a layer that a rule reads, or vectors are missing there."""
     plan.set_mode(training=False)
     inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-    features = compute_features(plan, clone(plan.initial), inputs)[1] if plan.feature_layers else {}
-    for bound, z in ((plan.rules[index], z) for index, z in features.items()):
+    layers = plan.feature_layers
+    features = compute_features(plan, clone(plan.initial), inputs, layers)[1] if layers else {}
+    for bound, z in ((bound, features[bound.name]) for bound in plan.rules if bound.features):
         if bound.rule.requires.classes and z.ndim != 2:
             raise UsageError(
                 f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, but "
@@ -164,7 +167,7 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
     job = client_init(plan, client, server, 1, _see(plan, x, y))
     runs = f"computes the gradient of each sample with torch.func, which cannot run this model (in {plan.precision})"
-    gradient = plan.method.gradient
+    gradient = plan.estimator
     with _named(plan, plan.method.name_source(gradient), runs) if gradient else _named(plan, "a step"):
         if plan.before:
             job = restart(plan, take(job, *plan.before))
@@ -256,7 +259,7 @@ def _check_loss(result: Tensor, loss: Tensor) -> str:
     return ""
 
 
-def _check_end(bound: Declared, kept: State, client: EndContext) -> str:
+def _check_end(bound: Declared, kept: State, client: Client) -> str:
     if client.prelude and not is_equal(kept, bound.memory):
         return (
             "returns memory before round 1 that differs from Declared.memory, but clients keep none of that exchange: "
@@ -265,8 +268,8 @@ def _check_end(bound: Declared, kept: State, client: EndContext) -> str:
     return find_difference(bound.memory, kept, "keep", where="Declared.memory")
 
 
-def _check_fold(bound: Declared, result: Folded, server: FoldContext) -> str:
-    own, sets = bound, {} if server.prelude else pick(server.plan.initial, bound.sets)
+def _check_fold(bound: Declared, result: Folded, server: Server) -> str:
+    own, sets = bound, {} if server.prelude else pick(server.network.initial, bound.sets)
     why = find_difference(own.server, result[0], "keep", where="Declared.server", growing=own.growing)
     where = "before round 1 nothing, and Declared.sets" if server.prelude else "Declared.sets"
     return why or find_difference(sets, result[1], "compute", where=where)
@@ -292,8 +295,9 @@ def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Ten
     """Yield the tensors in ``value``, which may be states and contexts, with names."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, ClientContext | FoldContext):
-        yield from _list_tensors({each.name: getattr(value, each.name) for each in fields(value)})
+    elif isinstance(value, View | Server):
+        facts = {fact: getattr(value, fact, None) for fact in FACTS}
+        yield from _list_tensors({fact: fact_value for fact, fact_value in facts.items() if fact_value})
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _list_tensors(each, repr(key))

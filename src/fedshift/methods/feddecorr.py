@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import LossContext
-from ..core.declarations import Declared
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Declared, Rule, Step
 from ..utils.errors import require
 
 
@@ -26,11 +24,11 @@ class Decorrelation(Rule):
     beta: float
 
     @override
-    def bind(self, plan: Plan) -> Declared:
+    def bind(self, network: Network) -> Declared:
         return Declared(self, features="last")
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         z_BD = step.features.flatten(1)
         if min(z_BD.shape) < 2:
             return loss

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import LookContext, LossContext
-from ..core.declarations import Declared
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Rule, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
 from ..utils.state import State
@@ -31,19 +29,19 @@ class CalibratedScores(Rule):
     requires = Requirements(classes="FedLC calibrates the scores of classes")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        classifier = find_classifier(plan.entries, self.source_method)
-        margins_K = next(iter(plan.params.values())).new_zeros(classifier.out_features)
+    def bind(self, network: Network) -> Declared:
+        classifier = find_classifier(network.entries, self.source_method)
+        margins_K = next(iter(network.params.values())).new_zeros(classifier.out_features)
         return Declared(self, memory={"margins": margins_K}, targets=True)
 
     @override
-    def start(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         margins_K = client.memory["margins"]
         counts_K = torch.bincount(client.targets, minlength=len(margins_K)).to(margins_K.dtype)
         return {"margins": self.tau * counts_K.clamp(min=1e-12) ** -0.25}
 
     @override
-    def outputs(self, outputs: Tensor, step: LossContext) -> Tensor:
+    def outputs(self, outputs: Tensor, step: Step) -> Tensor:
         return outputs - step.memory["margins"]
 
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import LossContext
 from ..core.method import Method, method
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Rule, Step
 from ..utils.errors import UsageError, require
 
 
@@ -30,7 +29,7 @@ class NotTrueDistillation(Rule):
     )
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         if (classes := step.outputs.shape[1]) < 3:
             raise UsageError(f"fedntd needs 3 or more classes, but the model has {classes}: leave fedntd out")
         others = torch.arange(classes - 1, device=step.y.device)
