@@ -185,7 +185,6 @@ def test_names_of_clients_and_layers_change_nothing(trial, tmp_path, federated):
         )
         if first.plan.draws or federated.name == "dp":
             pytest.skip("its draws depend on names")
-        first.introduce()
         first.advance()
         first.save(tmp_path, "kept.safetensors")
         second.restore(*load_checkpoint(tmp_path / "kept.safetensors"), tmp_path)

@@ -220,7 +220,7 @@ def _check_needs(plan: Plan, needs: Requirements, source: str) -> None:
             "take its values from one client: register it with persistent=False, or keep it on clients"
         )
     for bound in plan.rules if needs.entries_only else ():
-        rule, sent = bound.rule.source_method, ", ".join(sorted(dict(bound.uploads)))
+        rule, sent = bound.rule.source_method, ", ".join(sorted(bound.sends))
         more = f"sends more than the entries that {needs.entries_only} ({sent})"
         beside = f"computes from the entries of single clients, beside those that {needs.entries_only}"
         if sent or bound.entries:
@@ -288,7 +288,7 @@ def _check_separate_samples(plan: Plan, source: str) -> None:
                 "batch, and the statistics: add gn, ln, nonorm or fedwon"
             )
     for index, bound in enumerate(plan.rules):
-        beyond = [f"{send.reveals}: {entry!r}" for entry, send in bound.uploads if send.reveals != "update"]
+        beyond = [f"{send.reveals}: {entry!r}" for entry, send in bound.sends.items() if send.reveals != "update"]
         reads = {
             "changes the loss": index in plan.defines("loss"),
             "changes the batch": index in plan.defines("batch"),

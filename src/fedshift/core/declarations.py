@@ -78,7 +78,7 @@ GRAINS: tuple[Reveals, ...] = get_args(Reveals)
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """One tensor that every client uploads for a rule, in each round or once before round 1.
+    """One tensor that every client uploads for a rule in each round.
 
     Args:
         shape: The shape, equal for all clients and rounds; content of variable length is padded.

@@ -12,42 +12,33 @@ from .declarations import Send
 from .plan import Plan
 
 
-def check_sends(plan: Plan, index: int, sent: State, *, prelude: bool = False) -> None:
-    """Raise :class:`UsageError` unless ``sent`` equals the uploads that the rule at ``index`` declares.
-
-    ``prelude``: whether this is the exchange before round 1, here and below.
-    """
-    where, when = ("prelude", "uploads before round 1") if prelude else ("sends", "uploads")
-    if why := find_difference(_list_declared(plan, index, prelude=prelude), sent):
+def check_sends(plan: Plan, index: int, sent: State) -> None:
+    """Raise :class:`UsageError` unless ``sent`` equals the uploads that the rule at ``index`` declares."""
+    if why := find_difference(plan.rules[index].sends, sent):
         raise UsageError(
-            f"method {plan.method.label!r}: {plan.rules[index].rule.source_method} {why}: the {where} of its bind() "
-            f"must be exactly what its end() {when} (fedshift.Send), since the consent of sites, policies and "
-            "differential privacy rely on them"
+            f"method {plan.method.label!r}: {plan.rules[index].rule.source_method} {why}: the sends of its bind() must "
+            "be exactly what its end() uploads (fedshift.Send), since the consent of sites, policies and differential "
+            "privacy rely on them"
         )
 
 
-def _list_declared(plan: Plan, index: int, *, prelude: bool) -> Mapping[str, Send]:
-    return plan.rules[index].prelude if prelude else plan.rules[index].sends
-
-
-def check_upload(plan: Plan, shared: State, memory: Sequence[State], *, prelude: bool = False) -> None:
+def check_upload(plan: Plan, shared: State, memory: Sequence[State]) -> None:
     """Raise :class:`UsageError` unless an upload consists of exactly the scope's entries and the declared sends.
 
     Names, shapes and dtypes must be equal, and hence sizes in bytes. ``shared``: entries of the model. ``memory``: the
     upload for each rule.
     """
-    entries = {} if prelude else Send.like(pick(plan.initial, plan.sent), "update")
-    if why := find_difference(entries, shared):
+    if why := find_difference(Send.like(pick(plan.initial, plan.sent), "update"), shared):
         raise UsageError(f"method {plan.method.label!r} {why}: send exactly the entries in its scope")
     for index, sent in enumerate(memory):
-        check_sends(plan, index, sent, prelude=prelude)
+        check_sends(plan, index, sent)
 
 
-def like_sends(plan: Plan, *, prelude: bool = False) -> State:
+def like_sends(plan: Plan) -> State:
     """Return zero tensors in the shapes that all rules declare to send, by their names in uploads."""
     first = next(iter(plan.initial.values()))
-    declared = (_list_declared(plan, index, prelude=prelude) for index in range(len(plan.rules)))
-    zeros = [{name: first.new_zeros(s.shape, dtype=s.dtype) for name, s in sends.items()} for sends in declared]
+    declared = (bound.sends.items() for bound in plan.rules)
+    zeros = [{name: first.new_zeros(send.shape, dtype=send.dtype) for name, send in sends} for sends in declared]
     return join_states(plan.rule_names, zeros)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..tasks import Task
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
-from ..utils.state import State, clone, is_equal, pick
+from ..utils.state import clone, pick
 from ..utils.user_code import describe_error
 from .declarations import RulePhase
 from .disclosure import find_difference
@@ -27,7 +27,6 @@ from .kernel import (
     broadcast,
     client_final,
     client_init,
-    client_prelude,
     init_client,
     init_server,
     personal_state,
@@ -36,8 +35,8 @@ from .kernel import (
 from .network import compute_features, forward, to_inputs, to_memory_format
 from .plan import Plan
 from .probe import make_batch
-from .rule import HOOKS, Client, Declared, Folded, Rule, Server, View
-from .server_round import ClientSizes, server_prelude, server_round
+from .rule import HOOKS, Declared, Folded, Rule, Server, View
+from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_step_
 
@@ -141,9 +140,6 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
     data = {str(number): halves[number % CLIENTS] for number in range(count)}
     sizes = {name: len(y) for name, (_, y) in data.items()}
     server, clients = init_server(plan), dict.fromkeys(data, init_client(plan))
-    if plan.prelude:
-        sent = {name: client_prelude(plan, sizes[name], _see(plan, *data[name])) for name in data}
-        server = server_prelude(plan, server, sent, ClientSizes(plan, sizes))
     for _ in range(ROUNDS):
         updates = {}
         for name, samples in data.items():
@@ -233,7 +229,7 @@ def _find_fault(bound: Declared, hook: str, result: Any, given: Any) -> str:
         case "loss":
             return _check_loss(result, given)
         case "end":
-            return _check_end(bound, result[0], given)
+            return find_difference(own.memory, result[0], "keep", where="Declared.memory")
         case "fold":
             return _check_fold(bound, result, given)
         case "start":
@@ -259,20 +255,10 @@ def _check_loss(result: Tensor, loss: Tensor) -> str:
     return ""
 
 
-def _check_end(bound: Declared, kept: State, client: Client) -> str:
-    if client.prelude and not is_equal(kept, bound.memory):
-        return (
-            "returns memory before round 1 that differs from Declared.memory, but clients keep none of that exchange: "
-            "return the initial values if client.prelude is true, and compute what to keep in start() of round 1"
-        )
-    return find_difference(bound.memory, kept, "keep", where="Declared.memory")
-
-
 def _check_fold(bound: Declared, result: Folded, server: Server) -> str:
-    own, sets = bound, {} if server.prelude else pick(server.network.initial, bound.sets)
-    why = find_difference(own.server, result[0], "keep", where="Declared.server", growing=own.growing)
-    where = "before round 1 nothing, and Declared.sets" if server.prelude else "Declared.sets"
-    return why or find_difference(sets, result[1], "compute", where=where)
+    why = find_difference(bound.server, result[0], "keep", where="Declared.server", growing=bound.growing)
+    sets = pick(server.network.initial, bound.sets)
+    return why or find_difference(sets, result[1], "compute", where="Declared.sets")
 
 
 def _check_numbers(plan: Plan, returned: Iterable[tuple[str, Tensor]], given: Iterable[tuple[str, Tensor]]) -> str:

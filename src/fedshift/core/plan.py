@@ -95,11 +95,6 @@ class Plan(Network):
             if (frozen and norm_statistics(entry) if entry.is_buffer else entry.name not in self.trained)
         )
 
-    @cached_property
-    def prelude(self) -> bool:
-        """Whether rules need an exchange before round 1."""
-        return any(bound.prelude for bound in self.rules)
-
     def defines(self, hook: str) -> tuple[int, ...]:
         """Return the positions of the rules that define ``hook``."""
         return self._defined[hook]

@@ -174,10 +174,6 @@ class Declared:
         buffers: Entries that are neither trained nor sent; :meth:`Rule.loss` may write into them.
         phases: When parameters are trained.
         sends: Uploads of every client for the rule in each round: exactly the tensors of :meth:`Rule.end`.
-        prelude: Uploads of every client before round 1; empty: the rule takes no part in that exchange. In it, clients
-            take no steps and send no entries of the model: :meth:`Rule.start` runs on the samples of a first epoch,
-            then :meth:`Rule.end`, and :meth:`Rule.fold` on the server. Clients keep no memory of it, and clients that
-            join later do not take part.
         sets: Entries of the server that :meth:`Rule.fold` computes, replacing their aggregate.
         targets: Whether :meth:`Rule.start` reads the targets of all training samples of a client.
         samples_before_work: Number of distinct samples, the first of the round, on which :meth:`Rule.start` runs the
@@ -201,7 +197,6 @@ class Declared:
     buffers: State = field(default_factory=dict, kw_only=True)
     phases: tuple[Phase, ...] = field(default=(), kw_only=True)
     sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
-    prelude: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
     sets: frozenset[str] = field(default=frozenset(), kw_only=True)
     targets: bool = field(default=False, kw_only=True)
     samples_before_work: int = field(default=0, kw_only=True)
@@ -219,11 +214,6 @@ class Declared:
     def names(self) -> dict[str, str]:
         """Names of the rule's own entries in local training, by their names in the rule."""
         return {entry: f"{self.name}/{entry}" for entry in (*self.model, *self.params, *self.buffers)}
-
-    @property
-    def uploads(self) -> tuple[tuple[str, Send], ...]:
-        """All uploads for the rule, with their names: before round 1, and in each round."""
-        return *self.prelude.items(), *self.sends.items()
 
     def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:
         """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""
@@ -288,8 +278,7 @@ class View:
 class Client(View):
     """A client's round, before local work or after it.
 
-    ``round``: rounds done before this one. ``steps``: steps taken in it. ``prelude``: whether this is the exchange
-    before round 1, which uses the samples of a first epoch, has no steps and leaves no memory on the client.
+    ``round``: rounds done before this one. ``steps``: steps taken in it.
     """
 
     def __init__(
@@ -297,8 +286,7 @@ class Client(View):
         seen: Seen | None = None, loss: Loss = nn.functional.cross_entropy,
     ) -> None:  # fmt: skip
         super().__init__(network, bound, index, job, state)
-        self.round, self.steps, self.prelude = job.round, job.done - job.start, job.prelude
-        self._seen, self._loss = seen, loss
+        self.round, self.steps, self._seen, self._loss = job.round, job.done - job.start, seen, loss
 
     @property
     def targets(self) -> Tensor:
@@ -487,7 +475,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Server:
-    """The server after a round, or after the exchange before round 1: the ``prelude``.
+    """The server after a round.
 
     Args:
         memory: The rule's memory on the server.
@@ -495,7 +483,6 @@ class Server:
         received: The clients' rounds, in the same order.
         network: The network.
         server: The server before the round.
-        prelude: Whether this is the exchange before round 1, in which :attr:`Declared.sets` are not computed.
 
     """
 
@@ -504,7 +491,6 @@ class Server:
     received: Sequence[Received]
     network: Network
     server: ServerState
-    prelude: bool
 
 
 class Folded(NamedTuple):

@@ -99,13 +99,6 @@ class SiteTrial:
         """Return the bounds of each batch of a pass, and the steps of the round after the state ``client``."""
         return self.engine.steps_of_round(self.kept.name, client)
 
-    def introduce(self) -> Exchange:
-        """Answer with what rules send once, before round 1: the same however often it is asked."""
-        update = self.engine.introduce_client(self.kept.name)
-        check_upload(self.plan, update.shared, update.memory, prelude=True)
-        arrays = {"memory": to_record(join_states(self.plan.rule_names, update.memory))}
-        return Exchange(kind="introduced", facts={"name": self.kept.name, "round": 0}, arrays=arrays)
-
     def train(self, asked: Exchange, client: ClientState) -> Exchange:
         """Answer with the upload of a round that begins with the state ``client``, and keep the state after it."""
         plan = self.plan
