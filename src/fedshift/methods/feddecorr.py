@@ -9,7 +9,6 @@ samples. A batch of one sample has no correlations.
 from dataclasses import dataclass
 
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
@@ -23,11 +22,9 @@ class Decorrelation(Rule):
 
     beta: float
 
-    @override
     def bind(self, network: Network) -> Declared:
         return Declared(self, features="last")
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         z_BD = step.features.flatten(1)
         if min(z_BD.shape) < 2:

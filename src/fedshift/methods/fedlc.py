@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
@@ -28,19 +27,16 @@ class CalibratedScores(Rule):
     tau: float
     requires = Requirements(classes="FedLC calibrates the scores of classes")
 
-    @override
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
         margins_K = next(iter(network.params.values())).new_zeros(classifier.out_features)
         return Declared(self, memory={"margins": margins_K}, targets=True)
 
-    @override
     def start(self, client: Client) -> State:
         margins_K = client.memory["margins"]
         counts_K = torch.bincount(client.targets, minlength=len(margins_K)).to(margins_K.dtype)
         return {"margins": self.tau * counts_K.clamp(min=1e-12) ** -0.25}
 
-    @override
     def outputs(self, outputs: Tensor, step: Step) -> Tensor:
         return outputs - step.memory["margins"]
 

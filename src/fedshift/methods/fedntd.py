@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.requirements import Requirements
@@ -28,7 +27,6 @@ class NotTrueDistillation(Rule):
         shared_entries="FedNTD distills the shared model", classes="FedNTD distills all classes but the true one"
     )
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         if (classes := step.outputs.shape[1]) < 3:
             raise UsageError(f"fedntd needs 3 or more classes, but the model has {classes}: leave fedntd out")
