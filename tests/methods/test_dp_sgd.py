@@ -192,11 +192,12 @@ METHODS = list_catalog("methods")
 NO_BATCH_NORM = {"fedap", "fedbn", "gperxan", "hbn", "silobn", "fixbn"}
 """Methods that act on BatchNorm, which is gone here."""
 LOSSES = (
-    "apfl", "ditto", "fedala", "feddg_elcfs", "feddg_ga", "fedpac", "fedplvm", "fedproto", "fedrod", "fedsr", "fpl",
-    "greg", "moon", "partialfed_adaptive",
+    "apfl", "ditto", "fedala", "feddecorr", "feddg_elcfs", "feddg_ga", "fedntd", "fedpac", "fedplvm", "fedproto",
+    "fedrod", "fedsr", "fpl", "greg", "moon", "partialfed_adaptive",
 )  # fmt: skip
 REFUSED = dict.fromkeys(LOSSES, "changes the loss") | {
-    "harmofl": "runs the model on samples before local work", "fedrdn": "changes the batch",
+    "fedlc": "changes the outputs", "fedrdn": "changes the batch",
+    "harmofl": "runs the model on samples before local work",
 }  # fmt: skip
 """Methods whose local loss is no mean over samples, or that look at samples in another way, and why."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
@@ -72,6 +73,11 @@ class Rule:
         super().__init_subclass__(**options)
         if cls.gradient_stage not in GRADIENT_STAGES:
             raise unknown_name(f"gradient_stage of {cls.__name__}", cls.gradient_stage, GRADIENT_STAGES)
+        for name in vars(cls).keys() - vars(Rule).keys():
+            if callable(getattr(cls, name)) and (near := get_close_matches(name, HOOKS, n=1, cutoff=0.8)):
+                raise UsageError(
+                    f"{cls.__name__}.{name}() is not a hook, so nothing calls it: did you mean {near[0]}()?"
+                )
         if (cls.personalize is not Rule.personalize) != bool(cls.personalizes):
             raise UsageError(
                 f"{cls.__name__}: personalize() and the class attribute personalizes ('use' or 'start') go together: "

@@ -7,8 +7,6 @@ client has no w_t.
 
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from ..core.method import Method, method
 from ..core.requirements import Requirements
 from ..core.rule import Rule, Step
@@ -27,7 +25,6 @@ class Proximal(Rule):
         several_steps="FedProx has no effect on a single local step, which starts at the server's parameters",
     )
 
-    @override
     def gradients(self, grads: State, step: Step) -> State:
         return {
             name: (step.params[name] - step.loaded[name]).mul_(self.mu).add_(grad) if name in step.loaded else grad

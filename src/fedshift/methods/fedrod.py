@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
@@ -21,9 +20,6 @@ from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
 from ..core.selection import find_classifier
 from ..utils.state import State, pick
-
-FEWEST = 1e-12
-"""Number of samples assumed for a class without samples."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,6 @@ class PersonalHead(Rule):
         shared_entries="FedRoD adds a personal head to the shared head", classes="FedRoD balances classes"
     )
 
-    @override
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
         names = tuple(entry.name for entry in network.entries if entry.owner is classifier)
@@ -46,14 +41,12 @@ class PersonalHead(Rule):
         model, memory = pick(network.params, names), {"class_counts": counts_K}
         return Declared(replace(self, head=names), model=model, memory=memory, targets=True)
 
-    @override
     def start(self, client: Client) -> State:
         before_K = client.memory["class_counts"]
         return {"class_counts": torch.bincount(client.targets, minlength=len(before_K)).to(before_K.dtype)}
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
-        prior_K = step.memory["class_counts"].clamp(min=FEWEST).log()
+        prior_K = step.memory["class_counts"].clamp(min=1e-12).log()
         constant = {name: tensor.detach().clone() for name, tensor in step.params.items()}
         together = step.run(self._add_heads(constant, step.own.model))
         balanced = step.criterion(step.outputs + prior_K, step.y) - step.criterion(step.outputs, step.y)
@@ -62,7 +55,6 @@ class PersonalHead(Rule):
     def _add_heads(self, state: State, personal: State) -> State:
         return state | {name: state[name] + tensor for name, tensor in personal.items()}
 
-    @override
     def personalize(self, state: State, client: Client) -> State:
         return self._add_heads(state, client.own.model)
 
