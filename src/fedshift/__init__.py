@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         SGD as SGD,
         AdamW as AdamW,
     )
-    from .core.requirements import Requirements as Requirements
     from .core.rule import Rule as Rule
     from .core.schedule import (
         Cosine as Cosine,
@@ -142,7 +141,6 @@ _HOME = {
     "core.declarations": ("Declared", "Phase", "Send"),
     "core.method": ("Freeze", "Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW"),
-    "core.requirements": ("Requirements",),
     "core.rule": ("Rule",),
     "core.schedule": ("Cosine", "Exponential", "StepDecay"),
     "core.selection": (

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
+from fedshift.core.checks import check_upload, like_sends
 from fedshift.core.declarations import GRAINS, Declared, Send
-from fedshift.core.disclosure import check_upload, like_sends
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..nn.recognition import placed_hooks
 from ..utils.state import State, clone, pick
 from .buffers import fit_spectral_norms
+from .checks import check_sends
 from .contexts import EndContext, Glimpse, Hook, LookContext, Owned, RoundContext
-from .disclosure import check_sends
 from .plan import Plan, forward
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_facts

@@ -15,7 +15,6 @@ from ..core.contexts import LossContext, Owned, RoundContext
 from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..utils.errors import require
 from ..utils.state import State
@@ -29,7 +28,7 @@ class Mixture(Rule):
     learned: bool
     buffers: frozenset[str] = field(default=frozenset(), repr=False)
     personalizes = "use"
-    requires = Requirements(shared_entries="APFL mixes each client's model with the shared model")
+    needs_shared = "APFL mixes each client's model with the shared model"
 
     @override
     def bind(self, plan: Plan) -> Declared:

@@ -14,7 +14,6 @@ from ..core.contexts import LossContext, RoundContext
 from ..core.declarations import Declared, Phase
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..utils.errors import UsageError, require
 from ..utils.state import State
@@ -27,7 +26,7 @@ class PersonalModel(Rule):
     lam: float
     epochs: int | None = None
     personalizes = "use"
-    requires = Requirements(shared_entries="Ditto keeps each client's model near the shared model")
+    needs_shared = "Ditto keeps each client's model near the shared model"
 
     @override
     def bind(self, plan: Plan) -> Declared:

@@ -18,7 +18,6 @@ from ..core.contexts import ClientContext, EndContext, LossContext, RoundContext
 from ..core.declarations import Declared, Phase
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import parse_selection
 from ..utils.errors import UsageError
@@ -33,13 +32,13 @@ class LocalAggregation(Rule):
     lr_scale: float
     epochs: int
     personalizes = "start"
-    requires = Requirements(shared_entries="FedALA learns weights for adopting the shared model")
+    needs_shared = "FedALA learns weights for adopting the shared model"
 
     @override
     def bind(self, plan: Plan) -> Declared:
         names = parse_selection(self.layers).names(plan.entries)
         if not names & plan.loaded:
-            raise plan.refuse_kept(self.requires.shared_entries, names)
+            raise plan.refuse_kept(self.needs_shared, names)
         top = pick(plan.params, names)
         ones = {name: torch.ones_like(tensor) for name, tensor in top.items()}
         begun = next(iter(plan.params.values())).new_zeros((), dtype=torch.bool)

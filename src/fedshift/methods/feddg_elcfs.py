@@ -30,7 +30,6 @@ from ..core.declarations import Declared, Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..nn.amplitude_norm import AmplitudeNorm, amplitudes, low_frequencies, move_amplitudes, sum_waves
 from ..nn.dropout import draw_uniform
@@ -98,10 +97,8 @@ class SentAmplitudes(Rule):
     frequencies: int
     observes: int
     features: str = "last"
-    requires = Requirements(
-        shared_entries="FedDG-ELCFS trains on images in the styles of clients that share a model",
-        one_input="FedDG-ELCFS mixes amplitudes of images",
-    )
+    needs_shared = "FedDG-ELCFS trains on images in the styles of clients that share a model"
+    needs_one_input = "FedDG-ELCFS mixes amplitudes of images"
 
     @override
     def bind(self, plan: Plan) -> Declared:

@@ -18,7 +18,6 @@ from ..core.contexts import EndContext, StepContext
 from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.server_optimizer import ServerOptimizer
 from ..utils.errors import UsageError, require
@@ -31,7 +30,7 @@ class GradientMemory(Rule):
 
     alpha: float
     gradient_stage = "objective"
-    requires = Requirements(shared_entries="FedDyn regularizes shared entries")
+    needs_shared = "FedDyn regularizes shared entries"
 
     @override
     def bind(self, plan: Plan) -> Declared:

@@ -20,7 +20,6 @@ from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossCo
 from ..core.declarations import Declared, Send
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import find_classifier
 from ..utils.errors import require
@@ -32,7 +31,7 @@ class Prototypes(Rule):
     """Attracts features to class prototypes, which are averaged over clients, with strength ``lam``."""
 
     lam: float
-    requires = Requirements(classes="prototypes are mean features of classes")
+    needs_classes = "prototypes are mean features of classes"
 
     @override
     def bind(self, plan: Plan) -> Declared:

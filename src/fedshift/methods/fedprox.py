@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from ..core.contexts import StepContext
 from ..core.method import Method, method
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..utils.errors import require
 from ..utils.state import State
@@ -23,10 +22,8 @@ class Proximal(Rule):
 
     mu: float
     gradient_stage = "objective"
-    requires = Requirements(
-        shared_entries="FedProx keeps parameters near the server's",
-        several_steps="FedProx has no effect on a single local step, which starts at the server's parameters",
-    )
+    needs_shared = "FedProx keeps parameters near the server's"
+    needs_several_steps = "FedProx has no effect on a single local step, which starts at the server's parameters"
 
     @override
     def gradients(self, grads: State, step: StepContext) -> State:

@@ -19,7 +19,6 @@ from ..core.contexts import LookContext, LossContext, RoundContext
 from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import find_classifier
 from ..utils.state import State, pick
@@ -34,16 +33,15 @@ class PersonalHead(Rule):
 
     head: tuple[str, ...] = field(default=(), repr=False)
     personalizes = "use"
-    requires = Requirements(
-        shared_entries="FedRoD adds a personal head to the shared head", classes="FedRoD balances classes"
-    )
+    needs_shared = "FedRoD adds a personal head to the shared head"
+    needs_classes = "FedRoD balances classes"
 
     @override
     def bind(self, plan: Plan) -> Declared:
         classifier = find_classifier(plan.entries, self.source_method)
         names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
         if not plan.loaded.intersection(names):
-            raise plan.refuse_kept(self.requires.shared_entries, names)
+            raise plan.refuse_kept(self.needs_shared, names)
         counts_K = next(iter(plan.params.values())).new_zeros(classifier.out_features)
         model, memory = pick(plan.params, names), {"class_counts": counts_K}
         return Declared(replace(self, head=names), model=model, memory=memory, targets=True)

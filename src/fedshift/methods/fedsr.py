@@ -22,7 +22,6 @@ from ..core.contexts import LossContext
 from ..core.declarations import Declared, Phase
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import entries, find_classifier
 from ..nn.dropout import Keyed, draw_normal, take_draws
@@ -78,7 +77,7 @@ class Representation(Rule):
 
     l2: float
     cmi: float
-    requires = Requirements(classes="FedSR keeps features near a Gaussian for each class")
+    needs_classes = "FedSR keeps features near a Gaussian for each class"
 
     @override
     def bind(self, plan: Plan) -> Declared:

@@ -25,7 +25,6 @@ from ..core.contexts import LossContext
 from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import batch_norm, find_classifier, name_matches, of_type
 from ..nn.recognition import Function, torch_kind
@@ -92,14 +91,14 @@ class Guidance(Rule):
 
     lam: float
     head: tuple[str, ...] = field(default=(), repr=False)
-    requires = Requirements(shared_entries="gPerXAN guides features by the classifier that clients share")
+    needs_shared = "gPerXAN guides features by the classifier that clients share"
 
     @override
     def bind(self, plan: Plan) -> Declared:
         classifier = find_classifier(plan.entries, self.source_method)
         names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
         if not plan.loaded.issuperset(names):
-            raise plan.refuse_kept(self.requires.shared_entries, names)
+            raise plan.refuse_kept(self.needs_shared, names)
         return Declared(replace(self, head=names), features="last")
 
     @override

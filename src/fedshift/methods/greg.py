@@ -17,7 +17,6 @@ from ..core.contexts import LossContext
 from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.selection import norm_statistics
 from ..utils.errors import UsageError, require
@@ -30,7 +29,7 @@ class Consistency(Rule):
 
     lam: float
     statistics: frozenset[str] = field(default=frozenset(), repr=False)
-    requires = Requirements(classes="GReg compares probabilities of classes")
+    needs_classes = "GReg compares probabilities of classes"
 
     @override
     def bind(self, plan: Plan) -> Declared:

@@ -18,7 +18,6 @@ from ..core.contexts import EndContext, LossContext
 from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..utils.errors import require
 from ..utils.state import State
@@ -31,7 +30,7 @@ class PreviousModel(Rule):
     mu: float
     tau: float
     features: str = "last"
-    requires = Requirements(shared_entries="MOON attracts features to the shared model's")
+    needs_shared = "MOON attracts features to the shared model's"
 
     @override
     def bind(self, plan: Plan) -> Declared:

@@ -16,7 +16,6 @@ from ..core.contexts import EndContext, FoldContext, Folded, StepContext
 from ..core.declarations import Declared, Send
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Rule
 from ..core.server_optimizer import Momentum
 from ..utils.state import State, pick
@@ -26,9 +25,8 @@ class ControlVariates(Rule):
     """Control variates c_i on clients and c on the server; clients send only the change of c_i."""
 
     gradient_stage = "step"
-    requires = Requirements(
-        shared_entries="SCAFFOLD corrects the drift of shared entries", plain_steps="SCAFFOLD's control variate"
-    )
+    needs_shared = "SCAFFOLD corrects the drift of shared entries"
+    needs_plain_steps = "SCAFFOLD's control variate"
 
     @override
     def bind(self, plan: Plan) -> Declared:
