@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.declarations import GRAINS, Declared, Send
+from fedshift.core.declarations import GRAINS, Send
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Rule
 from fedshift.methods.dp import dp
 from fedshift.methods.dp_sgd import dp_sgd
 from fedshift.methods.geometric_median import geometric_median

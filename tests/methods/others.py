@@ -96,27 +96,23 @@ def clusters(base):
 
 
 class Styles(Rule):
-    """Brings each batch halfway to the mean and deviation of a client drawn from a bank, filled before round 1."""
+    """Brings each batch halfway to the mean and deviation of a client of the last round, which is drawn from a bank."""
 
     def bind(self, plan):
         neutral = torch.tensor([0.0, 1.0], dtype=plan.dtype)
         bank, growing = {"bank": neutral[None]}, {"bank": (0,)}
-        prelude = Send.like({"style": neutral}, "client", passed_on=True)
-        return Declared(self, server=bank, growing=growing, samples_before_work=64, draws=True, prelude=prelude)
+        sends = Send.like({"style": neutral}, "client", passed_on=True)
+        return Declared(self, server=bank, growing=growing, samples_before_work=64, draws=True, sends=sends)
 
     def start(self, client):
-        if not client.prelude:
-            return {}
         seen = []
         client.run({"": lambda network, given: seen.append(given[0])})
         return {"style": torch.stack([seen[0].mean(), seen[0].std()])}
 
     def end(self, client):
-        return {}, {"style": client.memory["style"]} if client.prelude else {}
+        return {}, {"style": client.memory["style"]}
 
     def fold(self, server):
-        if not server.prelude:
-            return Folded(server.memory)
         return Folded({"bank": torch.stack([sent["style"] for sent in server.uploads])})
 
     def batch(self, x, y, step):

@@ -21,7 +21,7 @@ from ..tasks import Classification, Task
 from ..utils.errors import UsageError
 from ..utils.state import State, join_states, pick
 from .aggregation import Aggregation
-from .declarations import Declared, Send
+from .declarations import Send
 from .loss import CrossEntropy, Loss
 from .method import Method
 from .optimizer import SGD
@@ -218,7 +218,7 @@ def _list_wrong_declarations(plan: Plan, index: int) -> Iterator[str]:
     names = [*bound.model, *bound.params, *bound.buffers, *bound.memory]
     for wrong, why in (
         ({name for name in names if names.count(name) > 1}, "{!r} twice: rename one"),
-        (plan.initial.keys() & plan.own_names[index].values(), "its own entry {!r}, a name of the model: rename it"),
+        (plan.initial.keys() & {*bound.names.values()}, "its own entry {!r}, a name of the model: rename it"),
         (bound.limits.keys() - bound.params.keys(), "limits of {!r}, which is not in params: correct its bind()"),
         (bound.model.keys() - plan.initial.keys(), "a network with {!r}, which the model lacks: correct its bind()"),
         (bound.growing.keys() - bound.server.keys(), "{!r} as growing, which is not in server: correct its bind()"),
@@ -240,7 +240,7 @@ def _list_wrong_tensors(plan: Plan, index: int) -> Iterator[str]:
     """Yield tensors of a rule on another device than the model, and trained ones of another type."""
     bound, device = plan.rules[index], next(iter(plan.initial.values())).device
     for name, tensor in chain(bound.on_client.items(), bound.server.items()):
-        trained = tensor is bound.on_client.get(name) and plan.own_names[index].get(name) in plan.own_trained[index]
+        trained = tensor is bound.on_client.get(name) and bound.names.get(name) in plan.own_trained[index]
         if not isinstance(tensor, Tensor):
             what = type(tensor).__name__
         elif tensor.device != device or (trained and tensor.dtype != plan.dtype):
@@ -255,7 +255,7 @@ def _list_wrong_sets(plan: Plan, index: int) -> Iterator[str]:
     """Yield entries that the server computes, and clients do not load or a rule copies."""
     source, sets = plan.rules[index].rule.source_method, plan.rules[index].sets
     for name in sorted(sets - plan.loaded):
-        where = "pooling leaves no client" if plan.method.pooled else f"{plan.name_keepers(name)} keeps it there"
+        where = "pooling leaves no client" if plan.method.pooled else f"{plan.keepers[name]} keeps it there"
         yield f"the server computes {name!r} from what clients measure for {source}, but {where}{REMOVE}"
     for other in plan.rules:
         if sets & other.model.keys():
@@ -286,7 +286,7 @@ def _list_uploads_beside(plan: Plan) -> Iterator[str]:
             fix = "register it with persistent=False, or keep it on clients"
             yield f"the server would take {entry.name!r}, a buffer of a {entry.layer}, from one client: {fix}"
         for rule, bound in ((bound.rule.source_method, bound) for bound in plan.rules):
-            why, sent = part.needs_entries_only, ", ".join(sorted(dict(bound.uploads)))
+            why, sent = part.needs_entries_only, ", ".join(sorted(bound.sends))
             if sent:
                 yield f"{rule} sends more than the entries that {why} ({sent}): remove one of {rule} and {source}"
             if bound.entries:
@@ -308,9 +308,7 @@ def _list_unread(plan: Plan) -> Iterator[str]:
         reads_model = bound.rule.personalizes != "use" or plan.samples_before_work or plan.freeze_from < float("inf")
         copied = all(norm_statistics(entry) and entry.name in bound.model for entry in kept)
         if kept and not reads_model and copied:
-            keeping = (
-                f"{plan.name_keepers(kept[0].name)} keeps {kept[0].name!r} on clients, which only evaluation reads"
-            )
+            keeping = f"{plan.keepers[kept[0].name]} keeps {kept[0].name!r} on clients, which only evaluation reads"
             yield f"{keeping}, but {bound.rule.source_method} evaluates another network with other statistics{REMOVE}"
 
 
@@ -327,9 +325,9 @@ def _list_changed_rows(plan: Plan) -> Iterator[str]:
 
 def _list_mixed_samples(plan: Plan) -> Iterator[str]:
     """Yield what lets a sample affect more than the gradient of its own loss, if gradients of samples are combined."""
-    if plan.method.gradient is None:
+    if plan.estimator is None:
         return
-    source = plan.method.name_source(plan.method.gradient)
+    source = plan.estimator.source_method
     what, loss = f"{source} combines the gradients of single samples", plan.loss
     for layer, module in plan.module.named_modules():
         if isinstance(module, _BatchNorm | HybridBatchNorm):
@@ -356,67 +354,58 @@ def _list_reads_of_samples(plan: Plan, index: int) -> Iterator[str]:
         yield "reads the targets of all samples"
     if bound.samples_before_work:
         yield "runs the model on samples before local work"
-    if beyond := [f"{send.reveals}: {name!r}" for name, send in bound.uploads if send.reveals != "update"]:
+    if beyond := [f"{send.reveals}: {name!r}" for name, send in bound.sends.items() if send.reveals != "update"]:
         yield f"sends information that does not follow from gradients ({'; '.join(beyond)})"
 
 
-def check_sends(plan: Plan, index: int, sent: State, *, prelude: bool = False) -> None:
-    """Raise :class:`UsageError` unless ``sent`` equals the uploads that the rule at ``index`` declares.
-
-    ``prelude``: whether this is the exchange before round 1, here and below.
-    """
-    where, when = ("prelude", "uploads before round 1") if prelude else ("sends", "uploads")
-    if why := find_difference(_list_declared(plan.rules[index], prelude=prelude), sent):
-        raise UsageError(
-            f"method {plan.method.label!r}: {plan.rules[index].rule.source_method} {why}: the {where} of its bind() "
-            f"must be exactly what its end() {when} (fedshift.Send), since the consent of sites, policies and "
-            "differential privacy rely on them"
-        )
+def check_sends(plan: Plan, index: int, sent: State) -> None:
+    """Raise :class:`UsageError` unless ``sent`` equals the uploads that the rule at ``index`` declares."""
+    if why := find_difference(plan.rules[index].sends, sent, "upload", "the sends of its bind()"):
+        name = f"method {plan.method.label!r}: {plan.rules[index].rule.source_method}"
+        raise UsageError(f"{name} {why}, since consent of sites, policies and differential privacy rely on them")
 
 
-def _list_declared(bound: Declared, *, prelude: bool) -> Mapping[str, Send]:
-    return bound.prelude if prelude else bound.sends
-
-
-def check_upload(plan: Plan, shared: State, memory: Sequence[State], *, prelude: bool = False) -> None:
+def check_upload(plan: Plan, shared: State, memory: Sequence[State]) -> None:
     """Raise :class:`UsageError` unless an upload consists of exactly the scope's entries and the declared sends.
 
     Names, shapes and dtypes must be equal, and hence sizes in bytes. ``shared``: entries of the model. ``memory``: the
     upload for each rule.
     """
-    scope = {} if prelude else Send.like(pick(plan.initial, plan.sent), "update")
-    if why := find_difference(scope, shared):
-        raise UsageError(f"method {plan.method.label!r} {why}: send exactly the entries in its scope")
+    if why := find_difference(pick(plan.initial, plan.sent), shared, "upload", "the entries in its scope"):
+        raise UsageError(f"method {plan.method.label!r} {why}")
     for index, sent in enumerate(memory):
-        check_sends(plan, index, sent, prelude=prelude)
+        check_sends(plan, index, sent)
 
 
-def like_sends(plan: Plan, *, prelude: bool = False) -> State:
+def like_sends(plan: Plan) -> State:
     """Return zero tensors in the shapes that all rules declare to send, by their names in uploads."""
     first = next(iter(plan.initial.values()))
-    declared = (_list_declared(bound, prelude=prelude) for bound in plan.rules)
-    zeros = [{name: first.new_zeros(s.shape, dtype=s.dtype) for name, s in sends.items()} for sends in declared]
+    declared = (bound.sends.items() for bound in plan.rules)
+    zeros = [{name: first.new_zeros(send.shape, dtype=send.dtype) for name, send in sends} for sends in declared]
     return join_states(plan.rule_names, zeros)
 
 
 def find_difference(
-    expected: Mapping[str, Send | Tensor], actual: Mapping[str, Tensor], verb: str = "upload", *, declared: bool = True,
-    where: str = "", growing: Mapping[str, tuple[int, ...]] | None = None,
-) -> str:  # fmt: skip
+    expected: Mapping[str, Send | Tensor],
+    actual: Mapping[str, Tensor],
+    verb: str,
+    where: str = "",
+    growing: Mapping[str, tuple[int, ...]] | None = None,
+) -> str:
     """Return how ``actual`` differs in names, shapes and types from ``expected``; empty if it does not.
 
-    The text is a predicate with ``verb``. ``declared``: whether ``expected`` was declared (``where``) or received.
+    The text is a predicate with ``verb``. ``where``: the declaration of ``expected``; empty: it was received.
     ``growing``: axes by name whose lengths may differ.
     """
     fix = f": {where} must be exactly that" if where else ""
+    known = "declared" if where else "received"
     for name, tensor in actual.items():
         what = f"{verb}s {name!r} of shape {tuple(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}"
         if name not in expected:
-            return f"{what} without declaring it{fix}" if declared else f"{what}, which it did not receive"
+            return f"{what}{' without declaring it' if where else ', which it did not receive'}{fix}"
         like, axes = expected[name], (growing or {}).get(name, ())
         shape = tuple(tensor.shape[axis] if axis in axes else size for axis, size in enumerate(like.shape))
         if tensor.ndim != len(shape) or (tuple(tensor.shape), tensor.dtype) != (shape, like.dtype):
-            known = f"{'declared' if declared else 'received'} as {tuple(like.shape)}"
-            return f"{what}, {known} and {str(like.dtype).removeprefix('torch.')}{fix}"
+            return f"{what}, {known} as {tuple(like.shape)} and {str(like.dtype).removeprefix('torch.')}{fix}"
     missing = expected.keys() - actual.keys()
-    return f"{'declares' if declared else 'receives'} {min(missing)!r} but does not {verb} it{fix}" if missing else ""
+    return f"{known.removesuffix('d')}s {min(missing)!r} but does not {verb} it{fix}" if missing else ""

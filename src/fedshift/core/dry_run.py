@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -28,27 +28,26 @@ from ..tasks import Task
 from ..tasks.task import PLURALS
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
-from ..utils.state import State, clone, is_equal, pick
+from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .checks import find_difference
-from .contexts import ClientContext, EndContext, FoldContext
-from .declarations import Declared, RulePhase
+from .declarations import RulePhase
 from .kernel import (
     broadcast,
     client_final,
     client_init,
-    client_prelude,
     init_client,
     init_server,
     personal_state,
     restart,
 )
 from .method import decides_normalization
-from .plan import Plan, compute_features, forward, to_inputs, to_memory_format
+from .network import forward, to_inputs
+from .plan import Plan
 from .probe import make_batch
-from .rule import HOOKS, Rule
+from .rule import HOOKS, Declared, Rule, Server, View
 from .selection import norm_statistics
-from .server_round import ClientSizes, server_prelude, server_round
+from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_step_
 
@@ -160,7 +159,7 @@ def check_normalization(plan: Plan, sample: Tensor) -> None:
 @torch.no_grad()
 def check_freezing(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if a layer writes into its statistics although they are frozen."""
-    if not plan.method.freeze:
+    if plan.method.freeze is None:
         return
     state, inputs = clone(plan.initial), to_inputs(plan, sample)
     moved = inputs + 0.5 if inputs.is_floating_point() else inputs
@@ -201,12 +200,11 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
     """
     method = plan.method
-    components = tuple(filter(None, (*method.rules, method.gradient, method.server, method.aggregate)))
+    components = tuple(filter(None, (*method.rules, method.server, method.aggregate)))
     kind = _identify(plan, components, sample, task, classes)
     if kind in _PASSED or (components == (method.aggregate,) and method.aggregate.sums):
         return
     with kept_attributes(plan.module), torch_stream(plan.seed, "dry run"):
-        _check_features(plan, sample)
         x = make_batch(plan, sample)
         y = _make_targets(plan, x, task, classes)
         _run_rounds(replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules)), x, y)
@@ -230,22 +228,6 @@ def _identify(
     return None
 
 
-@torch.no_grad()
-def _check_features(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if vectors are missing at a layer that a rule reads."""
-    needy = [index for index in plan.feature_layers if plan.rules[index].rule.needs_classes]
-    plan.set_mode(training=False)
-    inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-    features = compute_features(plan, clone(plan.initial), inputs)[1] if needy else {}
-    for bound, z in ((plan.rules[index], features[index]) for index in needy):
-        if z.ndim != 2:
-            raise UsageError(
-                f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, but "
-                f"the input of layer {bound.features!r} has shape {tuple(z.shape[1:])}: choose a model whose "
-                "classifier receives a vector"
-            )
-
-
 def _make_targets(plan: Plan, x: Tensor, task: Task | None, classes: int) -> Tensor:
     """Return targets ``[B, ...]`` for inputs ``x [B, ...]``; classes take turns."""
     if task is None:
@@ -264,9 +246,6 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
     data = {str(number): halves[number % CLIENTS] for number in range(count)}
     sizes = {name: len(y) for name, (_, y) in data.items()}
     server, clients = init_server(plan), dict.fromkeys(data, init_client(plan))
-    if plan.prelude:
-        sent = {name: client_prelude(plan, sizes[name], _see(plan, *data[name])) for name in data}
-        server = server_prelude(plan, server, sent, ClientSizes(plan, sizes))
     for _ in range(ROUNDS):
         updates = {}
         for name, samples in data.items():
@@ -274,7 +253,7 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
         with _named(plan, " and ".join(map(repr, filter(None, (method.aggregate, method.server))))):
             server = server_round(plan, server, updates, sizes)
             uploaded = [pair for update in updates.values() for pair in update.shared.items()]
-            _require(find_difference(pick(plan.initial, plan.sent), server.shared, "return", declared=False))
+            _require(find_difference(pick(plan.initial, plan.sent), server.shared, "return"))
             _require(_find_wrong_number(plan, server.shared.items(), uploaded))
         for name in data:
             personal_state(plan, clients[name], broadcast(server, name))
@@ -289,9 +268,7 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
         return replace(job, separate_phase=None)
 
     job = client_init(plan, client, server, 1, _see(plan, x, y))
-    runs = f"computes the gradient of each sample with torch.func, which cannot run this model (in {plan.precision})"
-    gradient = plan.method.gradient
-    with _named(plan, plan.method.name_source(gradient), runs) if gradient else _named(plan, "a step"):
+    with _named(plan, "a step"):
         if plan.before:
             job = restart(plan, take(job, *plan.before))
             job = replace(job, params=plan.clone_for_training(job.params))
@@ -333,32 +310,52 @@ def _watch(plan: Plan, bound: Declared) -> Declared:
 def _run_hook(plan: Plan, bound: Declared, hook: str, *arguments: Any) -> Any:
     """Return what the hook of a rule returns; raise :class:`UsageError` if that is wrong."""
     kind, count = Tensor if hook in ("batch", "outputs", "loss") else Mapping, 1 + (hook in ("batch", "end", "fold"))
-    with _named(plan, f"{type(bound.rule).__name__}.{hook}()"):
+    failed = "failed on generated samples"
+    if hook == "combine_samples":
+        failed += f", whose gradients torch.func computes one by one (in {plan.precision})"
+    with _named(plan, f"{type(bound.rule).__name__}.{hook}()", failed):
+        if hook == "loss" and bound.features and bound.rule.needs_classes:
+            _check_features(bound, arguments[1].features)
         result = getattr(bound.rule, hook)(*arguments)
         returned = result if count > 1 and isinstance(result, tuple) else (result,)
         if len(returned) != count or not all(isinstance(value, kind) for value in returned):
             what = ("tensor" if kind is Tensor else "state") + "s" * (count - 1)
             raise UsageError(f"returns a {type(result).__name__}: return {count} {what}")
-        _require(_find_fault(bound, hook, returned, arguments[0]))
-        _require(_find_wrong_number(plan, _list_tensors(result), _list_tensors(arguments)))
+        _require(_find_lost_loss(result, arguments[0]) if hook == "loss" else "")
+        for expected, actual, verb, where in _list_compared(plan, bound, hook, returned, arguments[0]):
+            _require(find_difference(expected, actual, verb, where, bound.growing if hook == "fold" else {}))
+        if hook != "combine_samples":  # whose samples are gone
+            _require(_find_wrong_number(plan, _list_tensors(result), _list_tensors(arguments)))
     return result
 
 
-def _find_fault(bound: Declared, hook: str, returned: tuple[Any, ...], argument: Any) -> str:
-    """Return how what a hook ``returned`` differs from declarations, or from its ``argument``."""
+def _check_features(bound: Declared, z: Tensor) -> None:
+    if z.ndim != 2:
+        raise UsageError(
+            f"{bound.rule.source_method} needs one feature vector per sample, but the input of layer "
+            f"{bound.features!r} has shape {tuple(z.shape[1:])}: choose a model whose classifier receives a vector"
+        )
+
+
+def _list_compared(
+    plan: Plan, bound: Declared, hook: str, returned: tuple[Any, ...], argument: Any
+) -> list[tuple[State, State, str, str]]:
+    """Return what a hook must return, what it ``returned``, a verb, and the declaration; empty: its ``argument``."""
     match hook:
-        case "loss":
-            return _find_lost_loss(returned[0], argument)
         case "start":
-            return find_difference(bound.memory, pick(returned[0], bound.memory), "return", where="Declared.memory")
+            return [(bound.memory, pick(returned[0], bound.memory), "return", "Declared.memory")]
         case "end":
-            return _find_wrong_memory(bound, returned[0], argument)
+            return [(bound.memory, returned[0], "keep", "Declared.memory")]
         case "fold":
-            return _find_wrong_fold(bound, returned[0], returned[1], argument)
+            sets = pick(plan.initial, bound.sets)
+            kept = bound.server, returned[0], "keep", "Declared.server"
+            return [kept, (sets, returned[1], "compute", "Declared.sets")]
         case "batch" | "outputs":
             name = "x" if hook == "batch" else hook
-            return find_difference({name: argument}, {name: returned[0]}, "return", declared=False)
-    return find_difference(argument, returned[0], "return", declared=False)
+            return [({name: argument}, {name: returned[0]}, "return", "")]
+        case "personalize" | "gradients":
+            return [(argument, returned[0], "return", "")]
+    return []
 
 
 def _find_lost_loss(result: Tensor, loss: Tensor) -> str:
@@ -368,27 +365,8 @@ def _find_lost_loss(result: Tensor, loss: Tensor) -> str:
         return ""
     slope = torch.autograd.grad(result, loss, retain_graph=True, allow_unused=True)[0] if result.requires_grad else None
     if slope is None or not slope:
-        return (
-            "returns an objective that does not depend on the loss: add to the loss or scale it, and "
-            "change what it is computed from in outputs()"
-        )
+        return "returns an objective that does not depend on the loss: add to it or scale it, and use outputs() besides"
     return ""
-
-
-def _find_wrong_memory(bound: Declared, kept: State, client: EndContext) -> str:
-    if client.prelude and not is_equal(kept, bound.memory):
-        return (
-            "returns memory before round 1 that differs from Declared.memory, but clients keep none of that exchange: "
-            "return the initial values if client.prelude is true, and compute what to keep in start() of round 1"
-        )
-    return find_difference(bound.memory, kept, "keep", where="Declared.memory")
-
-
-def _find_wrong_fold(bound: Declared, memory: State, entries: Mapping[str, Tensor], server: FoldContext) -> str:
-    sets = {} if server.prelude else pick(server.plan.initial, bound.sets)
-    why = find_difference(bound.server, memory, "keep", where="Declared.server", growing=bound.growing)
-    where = "before round 1 nothing, and Declared.sets" if server.prelude else "Declared.sets"
-    return why or find_difference(sets, entries, "compute", where=where)
 
 
 def _find_wrong_number(
@@ -410,11 +388,12 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in ``value``, which may be states and contexts, with names."""
+    """Yield the tensors in ``value``, which may be states and views, with names."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, ClientContext | FoldContext):
-        yield from _list_tensors({field.name: getattr(value, field.name) for field in fields(value)})
+    elif isinstance(value, View | Server):
+        states = ("loaded", "memory", "server", "own", "uploads")
+        yield from _list_tensors([getattr(value, state, ()) for state in states])
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _list_tensors(item, repr(key))

@@ -25,7 +25,6 @@ from ..utils.errors import UsageError
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .checks import REMOVE, check_batch_size, check_composition, check_network, check_plan, select_entries
-from .declarations import Declared
 from .dry_run import (
     check_freezing,
     check_normalization,
@@ -35,10 +34,12 @@ from .dry_run import (
     find_smallest_batch,
 )
 from .method import Method, decides_normalization
+from .network import Loss, Precision, Traits
 from .optimizer import SGD, Optimizer
-from .plan import Loss, Plan, Precision, Traits
+from .plan import Plan
 from .probe import make_batch, probe_network, weigh_outputs
-from .selection import Kind, entries, everything, norm_statistics
+from .rule import Declared
+from .selection import Entry, Kind, entries, everything, norm_statistics
 from .work import Work
 
 Remake = Callable[[], nn.Module]
@@ -148,13 +149,13 @@ def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -
     """Return a plan of FedAvg for trial runs of the network; all buffers are entries."""
     members = entries(template, hidden=True)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
-    names = frozenset(entry.name for entry in members)
+    names = [entry.name for entry in members]
     trained = _require_trained(method, {name for name in names if tensors[name].requires_grad})
     return Plan(
-        method=Method(name=method.name, typed=method.typed, surgery=method.surgery), module=template, entries=members,
-        initial={entry.name: tensors[entry.name].detach().clone() for entry in members}, loaded=names, sent=names,
-        trained=trained, trainable=trained, freeze_from=float("inf"), work=Work(epochs=1), optimizer=SGD(lr=0.1),
-        loss=weigh_outputs, smallest_batch=1, precision=precision,
+        label=method.label, method=Method(name=method.name, typed=method.typed, surgery=method.surgery),
+        module=template, entries=members, initial={name: tensors[name].detach().clone() for name in names},
+        loaded=frozenset(names), sent=frozenset(names), trained=trained, trainable=trained, freeze_from=float("inf"),
+        work=Work(epochs=1), optimizer=SGD(lr=0.1), loss=weigh_outputs, smallest_batch=1, precision=precision,
     )  # fmt: skip
 
 
@@ -211,7 +212,15 @@ def _assign_roles(method: Method, plan: Plan) -> Plan:
         trained = _require_trained(method, trained & select_entries(method, lambda method: method.trains, left))
     initial = {entry.name: plan.initial[entry.name] for entry in members}
     plan = replace(
-        plan, entries=members, initial=initial, loaded=loaded - kept, adopted=adopted | kept, sent=sent, trained=trained
+        plan,
+        entries=members,
+        initial=initial,
+        loaded=loaded - kept,
+        adopted=adopted | kept,
+        sent=sent,
+        trained=trained,
+        keepers=name_keepers(method, members, loaded - kept),
+        norm_replacers=method.norm_replacers,
     )
     for name, parameter in plan.parameters.items():
         parameter.requires_grad_(name in trained)
@@ -230,6 +239,15 @@ def _check_scope(method: Method, loaded: frozenset[str], sent: frozenset[str], e
             f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
             f"use centralized without {method.name_sources(lambda method: method.scope, 'a personal method')}"
         )
+
+
+def name_keepers(method: Method, members: tuple[Entry, ...], loaded: frozenset[str]) -> dict[str, str]:
+    """Return the names of the method's components that keep entries on clients, by entry, for messages."""
+
+    def name(entry: Entry) -> str:
+        return method.name_sources(lambda method: (method.scope.load(entry), method.scope.send(entry)))
+
+    return {entry.name: name(entry) for entry in members if entry.name not in loaded}
 
 
 def resolve_work(method: Method, work: Work, clients: int) -> Work:
@@ -275,12 +293,15 @@ def bind_rules(plan: Plan) -> Plan:
                 "fedshift.Declared(self, ...)"
             )
         rules.append(replace(bound, rule=bound.rule.named(source)))
-    return replace(plan, rules=tuple(rules))
+    names = [type(bound.rule).__name__.lower() for bound in rules]
+    unique = [name if names.count(name) == 1 else f"{number}.{name}" for number, name in enumerate(names)]
+    return replace(plan, rules=tuple(replace(bound, name=name) for bound, name in zip(rules, unique, strict=True)))
 
 
 def _freeze(plan: Plan, rounds: int) -> Plan:
     """Return the plan with the first round of frozen statistics, of ``rounds``."""
-    if not plan.method.freeze:
+    freeze = plan.method.freeze
+    if freeze is None:
         return plan
     select_entries(plan.method, lambda method: method.freeze, lambda: norm_statistics.names(plan.entries))
-    return replace(plan, freeze_from=plan.method.freeze.rounds(rounds))
+    return replace(plan, freeze_from=freeze if isinstance(freeze, int) else int(freeze * rounds + 0.5))

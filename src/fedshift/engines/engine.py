@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.declarations import Phase
-from ..core.kernel import broadcast, client_init, client_prelude
+from ..core.kernel import broadcast, client_init
 from ..core.means import SummedUploads
 from ..core.plan import Plan
 from ..core.states import ClientState, Seen, ServerState, Update
@@ -26,9 +26,8 @@ from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
 from ..utils.errors import FedshiftError, UsageError
-from ..utils.random_streams import key_bits, stream, torch_stream
+from ..utils.random_streams import key_bits, stream
 from ..utils.state import State, move_together, pick
-from ..utils.threads import limit_threads
 from .half_precision import Step, advise
 
 if TYPE_CHECKING:  # workers start faster without pandas
@@ -105,23 +104,6 @@ class Engine(ABC):
     def max_share(self) -> float:
         """Maximum weight of a client among three or more; 1 if reported sizes are trusted."""
         return 1.0
-
-    def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
-        """Yield each of the clients ``names`` with its upload in the exchange before round 1.
-
-        Clients run in this process on one thread, so that all engines produce the same bits. A remote engine may omit
-        clients that fail.
-        """
-        for name in names:
-            yield name, self.introduce_client(name)
-
-    def introduce_client(self, name: str) -> Update:
-        """Return a client's upload in the exchange before round 1."""
-        samples = len(self.data[name])
-        bounds = self.plan.work.batch_bounds(samples, self.plan.smallest_batch)
-        epoch = list(iterate_batches(self.seed, name, samples, bounds, range(len(bounds))))
-        with limit_threads(1), torch_stream(self.seed, "prelude", name):
-            return client_prelude(self.plan, samples, self.see(name, epoch))
 
     @abstractmethod
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
