@@ -22,7 +22,7 @@ from ..utils.random_streams import peek_generators, torch_stream
 from ..utils.state import State, clone
 from ..utils.user_code import describe_error
 from .kernel import client_init, init_client, init_server
-from .network import Traits, compute_outputs, forward, to_inputs, to_memory_format
+from .network import Traits, compute_features, forward, to_inputs, to_memory_format
 from .optimizer import SGD
 from .plan import Plan
 from .step import client_step_
@@ -168,7 +168,7 @@ class _Probe:
         plan, key = self.plan, torch.zeros((), dtype=torch.int64, device=self.x.device)
         with dropout_key(key):
             x = to_memory_format(self.x.clone(), plan.image_format)
-            return compute_outputs(plan, state, x, in_place=in_place)
+            return compute_features(plan, state, x, {}, in_place=in_place)[0]
 
     def writes_inputs(self) -> bool:
         given = self.x.clone()
