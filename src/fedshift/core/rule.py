@@ -33,7 +33,6 @@ from ..utils.state import State, clone
 from .aggregation import Received
 from .declarations import Phase, Send
 from .network import Loss, Network, compute_features, forward
-from .requirements import Requirements
 from .states import LocalTrainingState, Seen, ServerState
 
 HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")
@@ -49,7 +48,16 @@ class Rule:
     branch on values of tensors. All hooks are pure, except that ``loss`` may write into :attr:`Declared.buffers`.
 
     Attributes:
-        requires: Requirements on the rest of the method, checked before training starts.
+        needs_shared: Refusals begin with this use of parameters that clients load and train; empty, here and below: the
+            rule needs nothing of this kind.
+        needs_several_steps: The notice of a round of one step from the loaded values begins with this reason.
+        needs_plain_steps: Refusals begin with this claim, which holds only if each local step moves every parameter
+            along its gradient, starting from the loaded values, by SGD without momentum.
+        allows_momentum: ``needs_plain_steps`` allows momentum that is reset each round.
+        needs_entries_only: Refusals end with this reason why clients must send only the model's entries, and no rule
+            may read those of single clients.
+        needs_classes: Refusals begin with this use of classes, of which each sample must have one.
+        needs_one_input: Refusals begin with this use of samples, which must be one array, such as an image.
         personalizes: ``use``: a client evaluates the result of :meth:`personalize` instead of the entries that it loads
             and keeps; ``start``: local work starts from that model, too.
         buffers_alone: Whether :meth:`personalize` changes only buffers, so that parameters start from the loaded
@@ -62,7 +70,13 @@ class Rule:
 
     """
 
-    requires: ClassVar[Requirements] = Requirements()
+    needs_shared: ClassVar[str] = ""
+    needs_several_steps: ClassVar[str] = ""
+    needs_plain_steps: ClassVar[str] = ""
+    allows_momentum: ClassVar[bool] = False
+    needs_entries_only: ClassVar[str] = ""
+    needs_classes: ClassVar[str] = ""
+    needs_one_input: ClassVar[str] = ""
     personalizes: ClassVar[Literal["", "use", "start"]] = ""
     buffers_alone: ClassVar[bool] = False
     gradient_stage: ClassVar[GradientStage] = "transform"
