@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.requirements import Requirements
 from ..core.rule import Rule, Step
 from ..utils.errors import UsageError, require
 
@@ -23,9 +22,8 @@ class NotTrueDistillation(Rule):
 
     beta: float
     tau: float
-    requires = Requirements(
-        shared_entries="FedNTD distills the shared model", classes="FedNTD distills all classes but the true one"
-    )
+    needs_shared = "FedNTD distills the shared model"
+    needs_classes = "FedNTD distills all classes but the true one"
 
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         if (classes := step.outputs.shape[1]) < 3:
