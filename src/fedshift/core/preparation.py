@@ -24,7 +24,7 @@ from ..nn.attributes import describe_network, kept_attributes
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import key_dropouts
 from ..nn.linear import use_fast_linear
-from ..nn.recognition import FunctionCalls, placed_hooks, torch_kind
+from ..nn.recognition import placed_hooks, recorded_calls, torch_kind
 from ..nn.surgery import NORMALIZATION
 from ..tasks.task import PLURALS, Task
 from ..utils.errors import UsageError
@@ -455,9 +455,9 @@ def _check_surgery(plan: Plan, sample: Tensor) -> None:
 
     hooks = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers.items()]
     # Errors are reported by _smallest_batch.
-    with placed_hooks(hooks), suppress(Exception), FunctionCalls(plan.module, functions) as calls:
+    with placed_hooks(hooks), suppress(Exception), recorded_calls(plan.module, functions) as calls:
         forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    others = [call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))]
+    others = [call for call in calls if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))]
     for name, layer, function, *_ in others[:1]:
         where = f"its layer {name!r}" if name else "it"
         raise UsageError(
