@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         SGD as SGD,
         AdamW as AdamW,
     )
-    from .core.requirements import Requirements as Requirements
     from .core.rule import Rule as Rule
     from .core.schedule import (
         Cosine as Cosine,
@@ -141,7 +140,6 @@ _HOME = {
     "core.declarations": ("Phase", "Send"),
     "core.method": ("Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW"),
-    "core.requirements": ("Requirements",),
     "core.rule": ("Declared", "Folded", "Rule"),
     "core.schedule": ("Cosine", "Exponential", "StepDecay"),
     "core.selection": (

@@ -256,14 +256,14 @@ WEIGHTED = CrossEntropy(weights=(1.0, 2.0, 3.0))
         (lambda: dp_sgd(delta=0.0), "delta=0: give"),
         (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* through BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
         (lambda: plan_of(dp_sgd(fedfa(gn()))), r"'dp_sgd\+fedfa\+gn': the model writes into '.*running_mean' during"),
-        (lambda: dp_sgd(dp_sgd(gn())), "dp_sgd already combines the gradients of samples; choose one of the two"),
+        (lambda: plan_of(dp_sgd(dp_sgd(gn()))), "has dp_sgd twice: remove one of the two"),
         (
             lambda: plan_of(dp_sgd(), nn.Sequential(Counts(), nn.Flatten(), nn.Linear(25, 3)).double()),
             r"'dp_sgd': the model writes into '0\.seen' during training, which dp_sgd cannot clip sample by sample",
         ),
         (
             lambda: plan_of(dp_sgd(), nn.Sequential(nn.Flatten(), Choosy(25, 3)).double()),
-            r"dp_sgd computes the gradient of each sample with torch.func, which cannot run this model \(in float32\)",
+            r"combine_samples\(\) failed .*, whose gradients torch.func computes one by one \(in float32\)",
         ),
         (
             lambda: plan_of(dp_sgd(gn()), loss=WEIGHTED),

@@ -94,7 +94,7 @@ class StreamingAggregator:
         Aggregations that protect from single clients, or protect these, keep the server's.
         """
         weight = self._sizes.weigh_alone(name, update)
-        if weight > self._largest and not self._plan.method.aggregate.requires.entries_only:
+        if weight > self._largest and not self._plan.method.aggregate.needs_entries_only:
             self._taken, self._largest = pick(update.shared, self._whole), weight
         return replace(update, shared=pick(update.shared, update.shared.keys() - self._whole))
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Owned, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
@@ -26,7 +25,7 @@ class Mixture(Rule):
     learned: bool
     buffers: frozenset[str] = field(default=frozenset(), repr=False)
     personalizes = "use"
-    requires = Requirements(shared_entries="APFL mixes each client's model with the shared model")
+    needs_shared = "APFL mixes each client's model with the shared model"
 
     def bind(self, network: Network) -> Declared:
         bound = replace(self, buffers=frozenset(entry.name for entry in network.entries if entry.is_buffer))

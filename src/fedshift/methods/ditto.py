@@ -12,7 +12,6 @@ from torch import Tensor
 from ..core.declarations import Phase
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
@@ -25,7 +24,7 @@ class PersonalModel(Rule):
     lam: float
     epochs: int | None = None
     personalizes = "use"
-    requires = Requirements(shared_entries="Ditto keeps each client's model near the shared model")
+    needs_shared = "Ditto keeps each client's model near the shared model"
 
     def bind(self, network: Network) -> Declared:
         after = (Phase(when="after", epochs=self.epochs),) if self.epochs else ()

@@ -25,7 +25,6 @@ from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..nn.amplitude_norm import (
     AmplitudeNorm,
@@ -100,10 +99,8 @@ class SentAmplitudes(Rule):
     frequencies: int
     observes: int
     features: str = "last"
-    requires = Requirements(
-        shared_entries="FedDG-ELCFS trains on images in the styles of clients that share a model",
-        one_input="FedDG-ELCFS mixes amplitudes of images",
-    )
+    needs_shared = "FedDG-ELCFS trains on images in the styles of clients that share a model"
+    needs_one_input = "FedDG-ELCFS mixes amplitudes of images"
 
     def bind(self, network: Network) -> Declared:
         if any(isinstance(entry.owner, AmplitudeNorm) for entry in network.entries):

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..core.declarations import Send
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
@@ -30,7 +29,7 @@ class Prototypes(Rule):
     """Attracts features to class prototypes, which are averaged over clients, with strength ``lam``."""
 
     lam: float
-    requires = Requirements(classes="prototypes are mean features of classes")
+    needs_classes = "prototypes are mean features of classes"
 
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)

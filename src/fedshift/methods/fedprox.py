@@ -8,7 +8,6 @@ client has no w_t.
 from dataclasses import dataclass
 
 from ..core.method import Method, method
-from ..core.requirements import Requirements
 from ..core.rule import Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
@@ -20,10 +19,8 @@ class Proximal(Rule):
 
     mu: float
     gradient_stage = "objective"
-    requires = Requirements(
-        shared_entries="FedProx keeps parameters near the server's",
-        several_steps="FedProx has no effect on a single local step, which starts at the server's parameters",
-    )
+    needs_shared = "FedProx keeps parameters near the server's"
+    needs_several_steps = "FedProx has no effect on a single local step, which starts at the server's parameters"
 
     def gradients(self, grads: State, step: Step) -> State:
         return {

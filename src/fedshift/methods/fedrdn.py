@@ -25,7 +25,6 @@ from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Hook, Rule, Server, Step
 from ..core.selection import of_type
 from ..nn.amplitude_norm import AmplitudeNorm
@@ -83,10 +82,8 @@ class ClientStatistics(Rule):
     layer: str = field(default="", repr=False)
     personalizes = "start"
     buffers_alone = True
-    requires = Requirements(
-        shared_entries="FedRDN normalizes by statistics of clients with which a model is shared",
-        one_input="FedRDN normalizes the channels of images",
-    )
+    needs_shared = "FedRDN normalizes by statistics of clients with which a model is shared"
+    needs_one_input = "FedRDN normalizes the channels of images"
 
     def bind(self, network: Network) -> Declared:
         name = next(entry.name for entry in network.entries if isinstance(entry.owner, InputScaling))

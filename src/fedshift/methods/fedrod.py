@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
 from ..core.selection import find_classifier
 from ..utils.state import State, pick
@@ -28,15 +27,14 @@ class PersonalHead(Rule):
 
     head: tuple[str, ...] = field(default=(), repr=False)
     personalizes = "use"
-    requires = Requirements(
-        shared_entries="FedRoD adds a personal head to the shared head", classes="FedRoD balances classes"
-    )
+    needs_shared = "FedRoD adds a personal head to the shared head"
+    needs_classes = "FedRoD balances classes"
 
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
         names = tuple(entry.name for entry in network.entries if entry.owner is classifier)
         if not network.loaded.intersection(names):
-            raise network.refuse_kept(self.requires.shared_entries, names)
+            raise network.refuse_kept(self.needs_shared, names)
         counts_K = next(iter(network.params.values())).new_zeros(classifier.out_features)
         model, memory = pick(network.params, names), {"class_counts": counts_K}
         return Declared(replace(self, head=names), model=model, memory=memory, targets=True)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ..core.declarations import Phase
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Declared, Rule, Step
 from ..core.selection import entries, find_classifier
 from ..nn.dropout import Keyed, draw_normal, take_draws
@@ -76,7 +75,7 @@ class Representation(Rule):
 
     l2: float
     cmi: float
-    requires = Requirements(classes="FedSR keeps features near a Gaussian for each class")
+    needs_classes = "FedSR keeps features near a Gaussian for each class"
 
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)

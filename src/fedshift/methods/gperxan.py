@@ -22,7 +22,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Declared, Rule, Step
 from ..core.selection import batch_norm, find_classifier, name_matches, of_type
 from ..nn.recognition import Function, torch_kind
@@ -89,13 +88,13 @@ class Guidance(Rule):
 
     lam: float
     head: tuple[str, ...] = field(default=(), repr=False)
-    requires = Requirements(shared_entries="gPerXAN guides features by the classifier that clients share")
+    needs_shared = "gPerXAN guides features by the classifier that clients share"
 
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
         names = tuple(entry.name for entry in network.entries if entry.owner is classifier)
         if not network.loaded.issuperset(names):
-            raise network.refuse_kept(self.requires.shared_entries, names)
+            raise network.refuse_kept(self.needs_shared, names)
         return Declared(replace(self, head=names), features="last")
 
     def loss(self, loss: Tensor, step: Step) -> Tensor:

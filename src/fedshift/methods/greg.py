@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Declared, Rule, Step
 from ..core.selection import norm_statistics
 from ..utils.errors import UsageError, require
@@ -27,7 +26,7 @@ class Consistency(Rule):
 
     lam: float
     statistics: frozenset[str] = field(default=frozenset(), repr=False)
-    requires = Requirements(classes="GReg compares probabilities of classes")
+    needs_classes = "GReg compares probabilities of classes"
 
     def bind(self, network: Network) -> Declared:
         statistics = frozenset(each.name for each in network.entries if norm_statistics(each))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
@@ -28,7 +27,7 @@ class PreviousModel(Rule):
     mu: float
     tau: float
     features: str = "last"
-    requires = Requirements(shared_entries="MOON attracts features to the shared model's")
+    needs_shared = "MOON attracts features to the shared model's"
 
     def bind(self, network: Network) -> Declared:
         return Declared(self, memory=network.initial, features=self.features)

@@ -14,7 +14,6 @@ import torch
 from ..core.declarations import Send
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..core.server_optimizer import Momentum
 from ..utils.state import State, pick
@@ -24,9 +23,8 @@ class ControlVariates(Rule):
     """Control variates c_i on clients and c on the server; clients send only the change of c_i."""
 
     gradient_stage = "step"
-    requires = Requirements(
-        shared_entries="SCAFFOLD corrects the drift of shared entries", plain_steps="SCAFFOLD's control variate"
-    )
+    needs_shared = "SCAFFOLD corrects the drift of shared entries"
+    needs_plain_steps = "SCAFFOLD's control variate"
 
     def bind(self, network: Network) -> Declared:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in network.params.items()}
