@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
@@ -25,7 +24,7 @@ class CalibratedScores(Rule):
     """Lowers the score of a class of n samples by ``tau * n ** -0.25`` in the training loss."""
 
     tau: float
-    requires = Requirements(classes="FedLC calibrates the scores of classes")
+    needs_classes = "FedLC calibrates the scores of classes"
 
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
