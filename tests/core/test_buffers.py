@@ -227,7 +227,7 @@ def test_infinite_and_large_constants_diverge_nowhere(method, engine):
 
 @pytest.mark.parametrize("method", ["dp", "median", "krum", "trimmed_mean"])
 def test_state_of_single_clients_is_refused_where_they_are_protected(method):
-    with pytest.raises(UsageError, match=r"training changes the buffer '2\.rows' of a Buffered"):
+    with pytest.raises(UsageError, match=r"would take '2\.rows', a buffer of a Buffered, from one client"):
         plan_of(method, recalled())
     plan_of(method, network(Buffered(mask=torch.tensor([-torch.inf]))))
 
