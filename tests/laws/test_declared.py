@@ -84,7 +84,7 @@ def test_dp_and_robust_aggregation_refuse_every_send(guard, reveals):
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("method", [each for each in FEDERATED if each.aggregate.sums], ids=by_name)
 def test_they_refuse_every_method_that_sends_and_no_other_for_it(trial, method):
-    sends = any(bound.uploads for bound in trial(method).plan.rules)
+    sends = any(bound.sends for bound in trial(method).plan.rules)
     for guard in (dp, median):
         try:
             trial(guard(method))
@@ -102,7 +102,7 @@ class KeepsWeight(Rule):
 def test_a_rule_s_own_entry_under_a_name_of_the_model_is_refused():
     network = nn.Sequential(nn.Linear(3, 3))
     network.register_parameter("keepsweight/weight", nn.Parameter(torch.zeros(())))
-    with pytest.raises(UsageError, match="KeepsWeight trains its own entry under 'keepsweight/weight', a name of"):
+    with pytest.raises(UsageError, match="KeepsWeight declares its own entry 'keepsweight/weight', a name of"):
         prepare(Method().with_rule(KeepsWeight()), network, optimizer=SGD(lr=0.1))
 
 

@@ -96,27 +96,23 @@ def clusters(base):
 
 
 class Styles(Rule):
-    """Brings each batch halfway to the mean and deviation of a client drawn from a bank, filled before round 1."""
+    """Brings each batch halfway to the mean and deviation of a client of the last round, which is drawn from a bank."""
 
     def bind(self, plan):
         neutral = torch.tensor([0.0, 1.0], dtype=plan.dtype)
         bank, growing = {"bank": neutral[None]}, {"bank": (0,)}
-        prelude = Send.like({"style": neutral}, "client", passed_on=True)
-        return Declared(self, server=bank, growing=growing, samples_before_work=64, draws=True, prelude=prelude)
+        sends = Send.like({"style": neutral}, "client", passed_on=True)
+        return Declared(self, server=bank, growing=growing, samples_before_work=64, draws=True, sends=sends)
 
     def start(self, client):
-        if not client.prelude:
-            return {}
         seen = []
         client.run({"": lambda network, given: seen.append(given[0])})
         return {"style": torch.stack([seen[0].mean(), seen[0].std()])}
 
     def end(self, client):
-        return {}, {"style": client.memory["style"]} if client.prelude else {}
+        return {}, {"style": client.memory["style"]}
 
     def fold(self, server):
-        if not server.prelude:
-            return Folded(server.memory)
         return Folded({"bank": torch.stack([sent["style"] for sent in server.uploads])})
 
     def batch(self, x, y, step):
@@ -147,28 +143,3 @@ class Mixup(Rule):
 @method
 def mixup(base):
     return base.with_rule(Mixup())
-
-
-@dataclass(frozen=True)
-class Calibrated(Rule):
-    """Lowers the scores of classes that a client has seldom (FedLC, arXiv:2209.00189)."""
-
-    tau: float
-
-    def bind(self, plan):
-        scores = list(plan.params.values())[-1]
-        return Declared(self, memory={"lower": torch.zeros_like(scores)}, targets=True)
-
-    def start(self, client):
-        lower = client.memory["lower"]
-        return {
-            "lower": self.tau * torch.bincount(client.targets, minlength=len(lower)).clamp(min=1).to(lower) ** -0.25
-        }
-
-    def outputs(self, outputs, step):
-        return outputs - step.memory["lower"]
-
-
-@method
-def calibrated(base, *, tau=1.0):
-    return base.with_rule(Calibrated(tau))

@@ -1,7 +1,7 @@
 """Declarations: the state, phases, reads and uploads of a rule, as data that other parts read and check.
 
 Consent at a site, ``fedshift inspect``, policies, the ledger, reports and differential privacy all read the same
-:class:`Send`, and a client refuses to upload anything else (:func:`fedshift.core.disclosure.check_upload`).
+:class:`Send`, and a client refuses to upload anything else (:func:`fedshift.core.checks.check_upload`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ GRAINS: tuple[Reveals, ...] = get_args(Reveals)
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """One tensor that every client uploads for a rule, in each round or once before round 1.
+    """One tensor that every client uploads for a rule in each round.
 
     Args:
         shape: The shape, equal for all clients and rounds; content of variable length is padded.

@@ -3,7 +3,7 @@
 In: a plan, and the states of a client and of the server. Out: local work in progress, then the client's new state and
 its upload. In a communication round, each participant runs ``client_init``, ``client_step_`` for each batch
 (:mod:`fedshift.core.step`) and ``client_final``; then the server aggregates the uploads
-(:mod:`fedshift.core.server_round`). Before round 1, each client may run ``client_prelude``.
+(:mod:`fedshift.core.server_round`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..utils.state import State, clone, pick
 from .buffers import fit_spectral_norms
-from .disclosure import check_sends
+from .checks import check_sends
 from .plan import Plan
 from .rule import Client
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
@@ -84,17 +84,15 @@ def client_init(
 
 
 def load_state(
-    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None, *,
-    prelude: bool = False,
-) -> LocalTrainingState:  # fmt: skip
+    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
+) -> LocalTrainingState:
     """Return the job of :func:`client_init` without copying tensors of server and client: copy before a step."""
-    job = replace(_assemble(plan, client, server), planned_steps=planned_steps, prelude=prelude)
+    job = replace(_assemble(plan, client, server), planned_steps=planned_steps)
     if seen is not None and plan.defines("start"):
         at, memory = restart(plan, job), [*job.memory]
         for index in plan.defines("start"):
-            bound = plan.rules[index]
-            if bound.prelude or not prelude:
-                memory[index] = bound.rule.start(Client(plan, bound, index, at, at.state, seen, plan.loss))
+            client_view = Client(plan, plan.rules[index], index, at, at.state, seen, plan.loss)
+            memory[index] = plan.rules[index].rule.start(client_view)
         job = replace(job, memory=tuple(memory))
     job = restart(plan, job)
     return job if job.optimizer else replace(job, optimizer=plan.optimizer.init(job.params))
@@ -153,9 +151,9 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
     memory, uploads = [], []
     for index, bound in enumerate(plan.rules):
         kept, sent = {name: job.memory[index][name] for name in bound.memory}, State()
-        if index in plan.defines("end") and (bound.prelude or not job.prelude):
+        if index in plan.defines("end"):
             kept, sent = bound.rule.end(Client(plan, bound, index, job, together))
-        check_sends(plan, index, sent, prelude=job.prelude)
+        check_sends(plan, index, sent)
         memory.append(kept | {entry: together[name] for entry, name in bound.names.items()})
         uploads.append(sent)
     client = ClientState(
@@ -164,17 +162,5 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
         memory=tuple(memory),
         steps=job.done,
     )
-    shared = {} if job.prelude else pick(state, plan.sent)
+    shared = pick(state, plan.sent)
     return client, Update(shared=shared, memory=tuple(uploads), weight=float(job.samples), steps=job.done - job.start)
-
-
-def client_prelude(plan: Plan, samples: int, seen: Seen | None) -> Update:
-    """Return the upload of a client with ``samples`` training samples in the exchange before round 1.
-
-    It depends only on the plan and the client's data, so that the client receives nothing, and a repeated call returns
-    the same upload.
-
-    Raises :class:`UsageError` if a rule's upload differs from its declarations.
-    """
-    job = load_state(plan, init_client(plan), init_server(plan), 0, seen, prelude=True)
-    return client_final(plan, replace(job, samples=samples))[1]

@@ -21,7 +21,7 @@ from ..utils.errors import UsageError
 from ..utils.random_streams import peek_generators, torch_stream
 from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
-from .network import Network, Traits, compute_outputs, forward, to_inputs, to_memory_format
+from .network import Network, Traits, compute_features, forward, to_inputs, to_memory_format
 
 SAMPLES = 4
 """Number of samples in a batch of the probe."""
@@ -186,7 +186,7 @@ class _Probe:
     def _compute_loss(self, state: State, x: Tensor, *, in_place: bool) -> Tensor:
         with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device)):
             x = to_memory_format(x, self.network.image_format)
-            return weigh_outputs(compute_outputs(self.network, state, x, in_place=in_place), x)
+            return weigh_outputs(compute_features(self.network, state, x, {}, in_place=in_place)[0], x)
 
 
 def _needs_torch_format(network: Network, x: Tensor) -> bool:

@@ -94,7 +94,7 @@ class StreamingAggregator:
         Aggregations that protect from single clients, or protect these, keep the server's.
         """
         weight = self._sizes.weigh_alone(name, update)
-        if weight > self._largest and not self._plan.method.aggregate.requires.entries_only:
+        if weight > self._largest and not self._plan.method.aggregate.needs_entries_only:
             self._taken, self._largest = pick(update.shared, self._whole), weight
         return replace(update, shared=pick(update.shared, update.shared.keys() - self._whole))
 
@@ -160,19 +160,13 @@ def _check_declared(plan: Plan, result: Aggregated) -> Aggregated:
     return result
 
 
-def fold_rules(
-    plan: Plan, server: ServerState, received: Sequence[Received], *, prelude: bool = False
-) -> tuple[tuple[State, ...], State]:
+def fold_rules(plan: Plan, server: ServerState, received: Sequence[Received]) -> tuple[tuple[State, ...], State]:
     """Return the rules' memories on the server, and the entries that they compute."""
     memory, computed, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
     for index in plan.defines("fold"):
-        if prelude and not plan.rules[index].prelude:
-            continue
         uploads = [each.update.memory[index] for each in received]
         visible = received if plan.rules[index].entries else withheld
-        context = Server(
-            memory=memory[index], uploads=uploads, received=visible, network=plan, server=server, prelude=prelude
-        )
+        context = Server(memory=memory[index], uploads=uploads, received=visible, network=plan, server=server)
         folded = plan.rules[index].rule.fold(context)
         memory[index] = folded.memory
         computed |= folded.entries
@@ -190,9 +184,3 @@ def server_round(
     for name, update in updates.items():
         aggregator.add(name, update)
     return aggregator.finalize()
-
-
-def server_prelude(plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: ClientSizes) -> ServerState:
-    """Return the server's state after the exchange before round 1, given all uploads by client name."""
-    received = receive(plan, sorted(updates.items()), sizes)
-    return replace(server, memory=fold_rules(plan, server, received, prelude=True)[0])

@@ -65,7 +65,7 @@ def summarize_method(plan: Plan) -> MethodSummary:
         text=plan.method.text,
         entries=tuple(rows),
         down=0 if pooled else downlink_bytes(plan, init_server(plan)),
-        up=sum(each.bytes for each in leaves if not each.once),
+        up=sum(each.bytes for each in leaves),
         leaves=leaves,
         kept=describe_kept(plan),
         has_global=plan.has_global,
@@ -74,7 +74,7 @@ def summarize_method(plan: Plan) -> MethodSummary:
 
 
 def list_disclosures(plan: Plan) -> tuple[Disclosure, ...]:
-    """Return all tensors that leave each client: entries of the model, then what rules send, at last before round 1."""
+    """Return all tensors that leave each client: entries of the model, then what rules send."""
     return () if plan.method.pooled else (*_list_entries(plan), *_list_sends(plan))
 
 
@@ -98,16 +98,15 @@ def _find_grain(entry: Entry, made: frozenset[str]) -> Reveals:
 def _list_sends(plan: Plan) -> Iterator[Disclosure]:
     for index, (bound, prefix) in enumerate(zip(plan.rules, plan.rule_names, strict=True)):
         used = index in plan.defines("fold")  # the server computes its broadcast from uploads
-        for sends, once in ((bound.sends, False), (bound.prelude, True)):
-            for name, send in sends.items():
-                receivers = "each" if send.passed_on else "all" if used else "server"
-                yield _describe(f"{prefix}/{name}", bound.rule.source_method, send, receivers, once=once)
+        for name, send in bound.sends.items():
+            receivers = "each" if send.passed_on else "all" if used else "server"
+            yield _describe(f"{prefix}/{name}", bound.rule.source_method, send, receivers)
 
 
-def _describe(name: str, source: str, send: Send, receivers: str, *, once: bool = False) -> Disclosure:
+def _describe(name: str, source: str, send: Send, receivers: str) -> Disclosure:
     return Disclosure(
         name=name, source=source, shape=send.shape, dtype=str(send.dtype).removeprefix("torch."), bytes=send.nbytes,
-        reveals=send.reveals, receivers=receivers, once=once,
+        reveals=send.reveals, receivers=receivers,
     )  # fmt: skip
 
 

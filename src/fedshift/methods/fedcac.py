@@ -24,7 +24,6 @@ from typing_extensions import override
 from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, group_entries
@@ -41,7 +40,7 @@ class CriticalMix(Aggregation):
     beta: int
     names: tuple[str, ...] = field(default=(), repr=False)
     """The parameters that are mixed."""
-    requires = Requirements(shared_entries="FedCAC compares changes of shared weights")
+    needs_shared = "FedCAC compares changes of shared weights"
     keeps = True
     mixes = True
 

@@ -21,7 +21,6 @@ from ..core.declarations import Send
 from ..core.means import weighted_mean
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
 from ..core.states import ServerState
 from ..utils.errors import UsageError
@@ -32,7 +31,7 @@ from ..utils.state import State, add_prefix, entries_under, pick
 class GeneralizationGap(Rule):
     """The client's part: its model before aggregation, and the gap of the shared model to it."""
 
-    requires = Requirements(shared_entries="FedDG-GA compares each client's model with the shared model")
+    needs_shared = "FedDG-GA compares each client's model with the shared model"
 
     @override
     def bind(self, network: Network) -> Declared:

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
 from ..core.server_optimizer import ServerOptimizer
 from ..utils.errors import UsageError, require
@@ -29,7 +28,7 @@ class GradientMemory(Rule):
 
     alpha: float
     gradient_stage = "objective"
-    requires = Requirements(shared_entries="FedDyn regularizes shared entries")
+    needs_shared = "FedDyn regularizes shared entries"
 
     @override
     def bind(self, network: Plan) -> Declared:  # type: ignore[override]

@@ -20,7 +20,6 @@ from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule
 from ..core.states import ServerState
 from ..utils.errors import UsageError
@@ -35,7 +34,7 @@ class Consistency(Rule):
     """The client's part: how often it decreased each weight, and which changes of this round count."""
 
     threshold: float
-    requires = Requirements(shared_entries="FedHEAL weighs changes of shared entries")
+    needs_shared = "FedHEAL weighs changes of shared entries"
 
     @override
     def bind(self, network: Network) -> Declared:

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from ...core.compatibility import check_client_count
-from ...core.disclosure import like_sends
+from ...core.checks import check_client_count, like_sends
 from ...core.kernel import broadcast
 from ...core.plan import Plan
-from ...core.states import ClientState, ServerState, Update
+from ...core.states import ClientState, ServerState
 from ...data.federation import Federation
 from ...engines.engine import ClientResult, Data, Diverged, Engine
 from ...evaluation.communication import list_disclosures
@@ -25,9 +24,9 @@ from ...evaluation.metrics import measured_splits
 from ...experiments.settings import Settings
 from ...results.schema import REESTIMATED, Row
 from ...utils.errors import FedshiftError, UsageError
-from ...utils.state import State, join_states, pick, split_state
-from ..messages import UPLOAD, Exchange, RefusedMessage, check_state, check_update, from_record, refusing, to_record
-from .answers import Answer, EvaluatedAnswer, RowReader, TrainedAnswer
+from ...utils.state import State, join_states, pick
+from ..messages import UPLOAD, Exchange, RefusedMessage, check_update, from_record, refusing, to_record
+from .answers import EvaluatedAnswer, RowReader, TrainedAnswer
 from .nodes import Nodes
 from .rounds import BOUND, UpdateLengths
 
@@ -90,7 +89,7 @@ class RemoteEngine(Engine):
         self._lengths, self._away = UpdateLengths(options.update_bound), frozenset[str]()
         least = min(options.clients, len(settings.draw_participants(seed, 1, tuple(data))))
         check_client_count(plan.method.aggregate, least)
-        self._memory, self._prelude = like_sends(plan), like_sends(plan, prelude=True)
+        self._memory = like_sends(plan)
         self._most_bytes = sum(entry.bytes + HEADER for entry in list_disclosures(plan))
         self._rows = RowReader(federation.task, federation.classes)
 
@@ -109,20 +108,6 @@ class RemoteEngine(Engine):
             self.nodes.say(f"{name} is away: rounds continue without it")
         self._away = away
         return available
-
-    @override
-    def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
-        def read(name: str, answer: Exchange) -> Update:
-            Answer.of(answer, name, 0)
-            memory = self._read_arrays(answer)["memory"]
-            check_state(memory, self._prelude, "the upload's rule memory")
-            parts = split_state(self.plan.rule_names, memory)
-            return Update(shared={}, memory=parts, weight=float(len(self.data[name])), steps=0)
-
-        question = Exchange(kind="introduce", facts={"trial": self.trial, "round": 0})
-        updates, _ = self._collect(dict.fromkeys(names, question), "before round 1", "left out", read)
-        self._require(updates, names, "before round 1", "There is no trained model yet")
-        yield from updates.items()
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:

@@ -89,7 +89,7 @@ class TrialReview:
 
     @property
     def leaving(self) -> tuple[Disclosure, ...]:
-        """Entries of the model, and other tensors that rules send, that leave the site each round or before round 1."""
+        """Entries of the model, and other tensors that rules send, that leave the site each round."""
         return () if self.validates else list_disclosures(self.plan)
 
     @property
@@ -99,13 +99,13 @@ class TrialReview:
         loaded = shown = downlink_bytes(self.plan, server)
         if self.plan.has_global:
             shown += nbytes(pick(server.shared, self.plan.sent)) - nbytes(pick(server.shared, self.plan.downloaded))
-        sent = sum(entry.bytes for entry in self.leaving if not entry.once)
+        sent = sum(entry.bytes for entry in self.leaving)
         return (0 if self.validates else loaded + sent) + (shown if self.measured else 0)
 
     @property
     def uploads(self) -> int:
-        """Uploads that the settings ask for: one each round and, if rules send something before round 1, one then."""
-        return 0 if self.validates else self.rounds + any(entry.once for entry in self.leaving)
+        """Uploads that the settings ask for: one each round."""
+        return 0 if self.validates else self.rounds
 
     @property
     def privacy(self) -> str:
@@ -128,7 +128,7 @@ class TrialReview:
         """Return the review as lines of text; ``coordinator``: its address."""
         plan, leaving = self.plan, {entry.name for entry in self.leaving}
         staying = ", ".join(name for name in plan.initial if name not in leaving)
-        groups = [f"leaves {each.when}: {each}: {', '.join(each.names)}" for each in group_disclosures(self.leaving)]
+        groups = [f"leaves each round: {each}: {', '.join(each.names)}" for each in group_disclosures(self.leaving)]
         told = f"{', '.join(('loss', 'sizes', *self.metrics))} and counts by class of its test and validation samples"
         work, kept = f"this site {VALIDATES}: nothing is trained here", "nothing of this site"
         if not self.validates:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...core.disclosure import check_upload
+from ...core.checks import check_upload
 from ...core.kernel import init_server, trained_state
 from ...core.plan import Plan
 from ...core.preparation import change_layers
@@ -98,13 +98,6 @@ class SiteTrial:
     def list_steps(self, client: ClientState) -> tuple[Bounds, range]:
         """Return the bounds of each batch of a pass, and the steps of the round after the state ``client``."""
         return self.engine.steps_of_round(self.kept.name, client)
-
-    def introduce(self) -> Exchange:
-        """Answer with what rules send once, before round 1: the same however often it is asked."""
-        update = self.engine.introduce_client(self.kept.name)
-        check_upload(self.plan, update.shared, update.memory, prelude=True)
-        arrays = {"memory": to_record(join_states(self.plan.rule_names, update.memory))}
-        return Exchange(kind="introduced", facts={"name": self.kept.name, "round": 0}, arrays=arrays)
 
     def train(self, asked: Exchange, client: ClientState) -> Exchange:
         """Answer with the upload of a round that begins with the state ``client``, and keep the state after it."""
